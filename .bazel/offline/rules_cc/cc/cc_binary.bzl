@@ -1,0 +1,3 @@
+"""The native rule under its name in rules_cc."""
+
+cc_binary = native.cc_binary

@@ -1,0 +1,3 @@
+"""The native rule under its name in rules_cc."""
+
+cc_library = native.cc_library

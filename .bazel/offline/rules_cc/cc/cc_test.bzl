@@ -1,0 +1,3 @@
+"""The native rule under its name in rules_cc."""
+
+cc_test = native.cc_test
