@@ -1,0 +1,63 @@
+"""README.md and docs/ say what is true: commands, code, links, names."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jax_ub
+
+TOP = pathlib.Path(__file__).parents[1]
+README = (TOP / "README.md").read_text()
+PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", *sorted(TOP.glob("docs/**/*.md"))]
+
+
+def blocks(mark):
+    """The fenced blocks that follow the comment `<!-- mark -->`."""
+    return re.findall(rf"<!-- {mark} -->\n```\w*\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_code_of_the_readme_runs():
+    usage, is_it_on = blocks("run by tests/test_readme.py")
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", usage + is_it_on],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    shards, on = ran.stdout.splitlines()
+    assert shards == "[P(None, 'tp'), P('tp', None)]"
+    assert on == is_it_on.rsplit("#", 1)[1].strip()
+
+
+@pytest.mark.parametrize("name", ["example", "tests"])
+def test_each_command_of_the_readme_is_one_line(name):
+    (command,) = blocks(f"command: {name}")
+    assert len(command.splitlines()) == 1
+
+
+def test_every_function_of_the_readme_is_public():
+    table = README.partition("## Functions")[2].partition("##")[0]
+    names = re.findall(r"^\| `(\w+)\(", table, re.MULTILINE)
+    assert names
+    assert [name for name in names if not hasattr(jax_ub, name)] == []
+
+
+def test_every_environment_variable_is_documented_and_read():
+    settings = (TOP / "jax_ub/runtime/settings.py").read_text()
+    documented = set(re.findall(r"^\| `(JAX_UB_\w+)`", README, re.MULTILINE))
+    assert documented == set(re.findall(r"\bJAX_UB_\w+", settings))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    # Files of the tree that a page names between backticks.
+    paths = re.findall(r"`((?:jax_ub|csrc|tests|examples|docs)/[\w./]+)`", text)
+    missing += [path for path in paths if not (TOP / path).exists()]
+    assert missing == []
