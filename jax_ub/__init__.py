@@ -1,0 +1,14 @@
+"""jax_ub: GEMMs that overlap with their communication, as XLA FFI calls."""
+
+from jax_ub import errors as errors
+from jax_ub.methods import Method as Method
+from jax_ub.methods import fallbacks as fallbacks
+from jax_ub.rules.all_gather_matmul import all_gather_matmul as all_gather_matmul
+from jax_ub.rules.all_reduce import all_reduce as all_reduce
+from jax_ub.rules.dgrad_add import dgrad_add as dgrad_add
+from jax_ub.rules.linear import linear as linear
+from jax_ub.rules.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+from jax_ub.rules.matmul_reduce_scatter import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
+from jax_ub.rules.wgrad_accumulate import wgrad_accumulate as wgrad_accumulate

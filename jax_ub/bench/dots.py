@@ -1,0 +1,133 @@
+"""The ways to write each of a linear layer's three GEMMs in XLA, and the fastest one.
+
+Which is fastest depends on the machine: with AVX512-BF16 a bf16 dot is twice as fast
+with an f32 result, with AVX2 it is half as slow again as with a bf16 one. So all are
+measured, once for each layout, dtype, local size and number of devices.
+
+| layout | GEMM | operands | result |
+|---|---|---|---|
+| nn | fprop | x [M, K], w [K, N] | [M, N] |
+| nt | dgrad | dy [M, N], w [K, N] | [M, K] |
+| tn | wgrad | x [M, K], dy [M, N] | [K, N] |
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
+from jax_ub.bench.timing import Contender, fastest
+
+Dot = Callable[..., jax.Array]
+
+_CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+LAYOUTS = tuple(_CONTRACTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to write a dot of a layout; call it with the operands and `out_dtype`."""
+
+    layout: str
+    sums_in_f32: bool = False
+    upcasts: bool = False
+    transposes: str = ""
+
+    def __str__(self) -> str:
+        """Says how the dot is written."""
+        parts = [
+            "operands upcast" if self.upcasts else "",
+            "f32 result" if self.sums_in_f32 else "",
+            f"{self.transposes} transposed first" if self.transposes else "",
+        ]
+        return ", ".join(filter(None, parts)) or "plain dot"
+
+    def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+        """Multiplies, with the result rounded to `out_dtype`."""
+        contracted = list(_CONTRACTED[self.layout])
+        if self.upcasts:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        # Without the barrier XLA folds the transposition into the dot again.
+        if "left" in self.transposes:
+            a, contracted[0] = lax.optimization_barrier(a.T), 1 - contracted[0]
+        if "right" in self.transposes:
+            b, contracted[1] = lax.optimization_barrier(b.T), 1 - contracted[1]
+        wide = jnp.float32 if self.sums_in_f32 else a.dtype
+        dims = (((contracted[0],), (contracted[1],)), ((), ()))
+        return lax.dot_general(a, b, dims, preferred_element_type=wide).astype(out_dtype)
+
+
+def ways(layout: str, dtype: Any) -> tuple[Way, ...]:
+    """All ways that were ever the fastest somewhere, the plain one first."""
+    transposes = {"nn": ("", "right"), "nt": ("", "right"), "tn": ("", "left")}[layout]
+    if jnp.dtype(dtype) == jnp.float32:
+        return tuple(Way(layout, transposes=side) for side in transposes)
+    return tuple(
+        Way(layout, sums_in_f32=wide or up, upcasts=up, transposes=side)
+        for side in transposes
+        for wide, up in ((False, False), (True, False), (False, True))
+    )
+
+
+def naive(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
+    """The dot as people write it."""
+    if layout == "nn":
+        return a @ b
+    return a @ b.T if layout == "nt" else a.T @ b
+
+
+class FastestDots:
+    """Measures the ways of each dot when it is first asked for, and remembers."""
+
+    def __init__(self) -> None:
+        """Starts without measurements."""
+        self._found: dict[tuple[Any, ...], Way] = {}
+
+    def __call__(
+        self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
+    ) -> Way:
+        """Finds the fastest way.
+
+        Args:
+            layout: "nn", "nt" or "tn".
+            dtype: of both operands and the result.
+            left: local shape of the left operand.
+            right: local shape of the right operand.
+            ranks: where it runs, on all devices at once.
+        """
+        key = (layout, jnp.dtype(dtype), left, right, ranks.num_ranks)
+        if key not in self._found:
+            self._found[key] = self._measure(layout, dtype, left, right, ranks)
+        return self._found[key]
+
+    @property
+    def found(self) -> dict[str, str]:
+        """What was the fastest in each place, in words."""
+        return {
+            f"{layout} {dtype} {left} {right} on {ranks}": str(way)
+            for (layout, dtype, left, right, ranks), way in self._found.items()
+        }
+
+    def _measure(self, layout, dtype, left, right, ranks):
+        every = (ranks.num_ranks,)
+        operands = [
+            ranks.place(normal(seed, every + shape, dtype), Spec(AXIS))
+            for seed, shape in enumerate((left, right))
+        ]
+        specs = (Spec(AXIS), Spec(AXIS))
+        contenders = {
+            way: Contender(
+                str(way), ranks.program(_local(way, dtype), specs, Spec(AXIS)), operands
+            )
+            for way in ways(layout, dtype)
+        }
+        best = fastest(list(contenders.values()))
+        return next(way for way, c in contenders.items() if c is best)
+
+
+def _local(way, dtype):
+    return lambda a, b: way(a[0], b[0], dtype)[None]

@@ -1,0 +1,200 @@
+"""The GEMM alone in its three layouts, dgrad+add and wgrad+accumulate."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_ub as ub
+from jax_ub.bench import cases, dots, onednn, peers
+from jax_ub.bench.cases import Case, Place
+from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
+from jax_ub.bench.timing import Contender, fastest
+from jax_ub.bench.workloads import Shape
+from jax_ub.methods import Method
+from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.wgrad import wgrad
+
+VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
+
+
+def own_gemm(method: str, layout: str) -> Callable[..., jax.Array]:
+    """The engine's GEMM of a layout: (a, b, bias or None, addend or None) -> result."""
+    where: dict[str, Any] = {"method": Method(method), "label": f"bench {layout}"}
+
+    def program(a, b, bias, addend):
+        if layout == "tn":
+            main_grads = None if addend is None else (addend,)
+            out = jnp.float32 if main_grads else a.dtype
+            return wgrad(a, (b,), main_grads, out_dtype=out, **where)[0]
+        transposed = layout == "nt"
+        return matmul(
+            (a,), (b,), bias, addend, rhs_transposed=transposed, out_dtype=a.dtype, **where
+        )
+
+    return program
+
+
+def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Shapes of the left operand, the right operand and the result."""
+    x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
+    return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]
+
+
+def gemm(place: Place, shape: Shape) -> list[Case]:
+    """Every layout with and without what is added, at P = 1."""
+    if place.num_ranks > 1:
+        return []
+    return [_case(place, shape, "gemm", variant) for variant in VARIANTS]
+
+
+def dgrad_add(place: Place, shape: Shape) -> list[Case]:
+    """`residual + dy w^T` in the residual's buffer; every rank has rows of its own."""
+    return [_case(place, shape, "dgrad_add", "nt+add", lambda dy, w, _, r: ub.dgrad_add(dy, w, r))]
+
+
+def wgrad_accumulate(place: Place, shape: Shape) -> list[Case]:
+    """`main_grad + x^T dy` in its buffer; every rank has columns of its own."""
+    return [
+        _case(
+            place,
+            shape,
+            "wgrad_accumulate",
+            "tn+add",
+            lambda x, dy, _, g: ub.wgrad_accumulate(x, dy, g),
+        )
+    ]
+
+
+def _case(place, shape, op, variant, public=None):
+    build = _Build(place, shape, variant)
+    own = public or own_gemm(place.method, build.layout)
+    contenders = [
+        build.contender(cases.OWN, own),
+        build.best(),
+        build.contender(cases.NAIVE, build.naive()),
+    ]
+    gemm_of = _onednn(build, place)
+    notes = [gemm_of] if isinstance(gemm_of, str) else []
+    if op == "gemm" and not notes:
+        contenders.append(gemm_of)
+    if op != "gemm":
+        plain = own_gemm(place.method, build.layout)
+        contenders.append(build.without_addends().contender(cases.PLAIN, plain))
+    itemsize = np.dtype(place.dtype).itemsize
+    contenders.append(cases.copy_limit(shape.bytes(itemsize)))
+    return Case(
+        op=op,
+        variant=variant,
+        dtype=place.dtype,
+        num_ranks=place.num_ranks,
+        shape=shape,
+        flops=shape.flops,
+        contenders=contenders,
+        notes=notes,
+    )
+
+
+class _Build:
+    """Programs and operands of one layout, with what is added to the product.
+
+    Programs take (a, b, addend): the addend is a bias, or an accumulator that is
+    donated and replaced by the result, or is not there.
+    """
+
+    def __init__(self, place: Place, shape: Shape, variant: str):
+        self.place, self.shape = place, shape
+        self.layout, _, self.added = variant.partition("+")
+        self.left, self.right, self.out = local_shapes(self.layout, shape)
+        self.out_dtype = place.dtype
+        if self.layout == "tn" and self.added:
+            self.out_dtype = "float32"
+
+    def without_addends(self) -> "_Build":
+        return _Build(self.place, self.shape, self.layout)
+
+    def specs(self):
+        """Rows over the ranks; in the wgrad, which sums over rows, columns of dy."""
+        if self.layout == "tn":
+            return [Spec(), Spec(None, AXIS)], Spec(None, AXIS)
+        return [Spec(AXIS), Spec()], Spec(AXIS)
+
+    def operands(self) -> list[jax.Array]:
+        ranks = self.place.ranks
+        scale = self.left[1 if self.layout != "tn" else 0] ** -0.5
+        in_specs, out_spec = self.specs()
+        arrays = [
+            ranks.place(normal(0, self.left, self.place.dtype), in_specs[0]),
+            ranks.place(normal(1, self.right, self.place.dtype, scale), in_specs[1]),
+        ]
+        if self.added == "bias":
+            bias = normal(2, self.out[1:], self.place.dtype)
+            arrays.append(ranks.place(bias, Spec()))
+        if self.added == "add":
+            addend = normal(2, self.out, self.out_dtype)
+            arrays.append(ranks.place(addend, out_spec))
+        return arrays
+
+    def contender(self, name: str, function: Callable[..., Any], way: str = ""):
+        """Jits `function(a, b, bias, addend)`."""
+        in_specs, out_spec = self.specs()
+        donated = (2,) if self.added == "add" else ()
+
+        def program(a, b, *last):
+            bias, addend = (*last, None) if self.added == "bias" else (None, *last, None)[:2]
+            return function(a, b, bias, addend)
+
+        if self.added:
+            in_specs = [*in_specs, Spec() if self.added == "bias" else out_spec]
+        return Contender(
+            name,
+            self.place.ranks.program(program, in_specs, out_spec, donated),
+            self.operands(),
+            way=way,
+            carry=2 if donated else None,
+        )
+
+    def best(self) -> Contender:
+        """XLA's dot, written and completed in the fastest way."""
+        contenders = []
+        for way in dots.ways(self.layout, self.place.dtype):
+            program = functools.partial(self._xla, way)
+            contenders.append(self.contender(cases.BEST, program, str(way)))
+        return fastest(contenders)
+
+    def _xla(self, way, a, b, bias, addend):
+        added = bias if addend is None else addend
+        if added is None:
+            return way(a, b, self.out_dtype)
+        product = way(a, b, jnp.float32)
+        return (added.astype(jnp.float32) + product).astype(self.out_dtype)
+
+    def naive(self):
+        def program(a, b, bias, addend):
+            addends = [added for added in (bias, addend) if added is not None]
+            return peers.naive_gemm(a, b, self.layout, *addends)
+
+        return program
+
+
+def _onednn(build, place):
+    found = onednn.find(place.dtype, build.layout)
+    if isinstance(found, str):
+        return found
+    arrays = [np.asarray(array) for array in build.operands()]
+    a, b = arrays[:2]
+    y = np.array(np.broadcast_to(arrays[2], build.out) if build.added else np.zeros(build.out), np.float32)
+
+    def program():
+        if build.added == "bias":
+            y[:] = arrays[2]
+        found(a, b, y, 1.0 if build.added else 0.0)
+        return y
+
+    return Contender(cases.ONEDNN, program, [])
+
+
+ONE = Ranks(1)

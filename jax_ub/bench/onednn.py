@@ -1,0 +1,63 @@
+"""oneDNN's GEMM as a peer, where its library is installed (Debian: libdnnl2)."""
+
+import ctypes
+import ctypes.util
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_FUNCTIONS = {"float32": "dnnl_sgemm", "bfloat16": "dnnl_gemm_bf16bf16f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """`y = a b + addend` in place of the result, row-major, with an f32 result.
+
+    oneDNN fuses no rounding to bf16 into this call, so a bf16 product is left in f32,
+    which is to its advantage.
+    """
+
+    function: Any
+    layout: str
+
+    def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
+        """Computes into `y`; returns oneDNN's status, 0 for success."""
+        transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
+        contracting = a.shape[0 if self.layout == "tn" else 1]
+        return self.function(
+            *(ctypes.c_char(letter.encode()) for letter in transposed),
+            *(ctypes.c_int64(size) for size in (*y.shape, contracting)),
+            ctypes.c_float(1),
+            *_pointer(a),
+            *_pointer(b),
+            ctypes.c_float(beta),
+            *_pointer(y),
+        )
+
+
+def find(dtype: str, layout: str) -> Gemm | str:
+    """Returns the GEMM for a dtype and a layout, or why there is none."""
+    library = _library()
+    if library is None:
+        return "oneDNN is not installed (Debian: apt install libdnnl2)"
+    function = getattr(library, _FUNCTIONS.get(dtype, ""), None)
+    if function is None:
+        return f"this oneDNN has no GEMM for {dtype}"
+    gemm = Gemm(function, layout)
+    ones = np.ones((1, 1), jnp.dtype(dtype))
+    if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
+        return f"this oneDNN has no {dtype} GEMM for this processor"
+    return gemm
+
+
+@functools.cache
+def _library():
+    name = ctypes.util.find_library("dnnl")
+    return ctypes.CDLL(name) if name else None
+
+
+def _pointer(array):
+    return array.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(array.shape[1])

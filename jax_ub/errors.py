@@ -1,0 +1,65 @@
+"""What jax_ub raises: every text names the op, the argument, the value and the fix."""
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator
+
+import jax
+
+
+class UbError(Exception):
+    """The base of every error that jax_ub raises."""
+
+
+class ShapeContractError(UbError, ValueError):
+    """The call is wrong: shapes, dtypes or the mesh axis do not fit the op."""
+
+
+class UnknownNameError(UbError, ValueError):
+    """A name (of a method, a kind, a configuration) that jax_ub does not know."""
+
+
+class UnsupportedOverlapError(UbError, NotImplementedError):
+    """The call is right, but cannot run in this way or in this place."""
+
+
+class CommunicatorError(UbError, RuntimeError):
+    """A rank did not arrive, failed, or disagreed with its peers."""
+
+
+class TimeoutError(CommunicatorError):
+    """A rank waited for its peers until its deadline."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Says which known name is closest to `name`, and lists all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{meant}Known: {', '.join(map(repr, known))}."
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Turns the engine's run-time errors into `CommunicatorError`, for host code.
+
+    XLA reports whatever fails inside a program as `jax.errors.JaxRuntimeError`, where
+    the results are waited for:
+
+        with ub.errors.raised():
+            jax.block_until_ready(step(state))
+
+    Raises:
+        TimeoutError: if ranks were missing when the deadline passed.
+        CommunicatorError: if the ranks' communication failed in another way.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        _, found, message = text.partition("CommunicatorError: ")
+        if not found:
+            raise
+        timed_out = "DEADLINE_EXCEEDED" in text or "deadline" in message
+        kind = TimeoutError if timed_out else CommunicatorError
+        raise kind(message) from error

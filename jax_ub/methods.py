@@ -1,0 +1,111 @@
+"""How an op may run, and the record of where it could not run overlapped."""
+
+import collections
+import dataclasses
+import enum
+
+from jax_ub.errors import UnknownNameError, nearest
+
+
+class Method(enum.Enum):
+    """How GEMM and communication are combined; the names are Transformer Engine's.
+
+    `AUTO` chooses, and falls back to `XLA` where the engine cannot run. `DIRECT` reads
+    the peers in place. `RING_EXCHANGE` and `PIPELINE` move chunks through slots while
+    others are multiplied, `BULK` communicates beside an independent GEMM, `EXTERNAL`
+    before or after its own. `XLA` is plain `jax.lax`, the reference.
+    """
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    RING_EXCHANGE = "ring_exchange"
+    PIPELINE = "pipeline"
+    BULK = "bulk"
+    EXTERNAL = "external"
+    XLA = "xla"
+
+    @property
+    def copies_operands(self) -> bool:
+        """Whether a gathered operand is laid out in memory, so that it can be reused.
+
+        The others read the peers in place, as often as it is needed.
+        """
+        return self not in (Method.AUTO, Method.DIRECT)
+
+    @property
+    def forward(self) -> "Method":
+        """The method of a fused GEMM: bulk overlaps independent work only."""
+        return Method.RING_EXCHANGE if self is Method.BULK else self
+
+    @property
+    def alone(self) -> "Method":
+        """The method of the communication, or of the GEMM, that runs by itself."""
+        return self if self in (Method.AUTO, Method.XLA) else Method.DIRECT
+
+    @property
+    def code(self) -> int:
+        """The number that the engine knows the method by."""
+        return _CODES[self]
+
+
+# Pinned with csrc/ffi. Where the engine runs an automatic call, it reads in place.
+_CODES = {
+    Method.AUTO: 0,
+    Method.DIRECT: 0,
+    Method.RING_EXCHANGE: 1,
+    Method.PIPELINE: 2,
+    Method.BULK: 3,
+    Method.EXTERNAL: 4,
+}
+
+
+def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:
+    """Finds the method that `method` names.
+
+    Args:
+        op: the op's name, for errors.
+        method: what the call asks for; None takes `default`.
+        default: what the process asks for (`JAX_UB_METHOD`); None is "auto".
+
+    Raises:
+        UnknownNameError: if there is no method of that name.
+    """
+    if isinstance(method, Method):
+        return method
+    source = "method" if method is not None else "JAX_UB_METHOD"
+    name = method if method is not None else default
+    if name is None:
+        return Method.AUTO
+    names = [known.value for known in Method]
+    if not isinstance(name, str):
+        raise UnknownNameError(
+            f"{op}: {source} = {name!r} is a {type(name).__name__}, not the name of a "
+            f"method. {nearest('', names)}"
+        )
+    if name not in names:
+        raise UnknownNameError(
+            f"{op}: {source} = {name!r} is not a method. {nearest(name, names)}"
+        )
+    return Method(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """One call that was lowered to plain `jax.lax`, and why."""
+
+    label: str
+    reason: str
+
+
+# The latest calls only: a process that lowers for weeks keeps a bounded record.
+_FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
+
+
+def record_fallback(label: str, reason: str) -> None:
+    """Notes that the automatic choice for `label` was plain `jax.lax`."""
+    _FALLBACKS.append(Fallback(label, reason))
+
+
+def fallbacks() -> tuple[Fallback, ...]:
+    """Returns the latest automatic calls that were not overlapped, oldest first."""
+    return tuple(_FALLBACKS)

@@ -1,0 +1,1 @@
+"""One FFI target a file: its contract, its lowering and its reference."""

@@ -1,0 +1,87 @@
+"""AG+GEMM: multiplies the gathered rows by this rank's kernels."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_ub import reference
+from jax_ub.primitives.call import Call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllGatherMatmul(Call):
+    """Operands x, w_i, then bias_i; results y_i, then the gathered x if asked for."""
+
+    target = "jax_ub$all_gather_matmul"
+
+    num_kernels: int
+    rhs_transposed: bool
+    has_bias: bool
+    return_gathered: bool
+    out_dtype: np.dtype
+
+    def shapes(self, x, *kernels):
+        """`[..., P*m, N_i]` each, and `[..., P*m, K]`."""
+        rows = (*x.shape[:-2], x.shape[-2] * self.num_ranks)
+        out = 0 if self.rhs_transposed else 1
+        results = [
+            ((*rows, w.shape[out]), self.out_dtype) for w in kernels[: self.num_kernels]
+        ]
+        gathered = [((*rows, x.shape[-1]), x.dtype)] if self.return_gathered else []
+        return results + gathered
+
+    def reference(self, x, *kernels):
+        """`all_gather(x) @ w_i + bias_i`."""
+        ws, biases = kernels[: self.num_kernels], kernels[self.num_kernels :]
+        gathered = reference.all_gather(x, self.axis_name)
+        ys = []
+        for w, bias in zip(ws, biases or [None] * len(ws), strict=True):
+            y = reference.dot(gathered, w, rhs_transposed=self.rhs_transposed)
+            ys.append(reference.add(y, bias, out_dtype=self.out_dtype))
+        return [*ys, gathered] if self.return_gathered else ys
+
+    def options(self):
+        """As csrc/ffi binds them."""
+        return {
+            "num_kernels": self.num_kernels,
+            "rhs_transposed": self.rhs_transposed,
+            "has_bias": self.has_bias,
+            "return_gathered": self.return_gathered,
+        }
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None,
+    *,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    out_dtype,
+    **where,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Multiplies the gathered rows of `x` by every kernel.
+
+    Args:
+        x: activations, `[..., m, K]`: this rank's rows.
+        ws: kernels, `[K, N_i]`, or `[N_i, K]` if `rhs_transposed`.
+        biases: one `[N_i]` for each kernel, or None.
+        rhs_transposed: whether the kernels are stored transposed.
+        return_gathered: whether the gathered `x` is a result too.
+        out_dtype: dtype of the products.
+        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+
+    Returns:
+        The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.
+    """
+    call = AllGatherMatmul(
+        num_kernels=len(ws),
+        rhs_transposed=rhs_transposed,
+        has_bias=biases is not None,
+        return_gathered=return_gathered,
+        out_dtype=np.dtype(out_dtype),
+        **where,
+    )
+    results = call(x, *ws, *(biases or ()))
+    return results[: len(ws)], results[len(ws)] if return_gathered else None

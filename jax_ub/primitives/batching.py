@@ -1,0 +1,49 @@
+"""What `jax.vmap` makes of a call: one call with a longer batch, or a loop."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def fold(operands, dims):
+    """Moves the mapped axis of every operand to the front, where it is a batch axis.
+
+    Operands that are not mapped are repeated. Nothing is transposed where the mapped
+    axis is in front already.
+    """
+    size = mapped_size(operands, dims)
+    return [
+        jnp.broadcast_to(operand, (size, *operand.shape))
+        if dim is None
+        else jnp.moveaxis(operand, dim, 0)
+        for operand, dim in zip(operands, dims, strict=True)
+    ]
+
+
+def loop(function, operands, dims):
+    """Calls `function(*operands)` once for every index of the mapped axis, in order."""
+    mapped = [
+        jnp.moveaxis(operand, dim, 0)
+        for operand, dim in zip(operands, dims, strict=True)
+        if dim is not None
+    ]
+
+    def one(slices):
+        slices = iter(slices)
+        return function(
+            *(
+                operand if dim is None else next(slices)
+                for operand, dim in zip(operands, dims, strict=True)
+            )
+        )
+
+    return lax.map(one, mapped)
+
+
+def mapped_size(operands: list[jax.Array], dims: list[int | None]) -> int:
+    """The length of the mapped axis."""
+    return next(
+        operand.shape[dim]
+        for operand, dim in zip(operands, dims, strict=True)
+        if dim is not None
+    )

@@ -1,0 +1,58 @@
+"""Bulk AG: gathers one tensor while an independent GEMM runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub import reference
+from jax_ub.primitives.call import Call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BulkAllGather(Call):
+    """Operands dy_i, then w_i, then the shard; results dx and the gathered shard."""
+
+    target = "jax_ub$bulk_all_gather"
+
+    num_pairs: int
+
+    def shapes(self, dy, *others):
+        """`[..., M, K]` in f32, and `[..., P*m, H]`."""
+        w, shard = others[-2], others[-1]
+        rows = shard.shape[-2] * self.num_ranks
+        return [
+            ((*dy.shape[:-1], w.shape[0]), jnp.dtype(jnp.float32)),
+            ((*shard.shape[:-2], rows, shard.shape[-1]), shard.dtype),
+        ]
+
+    def reference(self, *operands):
+        """`sum_i dy_i @ w_i.T`, and `all_gather(shard)`."""
+        n = self.num_pairs
+        dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
+        return [dx, reference.all_gather(operands[-1], self.axis_name)]
+
+    def options(self):
+        """As csrc/ffi binds them."""
+        return {"num_pairs": self.num_pairs}
+
+    def is_activation(self, index):
+        """The gradients and the shard."""
+        return index < self.num_pairs or index == 2 * self.num_pairs
+
+
+def bulk_all_gather(
+    dys: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], shard: jax.Array, **where
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers `shard` beside the partial dgrad.
+
+    Args:
+        dys: gradients, `[..., M, N_i]`.
+        ws: kernels, `[K, N_i]`.
+        shard: what is gathered, `[..., m, H]`: this rank's rows.
+        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+
+    Returns:
+        `sum_i dy_i w_i^T`, `[..., M, K]` in f32, and the gathered `[..., P*m, H]`.
+    """
+    return BulkAllGather(num_pairs=len(dys), **where)(*dys, *ws, shard)

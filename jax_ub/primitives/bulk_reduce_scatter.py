@@ -1,0 +1,93 @@
+"""Bulk RS: scatters the sum of one tensor while an independent wgrad runs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_ub import reference
+from jax_ub.primitives.call import Call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BulkReduceScatter(Call):
+    """Operands x, dy_i, main_grad_i, then the partial; results dw_i, then its sum."""
+
+    target = "jax_ub$bulk_reduce_scatter"
+
+    num_outputs: int
+    accumulate: bool
+    dw_dtype: np.dtype
+    scattered_dtype: np.dtype
+
+    def shapes(self, x, *others):
+        """`[K, N_i]` each, and `[..., m, H]`."""
+        dys, partial = others[: self.num_outputs], others[-1]
+        rows = partial.shape[-2] // self.num_ranks
+        scattered = (*partial.shape[:-2], rows, partial.shape[-1])
+        dws = [((x.shape[-1], dy.shape[-1]), self.dw_dtype) for dy in dys]
+        return [*dws, (scattered, self.scattered_dtype)]
+
+    def reference(self, x, *others):
+        """`main_grad_i + x.T @ dy_i`, and `psum_scatter(partial)`."""
+        n = self.num_outputs
+        dys, main_grads, partial = others[:n], others[n:-1], others[-1]
+        dws = [
+            reference.add(reference.outer(x, dy), main_grad, out_dtype=self.dw_dtype)
+            for dy, main_grad in zip(dys, main_grads or [None] * n, strict=True)
+        ]
+        scattered = reference.reduce_scatter(partial, self.axis_name)
+        return [*dws, scattered.astype(self.scattered_dtype)]
+
+    def options(self):
+        """As csrc/ffi binds them."""
+        return {"num_outputs": self.num_outputs, "accumulate": self.accumulate}
+
+    def aliases(self, operands):
+        """Every dw is written into its main_grad's buffer."""
+        first = 1 + self.num_outputs
+        return {
+            first + i: i
+            for i, main_grad in enumerate(operands[first:-1])
+            if main_grad.dtype == self.dw_dtype
+        }
+
+    @property
+    def folds(self):
+        """A batch axis is summed over, so a mapped one cannot become one."""
+        return False
+
+
+def bulk_reduce_scatter(
+    x: jax.Array,
+    dys: tuple[jax.Array, ...],
+    main_grads: tuple[jax.Array, ...] | None,
+    partial: jax.Array,
+    *,
+    dw_dtype,
+    scattered_dtype,
+    **where,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Sums and scatters `partial` beside the wgrad.
+
+    Args:
+        x: gathered activations, `[..., M, K]`.
+        dys: gradients, `[..., M, N_i]`.
+        main_grads: accumulators, `[K, N_i]`, written in place; or None.
+        partial: what is summed over the ranks, `[..., P*m, H]`.
+        dw_dtype: dtype of the kernels' gradients.
+        scattered_dtype: dtype of the scattered sum.
+        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+
+    Returns:
+        `[K, N_i]` for every gradient, and the own rows of the sum, `[..., m, H]`.
+    """
+    call = BulkReduceScatter(
+        num_outputs=len(dys),
+        accumulate=main_grads is not None,
+        dw_dtype=np.dtype(dw_dtype),
+        scattered_dtype=np.dtype(scattered_dtype),
+        **where,
+    )
+    *dws, scattered = call(x, *dys, *(main_grads or ()), partial)
+    return tuple(dws), scattered

@@ -1,0 +1,189 @@
+"""The one place that makes JAX primitives out of FFI targets.
+
+A primitive's only parameter is a `Call`: a frozen, hashable description of everything
+but the operands, the same on every rank. It is effect-free in the jaxpr, so that DCE,
+remat and partial evaluation see an ordinary function, and has a side effect in HLO, so
+that XLA neither merges, moves nor removes what every rank must run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ub import methods
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.methods import Method
+from jax_ub.primitives import batching as folding
+from jax_ub.primitives import varying
+from jax_ub.primitives.mesh import Ranks, find_ranks
+from jax_ub.runtime import engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a target, apart from its operands.
+
+    A subclass names its `target`, adds the options that the target takes, and says
+    what the results are, in shapes and in plain `jax.lax`.
+    """
+
+    target: ClassVar[str]
+    primitive: ClassVar[Primitive]
+
+    axis_name: tuple[str, ...] = ()  # empty for a local op
+    num_ranks: int = 1
+    method: Method
+    num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
+    label: str
+
+    def __init_subclass__(cls):
+        """Makes the primitive of a subclass that names a target."""
+        if "target" in vars(cls):
+            cls.primitive = _make_primitive(cls.target)
+
+    def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of every result."""
+        raise NotImplementedError
+
+    def reference(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """The same results, in plain `jax.lax`."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, int]:
+        """The target's own attributes."""
+        return {}
+
+    def aliases(self, operands) -> dict[int, int]:
+        """Which operand's buffer becomes which result's."""
+        return {}
+
+    def is_activation(self, index: int) -> bool:
+        """Whether operand `index` is `[..., rows, features]`, with free batch axes."""
+        return index == 0
+
+    def is_replicated(self, index: int) -> bool:
+        """Whether operand `index` must be the same on every rank of `axis_name`."""
+        return False
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the results are the same on every rank of `axis_name`."""
+        return False
+
+    @property
+    def folds(self) -> bool:
+        """Whether a batch axis of the activations is one of the results too."""
+        return True
+
+    def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs the call on the operands, promoted to vary over the axes it needs."""
+        operands = self._promote(operands)
+        if self.method is Method.XLA:
+            return tuple(self.reference(*operands))
+        return tuple(self.primitive.bind(*operands, call=self))
+
+    def _promote(self, operands):
+        own = frozenset(self.axis_name) if varying.is_tracked(self.axis_name) else set()
+        axes = varying.axes_of(*operands) | own
+        return [
+            varying.promote(x, axes - own if self.is_replicated(i) else axes)
+            for i, x in enumerate(operands)
+        ]
+
+
+def _make_primitive(target):
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *operands, call: _run(call, *operands))
+    primitive.def_abstract_eval(_abstract_eval)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = _refuse_jvp
+    # Not cacheable: every call site is lowered by itself, so that each is recorded.
+    mlir.register_lowering(primitive, _lower_on_cpu, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, _lower_elsewhere, cacheable=False)
+    return primitive
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call, *operands):
+    return call.primitive.bind(*operands, call=call)
+
+
+def _abstract_eval(*operands, call):
+    axes = varying.axes_of(*operands)
+    if call.replicates:
+        axes -= frozenset(call.axis_name)
+    return [
+        varying.result_aval(shape, dtype, axes, operands[0])
+        for shape, dtype in call.shapes(*operands)
+    ]
+
+
+def _batch(primitive, operands, dims, *, call):
+    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    if call.folds and all(call.is_activation(i) for i in mapped):
+        folded = [i for i in range(len(operands)) if call.is_activation(i)]
+        operands = list(operands)
+        moved = folding.fold([operands[i] for i in folded], [dims[i] for i in folded])
+        for i, operand in zip(folded, moved, strict=True):
+            operands[i] = operand
+        results = primitive.bind(*operands, call=call)
+    else:
+        bind = functools.partial(primitive.bind, call=call)
+        results = folding.loop(bind, operands, dims)
+    return results, [0] * len(results)
+
+
+def _refuse_jvp(operands, tangents, *, call):
+    raise UnsupportedOverlapError(
+        f"{call.label}: forward-mode differentiation and second derivatives are not "
+        "supported. Differentiate once, with jax.grad or jax.vjp."
+    )
+
+
+def _lower_on_cpu(ctx, *operands, call):
+    ranks = find_ranks(ctx, call.label, call.axis_name)
+    if ranks.reason is not None:
+        return _lower_to_reference(ctx, operands, call, ranks.reason)
+    engine.register()
+    rule = jax.ffi.ffi_lowering(
+        call.target,
+        has_side_effect=True,
+        operand_output_aliases=call.aliases(ctx.avals_in),
+    )
+    return rule(ctx, *operands, **_attributes(call, ranks))
+
+
+def _lower_elsewhere(ctx, *operands, call):
+    find_ranks(ctx, call.label, call.axis_name)
+    platforms = ", ".join(ctx.module_context.platforms)
+    return _lower_to_reference(ctx, operands, call, f"no engine for {platforms}")
+
+
+def _lower_to_reference(ctx, operands, call, reason):
+    if call.method is not Method.AUTO:
+        raise UnsupportedOverlapError(
+            f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
+            'method="auto", which falls back to plain jax.lax, or method="xla".'
+        )
+    methods.record_fallback(call.label, reason)
+    rule = mlir.lower_fun(call.reference, multiple_results=True)
+    return rule(ctx, *operands)
+
+
+def _attributes(call: Call, ranks: Ranks) -> dict[str, object]:
+    options = {name: np.int64(value) for name, value in call.options().items()}
+    return {
+        "method": np.int64(call.method.code),
+        "num_ranks": np.int64(call.num_ranks),
+        "num_splits": np.int64(call.num_splits),
+        "ranks": ranks.table,
+        "label": call.label,
+        **options,
+    }

@@ -1,0 +1,25 @@
+"""GEMM+RS: sums the products of all ranks and keeps this rank's rows."""
+
+import dataclasses
+import functools
+
+from jax_ub import reference
+from jax_ub.primitives.summed_matmul import SummedMatmul, sum_products
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulReduceScatter(SummedMatmul):
+    """x_i [..., P*m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]."""
+
+    target = "jax_ub$matmul_reduce_scatter"
+
+    def reduced_rows(self, rows):
+        """The own rows."""
+        return rows // self.num_ranks
+
+    def reduce(self, partial):
+        """Sums over the ranks in f32."""
+        return reference.reduce_scatter(partial, self.axis_name)
+
+
+matmul_reduce_scatter = functools.partial(sum_products, MatmulReduceScatter)

@@ -1,0 +1,114 @@
+"""Where a call runs: its mesh axis when it is traced, its ranks when it is lowered."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+
+
+def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Spells one axis, several or none as a tuple."""
+    if axis_name is None:
+        return ()
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
+    """The number of ranks on `axis_name`, checked to be a manual mesh axis.
+
+    Raises:
+        ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual.
+    """
+    axes = axis_tuple(axis_name)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {axis_name!r} is not the name of a mesh axis. Pass the "
+            'axis of the ranks, for example axis_name="tp".'
+        )
+    missing = [axis for axis in axes if axis not in manual]
+    if missing:
+        here = f"the manual axes here are {tuple(manual)}" if manual else "there is none"
+        raise ShapeContractError(
+            f"{op}: axis_name = {axis_name!r} is not a manual mesh axis; {here}. Call "
+            "it inside jax.shard_map over all mesh axes, for example jax.shard_map(f, "
+            "mesh=mesh, in_specs=..., out_specs=...)."
+        )
+    return lax.axis_size(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The devices of a lowered call, or why the engine cannot serve them."""
+
+    table: np.ndarray  # i64 global ids, table[group * P + rank]; empty for a local op
+    reason: str | None
+
+
+def find_ranks(
+    ctx: mlir.LoweringRuleContext, label: str, axes: tuple[str, ...]
+) -> Ranks:
+    """Reads the ranks on `axes` from the mesh that the call is lowered for.
+
+    Raises:
+        UnsupportedOverlapError: if XLA would have to gather the operands first, because
+            the call is not inside a `shard_map` over all mesh axes.
+    """
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        _refuse_unless_one_device(context, label)
+        return Ranks(np.zeros(0, np.int64), None)
+    _refuse_automatic_axes(mesh, context.manual_axes, label)
+    if not axes:
+        return Ranks(np.zeros(0, np.int64), None)
+    if not hasattr(mesh, "devices") or isinstance(mesh, jax.sharding.AbstractMesh):
+        return Ranks(
+            np.zeros(0, np.int64),
+            "it is lowered for an abstract mesh, which names no devices; pass "
+            "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
+        )
+    return Ranks(_table(mesh, axes), _spans_processes(mesh))
+
+
+def _table(mesh, axes):
+    ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(mesh.devices)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    # The group axis last: every row of the table is one group, in the order of ranks.
+    return np.moveaxis(ids, places, range(-len(axes), 0)).reshape(-1)
+
+
+def _spans_processes(mesh):
+    processes = {device.process_index for device in mesh.devices.flat}
+    if processes == {jax.process_index()}:
+        return None
+    return f"the mesh spans {len(processes)} processes"
+
+
+def _refuse_automatic_axes(mesh, manual_axes, label):
+    automatic = [
+        axis
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis not in manual_axes
+    ]
+    if automatic:
+        raise UnsupportedOverlapError(
+            f"{label}: the mesh axes {automatic} are left to XLA, which would gather "
+            "the operands over them on every device. Call it inside jax.shard_map over "
+            'all mesh axes (leave out axis_names=), or pass method="xla".'
+        )
+
+
+def _refuse_unless_one_device(context, label):
+    num_devices = getattr(context, "num_devices", None)
+    if num_devices != 1:
+        raise UnsupportedOverlapError(
+            f"{label}: the program runs on {num_devices or 'several'} devices, but the "
+            "call is not inside jax.shard_map, so XLA would gather its operands on "
+            "every device. Call it inside jax.shard_map over all mesh axes, or pass "
+            'method="xla".'
+        )

@@ -1,0 +1,1 @@
+"""The public per-device functions and their derivatives."""

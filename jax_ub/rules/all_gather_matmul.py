@@ -1,0 +1,155 @@
+"""AG+GEMM and its derivative: a column-parallel linear layer, sequence parallel."""
+
+import functools
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.methods import Method
+from jax_ub.primitives.all_gather_matmul import all_gather_matmul as fused
+from jax_ub.rules import column_gradients
+from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.bias import bias_gradient
+from jax_ub.rules.site import is_zero, needs, open_site, promote, save, value_of
+
+OP = "all_gather_matmul"
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array | tuple[jax.Array, ...],
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    return_gathered: bool = False,
+    out_dtype=None,
+    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
+):
+    """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
+
+    Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`.
+    Its backward reduce-scatters the gradient of `x`, and reads or gathers `x` again for
+    that of `w`, unless `return_gathered` made the forward save it (as the checkpoint
+    name "jax_ub.gathered", which a remat policy may drop).
+
+    Args:
+        x: activations, `[..., M/P, K]`: this rank's rows.
+        w: kernel, `[K, N/P]`: this rank's columns; or a tuple of kernels, which share
+            one gather.
+        axis_name: the mesh axis, of size P, to gather over.
+        bias: `[N/P]`, or a tuple of one for each kernel.
+        ub_name: the call's name in error texts.
+        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        return_gathered: whether the gathered `x` is returned too.
+        out_dtype: dtype of the product; None is that of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K, N/P]`: its cotangent
+            is `main_grad + dw`, written in place where its buffer is free, and that of
+            `w` is zero. A tuple where `w` is one.
+
+    Returns:
+        `[..., M, N/P]`, a tuple of them if `w` is a tuple; with `return_gathered` a
+        pair of that and the gathered x, `[..., M, K]`.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other or the mesh.
+        UnsupportedOverlapError: if the method that was named cannot run here.
+    """
+    site = open_site(OP, axis_name, ub_name, method)
+    is_tuple = isinstance(w, tuple)
+    ws = w if is_tuple else (w,)
+    biases = _as_tuple(site.label, "bias", bias, is_tuple, len(ws))
+    mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
+    site = site.with_dtypes(x.dtype, _check(site, x, ws, biases, out_dtype))
+    axes = site.axes(x, ws, biases, mgs)
+    if mgs is not None:
+        mgs = tuple(
+            accumulators.prepare(site.label, mg, kernel, axes)
+            for mg, kernel in zip(mgs, ws, strict=True)
+        )
+        ws = jax.lax.stop_gradient(ws)
+    x, ws, biases = promote((x, ws, biases), axes)
+    ys, gathered = _column(site, return_gathered, x, ws, biases, mgs)
+    y = ys if is_tuple else ys[0]
+    return (y, gathered) if return_gathered else y
+
+
+def _as_tuple(label, name, value, is_tuple, length):
+    if value is None:
+        return None
+    if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
+        raise ShapeContractError(
+            f"{label}: {name} is {_count(value)}, but w is {length} kernels in a tuple. "
+            f"Pass one {name} for each kernel, in the same order."
+            if is_tuple
+            else f"{label}: {name} is {_count(value)}, but w is one kernel. Pass one "
+            f"{name}."
+        )
+    return value if is_tuple else (value,)
+
+
+def _count(value):
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else "one array"
+
+
+def _check(site, x, ws, biases, out_dtype):
+    if not ws:
+        raise ShapeContractError(
+            f"{site.label}: w is an empty tuple. Pass at least one kernel."
+        )
+    shapes.check_rank(site.label, "x", x)
+    for i, w in enumerate(ws):
+        shapes.check_operands(site.label, x, w)
+        shapes.check_contraction(site.label, x, w, site.num_ranks, "out")
+        bias = None if biases is None else biases[i]
+        shapes.check_addends(site.label, bias, None, (w.shape[1],))
+    return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _column(site, return_gathered, x, ws, biases, main_grads):
+    return fused(
+        x,
+        ws,
+        biases,
+        return_gathered=return_gathered,
+        out_dtype=site.out_dtype,
+        **site.fused,
+    )
+
+
+def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
+    operands = value_of((x, ws, biases, main_grads))
+    ys, gathered = _column(site, return_gathered, *operands)
+    gathered = save(gathered, "gathered")
+    wants_dw = needs(ws) or needs(main_grads)
+    residuals = {
+        "x": save(operands[0], "x") if wants_dw and not return_gathered else None,
+        "gathered": gathered if wants_dw else None,
+        "ws": operands[1] if needs(x) else None,
+        "biases": operands[2] if needs(biases) else None,
+        "main_grads": operands[3] if needs(main_grads) else None,
+    }
+    return (ys, gathered), residuals
+
+
+def _column_bwd(site, return_gathered, residuals, cotangents):
+    dys, d_gathered = cotangents
+    live = [i for i, dy in enumerate(dys) if not is_zero(dy)]
+    dx, dws = column_gradients.column_gradients(
+        site, residuals, {i: dys[i] for i in live}, d_gathered
+    )
+    biases, main_grads = residuals["biases"], residuals["main_grads"]
+    dbs = biases and tuple(
+        bias_gradient(bias, dys[i]) if i in live else None
+        for i, bias in enumerate(biases)
+    )
+    if main_grads is None:
+        return dx, tuple(dws.get(i) for i in range(len(dys))), dbs, None
+    # A main_grad's cotangent is its new value: the old one where nothing is added.
+    return dx, None, dbs, tuple(dws.get(i, mg) for i, mg in enumerate(main_grads))
+
+
+_column.defvjp(_column_fwd, _column_bwd, symbolic_zeros=True)

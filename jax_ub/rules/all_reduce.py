@@ -1,0 +1,54 @@
+"""AR and its derivative."""
+
+import functools
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.primitives import varying
+from jax_ub.primitives.all_reduce import all_reduce as reduced
+from jax_ub.rules.site import open_site, promote
+
+OP = "all_reduce"
+
+
+def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """Sums `x` over the ranks; its backward is the identity.
+
+    Under `jax.shard_map(check_vma=True)` the result does not vary over `axis_name`, and
+    neither does its gradient, which is that of every rank's `x`. With `check_vma=False`
+    JAX's convention holds, as for `jax.lax.psum`: the gradient of a replicated value is
+    what the ranks' gradients add up to, so the backward sums them.
+
+    Args:
+        x: any shape.
+        axis_name: the mesh axis to sum over.
+
+    Returns:
+        The sum, in f32, rounded once to the dtype of `x`; the same on every rank.
+
+    Raises:
+        ShapeContractError: if `x` is not a float, or the axis not a manual mesh axis.
+    """
+    site = open_site(OP, axis_name, None, None)
+    shapes.check_float(site.label, x=x)
+    shapes.check_not_empty(site.label, "x", x)
+    return _all_reduce(site, promote(x, site.axes(x)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_reduce(site, x):
+    return reduced(x, **site.alone)
+
+
+def _all_reduce_fwd(site, x):
+    return _all_reduce(site, x), None
+
+
+def _all_reduce_bwd(site, residuals, dy):
+    if site.is_tracked:
+        return (varying.promote(dy, site.axis_name),)
+    return (reduced(dy, **site.alone),)
+
+
+_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)

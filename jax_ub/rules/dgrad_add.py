@@ -1,0 +1,75 @@
+"""dgrad+add: the gradient of a layer's input, added to the residual's gradient."""
+
+import functools
+
+import jax
+
+from jax_ub import reference, shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.primitives.matmul import matmul
+from jax_ub.rules.site import open_site, promote
+
+OP = "dgrad_add"
+
+
+def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
+    """Adds `dy @ w.T` to `residual`, in its buffer where that is free.
+
+    Transformer Engine: `BackwardLinearAdd`. Communicates nothing; under a mesh it is
+    called inside `jax.shard_map`.
+
+    Args:
+        dy: gradient of a layer's result, `[..., N]`.
+        w: its kernel, `[K, N]`.
+        residual: gradient that arrived on another way, `[..., K]`.
+
+    Returns:
+        `[..., K]`, summed in f32 and rounded once to the dtype of `residual`.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other.
+    """
+    site = open_site(OP, None, None, None)
+    shapes.check_rank(OP, "dy", dy, 1)
+    shapes.check_operands(OP, dy, w, x_name="dy")
+    if dy.shape[-1] != w.shape[1]:
+        raise ShapeContractError(
+            f"{OP}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "
+            f"{w.shape[1]}. Kernels are [K, N], as in the forward; pass w untransposed."
+        )
+    shapes.check_float(OP, residual=residual)
+    wanted = (*dy.shape[:-1], w.shape[0])
+    shapes.check_shape(OP, "residual", residual, wanted, "[..., K] with dy's rows")
+    dy, w, residual = promote((dy, w, residual), site.axes(dy, w, residual))
+    if dy.ndim == 1:
+        return _dgrad_add(site, dy[None], w, residual[None])[0]
+    return _dgrad_add(site, dy, w, residual)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dgrad_add(site, dy, w, residual):
+    return matmul(
+        (dy,),
+        (w,),
+        None,
+        residual,
+        rhs_transposed=True,
+        out_dtype=residual.dtype,
+        **site.local,
+    )
+
+
+def _dgrad_add_fwd(site, dy, w, residual):
+    return _dgrad_add(site, dy, w, residual), (dy, w, residual)
+
+
+def _dgrad_add_bwd(site, operands, gradient):
+    return jax.vjp(_plain, *operands)[1](gradient)
+
+
+_dgrad_add.defvjp(_dgrad_add_fwd, _dgrad_add_bwd)
+
+
+def _plain(dy, w, residual):
+    y = reference.dot(dy, w, rhs_transposed=True)
+    return reference.add(y, residual, out_dtype=residual.dtype)

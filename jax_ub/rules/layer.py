@@ -1,0 +1,63 @@
+"""The derivative that all layers with one kernel share.
+
+y = forward(x, w) + bias + residual. A rule says how its two GEMMs backward run; what is
+saved for them, what is left out because nobody asked for it, and the gradients of the
+addends are the same for all.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub.rules.bias import bias_gradient
+from jax_ub.rules.site import is_zero, needs, save, value_of
+
+
+def layer(forward: Callable, gemms: Callable) -> Callable:
+    """Makes the differentiable function of (site, x, w, bias, residual, main_grad).
+
+    Args:
+        forward: (site, x, w, bias, residual) -> y.
+        gemms: (site, x, w, dy, main_grad) -> (dx, dw), where `w` is None if dx is not
+            wanted, and `x` is None if dw is not; with a `main_grad`, dw is added to it.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(site, x, w, bias, residual, main_grad):
+        return forward(site, x, w, bias, residual)
+
+    def call_fwd(site, x, w, bias, residual, main_grad):
+        values = value_of((x, w, bias, residual, main_grad))
+        residuals = {
+            "x": save(values[0], "x") if needs(w) or needs(main_grad) else None,
+            "w": values[1] if needs(x) else None,
+            "bias": values[2] if needs(bias) else None,
+            # Only its dtype is needed: an empty array keeps that and no memory.
+            "residual": values[3].reshape(-1)[:0] if needs(residual) else None,
+            "main_grad": values[4] if needs(main_grad) else None,
+        }
+        return call(site, *values), residuals
+
+    def call_bwd(site, residuals, dy):
+        main_grad, residual = residuals["main_grad"], residuals["residual"]
+        if is_zero(dy):
+            # A main_grad's cotangent is its new value: here nothing is added.
+            return None, None, None, None, main_grad
+        dx, dw = gemms(site, residuals["x"], residuals["w"], dy, main_grad)
+        db = bias_gradient(residuals["bias"], dy)
+        d_residual = None if residual is None else dy.astype(residual.dtype)
+        if main_grad is None:
+            return dx, dw, db, d_residual, None
+        return dx, None, db, d_residual, dw
+
+    call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
+    return call
+
+
+def accumulation(site, *main_grads: jax.Array | None):
+    """The accumulators of a wgrad, or None, and the dtype of its results."""
+    if main_grads[0] is None:
+        return None, site.dtype
+    return main_grads, jnp.float32

@@ -1,0 +1,154 @@
+"""A linear layer, plain, column parallel or row parallel."""
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.methods import Method
+from jax_ub.primitives import varying
+from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as summed
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
+from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub.rules.site import open_site, promote
+
+OP = "linear"
+_KINDS = ("column", "row")
+
+
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    parallel: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    sequence_parallel: bool = True,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    main_grad: jax.Array | None = None,
+) -> jax.Array:
+    """Computes `x @ w + b` with a kernel that may be sharded over the ranks.
+
+    | parallel | sequence_parallel | x | w | result |
+    |---|---|---|---|---|
+    | None | | `[..., K]` | `[K, N]` | `[..., N]`, no communication |
+    | "column" | True | `[..., M/P, K]` | `[K, N/P]` | `[..., M, N/P]`, AG+GEMM |
+    | "column" | False | `[..., K]` | `[K, N/P]` | `[..., N/P]`, GEMM+AR backward |
+    | "row" | True | `[..., M, K/P]` | `[K/P, N]` | `[..., M/P, N]`, GEMM+RS |
+    | "row" | False | `[..., K/P]` | `[K/P, N]` | `[..., N]`, GEMM+AR |
+
+    For "column" without sequence parallelism `x` is the same on every rank. Under
+    `jax.shard_map(check_vma=True)` its type says so, and the backward returns its full
+    gradient. With `check_vma=False`, or where `x` is typed as varying, the ranks'
+    gradients add up to it, as JAX's own convention has it.
+
+    Args:
+        x: activations.
+        w: kernel, `[in, out]`.
+        b: bias, `[out]`: this rank's columns of it for "column", all of it for "row".
+        parallel: how the kernel is sharded.
+        axis_name: the mesh axis, of size P, that it is sharded over.
+        sequence_parallel: whether the activations outside a column-row pair are sharded
+            along their rows (axis -2).
+        ub_name: the call's name in error texts.
+        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape: its
+            cotangent is `main_grad + dw`, written in place where its buffer is free,
+            and that of `w` is zero. Every call needs its own, or a scan that carries it.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other or the mesh.
+        UnknownNameError: if there is no such `parallel`.
+        UnsupportedOverlapError: if the method that was named cannot run here.
+    """
+    _check_kind(parallel, axis_name)
+    options = {"ub_name": ub_name, "method": method, "main_grad": main_grad}
+    if parallel == "column" and sequence_parallel:
+        return all_gather_matmul(x, w, axis_name=axis_name, bias=b, **options)
+    if parallel == "row" and sequence_parallel:
+        return matmul_reduce_scatter(x, w, axis_name=axis_name, bias=b, **options)
+    shapes.check_rank(OP, "x", x, 1)
+    if x.ndim == 1:
+        return linear(
+            x[None],
+            w,
+            b,
+            parallel=parallel,
+            axis_name=axis_name,
+            sequence_parallel=False,
+            **options,
+        )[0]
+    if parallel == "row":
+        return matmul_all_reduce(x, w, axis_name=axis_name, bias=b, **options)
+    return _whole_rows(x, w, b, axis_name if parallel == "column" else None, **options)
+
+
+def _check_kind(parallel, axis_name):
+    if parallel is not None and parallel not in _KINDS:
+        raise UnknownNameError(
+            f"{OP}: parallel = {parallel!r} is not a way to shard a kernel. "
+            f"{nearest(str(parallel), _KINDS)} None does not shard it."
+        )
+    if parallel is not None and axis_name is None:
+        raise ShapeContractError(
+            f"{OP}: parallel = {parallel!r} needs the mesh axis that the kernel is "
+            'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
+        )
+
+
+def _whole_rows(x, w, b, axis_name, *, ub_name, method, main_grad):
+    """`x @ w + b` with the columns of `w` on this rank and all features of `x`."""
+    site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_operands(site.label, x, w)
+    sharded = "out" if axis_name is not None else ""
+    shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
+    shapes.check_addends(site.label, b, None, (w.shape[1],))
+    site = site.with_dtypes(x.dtype, x.dtype)
+    axes = site.axes(x, w, b, main_grad)
+    if main_grad is not None:
+        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+        w = jax.lax.stop_gradient(w)
+    own = frozenset(site.axis_name)
+    is_replicated = site.is_tracked and not own & varying.axes_of(x)
+    x = promote(x, axes - own if is_replicated else axes)
+    w, b = promote((w, b), axes)
+    return (_replicated if is_replicated else _local)(site, x, w, b, None, main_grad)
+
+
+def _forward(site, x, w, bias, residual):
+    return matmul((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.local)
+
+
+def _local_gemms(site, x, w, dy, main_grad):
+    return _dgrad(site, matmul, site.local, w, dy), _wgrad(site, x, dy, main_grad)
+
+
+def _replicated_gemms(site, x, w, dy, main_grad):
+    # Every rank has the part of x's gradient that its own columns contribute.
+    return _dgrad(site, summed, site.fused, w, dy), _wgrad(site, x, dy, main_grad)
+
+
+def _dgrad(site, product, where, w, dy):
+    if w is None:
+        return None
+    dys = (dy.astype(site.dtype),)
+    return product(
+        dys, (w,), None, None, rhs_transposed=True, out_dtype=site.dtype, **where
+    )
+
+
+def _wgrad(site, x, dy, main_grad):
+    if x is None:
+        return None
+    main_grads, dtype = accumulation(site, main_grad)
+    dys = (dy.astype(site.dtype),)
+    return wgrad(x, dys, main_grads, out_dtype=dtype, **site.local)[0]
+
+
+_local = layer(_forward, _local_gemms)
+_replicated = layer(_forward, _replicated_gemms)

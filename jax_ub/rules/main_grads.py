@@ -1,0 +1,68 @@
+"""The contract of `main_grad`: an accumulator whose cotangent is its new value."""
+
+import weakref
+
+import jax
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.primitives import varying
+
+# id of a tracer -> (a weak reference to it, the trace it was used in). Entries vanish
+# with their tracers.
+_USED: dict[int, tuple[weakref.ref, object]] = {}
+
+
+def prepare(op: str, main_grad: jax.Array | None, w: jax.Array, axes) -> jax.Array | None:
+    """Checks one main_grad and claims it for this call.
+
+    Args:
+        op: the op's label.
+        main_grad: the accumulator, f32 `[K, N]`, or None.
+        w: its kernel.
+        axes: the mesh axes that the kernel's gradient varies over.
+
+    Raises:
+        ShapeContractError: if its shape, its dtype or its mesh axes do not fit, or if
+            it was handed to another call already.
+    """
+    if main_grad is None:
+        return None
+    shapes.check_main_grad(op, main_grad, w)
+    _claim(op, main_grad)
+    main_grad = _promote_over_single_ranks(main_grad, axes)
+    missing = sorted(frozenset(axes) - varying.axes_of(main_grad))
+    if missing:
+        raise ShapeContractError(
+            f"{op}: main_grad is the same on all ranks of {missing}, but this call's "
+            "gradient is not. Let every rank accumulate its own, jax.lax.pcast("
+            f"main_grad, {tuple(missing)}, to='varying'), and sum them over "
+            f"{tuple(missing)} after the last microbatch."
+        )
+    return main_grad
+
+
+def _promote_over_single_ranks(main_grad, axes):
+    # The sum over an axis of one rank is the value itself, so promotion changes nothing.
+    single = [
+        axis
+        for axis in frozenset(axes) - varying.axes_of(main_grad)
+        if lax.axis_size(axis) == 1
+    ]
+    return varying.promote(main_grad, single)
+
+
+def _claim(op, main_grad):
+    if not isinstance(main_grad, jax.core.Tracer):
+        return
+    key, here = id(main_grad), get_opaque_trace_state(convention="flax")
+    known = _USED.get(key)
+    if known is not None and known[0]() is main_grad and known[1] == here:
+        raise ShapeContractError(
+            f"{op}: this main_grad went into another call already, and jax would add "
+            "the two accumulated values. Give every call a main_grad of its own, or "
+            "carry one through jax.lax.scan."
+        )
+    _USED[key] = (weakref.ref(main_grad, lambda _: _USED.pop(key, None)), here)

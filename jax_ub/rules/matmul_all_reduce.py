@@ -1,0 +1,114 @@
+"""GEMM+AR and its derivative: a row-parallel linear layer, not sequence parallel."""
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.methods import Method
+from jax_ub.primitives import varying
+from jax_ub.primitives.all_reduce import all_reduce
+from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.site import open_site, promote
+
+OP = "matmul_all_reduce"
+
+
+def matmul_all_reduce(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    out_dtype=None,
+    main_grad: jax.Array | None = None,
+) -> jax.Array:
+    """Multiplies this rank's features and sums the products over the ranks.
+
+    Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`: bias and residual
+    are the same on every rank and are added once, after the reduction.
+
+    Under `jax.shard_map(check_vma=True)` the result does not vary over `axis_name`, and
+    neither does its gradient, so the backward does not communicate. With
+    `check_vma=False` JAX's convention holds: the gradient of a replicated value is
+    spread over the ranks and is what they add up to, so the backward sums it first.
+
+    Args:
+        x: activations, `[..., M, K/P]`: this rank's features.
+        w: kernel, `[K/P, N]`: this rank's rows.
+        axis_name: the mesh axis, of size P, to reduce over.
+        bias: `[N]`, the same on every rank.
+        residual: `[..., M, N]`, the same on every rank.
+        ub_name: the call's name in error texts.
+        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        out_dtype: dtype of the result; None is that of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
+            is `main_grad + dw`, written in place where its buffer is free, and that of
+            `w` is zero.
+
+    Returns:
+        `[..., M, N]`, the same on every rank.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other or the mesh.
+        UnsupportedOverlapError: if the method that was named cannot run here.
+    """
+    site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_rank(site.label, "x", x)
+    shapes.check_operands(site.label, x, w)
+    shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
+    shapes.check_addends(site.label, bias, residual, (*x.shape[:-1], w.shape[1]))
+    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
+    site = site.with_dtypes(x.dtype, out_dtype)
+    _check_replicated(site, bias=bias, residual=residual)
+    axes = site.axes(x, w, bias, residual, main_grad)
+    if main_grad is not None:
+        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+        w = jax.lax.stop_gradient(w)
+    x, w = promote((x, w), axes)
+    bias, residual = promote((bias, residual), axes - frozenset(site.axis_name))
+    return _row(site, x, w, bias, residual, main_grad)
+
+
+def _check_replicated(site, **addends):
+    for name, addend in addends.items():
+        if addend is not None and varying.axes_of(addend) & frozenset(site.axis_name):
+            raise ShapeContractError(
+                f"{site.label}: {name} varies over {site.axis_name}, but it is added "
+                "once, after the reduction, so it must be the same on every rank. Pass "
+                "it replicated: leave the axis out of its in_specs."
+            )
+
+
+def _forward(site, x, w, bias, residual):
+    return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
+
+
+def _gemms(site, x, w, dy, main_grad):
+    dx = dw = None
+    if not site.is_tracked and not (x is None and w is None):
+        dy = all_reduce(dy, **site.alone)
+    dy = dy.astype(site.dtype)
+    if w is not None:
+        dx = matmul(
+            (dy,),
+            (w,),
+            None,
+            None,
+            rhs_transposed=True,
+            out_dtype=site.dtype,
+            **site.local,
+        )
+    if x is not None:
+        main_grads, dtype = accumulation(site, main_grad)
+        (dw,) = wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)
+    return dx, dw
+
+
+_row = layer(_forward, _gemms)

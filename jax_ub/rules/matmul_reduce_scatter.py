@@ -1,0 +1,102 @@
+"""GEMM+RS and its derivative: a row-parallel linear layer, sequence parallel."""
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.methods import Method
+from jax_ub.primitives.all_gather import all_gather
+from jax_ub.primitives.all_gather_matmul import all_gather_matmul
+from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fused
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.site import open_site, promote
+
+OP = "matmul_reduce_scatter"
+
+
+def matmul_reduce_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    out_dtype=None,
+    main_grad: jax.Array | None = None,
+) -> jax.Array:
+    """Multiplies this rank's features and scatters the rows of the sum over the ranks.
+
+    Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
+    tiled=True) + bias + residual`. The products are summed in f32 and rounded once. Its
+    backward gathers the gradient of the result once, for dgrad and wgrad.
+
+    Args:
+        x: activations, `[..., M, K/P]`: this rank's features.
+        w: kernel, `[K/P, N]`: this rank's rows.
+        axis_name: the mesh axis, of size P, to reduce over.
+        bias: `[N]`, added once.
+        residual: `[..., M/P, N]`, added to this rank's rows.
+        ub_name: the call's name in error texts.
+        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        out_dtype: dtype of the result; None is that of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
+            is `main_grad + dw`, written in place where its buffer is free, and that of
+            `w` is zero.
+
+    Returns:
+        `[..., M/P, N]`: this rank's rows.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other or the mesh.
+        UnsupportedOverlapError: if the method that was named cannot run here.
+    """
+    site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_rank(site.label, "x", x)
+    shapes.check_operands(site.label, x, w)
+    shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
+    shapes.check_divides(site.label, x, site.num_ranks)
+    result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, w.shape[1])
+    shapes.check_addends(site.label, bias, residual, result)
+    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
+    site = site.with_dtypes(x.dtype, out_dtype)
+    axes = site.axes(x, w, bias, residual, main_grad)
+    if main_grad is not None:
+        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+        w = jax.lax.stop_gradient(w)
+    x, w, bias, residual = promote((x, w, bias, residual), axes)
+    return _row(site, x, w, bias, residual, main_grad)
+
+
+def _forward(site, x, w, bias, residual):
+    return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
+
+
+def _gemms(site, x, w, dy, main_grad):
+    dy = dy.astype(site.dtype)
+    # What the dgrad gathers serves the wgrad too, unless that reads it in place.
+    reuses = x is not None and site.method.copies_operands
+    dx = gathered = dw = None
+    if w is not None:
+        (dx,), gathered = all_gather_matmul(
+            dy,
+            (w,),
+            None,
+            rhs_transposed=True,
+            return_gathered=reuses,
+            out_dtype=site.dtype,
+            **site.fused,
+        )
+    elif reuses:
+        gathered = all_gather(dy, **site.alone)
+    main_grads, dtype = accumulation(site, main_grad)
+    if gathered is not None:
+        (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
+    elif x is not None:
+        (dw,) = wgrad(x, (dy,), main_grads, gather="dy", out_dtype=dtype, **site.fused)
+    return dx, dw
+
+
+_row = layer(_forward, _gemms)

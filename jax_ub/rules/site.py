@@ -1,0 +1,106 @@
+"""What a rule knows about its call besides the operands."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jax_ub import methods
+from jax_ub.methods import Method
+from jax_ub.primitives import mesh, varying
+from jax_ub.runtime import settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One call of a public function: hashable, the same on every rank."""
+
+    op: str
+    label: str
+    axis_name: tuple[str, ...]  # empty for a local op
+    num_ranks: int
+    method: Method
+    is_tracked: bool  # whether shard_map types values by the axes they vary over
+    dtype: np.dtype | None = None  # of the operands
+    out_dtype: np.dtype | None = None  # of the result
+
+    def with_dtypes(self, dtype, out_dtype) -> "Site":
+        """The same call, for operands and a result of these dtypes."""
+        return dataclasses.replace(
+            self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
+        )
+
+    def axes(self, *operands) -> frozenset[str]:
+        """The mesh axes over which the operands vary, and the own one."""
+        own = self.axis_name if self.is_tracked else ()
+        return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
+
+    def over_ranks(self, method: Method) -> dict[str, object]:
+        """Where a call of a primitive that communicates runs."""
+        return {
+            "axis_name": self.axis_name,
+            "num_ranks": self.num_ranks,
+            "method": method,
+            "label": self.label,
+        }
+
+    @property
+    def fused(self) -> dict[str, object]:
+        """Where a GEMM with its communication runs."""
+        return self.over_ranks(self.method.forward)
+
+    @property
+    def bulk(self) -> dict[str, object]:
+        """Where communication beside an independent GEMM runs."""
+        return self.over_ranks(Method.BULK)
+
+    @property
+    def alone(self) -> dict[str, object]:
+        """Where communication without a GEMM runs."""
+        return self.over_ranks(self.method.alone)
+
+    @property
+    def local(self) -> dict[str, object]:
+        """Where a GEMM without communication runs."""
+        return {"method": self.method.alone, "label": self.label}
+
+
+def open_site(op: str, axis_name, ub_name: str | None, method) -> Site:
+    """Finds the ranks and the method of a call."""
+    label = op if ub_name is None else f"{op} (ub_name {ub_name!r})"
+    chosen = methods.resolve(label, method, settings.method())
+    axes = mesh.axis_tuple(axis_name)
+    num_ranks = mesh.axis_size(label, axis_name) if axis_name is not None else 1
+    tracked = varying.is_tracked(axes)
+    return Site(op, label, axes, num_ranks, chosen, tracked)
+
+
+def promote(operands, axes):
+    """Promotes a tree of operands, outside the rule, so that JAX sums their gradients."""
+    return jax.tree.map(lambda operand: varying.promote(operand, axes), operands)
+
+
+def save(value, name: str):
+    """Names a residual for the policies of `jax.checkpoint`; None stays None."""
+    return None if value is None else checkpoint_name(value, f"jax_ub.{name}")
+
+
+def value_of(tree):
+    """The values of operands that `custom_vjp(symbolic_zeros=True)` wraps; see `needs`."""
+    if isinstance(tree, tuple):
+        return tuple(value_of(leaf) for leaf in tree)
+    return None if tree is None else tree.value
+
+
+def needs(tree) -> bool:
+    """Whether a gradient is wanted for any of the wrapped operands."""
+    if isinstance(tree, tuple):
+        return any(needs(leaf) for leaf in tree)
+    return tree is not None and tree.perturbed
+
+
+def is_zero(cotangent) -> bool:
+    """Whether a cotangent is known to be zero, so that its GEMMs can be left out."""
+    return cotangent is None or isinstance(cotangent, SymbolicZero)

@@ -1,0 +1,64 @@
+"""wgrad+accumulate: the gradient of a kernel, added to its accumulator."""
+
+import functools
+
+import jax
+
+from jax_ub import reference, shapes
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules.site import open_site, promote
+
+OP = "wgrad_accumulate"
+
+
+def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.Array:
+    """Adds `x.T @ dy`, summed over all rows, to `main_grad`, in its buffer if free.
+
+    Transformer Engine: `fuse_wgrad_accumulation`. Communicates nothing; under a mesh it
+    is called inside `jax.shard_map`.
+
+    Args:
+        x: activations, `[..., K]`.
+        dy: gradient of the layer's result, `[..., N]`.
+        main_grad: accumulator, `[K, N]`, usually f32.
+
+    Returns:
+        `[K, N]`, summed in f32 and rounded once to the dtype of `main_grad`.
+
+    Raises:
+        ShapeContractError: if the operands do not fit each other.
+    """
+    site = open_site(OP, None, None, None)
+    shapes.check_rank(OP, "x", x, 1)
+    shapes.check_float(OP, x=x, dy=dy, main_grad=main_grad)
+    shapes.check_dtypes(OP, x=x, dy=dy)
+    for name, array in (("x", x), ("dy", dy)):
+        shapes.check_not_empty(OP, name, array)
+    rows = (*x.shape[:-1], dy.shape[-1] if dy.ndim else 0)
+    shapes.check_shape(OP, "dy", dy, rows, "[..., N] with x's rows")
+    wanted = (x.shape[-1], dy.shape[-1])
+    shapes.check_shape(OP, "main_grad", main_grad, wanted, "[K, N]")
+    x, dy, main_grad = promote((x, dy, main_grad), site.axes(x, dy, main_grad))
+    if x.ndim == 1:
+        x, dy = x[None], dy[None]
+    return _wgrad_accumulate(site, x, dy, main_grad)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wgrad_accumulate(site, x, dy, main_grad):
+    return wgrad(x, (dy,), (main_grad,), out_dtype=main_grad.dtype, **site.local)[0]
+
+
+def _wgrad_accumulate_fwd(site, x, dy, main_grad):
+    return _wgrad_accumulate(site, x, dy, main_grad), (x, dy, main_grad)
+
+
+def _wgrad_accumulate_bwd(site, operands, gradient):
+    return jax.vjp(_plain, *operands)[1](gradient)
+
+
+_wgrad_accumulate.defvjp(_wgrad_accumulate_fwd, _wgrad_accumulate_bwd)
+
+
+def _plain(x, dy, main_grad):
+    return reference.add(reference.outer(x, dy), main_grad, out_dtype=main_grad.dtype)

@@ -1,0 +1,1 @@
+"""What a process has once: its settings and its engine."""

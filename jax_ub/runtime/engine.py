@@ -1,0 +1,89 @@
+"""The compiled engine: found and checked at import, registered at the first lowering."""
+
+import functools
+import importlib
+import pathlib
+import re
+import types
+
+import jax
+
+from jax_ub.runtime import settings
+
+_PLATFORM = "cpu"
+_BUILD = "In a clone of jax_ub, build it with: pip install ."
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Imports `jax_ub._cpu` and checks it against the running jaxlib.
+
+    Nothing is registered and no backend is started: a handler that jaxlib refuses would
+    take the whole backend down with it.
+
+    Raises:
+        ImportError: if the engine was not built, or for another FFI API; says what to
+            install.
+    """
+    try:
+        cpu = importlib.import_module("jax_ub._cpu")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"jax_ub: its compiled engine jax_ub._cpu is missing. {_BUILD}"
+        ) from error
+    check_ffi_api(tuple(cpu.xla_ffi_api_version), running_ffi_api(), jax.__version__)
+    return cpu
+
+
+def check_ffi_api(
+    built: tuple[int, int], running: tuple[int, int], jax_version: str
+) -> None:
+    """Checks that a jaxlib of API `running` takes handlers of API `built`.
+
+    Raises:
+        ImportError: if it would refuse them.
+    """
+    if built[0] != running[0] or built[1] > running[1]:
+        raise ImportError(
+            f"jax_ub: its engine was built for XLA FFI API {built[0]}.{built[1]}, but "
+            f"jax {jax_version} has {running[0]}.{running[1]}. Install a newer jax "
+            f"(pip install -U jax), or build jax_ub for this one. {_BUILD}"
+        )
+
+
+def running_ffi_api() -> tuple[int, int]:
+    """The XLA FFI API version of the installed jaxlib, read from its own header."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    return _defined(text, "XLA_FFI_API_MAJOR"), _defined(text, "XLA_FFI_API_MINOR")
+
+
+def _defined(text, name):
+    return int(re.search(rf"#define {name} (\d+)", text)[1])
+
+
+@functools.cache
+def register() -> None:
+    """Hands the engine's settings and handlers over, once; needs a running backend.
+
+    Stateful targets that are registered before the backend exists keep it from
+    starting, so this waits for the first lowering.
+    """
+    cpu = load()
+    _configure(cpu)
+    jax.ffi.register_ffi_type(
+        "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
+    )
+    for name, handlers in cpu.targets().items():
+        jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
+
+
+def _configure(cpu):
+    given = {
+        cpu.set_timeout_s: settings.timeout_s(),
+        cpu.set_num_threads: settings.num_threads(),
+        cpu.set_isa: settings.isa(),
+    }
+    for hand_over, value in given.items():
+        if value is not None:
+            hand_over(value)

@@ -1,0 +1,152 @@
+"""The shape contracts of the public functions, checked when a call is traced.
+
+Everything here takes arrays or avals and reads `shape` and `dtype` only.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from jax_ub.errors import ShapeContractError
+
+FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+_FLOAT_NAMES = "float32, bfloat16 or float16"
+
+
+def check_float(op: str, **arrays) -> None:
+    """Refuses arrays that are no f32, bf16 or f16."""
+    for name, array in arrays.items():
+        if array is not None and jnp.dtype(array.dtype) not in FLOATS:
+            raise ShapeContractError(
+                f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
+                f"Convert it, for example {name}.astype(jnp.bfloat16)."
+            )
+
+
+def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
+    """Returns the result's dtype: `out_dtype`, or `default` where that is None."""
+    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
+    if dtype not in FLOATS:
+        raise ShapeContractError(
+            f"{op}: out_dtype = {dtype} is not a result the op has. Use {_FLOAT_NAMES}."
+        )
+    return dtype
+
+
+def check_operands(op: str, x, w, *, x_name: str = "x", w_name: str = "w") -> None:
+    """Checks what every GEMM asks of its two operands but their sizes."""
+    check_float(op, **{x_name: x, w_name: w})
+    check_dtypes(op, **{x_name: x, w_name: w})
+    if w.ndim != 2:
+        raise ShapeContractError(
+            f"{op}: {w_name} has shape {w.shape}, but a kernel is [in, out]. Reshape it "
+            "to two dimensions."
+        )
+    for name, array in ((x_name, x), (w_name, w)):
+        check_not_empty(op, name, array)
+
+
+def check_dtypes(op: str, **pair) -> None:
+    """Refuses two operands of different dtypes."""
+    (x_name, x), (w_name, w) = pair.items()
+    if x.dtype != w.dtype:
+        raise ShapeContractError(
+            f"{op}: {x_name} is {x.dtype} and {w_name} is {w.dtype}, but both must have "
+            f"one dtype. Convert one, for example {w_name}.astype({x_name}.dtype)."
+        )
+
+
+def check_not_empty(op: str, name: str, array) -> None:
+    """Refuses an array with a dimension of size 0."""
+    if 0 in array.shape:
+        raise ShapeContractError(
+            f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
+            "where there is nothing to compute."
+        )
+
+
+def check_rank(op: str, name: str, array, least: int = 2) -> None:
+    """Refuses an array with fewer than `least` dimensions."""
+    if array.ndim < least:
+        wanted = "[..., rows, features]" if least == 2 else "[..., features]"
+        raise ShapeContractError(
+            f"{op}: {name} has shape {array.shape}, but the op takes {wanted}. Add "
+            f"dimensions, for example {name}[None]."
+        )
+
+
+def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
+    """Checks that x [..., K] meets w [K, N].
+
+    Args:
+        op: the op's name.
+        x: activations, `[..., K]`.
+        w: kernel, `[K, N]`.
+        num_ranks: size of the tp axis, 1 for a local op.
+        sharded: the dimension of `w` that the op wants sharded, "in", "out" or "".
+    """
+    k = x.shape[-1]
+    if w.shape[0] == k:
+        return
+    found = f"{op}: x {x.shape} has K = {k}, but w {w.shape} has K = {w.shape[0]}."
+    raise ShapeContractError(f"{found} {_advice(k, w, num_ranks, sharded)}")
+
+
+def _advice(k, w, num_ranks, sharded):
+    if num_ranks > 1 and sharded == "out" and w.shape[0] * num_ranks == k:
+        return (
+            "The kernel is sharded along its first dimension; this op wants it along "
+            "the second: in_specs P(None, axis_name) for w."
+        )
+    if num_ranks > 1 and sharded == "in" and w.shape[0] == k * num_ranks:
+        return (
+            "The kernel is not sharded along its first dimension; this op wants each "
+            "rank's own rows: in_specs P(axis_name, None) for w."
+        )
+    if num_ranks > 1 and sharded == "in" and w.shape[0] * num_ranks == k:
+        return (
+            "The activations are not sharded along their features; this op wants each "
+            "rank's own ones: in_specs P(..., axis_name) for x."
+        )
+    if w.shape[1] == k:
+        return "Kernels are [in, out]: pass w.T."
+    return "Both must be equal."
+
+
+def check_divides(op: str, x, num_ranks: int) -> None:
+    """Checks that the rows of x [..., M, K] divide by the ranks."""
+    rows = x.shape[-2]
+    if rows % num_ranks:
+        padded = math.ceil(rows / num_ranks) * num_ranks
+        raise ShapeContractError(
+            f"{op}: x {x.shape} has {rows} rows (axis -2), which do not divide into "
+            f"{num_ranks} ranks. Pad to {padded} rows."
+        )
+
+
+def check_shape(op: str, name: str, array, shape: tuple[int, ...], meaning: str) -> None:
+    """Checks that `array` has exactly `shape`."""
+    if array is not None and tuple(array.shape) != tuple(shape):
+        raise ShapeContractError(
+            f"{op}: {name} has shape {tuple(array.shape)}, but here it is {meaning}, "
+            f"{tuple(shape)}. Pass an array of that shape."
+        )
+
+
+def check_addends(op: str, bias, residual, shape: tuple[int, ...]) -> None:
+    """Checks bias [N] and residual against the result's shape [..., N]."""
+    check_float(op, bias=bias, residual=residual)
+    check_shape(op, "bias", bias, shape[-1:], "[N]")
+    check_shape(op, "residual", residual, shape, "the result's shape")
+
+
+def check_main_grad(op: str, main_grad, w) -> None:
+    """Checks that main_grad is f32 and as large as its kernel."""
+    if main_grad is None:
+        return
+    check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
+    if main_grad.dtype != jnp.float32:
+        raise ShapeContractError(
+            f"{op}: main_grad is {main_grad.dtype}, but gradients are accumulated in "
+            "float32. Create it with jnp.zeros(w.shape, jnp.float32)."
+        )
