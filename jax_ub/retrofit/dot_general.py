@@ -139,10 +139,14 @@ class DotGeneral:
         x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], features)
         kernel = rhs.reshape(features, math.prod(outs))
         y = placed.run(
-            self.placement, x, kernel, method=self.method, ub_name=self.ub_name
+            self.placement,
+            x,
+            kernel,
+            method=self.method,
+            ub_name=self.ub_name,
+            out_dtype=out_dtype,
         )
-        y = y.reshape(*y.shape[:-1], *outs)
-        return y if out_dtype is None else y.astype(out_dtype)
+        return y.reshape(*y.shape[:-1], *outs)
 
 
 def _dense_rank(lhs, rhs, dimension_numbers) -> int | None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
@@ -52,7 +51,7 @@ def overlap(
             "auto" finds no sharded kernel.
     """
     layers = dict(_linear_layers(model))
-    specs = {path: _spec(layer.kernel) for path, layer in layers.items()}
+    specs = {path: _spec(layer) for path, layer in layers.items()}
     if rules == "auto":
         kinds = {
             path: kind_of_spec(specs[path], _num_in(layer), axis_name)
@@ -69,7 +68,7 @@ def overlap(
         chosen[path] = dot_general(
             kind,
             axis_name=axis_name,
-            mesh=mesh if mesh is not None else _mesh(layers[path].kernel),
+            mesh=mesh if mesh is not None else _mesh(layers[path]),
             method=method,
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
@@ -88,3 +87,78 @@ def overlapped(model: Any) -> dict[str, str]:
         for path, layer in _linear_layers(model)
         if isinstance(layer.dot_general, DotGeneral)
     }
+
+
+def _linear_layers(model) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the node of every layer with a `dot_general` to replace."""
+    from flax import nnx  # flax is optional, and only this function needs it
+
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Linear) or (
+            # A dot_general_cls is used instead, and batch axes are no dense layer's.
+            isinstance(node, nnx.LinearGeneral)
+            and node.dot_general_cls is None
+            and not node.batch_axis
+        ):
+            yield ".".join(map(str, path)), node
+
+
+def _num_in(layer) -> int:
+    """Returns how many dimensions of the layer's kernel are contracted."""
+    return _count(layer.in_features)
+
+
+def _count(features):
+    return 1 if isinstance(features, int) else len(features)
+
+
+def _match(rules, paths):
+    """Returns {path: kind or None} for the layers that `rules` match."""
+    kinds = {}
+    for pattern, kind in rules.items():
+        resolved = None if kind is None else resolve_kind("overlap", kind)
+        matched = [path for path in paths if re.fullmatch(pattern, path)]
+        if not matched:
+            raise UnknownNameError(
+                f"overlap: the rule {pattern!r} matches no linear layer of the model. A "
+                f"rule matches whole paths. {nearest(pattern, paths)}"
+            )
+        for path in matched:
+            kinds.setdefault(path, resolved)
+    return kinds
+
+
+def _nothing_sharded(paths, axis_name):
+    return (
+        f"overlap: no kernel of the model is sharded over {axis_name!r}, so that "
+        'rules="auto" has nothing to go by. Shard the kernels first, or pass rules by '
+        f'path, for example {{{(paths or ["..."])[0]!r}: "column"}}.'
+    )
+
+
+def _spec(layer) -> tuple | None:
+    """Returns the layout of a kernel [in..., out...] by its array, else its metadata."""
+    from flax import nnx
+
+    kernel = layer.kernel
+    num_dims = _num_in(layer) + _count(layer.out_features)
+    by_array = getattr(_sharding(kernel), "spec", ())
+    if any(by_array):
+        # Kernels of stacked layers have leading axes of their own.
+        padded = (*by_array, *[None] * (kernel.ndim - len(by_array)))
+        return padded[-num_dims:]
+    return tuple(nnx.get_partition_spec(kernel).get_value() or ())[-num_dims:]
+
+
+def _sharding(kernel):
+    """Returns the sharding of a kernel's array, None where it has none."""
+    value = kernel.get_value()
+    if isinstance(value, jax.core.Tracer):
+        return jax.typeof(value).sharding
+    return getattr(value, "sharding", None)
+
+
+def _mesh(layer):
+    """Returns the concrete mesh of a kernel, None where it lies on one device."""
+    mesh = getattr(_sharding(layer.kernel), "mesh", None)
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None

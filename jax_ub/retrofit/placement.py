@@ -25,7 +25,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.rules.linear import linear
+from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
+from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
 
 KINDS = ("column", "row")
 _ALIASES = {"ag": "column", "rs": "row"}
@@ -202,18 +205,13 @@ def run(placement: Placement, x, kernel, bias=None, main_grad=None, **options):
         kernel: `[K, N]`; global, or the rank's shard where the axis is manual.
         bias: `[N]` or None, laid out as `placement.bias_spec`.
         main_grad: f32 `[K, N]` or None, laid out as the kernel.
-        **options: `method` and `ub_name` of `ub.linear`.
+        **options: `method`, `ub_name` and `out_dtype` of the public functions.
 
     Returns:
         `[..., tokens, N]`.
     """
     if x.ndim == 1:
         return run(placement, x[None], kernel, bias, main_grad, **options)[0]
-    options |= {
-        "parallel": placement.parallel,
-        "axis_name": placement.axis_name if placement.parallel else None,
-        "sequence_parallel": placement.sequence_parallel,
-    }
     mesh = None if placement.is_local() else placement.find_mesh(kernel, x)
     if mesh is None:
         if placement.parallel is not None and not placement.is_local():
@@ -223,13 +221,36 @@ def run(placement: Placement, x, kernel, bias=None, main_grad=None, **options):
                 "pass mesh=, or call it inside jax.shard_map over "
                 f"{placement.axis_name!r}."
             )
-        return linear(x, kernel, bias, main_grad=main_grad, **options)
+        return _multiply(placement, x, kernel, bias, main_grad, **options)
     placement.check_features(kernel.shape, placement.axis_size(mesh))
     placement.check_kernel_spec(jax.typeof(kernel).sharding.spec)
     reason = why_uneven(placement, mesh, x.shape)
     if reason is not None:
         raise ShapeContractError(f"{placement.op}: {reason}")
     return _run_global(placement, mesh, (x, kernel, bias, main_grad), options)
+
+
+def _multiply(placement, x, kernel, bias, main_grad, *, out_dtype=None, **options):
+    """Runs the layer on this rank's shards."""
+    parallel, is_sequence = placement.parallel, placement.sequence_parallel
+    options |= {"main_grad": main_grad}
+    fused = _WITH_OUT_DTYPE.get((parallel, is_sequence))
+    if out_dtype is not None and fused is not None:
+        options |= {"axis_name": placement.axis_name, "out_dtype": out_dtype}
+        return fused(x, kernel, bias=bias, **options)
+    options |= {"parallel": parallel, "sequence_parallel": is_sequence}
+    if parallel is not None:
+        options |= {"axis_name": placement.axis_name}
+    y = linear(x, kernel, bias, **options)
+    return y if out_dtype is None else y.astype(out_dtype)
+
+
+# What `linear` calls, where that rounds once to the dtype that is asked for.
+_WITH_OUT_DTYPE = {
+    ("column", True): all_gather_matmul,
+    ("row", True): matmul_reduce_scatter,
+    ("row", False): matmul_all_reduce,
+}
 
 
 def why_uneven(placement: Placement, mesh, x_shape: Sequence[int]) -> str | None:
@@ -255,7 +276,7 @@ def why_uneven(placement: Placement, mesh, x_shape: Sequence[int]) -> str | None
 
 
 def _run_global(placement, mesh, operands, options):
-    """Runs `linear` in a `shard_map` over every axis that is not manual yet."""
+    """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
     data_axes = _data_axes(placement, mesh, x.shape)
     x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
@@ -268,7 +289,7 @@ def _run_global(placement, mesh, operands, options):
     def local(x, kernel, bias, main_grad):
         if main_grad is not None and replicas:
             main_grad = _on_first_replica(main_grad, replicas)
-        return linear(x, kernel, bias, main_grad=main_grad, **options)
+        return _multiply(placement, x, kernel, bias, main_grad, **options)
 
     context = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
