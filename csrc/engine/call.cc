@@ -1,0 +1,273 @@
+#include "engine/call.h"
+
+#include <array>
+#include <sstream>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
+                                                            "matmul_reduce_scatter",
+                                                            "matmul_all_reduce",
+                                                            "matmul",
+                                                            "wgrad",
+                                                            "all_gather",
+                                                            "reduce_scatter",
+                                                            "all_reduce",
+                                                            "bulk_all_gather",
+                                                            "bulk_reduce_scatter"};
+
+constexpr std::array<std::string_view, 5> kMethodNames = {
+    "direct", "ring_exchange", "pipeline", "bulk", "external"};
+
+constexpr std::array<std::string_view, 3> kDTypeNames = {"f32", "bf16", "f16"};
+
+// Compares what came with what the op's contract says, tensor by tensor.
+class Contract {
+ public:
+  Contract(const Attributes& attributes, const RankCall& call)
+      : attributes_(attributes), call_(call) {}
+
+  void Count(size_t num_operands, size_t num_results) const {
+    if (call_.operands.size() != num_operands || call_.results.size() != num_results) {
+      std::ostringstream text;
+      text << "takes " << num_operands << " operands and " << num_results
+           << " results, got " << call_.operands.size() << " and "
+           << call_.results.size();
+      Fail(text.str());
+    }
+  }
+
+  void Operand(size_t index, const char* name, Tensor want) const {
+    Expect(call_.operands[index], name, want);
+  }
+
+  void Result(size_t index, const char* name, Tensor want) const {
+    Expect(call_.results[index], name, want);
+  }
+
+  // An operand or result whose dtype is free among the three.
+  void Sized(const Tensor& got, const char* name, Tensor want) const {
+    want.dtype = got.dtype;
+    Expect(got, name, want);
+  }
+
+  void Divides(const char* what, int64_t size) const {
+    if (size % attributes_.num_ranks != 0) {
+      std::ostringstream text;
+      text << what << " has " << size
+           << " rows, which num_ranks = " << attributes_.num_ranks
+           << " does not divide";
+      Fail(text.str());
+    }
+  }
+
+  [[noreturn]] void Fail(const std::string& text) const {
+    throw ShapeError("jax_ub." + attributes_.label + ": " + text);
+  }
+
+ private:
+  void Expect(const Tensor& got, const char* name, const Tensor& want) const {
+    if (got.dtype != want.dtype || got.batch != want.batch || got.rows != want.rows ||
+        got.features != want.features || got.num_elements() <= 0) {
+      Fail(std::string(name) + " is " + Describe(got) + ", expected " + Describe(want) +
+           (got.num_elements() <= 0 ? ", not empty" : ""));
+    }
+  }
+
+  const Attributes& attributes_;
+  const RankCall& call_;
+};
+
+Tensor Matrix(DType dtype, int64_t rows, int64_t features) {
+  return {dtype, 1, rows, features, nullptr};
+}
+
+Tensor Kernel(const Attributes& at, DType dtype, int64_t in, int64_t out) {
+  return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
+}
+
+int64_t OutOf(const Attributes& at, const Tensor& kernel) {
+  return at.rhs_transposed ? kernel.rows : kernel.features;
+}
+
+void CheckAllGatherMatmul(const Attributes& at,
+                          const RankCall& call,
+                          const Contract& contract) {
+  const size_t n = at.num_kernels;
+  contract.Count(1 + n * (at.has_bias ? 2 : 1), n + at.return_gathered);
+  const Tensor& x = call.operands[0];
+  contract.Operand(0, "x", x);
+  const int64_t rows = at.num_ranks * x.rows;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t out = OutOf(at, call.operands[1 + i]);
+    contract.Operand(1 + i, "w", Kernel(at, x.dtype, x.features, out));
+    if (at.has_bias) {
+      contract.Sized(call.operands[1 + n + i], "bias", Matrix(x.dtype, 1, out));
+    }
+    contract.Sized(call.results[i], "y", {x.dtype, x.batch, rows, out, nullptr});
+  }
+  if (at.return_gathered) {
+    contract.Result(n, "gathered x", {x.dtype, x.batch, rows, x.features, nullptr});
+  }
+}
+
+// matmul_reduce_scatter, matmul_all_reduce and matmul: `parts` is into how many shares
+// the rows of the product are cut.
+void CheckMatmulReduce(const Attributes& at,
+                       const RankCall& call,
+                       const Contract& contract,
+                       int parts) {
+  const size_t n = at.num_kernels;
+  contract.Count(2 * n + at.has_bias + at.has_residual, 1);
+  const Tensor& x = call.operands[0];
+  if (parts > 1) contract.Divides("x", x.rows);
+  const int64_t out = OutOf(at, call.operands[n]);
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t in = call.operands[i].features;
+    contract.Operand(i, "x", {x.dtype, x.batch, x.rows, in, nullptr});
+    contract.Operand(n + i, "w", Kernel(at, x.dtype, in, out));
+  }
+  const Tensor y = {x.dtype, x.batch, x.rows / parts, out, nullptr};
+  size_t next = 2 * n;
+  if (at.has_bias) {
+    contract.Sized(call.operands[next++], "bias", Matrix(x.dtype, 1, out));
+  }
+  if (at.has_residual) contract.Sized(call.operands[next++], "residual", y);
+  contract.Sized(call.results[0], "y", y);
+}
+
+// dy_i and main_grad_i behind the operand x, and dw_i.
+void CheckWgrads(const Attributes& at,
+                 const RankCall& call,
+                 const Contract& contract,
+                 int64_t dy_rows) {
+  const size_t n = at.num_kernels;
+  const Tensor& x = call.operands[0];
+  contract.Operand(0, "x", x);
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t out = call.operands[1 + i].features;
+    contract.Operand(1 + i, "dy", {x.dtype, x.batch, dy_rows, out, nullptr});
+    const Tensor dw = Matrix(x.dtype, x.features, out);
+    if (at.accumulate) contract.Sized(call.operands[1 + n + i], "main_grad", dw);
+    contract.Sized(call.results[i], "dw", dw);
+  }
+}
+
+void CheckWgrad(const Attributes& at, const RankCall& call, const Contract& contract) {
+  const size_t n = at.num_kernels;
+  contract.Count(1 + n * (at.accumulate ? 2 : 1), n);
+  const Tensor& x = call.operands[0];
+  int64_t dy_rows = x.rows;
+  if (at.gather == Gather::kX) dy_rows = x.rows * at.num_ranks;
+  if (at.gather == Gather::kDy) {
+    contract.Divides("x", x.rows);
+    dy_rows = x.rows / at.num_ranks;
+  }
+  CheckWgrads(at, call, contract, dy_rows);
+}
+
+// A pure communication: `from` goes to `to`, whose rows are times `gather` or divided
+// by `scatter`.
+void CheckMoved(const Attributes& at,
+                const Tensor& from,
+                const Tensor& to,
+                const Contract& contract,
+                int gather,
+                int scatter) {
+  contract.Sized(from, "the operand that is communicated", from);
+  if (scatter > 1) contract.Divides("the operand", from.rows);
+  Tensor want = from;
+  want.rows = from.rows * gather / scatter;
+  if (to.dtype != from.dtype) contract.Fail("result and operand differ in dtype");
+  contract.Sized(to, "the communicated result", want);
+}
+
+void CheckBulkAllGather(const Attributes& at,
+                        const RankCall& call,
+                        const Contract& contract) {
+  const size_t n = at.num_kernels;
+  contract.Count(2 * n + 1, 2);
+  const Tensor& dy = call.operands[0];
+  const int64_t in = call.operands[n].rows;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t out = call.operands[i].features;
+    contract.Operand(i, "dy", {dy.dtype, dy.batch, dy.rows, out, nullptr});
+    contract.Operand(n + i, "w", Matrix(dy.dtype, in, out));
+  }
+  contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
+  CheckMoved(at, call.operands[2 * n], call.results[1], contract, at.num_ranks, 1);
+}
+
+}  // namespace
+
+std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
+
+std::string_view MethodName(Method method) {
+  return kMethodNames[static_cast<size_t>(method)];
+}
+
+std::string Describe(const Tensor& tensor) {
+  std::ostringstream text;
+  text << kDTypeNames[static_cast<size_t>(tensor.dtype)] << '[';
+  if (tensor.batch != 1) text << tensor.batch << ", ";
+  text << tensor.rows << ", " << tensor.features << ']';
+  return text.str();
+}
+
+void CheckCall(const Attributes& at, const RankCall& call) {
+  const Contract contract(at, call);
+  const size_t n = at.num_kernels;
+  switch (at.op) {
+    case Op::kAllGatherMatmul:
+      return CheckAllGatherMatmul(at, call, contract);
+    case Op::kMatmulReduceScatter:
+      return CheckMatmulReduce(at, call, contract, at.num_ranks);
+    case Op::kMatmulAllReduce:
+    case Op::kMatmul:
+      return CheckMatmulReduce(at, call, contract, 1);
+    case Op::kWgrad:
+      return CheckWgrad(at, call, contract);
+    case Op::kAllGather:
+      contract.Count(1, 1);
+      return CheckMoved(at, call.operands[0], call.results[0], contract, at.num_ranks,
+                        1);
+    case Op::kReduceScatter:
+      contract.Count(1, 1);
+      return CheckMoved(at, call.operands[0], call.results[0], contract, 1,
+                        at.num_ranks);
+    case Op::kAllReduce:
+      contract.Count(1, 1);
+      return CheckMoved(at, call.operands[0], call.results[0], contract, 1, 1);
+    case Op::kBulkAllGather:
+      return CheckBulkAllGather(at, call, contract);
+    case Op::kBulkReduceScatter:
+      contract.Count(2 + n * (at.accumulate ? 2 : 1), n + 1);
+      CheckWgrads(at, call, contract, call.operands[0].rows);
+      return CheckMoved(at, call.operands.back(), call.results.back(), contract, 1,
+                        at.num_ranks);
+  }
+}
+
+std::string Difference(const RankCall& left, const RankCall& right) {
+  const auto compare = [](const char* what, const std::vector<Tensor>& a,
+                          const std::vector<Tensor>& b) -> std::string {
+    if (a.size() != b.size()) return std::string(what) + " counts differ";
+    for (size_t i = 0; i < a.size(); ++i) {
+      if (a[i].dtype != b[i].dtype || a[i].batch != b[i].batch ||
+          a[i].rows != b[i].rows || a[i].features != b[i].features) {
+        return std::string(what) + " " + std::to_string(i) + " is " + Describe(a[i]) +
+               " and " + Describe(b[i]);
+      }
+    }
+    return "";
+  };
+  std::string text = compare("operand", left.operands, right.operands);
+  if (text.empty()) text = compare("result", left.results, right.results);
+  return text;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,88 @@
+// What one rank asks for: the op's attributes, which every rank shares, and its own
+// operands and results.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gemm/views.h"
+
+namespace jax_ub {
+
+enum class Op : uint8_t {
+  kAllGatherMatmul,
+  kMatmulReduceScatter,
+  kMatmulAllReduce,
+  kMatmul,
+  kWgrad,
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBulkAllGather,
+  kBulkReduceScatter,
+};
+inline constexpr int kNumOps = 10;
+
+// "all_gather_matmul"; the FFI target is "jax_ub$" and this.
+std::string_view OpName(Op op);
+
+// Which operand of a weight gradient is gathered over its tokens.
+enum class Gather : uint8_t { kNone, kX, kDy };
+
+enum class Method : uint8_t { kDirect, kRingExchange, kPipeline, kBulk, kExternal };
+
+std::string_view MethodName(Method method);
+
+// The static part of a call site. Counts that an op does not have are as below.
+struct Attributes {
+  Op op = Op::kMatmul;
+  Method method = Method::kDirect;
+  int num_ranks = 1;
+  std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
+  int64_t num_splits = 0;      // pieces of a shard; 0: the engine chooses
+  std::string label;           // begins every error text
+
+  int num_kernels = 1;  // kernels, pairs or outputs of the op
+  bool rhs_transposed = false;
+  bool has_bias = false;
+  bool has_residual = false;
+  bool return_gathered = false;
+  bool accumulate = false;
+  Gather gather = Gather::kNone;
+};
+
+// A dense row-major array [batch, rows, features] of a rank. A vector is one row.
+struct Tensor {
+  DType dtype = DType::kF32;
+  int64_t batch = 1;
+  int64_t rows = 1;
+  int64_t features = 0;
+  std::byte* data = nullptr;
+
+  int64_t num_elements() const { return batch * rows * features; }
+  int64_t size_bytes() const { return num_elements() * SizeOf(dtype); }
+
+  // Row `row` of batch `b`.
+  std::byte* At(int64_t b, int64_t row) const {
+    return data + ((b * rows + row) * features) * SizeOf(dtype);
+  }
+};
+
+// "bf16[2, 128, 512]"
+std::string Describe(const Tensor& tensor);
+
+struct RankCall {
+  std::vector<Tensor> operands;
+  std::vector<Tensor> results;
+};
+
+// Checks that operands and results are those of the op and fit each other; throws
+// ShapeError with the numbers, since a result of another size would be overrun.
+void CheckCall(const Attributes& attributes, const RankCall& call);
+
+// The same shapes and dtypes on two ranks; describes the first difference, or is empty.
+std::string Difference(const RankCall& left, const RankCall& right);
+
+}  // namespace jax_ub

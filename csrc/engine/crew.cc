@@ -1,0 +1,224 @@
+#include "engine/crew.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace jax_ub {
+
+namespace {
+
+// An idle thread looks this often before it sleeps: long enough for the next call of a
+// chain of small ones, and every look yields its core to whoever can use it.
+constexpr int kLooks = 50;
+
+}  // namespace
+
+struct Crew::Posted {
+  explicit Posted(std::shared_ptr<Job> posted)
+      : job(std::move(posted)), num_units(job->num_units()) {}
+
+  std::shared_ptr<Job> job;
+  const int64_t num_units;
+  std::atomic<int64_t> next{0};
+
+  // Guarded by Crew::mutex_.
+  int num_workers = 0;
+  bool exhausted = false;
+  std::exception_ptr failure;
+};
+
+Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {}
+
+void Crew::set_num_threads(int num_threads) {
+  num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
+}
+
+// Makes sure that somebody comes for every queued run and for every free place in a
+// job.
+void Crew::Summon(std::unique_lock<std::mutex>& lock) {
+  int wanted = static_cast<int>(runs_.size());
+  for (const auto& posted : jobs_) {
+    const int places = num_threads() - num_in_jobs_;
+    const int64_t left = posted->num_units - posted->next.load();
+    wanted += static_cast<int>(std::clamp<int64_t>(left, 0, std::max(places, 0)));
+    if (left >= places) break;
+  }
+  calls_.fetch_add(1, std::memory_order_release);
+  int num_new = 0;
+  for (; num_idle_ < wanted; ++num_idle_) ++num_new;
+  const int num_asleep = std::max(wanted - num_new - num_spinning_, 0);
+  lock.unlock();
+  for (int i = 0; i < num_new; ++i) std::thread([this] { Loop(); }).detach();
+  for (int i = 0; i < num_asleep; ++i) wake_.notify_one();
+}
+
+void Crew::Start(std::function<void()> run) {
+  std::unique_lock lock(mutex_);
+  runs_.push_back(std::move(run));
+  Summon(lock);
+}
+
+void Crew::Help(std::shared_ptr<Job> job) {
+  auto posted = std::make_shared<Posted>(std::move(job));
+  std::unique_lock lock(mutex_);
+  jobs_.push_back(posted);
+  const bool join = num_in_jobs_ < num_threads();
+  if (join) {
+    ++num_in_jobs_;
+    ++posted->num_workers;
+  }
+  Summon(lock);
+  if (!join) return;
+  std::unique_ptr<Scratch> scratch = TakeScratch();
+  WorkOn(posted, *scratch, true);
+  GiveScratch(std::move(scratch));
+}
+
+void Crew::RunInline(Job& job) {
+  std::unique_ptr<Scratch> scratch = TakeScratch();
+  const size_t held_bytes = scratch->size_bytes();
+  std::exception_ptr failure;
+  try {
+    for (int64_t unit = 0; unit < job.num_units(); ++unit) job.Run(unit, *scratch);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  scratch_bytes_ += static_cast<int64_t>(scratch->size_bytes() - held_bytes);
+  GiveScratch(std::move(scratch));
+  job.Done(failure, true);
+}
+
+// The caller is already counted as a worker of the job.
+void Crew::WorkOn(const std::shared_ptr<Posted>& posted,
+                  Scratch& scratch,
+                  bool helped) {
+  const size_t held_bytes = scratch.size_bytes();
+  std::exception_ptr failure;
+  for (int64_t unit; (unit = posted->next.fetch_add(1)) < posted->num_units;) {
+    try {
+      posted->job->Run(unit, scratch);
+    } catch (...) {
+      failure = std::current_exception();
+      posted->next.store(posted->num_units);
+    }
+  }
+  scratch_bytes_ += static_cast<int64_t>(scratch.size_bytes() - held_bytes);
+  std::unique_lock lock(mutex_);
+  if (!posted->exhausted) {
+    posted->exhausted = true;  // nobody joins any more
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), posted));
+  }
+  if (failure && !posted->failure) posted->failure = failure;
+  --num_in_jobs_;
+  const bool last = --posted->num_workers == 0;
+  if (helped && !jobs_.empty()) {
+    Summon(lock);  // the place that this thread leaves
+  } else {
+    lock.unlock();
+  }
+  if (last) posted->job->Done(posted->failure, helped);
+}
+
+bool Crew::HasWork() const {
+  return !runs_.empty() || (!jobs_.empty() && num_in_jobs_ < num_threads());
+}
+
+// Spins a little, then sleeps, until there is work. The lock is held on entry and exit.
+// One thread spins at a time: more would only take the cores from those that work.
+void Crew::Idle(std::unique_lock<std::mutex>& lock) {
+  while (!HasWork()) {
+    if (num_spinning_ == 0) {
+      ++num_spinning_;
+      const int seen = calls_.load(std::memory_order_relaxed);
+      lock.unlock();
+      for (int i = 0; i < kLooks && calls_.load(std::memory_order_acquire) == seen;
+           ++i) {
+        std::this_thread::yield();
+      }
+      lock.lock();
+      --num_spinning_;
+      if (HasWork()) return;
+    }
+    wake_.wait(lock);
+  }
+}
+
+void Crew::Loop() {
+  Scratch scratch;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    Idle(lock);
+    --num_idle_;
+    if (!runs_.empty()) {
+      std::function<void()> run = std::move(runs_.front());
+      runs_.pop_front();
+      if (HasWork()) {
+        Summon(lock);  // this thread may be gone for long
+      } else {
+        lock.unlock();
+      }
+      run();
+      run = nullptr;
+    } else {
+      std::shared_ptr<Posted> posted = jobs_.front();
+      ++num_in_jobs_;
+      ++posted->num_workers;
+      lock.unlock();
+      WorkOn(posted, scratch, false);
+    }
+    lock.lock();
+    ++num_idle_;
+  }
+}
+
+void Crew::RunAndWait(std::vector<std::shared_ptr<Job>> jobs) {
+  // A job that tells this thread when it is done.
+  class Waited : public Job {
+   public:
+    explicit Waited(std::shared_ptr<Job> job) : job_(std::move(job)) {}
+    int64_t num_units() const override { return job_->num_units(); }
+    void Run(int64_t unit, Scratch& scratch) override { job_->Run(unit, scratch); }
+    void Done(std::exception_ptr failure, bool helped) override {
+      job_->Done(failure, helped);
+      std::lock_guard lock(mutex_);
+      failure_ = failure;
+      done_ = true;
+      changed_.notify_all();
+    }
+    void Wait() {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return done_; });
+      if (failure_) std::rethrow_exception(failure_);
+    }
+
+   private:
+    std::shared_ptr<Job> job_;
+    std::mutex mutex_;  // guards the two below
+    std::condition_variable changed_;
+    bool done_ = false;
+    std::exception_ptr failure_;
+  };
+
+  std::vector<std::shared_ptr<Waited>> waited;
+  for (auto& job : jobs) {
+    waited.push_back(std::make_shared<Waited>(std::move(job)));
+    Help(waited.back());
+  }
+  for (auto& job : waited) job->Wait();
+}
+
+std::unique_ptr<Scratch> Crew::TakeScratch() {
+  std::lock_guard lock(mutex_);
+  if (scratches_.empty()) return std::make_unique<Scratch>();
+  std::unique_ptr<Scratch> scratch = std::move(scratches_.back());
+  scratches_.pop_back();
+  return scratch;
+}
+
+void Crew::GiveScratch(std::unique_ptr<Scratch> scratch) {
+  std::lock_guard lock(mutex_);
+  scratches_.push_back(std::move(scratch));
+}
+
+}  // namespace jax_ub

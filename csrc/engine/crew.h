@@ -1,0 +1,88 @@
+// The library's own threads. Two kinds of tasks share them:
+//
+//   job   independent units of pure computation. At most num_threads() threads are
+//   inside
+//         jobs at a time, whatever the number of ranks, and a unit never blocks.
+//   run   a closure that may block (a rank's schedule, the rest of an XLA program). A
+//   run
+//         never waits for another one: the crew grows instead.
+//
+// Threads start on first use and never end: nothing may be joined at process exit.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gemm/scratch.h"
+
+namespace jax_ub {
+
+class Job {
+ public:
+  virtual ~Job() = default;
+  virtual int64_t num_units() const = 0;
+  // Any thread, any order. After a unit threw, those not yet begun are left out.
+  virtual void Run(int64_t unit, Scratch& scratch) = 0;
+  // Called once, by the last thread out, when it counts as a job's worker no more.
+  // `helped`: that thread is the one inside Crew::Help.
+  virtual void Done(std::exception_ptr failure, bool helped) = 0;
+};
+
+class Crew {
+ public:
+  explicit Crew(int num_threads);
+  ~Crew() = delete;  // its threads never end
+
+  // Starts a run.
+  void Start(std::function<void()> run);
+
+  // Works on the job with this thread, if fewer than num_threads() are busy, and with
+  // the crew; returns when no unit is left to begin, not when all are done.
+  void Help(std::shared_ptr<Job> job);
+
+  // All units on this thread, then Done(failure, true): cheaper than waking others.
+  void RunInline(Job& job);
+
+  // Help, then waits until Done was called. Only from a run.
+  void RunAndWait(std::vector<std::shared_ptr<Job>> jobs);
+
+  void set_num_threads(int num_threads);
+  int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
+
+  // Memory that all threads together hold to pack operands into.
+  int64_t scratch_bytes() const { return scratch_bytes_.load(); }
+
+ private:
+  struct Posted;  // a job in the queue
+
+  void Loop();
+  void WorkOn(const std::shared_ptr<Posted>& posted, Scratch& scratch, bool helped);
+  void Summon(std::unique_lock<std::mutex>& lock);
+  bool HasWork() const;
+  void Idle(std::unique_lock<std::mutex>& lock);
+  std::unique_ptr<Scratch> TakeScratch();
+  void GiveScratch(std::unique_ptr<Scratch> scratch);
+
+  std::atomic<int> num_threads_;
+  std::atomic<int64_t> scratch_bytes_{0};
+
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> runs_;
+  std::deque<std::shared_ptr<Posted>> jobs_;
+  int num_idle_ = 0;      // threads that will look at the queues before they sleep
+  int num_spinning_ = 0;  // of those, the ones that need no wake-up
+  int num_in_jobs_ = 0;   // threads inside jobs, helpers included
+  std::vector<std::unique_ptr<Scratch>> scratches_;
+
+  std::atomic<int> calls_{0};  // bumped with every task, for those that spin
+};
+
+}  // namespace jax_ub

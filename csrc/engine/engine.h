@@ -1,0 +1,46 @@
+// Runs calls: matches the ranks, chooses how the method is carried out, tells each rank
+// when its results are there.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "engine/call.h"
+#include "engine/crew.h"
+#include "engine/gang.h"
+
+namespace jax_ub {
+
+struct Counters {
+  std::array<int64_t, kNumOps> calls = {};  // of ranks, per op
+  int64_t failed_gangs = 0;
+  int64_t scratch_bytes = 0;  // memory that threads pack into
+};
+
+class Engine {
+ public:
+  Engine(int num_threads, double timeout_s);
+  ~Engine() = delete;  // its threads never end
+
+  // Takes a rank's call and returns at once. `done` is called when the results are
+  // written and no peer will touch this rank's buffers any more; by this very call, if
+  // it is the last of its ranks and small. Throws when the call is refused.
+  void Submit(
+      CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
+
+  Crew& crew() { return *crew_; }
+  Board& board() { return *board_; }
+  Counters counters() const;
+
+ private:
+  void Execute(std::shared_ptr<Gang> gang, int last_rank);
+
+  Crew* const crew_;
+  Board* const board_;
+  std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
+  std::atomic<int64_t> num_failed_gangs_{0};
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,241 @@
+#include "engine/gang.h"
+
+#include <algorithm>
+#include <chrono>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Launches of one executable that may be in flight: XLA admits 32 per device.
+constexpr size_t kMaxRuns = 128;
+constexpr size_t kMaxFailures = 64;
+constexpr double kWatchdogPeriodS = 1;
+
+std::string Join(const std::vector<int>& ranks) {
+  std::string text;
+  for (int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return text;
+}
+
+std::string OverdueText(const Gang& gang) {
+  std::vector<int> waiting;
+  std::vector<int> missing;
+  for (size_t r = 0; r < gang.completions.size(); ++r) {
+    (gang.completions[r] ? waiting : missing).push_back(static_cast<int>(r));
+  }
+  const Attributes& at = *gang.attributes;
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub." << at.label << ": op " << OpName(at.op)
+       << " of group " << gang.group << " waited " << gang.deadline.timeout_s()
+       << " s for rank(s) " << Join(missing) << " of " << at.num_ranks
+       << "; waiting: rank(s) " << Join(waiting) << " (run " << gang.run_id
+       << ", execution " << gang.count
+       << "). The missing devices died, hang or took another branch. "
+          "JAX_UB_TIMEOUT_S sets the seconds.";
+  return text.str();
+}
+
+}  // namespace
+
+void CheckAgreement(const Gang& gang) {
+  for (size_t r = 1; r < gang.calls.size(); ++r) {
+    const std::string difference = Difference(gang.calls[0], gang.calls[r]);
+    if (difference.empty()) continue;
+    throw CommunicatorError("CommunicatorError: jax_ub." + gang.attributes->label +
+                            ": ranks 0 and " + std::to_string(r) +
+                            " do not agree: " + difference + ", respectively");
+  }
+}
+
+CallSite::CallSite(Attributes attributes) : attributes_(std::move(attributes)) {
+  const Attributes& at = attributes_;
+  const auto refuse = [&](const std::string& text) {
+    throw std::invalid_argument("jax_ub." + at.label + ": " + text);
+  };
+  if (at.num_ranks < 1) refuse("num_ranks is " + std::to_string(at.num_ranks));
+  if (at.num_kernels < 1) refuse("num_kernels is " + std::to_string(at.num_kernels));
+  if (at.num_splits < 0) refuse("num_splits is " + std::to_string(at.num_splits));
+  if (at.ranks.empty() && at.num_ranks != 1) {
+    refuse("a local op has num_ranks = " + std::to_string(at.num_ranks));
+  }
+  if (at.ranks.size() % static_cast<size_t>(at.num_ranks) != 0) {
+    refuse("ranks lists " + std::to_string(at.ranks.size()) +
+           " devices, no multiple of num_ranks = " + std::to_string(at.num_ranks));
+  }
+  for (size_t place = 0; place < at.ranks.size(); ++place) {
+    if (!places_.emplace(at.ranks[place], place).second) {
+      refuse("ranks lists device " + std::to_string(at.ranks[place]) + " twice");
+    }
+    if (place % at.num_ranks == 0) group_keys_.push_back(0xcbf29ce484222325u);
+    group_keys_.back() =
+        (group_keys_.back() ^ static_cast<uint64_t>(at.ranks[place] + 1)) *
+        0x100000001b3u;
+  }
+}
+
+CallSite::Run& CallSite::FindRun(int64_t run_id) {
+  for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
+    if (run->run_id == run_id) return *run;
+  }
+  // A gang that is still open in the oldest run stays with the watchdog.
+  if (runs_.size() == kMaxRuns) runs_.pop_front();
+  runs_.push_back({run_id, std::vector<int64_t>(places_.size(), 0), {}});
+  return runs_.back();
+}
+
+Board::Board(std::function<void(std::function<void()>)> start, double timeout_s)
+    : start_(std::move(start)), timeout_s_(timeout_s) {}
+
+std::shared_ptr<Gang> Board::Arrive(CallSite& site,
+                                    int64_t run_id,
+                                    int64_t device,
+                                    RankCall call,
+                                    Completion done,
+                                    int* last_rank) {
+  const Attributes& at = site.attributes();
+  const auto place = site.places_.find(device);
+  if (place == site.places_.end()) {
+    throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
+                            std::to_string(device) +
+                            " is not among the devices of the mesh axis");
+  }
+  const int group = static_cast<int>(place->second / at.num_ranks);
+  const size_t rank = place->second % at.num_ranks;
+  const uint64_t group_key = site.group_keys_[group];
+
+  std::lock_guard lock(mutex_);
+  for (const Failure& failure : failures_) {
+    if (failure.run_id == run_id && failure.group_key == group_key) {
+      std::rethrow_exception(failure.reason);
+    }
+  }
+  CallSite::Run& run = site.FindRun(run_id);
+  const int64_t count = run.counts[place->second]++;
+  auto found = std::find_if(run.open.begin(), run.open.end(), [&](const auto& gang) {
+    return gang->group == group && gang->count == count;
+  });
+  if (found == run.open.end()) {
+    auto gang = std::make_shared<Gang>();
+    gang->attributes = &at;
+    gang->run_id = run_id;
+    gang->group = group;
+    gang->group_key = group_key;
+    gang->count = count;
+    gang->calls.resize(at.num_ranks);
+    gang->completions.resize(at.num_ranks);
+    found = run.open.insert(run.open.end(), std::move(gang));
+  }
+  std::shared_ptr<Gang> gang = *found;
+  gang->calls[rank] = std::move(call);
+  gang->completions[rank] = std::move(done);
+  if (++gang->num_arrived == at.num_ranks) {
+    *last_rank = static_cast<int>(rank);
+    run.open.erase(found);
+    std::erase_if(incomplete_, [&](const auto& entry) { return entry.second == gang; });
+    return gang;
+  }
+  if (gang->num_arrived == 1) {
+    gang->deadline = Deadline::After(timeout_s_);
+    incomplete_.emplace_back(&site, gang);
+    if (!watchdog_started_) {
+      watchdog_started_ = true;
+      std::thread([this] { Watch(); }).detach();
+    } else if (!watchdog_armed_) {
+      wake_watchdog_.notify_one();
+    }
+    watchdog_armed_ = true;
+  }
+  return nullptr;
+}
+
+// Takes the group's open gangs of that run off the board. The mutex is held.
+std::vector<Completion> Board::CloseGroup(const Failure& failure) {
+  if (failures_.size() == kMaxFailures) failures_.pop_front();
+  failures_.push_back(failure);
+  std::vector<Completion> completions;
+  std::erase_if(incomplete_, [&](const auto& entry) {
+    const std::shared_ptr<Gang>& gang = entry.second;
+    if (gang->run_id != failure.run_id || gang->group_key != failure.group_key) {
+      return false;
+    }
+    for (Completion& done : gang->completions) {
+      if (done) completions.push_back(std::move(done));
+    }
+    for (CallSite::Run& run : entry.first->runs_) std::erase(run.open, gang);
+    return true;
+  });
+  return completions;
+}
+
+void Board::Poison(int64_t run_id,
+                   uint64_t group_key,
+                   const std::exception_ptr& reason) {
+  std::vector<Completion> completions;
+  {
+    std::lock_guard lock(mutex_);
+    completions = CloseGroup({run_id, group_key, reason});
+  }
+  for (Completion& done : completions) {
+    start_([done = std::move(done), reason] { done(reason); });
+  }
+}
+
+void Board::PoisonGroupOf(const CallSite& site,
+                          int64_t run_id,
+                          int64_t device,
+                          const std::exception_ptr& reason) {
+  const auto place = site.places_.find(device);
+  if (place == site.places_.end()) return;
+  Poison(run_id, site.group_keys_[place->second / site.attributes_.num_ranks], reason);
+}
+
+void Board::set_timeout_s(double timeout_s) {
+  std::lock_guard lock(mutex_);
+  timeout_s_ = timeout_s;
+  wake_watchdog_.notify_one();
+}
+
+double Board::timeout_s() const {
+  std::lock_guard lock(mutex_);
+  return timeout_s_;
+}
+
+// While calls come and go it looks once a period, so that a call need not wake it: a
+// gang that is younger than its last look cannot be due before the next one.
+void Board::Watch() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (incomplete_.empty()) watchdog_armed_ = false;
+    wake_watchdog_.wait(lock, [this] { return watchdog_armed_; });
+    auto next = Deadline::After(std::min(timeout_s_, kWatchdogPeriodS)).time();
+    for (const auto& [site, gang] : incomplete_) {
+      next = std::min(next, gang->deadline.time());
+    }
+    wake_watchdog_.wait_until(lock, next);
+    FailOverdue(lock);
+  }
+}
+
+void Board::FailOverdue(std::unique_lock<std::mutex>& lock) {
+  for (;;) {
+    const auto overdue = std::find_if(
+        incomplete_.begin(), incomplete_.end(),
+        [](const auto& entry) { return entry.second->deadline.Expired(); });
+    if (overdue == incomplete_.end()) return;
+    const Gang& gang = *overdue->second;
+    const auto reason = std::make_exception_ptr(DeadlineError(OverdueText(gang)));
+    const int64_t run_id = gang.run_id;
+    const uint64_t group_key = gang.group_key;
+    lock.unlock();
+    Poison(run_id, group_key, reason);
+    lock.lock();
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,122 @@
+// Matching the calls of one process: which ranks' calls belong together.
+//
+// A call site is one custom call of one compiled program. Its executions on the devices
+// of a launch share a run id, and a device that is there several times (a loop) comes
+// in the same order as its peers. So calls match by (call site, run id, group, how
+// often this device was here in this run). The attributes alone would not do: two calls
+// may have the same ones, and then ran together silently with wrong numbers.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/call.h"
+#include "platform/deadline.h"
+
+namespace jax_ub {
+
+// How a call ended: nullptr, or why it failed. Called once, from a thread that nobody
+// waits for: it may run the rest of the rank's program.
+using Completion = std::function<void(const std::exception_ptr& failure)>;
+
+// The calls of all ranks of a group that belong together.
+struct Gang {
+  const Attributes* attributes = nullptr;  // lives while a call of it is pending
+  int64_t run_id = 0;
+  int group = 0;
+  uint64_t group_key = 0;       // the same for this set of devices in every call site
+  int64_t count = 0;            // which execution of the call site within the run
+  std::vector<RankCall> calls;  // [rank]
+  std::vector<Completion> completions;  // [rank]; empty: has not arrived
+  int num_arrived = 0;
+  Deadline deadline = Deadline::After(0);
+};
+
+// Throws CommunicatorError when the ranks brought different shapes or dtypes.
+void CheckAgreement(const Gang& gang);
+
+// Executions of one call site.
+class CallSite {
+ public:
+  // Throws std::invalid_argument for attributes that no op has.
+  explicit CallSite(Attributes attributes);
+
+  const Attributes& attributes() const { return attributes_; }
+  bool is_local() const { return attributes_.ranks.empty(); }
+
+ private:
+  friend class Board;
+
+  struct Run {
+    int64_t run_id = 0;
+    std::vector<int64_t> counts;  // [group * P + rank]
+    std::vector<std::shared_ptr<Gang>> open;
+  };
+
+  Run& FindRun(int64_t run_id);
+
+  const Attributes attributes_;
+  std::unordered_map<int64_t, size_t> places_;  // device id -> group * P + rank
+  std::vector<uint64_t> group_keys_;
+  std::deque<Run> runs_;  // guarded by Board::mutex_; newest last
+};
+
+// Where calls meet. A watchdog fails gangs that stay incomplete until their deadline,
+// and a failure of one rank fails its group for the rest of that run: the others would
+// only wait for it.
+class Board {
+ public:
+  // `complete` starts a completion on a thread of its own.
+  explicit Board(std::function<void(std::function<void()>)> start, double timeout_s);
+  ~Board() = delete;  // its watchdog never ends
+
+  // Adds a rank's call. Returns the gang to the last of its ranks, which is `*rank`,
+  // nullptr to the others. Throws CommunicatorError when the group failed in this run.
+  std::shared_ptr<Gang> Arrive(CallSite& site,
+                               int64_t run_id,
+                               int64_t device,
+                               RankCall call,
+                               Completion done,
+                               int* rank);
+
+  // Fails what the group has pending in this run, and what it still calls in it.
+  void Poison(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
+  // The same for a rank whose call was refused before it arrived.
+  void PoisonGroupOf(const CallSite& site,
+                     int64_t run_id,
+                     int64_t device,
+                     const std::exception_ptr& reason);
+
+  void set_timeout_s(double timeout_s);
+  double timeout_s() const;
+
+ private:
+  struct Failure {
+    int64_t run_id = 0;
+    uint64_t group_key = 0;
+    std::exception_ptr reason;
+  };
+
+  void Watch();
+  void FailOverdue(std::unique_lock<std::mutex>& lock);
+  std::vector<Completion> CloseGroup(const Failure& failure);
+
+  const std::function<void(std::function<void()>)> start_;
+
+  mutable std::mutex mutex_;  // guards all below, and CallSite::runs_
+  double timeout_s_;
+  std::vector<std::pair<CallSite*, std::shared_ptr<Gang>>> incomplete_;
+  std::deque<Failure> failures_;  // the newest few
+  std::condition_variable wake_watchdog_;
+  bool watchdog_started_ = false;
+  bool watchdog_armed_ = false;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,126 @@
+#include "engine/work.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace jax_ub {
+
+namespace {
+
+// A unit of copying or summing: some tens of microseconds.
+constexpr int64_t kUnitBytes = 256 << 10;
+constexpr int64_t kUnitElements = 32 << 10;
+
+// Of one thread of an ordinary machine, rather low.
+constexpr double kFlopsPerUs = 30e3;
+constexpr double kCopyBytesPerUs = 5e3;
+constexpr double kSumBytesPerUs = 3e3;
+
+float Widen(const std::byte* p, DType dtype, int64_t i) {
+  if (dtype == DType::kF32) return reinterpret_cast<const float*>(p)[i];
+  const uint16_t half = reinterpret_cast<const uint16_t*>(p)[i];
+  if (dtype == DType::kBF16) {
+    const uint32_t bits = uint32_t{half} << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+  return 0;
+}
+
+void SumInto(DType dtype,
+             const std::vector<const std::byte*>& sources,
+             const std::vector<std::byte*>& to,
+             int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    float sum = 0;
+    for (const std::byte* source : sources) sum += Widen(source, dtype, i);
+    for (std::byte* t : to) {
+      if (dtype == DType::kF32) {
+        reinterpret_cast<float*>(t)[i] = sum;
+      } else {
+        uint32_t bits;
+        std::memcpy(&bits, &sum, 4);
+        bits += 0x7fff + ((bits >> 16) & 1);
+        reinterpret_cast<uint16_t*>(t)[i] = static_cast<uint16_t>(bits >> 16);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void Work::Add(GemmProblem problem, int num_workers) {
+  estimated_us_ += 2.0 * static_cast<double>(problem.m) *
+                   static_cast<double>(problem.n) * static_cast<double>(problem.k) /
+                   kFlopsPerUs;
+  plans_.push_back(PlanGemm(std::move(problem), num_workers));
+  const int64_t begin = plan_ends_.empty() ? 0 : plan_ends_.back();
+  plan_ends_.push_back(begin + plans_.back()->num_units());
+}
+
+void Work::Add(Copy copy) {
+  estimated_us_ += static_cast<double>(copy.size_bytes) / kCopyBytesPerUs;
+  while (copy.size_bytes > 0) {
+    if (copy_ends_.empty() || copy_unit_bytes_ == kUnitBytes) {
+      copy_ends_.push_back(copies_.size());
+      copy_unit_bytes_ = 0;
+    }
+    const int64_t piece = std::min(copy.size_bytes, kUnitBytes - copy_unit_bytes_);
+    copies_.push_back({copy.from, copy.to, piece});
+    copy_ends_.back() = copies_.size();
+    copy_unit_bytes_ += piece;
+    copy.from += piece;
+    copy.to += piece;
+    copy.size_bytes -= piece;
+  }
+}
+
+void Work::Add(const Sum& sum) {
+  estimated_us_ += static_cast<double>(sum.num_elements * SizeOf(sum.dtype)) *
+                   static_cast<double>(sum.sources.size() + sum.to.size()) /
+                   kSumBytesPerUs;
+  for (int64_t begin = 0; begin < sum.num_elements;) {
+    if (sum_ends_.empty() || sum_unit_elements_ == kUnitElements) {
+      sum_ends_.push_back(sums_.size());
+      sum_unit_elements_ = 0;
+    }
+    Sum piece = sum;
+    piece.num_elements =
+        std::min(sum.num_elements - begin, kUnitElements - sum_unit_elements_);
+    for (auto& source : piece.sources) source += begin * SizeOf(sum.dtype);
+    for (auto& to : piece.to) to += begin * SizeOf(sum.dtype);
+    begin += piece.num_elements;
+    sum_unit_elements_ += piece.num_elements;
+    sums_.push_back(std::move(piece));
+    sum_ends_.back() = sums_.size();
+  }
+}
+
+int64_t Work::num_units() const {
+  return (plan_ends_.empty() ? 0 : plan_ends_.back()) +
+         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size());
+}
+
+void Work::Run(int64_t unit, Scratch& scratch) const {
+  const auto plan = std::upper_bound(plan_ends_.begin(), plan_ends_.end(), unit);
+  const size_t i = plan - plan_ends_.begin();
+  const int64_t rest = unit - (i == 0 ? 0 : plan_ends_[i - 1]);
+  if (plan != plan_ends_.end()) return plans_[i]->Run(rest, scratch);
+  size_t block = static_cast<size_t>(rest);
+  if (block < copy_ends_.size()) {
+    for (size_t c = block == 0 ? 0 : copy_ends_[block - 1]; c < copy_ends_[block];
+         ++c) {
+      std::memcpy(copies_[c].to, copies_[c].from, copies_[c].size_bytes);
+    }
+    return;
+  }
+  block -= copy_ends_.size();
+  for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
+    const Sum& sum = sums_[s];
+    SumInto(sum.dtype, sum.sources, sum.to, sum.num_elements);
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,17 @@
+// From XLA's view of a call to the engine's.
+#pragma once
+
+#include "engine/call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ub {
+
+// Throws std::invalid_argument that names the attribute.
+Attributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
+
+// Throws ShapeError for a dtype that no op has.
+RankCall DecodeCall(const Attributes& attributes,
+                    const xla::ffi::RemainingArgs& operands,
+                    const xla::ffi::RemainingRets& results);
+
+}  // namespace jax_ub

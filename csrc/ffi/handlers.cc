@@ -1,0 +1,134 @@
+#include "ffi/handlers.h"
+
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "ffi/decode.h"
+#include "platform/error.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ub {
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Made once per custom call of a compiled program, shared by the devices that run it.
+struct CallSiteState {
+  static ffi::TypeId id;
+  CallSite site;
+};
+ffi::TypeId CallSiteState::id = {};
+
+// The only place that knows both kinds of errors.
+ffi::Error ToFfiError(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const DeadlineError& error) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error.what());
+  } catch (const CommunicatorError& error) {
+    return ffi::Error(ffi::ErrorCode::kAborted, error.what());
+  } catch (const UnsupportedError& error) {
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, error.what());
+  } catch (const ShapeError& error) {
+    return ffi::Error::InvalidArgument(error.what());
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(error.what());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_ub: out of memory");
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(std::string("jax_ub: ") + error.what());
+  } catch (...) {
+    return ffi::Error::Internal("jax_ub: unknown exception");
+  }
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary dict) {
+  try {
+    return std::unique_ptr<CallSiteState>(
+        new CallSiteState{CallSite(DecodeAttributes(op, dict))});
+  } catch (...) {
+    return ffi::Unexpected(ToFfiError(std::current_exception()));
+  }
+}
+
+// Never waits: an XLA thread that blocked here could be the one that a peer needs.
+ffi::Future Execute(CallSiteState* state,
+                    ffi::RunId run,
+                    int32_t device,
+                    ffi::RemainingArgs operands,
+                    ffi::RemainingRets results,
+                    ffi::Dictionary) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const auto complete = [promise](const std::exception_ptr& failure) mutable {
+    if (failure) {
+      promise.SetError(ToFfiError(failure));
+    } else {
+      promise.SetAvailable();
+    }
+  };
+  try {
+    ProcessEngine().Submit(state->site, run.run_id, device,
+                           DecodeCall(state->site.attributes(), operands, results),
+                           complete);
+  } catch (...) {
+    promise.SetError(ToFfiError(std::current_exception()));
+  }
+  return future;
+}
+
+template <Op op>
+XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler =
+      ffi::Ffi::BindInstantiate()
+          .Attrs()
+          .To([](ffi::Dictionary dict) { return Instantiate(op, dict); })
+          .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::State<CallSiteState>>()
+                             .Ctx<ffi::RunId>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(Execute)
+                             .release();
+  return handler->Call(frame);
+}
+
+template <Op op>
+Target TargetOf() {
+  return {"jax_ub$" + std::string(OpName(op)),
+          reinterpret_cast<void*>(&InstantiateHandler<op>),
+          reinterpret_cast<void*>(&ExecuteHandler)};
+}
+
+}  // namespace
+
+std::array<Target, kNumOps> Targets() {
+  return {TargetOf<Op::kAllGatherMatmul>(), TargetOf<Op::kMatmulReduceScatter>(),
+          TargetOf<Op::kMatmulAllReduce>(), TargetOf<Op::kMatmul>(),
+          TargetOf<Op::kWgrad>(),           TargetOf<Op::kAllGather>(),
+          TargetOf<Op::kReduceScatter>(),   TargetOf<Op::kAllReduce>(),
+          TargetOf<Op::kBulkAllGather>(),   TargetOf<Op::kBulkReduceScatter>()};
+}
+
+CallSiteType TheCallSiteType() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<CallSiteState>();
+  return {"jax_ub$CallSite", &CallSiteState::id, &info};
+}
+
+std::pair<int, int> XlaFfiApiVersion() {
+  return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+}
+
+}  // namespace jax_ub

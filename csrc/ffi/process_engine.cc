@@ -1,0 +1,36 @@
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "ffi/handlers.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr double kTimeoutS = 120;
+
+std::atomic<Engine*> engine{nullptr};
+std::mutex creation;
+
+}  // namespace
+
+Engine& ProcessEngine() {
+  Engine* found = engine.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  std::lock_guard lock(creation);
+  found = engine.load(std::memory_order_relaxed);
+  if (found == nullptr) {
+    const unsigned cores = std::thread::hardware_concurrency();
+    found = new Engine(cores == 0 ? 1 : static_cast<int>(cores), kTimeoutS);
+    engine.store(found, std::memory_order_release);
+    static const int registered = pthread_atfork(
+        nullptr, nullptr, [] { engine.store(nullptr, std::memory_order_release); });
+    static_cast<void>(registered);
+  }
+  return *found;
+}
+
+}  // namespace jax_ub

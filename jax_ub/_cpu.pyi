@@ -1,0 +1,63 @@
+"""The C++ engine of the CPU: FFI targets, and its settings."""
+
+from typing import Any, TypedDict
+
+class Stages(TypedDict):
+    """Capsules of a target's handlers."""
+
+    instantiate: Any
+    execute: Any
+
+class CallSiteType(TypedDict):
+    """Capsules of the state that an instantiated call has."""
+
+    type_id: Any
+    type_info: Any
+
+class Counters(TypedDict):
+    """What this process did so far."""
+
+    calls: dict[str, int]
+    failed_gangs: int
+    scratch_bytes: int
+
+xla_ffi_api_version: tuple[int, int]
+
+def targets() -> dict[str, Stages]:
+    """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
+
+def call_site_type() -> CallSiteType:
+    """Returns the type ``jax_ub$CallSite``, to be registered before any target."""
+
+def isa() -> str:
+    """Returns the instruction set in use."""
+
+def isas() -> list[str]:
+    """Returns the instruction sets that this machine can use, slowest first."""
+
+def set_isa(name: str) -> None:
+    """Chooses an instruction set.
+
+    Raises:
+        ValueError: the name is unknown, or this machine does not have it.
+    """
+
+def set_timeout_s(timeout_s: float) -> None:
+    """Sets how long a rank waits for its peers.
+
+    Raises:
+        ValueError: the time is not positive.
+    """
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets how many threads compute at a time.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+
+def num_threads() -> int:
+    """Returns how many threads compute at a time."""
+
+def counters() -> Counters:
+    """Returns what this process did so far."""
