@@ -1,0 +1,11 @@
+// Refuses problems whose views and sizes disagree.
+#pragma once
+
+#include "gemm/gemm.h"
+
+namespace jax_ub {
+
+// Throws std::invalid_argument that says what was found and what was expected.
+void CheckProblem(const GemmProblem& problem);
+
+}  // namespace jax_ub

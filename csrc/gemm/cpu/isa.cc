@@ -1,0 +1,87 @@
+#include "gemm/cpu/isa.h"
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "gemm/gemm.h"
+
+namespace jax_ub {
+
+namespace {
+
+bool Always() { return true; }
+
+#if defined(__x86_64__)
+bool HasAvx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+bool HasAvx512() {
+  return HasAvx2() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
+}
+
+bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Slowest first. The name is that of the kernels for bf16, the most special ones.
+constexpr Isa kIsas[] = {
+    {&kPortableKernels, &kPortableKernels, Always},
+#if defined(__x86_64__)
+    {&kAvx2Kernels, &kAvx2Kernels, HasAvx2},
+    {&kAvx512Kernels, &kAvx512Kernels, HasAvx512},
+    {&kAvx512Kernels, &kAvx512Bf16Kernels, HasAvx512Bf16},
+#endif
+};
+
+const Isa& FastestIsa() {
+  const Isa* fastest = &kIsas[0];
+  for (const Isa& isa : kIsas) {
+    if (isa.is_available()) fastest = &isa;
+  }
+  return *fastest;
+}
+
+// Null until it is chosen; whatever is chosen is constant, so relaxed order is enough.
+constinit std::atomic<const Isa*> isa_in_use = nullptr;
+
+}  // namespace
+
+const Isa& IsaInUse() {
+  const Isa* isa = isa_in_use.load(std::memory_order_relaxed);
+  if (isa == nullptr) {
+    isa = &FastestIsa();
+    isa_in_use.store(isa, std::memory_order_relaxed);
+  }
+  return *isa;
+}
+
+std::vector<std::string_view> AvailableIsas() {
+  std::vector<std::string_view> names;
+  for (const Isa& isa : kIsas) {
+    if (isa.is_available()) names.push_back(isa.bf16->isa);
+  }
+  return names;
+}
+
+std::string_view CurrentIsa() { return IsaInUse().bf16->isa; }
+
+void SetIsa(std::string_view name) {
+  std::string available;
+  for (const Isa& isa : kIsas) {
+    if (!isa.is_available()) continue;
+    if (name == isa.bf16->isa) {
+      isa_in_use.store(&isa, std::memory_order_relaxed);
+      return;
+    }
+    available.append(available.empty() ? "" : ", ").append(isa.bf16->isa);
+  }
+  throw std::invalid_argument("instruction set '" + std::string(name) +
+                              "' is not available here; choose one of: " + available);
+}
+
+}  // namespace jax_ub

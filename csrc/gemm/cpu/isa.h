@@ -1,0 +1,21 @@
+// The kernels in use, and those that a product of two dtypes needs.
+#pragma once
+
+#include "gemm/cpu/kernels.h"
+
+namespace jax_ub {
+
+// One instruction set: its kernels for any pair of dtypes, and for two bf16 operands.
+struct Isa {
+  const KernelSet* general;
+  const KernelSet* bf16;
+  bool (*is_available)();
+};
+
+const Isa& IsaInUse();
+
+inline const KernelSet& KernelsFor(const Isa& isa, DType a, DType b) {
+  return a == DType::kBF16 && b == DType::kBF16 ? *isa.bf16 : *isa.general;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,43 @@
+// Puts the kernel set of one instruction set together. Included after its simd header.
+#pragma once
+
+#include "gemm/cpu/kernels.h"
+#include "gemm/cpu/pack_kernel.h"
+#include "gemm/cpu/sum_kernel.h"
+#include "gemm/cpu/tile_kernel.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+template <int kPanel>
+constexpr PanelPackers PackersToF32() {
+  return {.transposed = {PackTransposed<DType::kF32, kPanel>,
+                         PackTransposed<DType::kBF16, kPanel>,
+                         PackTransposed<DType::kF16, kPanel>},
+          .copied = {PackCopied<DType::kF32, kPanel>,
+                     PackCopied<DType::kBF16, kPanel>,
+                     PackCopied<DType::kF16, kPanel>}};
+}
+
+// Tiles of 1 .. kRows rows, so that what is left of M costs no more than it must.
+template <int kRows, int kVectors, Vec (*multiply_add)(Vec, Vec, Vec)>
+constexpr void AddTiles(KernelSet& set) {
+  set.tile_of_rows[kRows - 1] = Tile<kRows, kVectors, false, multiply_add>;
+  set.tile_of_columns[kRows - 1] = Tile<kRows, kVectors, true, multiply_add>;
+  if constexpr (kRows > 1) AddTiles<kRows - 1, kVectors, multiply_add>(set);
+}
+
+template <int kRows, int kVectors>
+constexpr KernelSet KernelsOfF32(const char* isa) {
+  KernelSet set = {};
+  set.isa = isa;
+  set.tile_rows = kRows;
+  set.tile_columns = kVectors * kLanes;
+  set.k_group = 1;
+  AddTiles<kRows, kVectors, MultiplyAdd>(set);
+  set.pack_a = PackersToF32<kRows>();
+  set.pack_b = PackersToF32<kVectors * kLanes>();
+  set.sum = Sum;
+  return set;
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

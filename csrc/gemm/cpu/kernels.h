@@ -1,0 +1,82 @@
+// What an instruction set provides to the GEMM: plain functions over raw pointers.
+//
+// Kernel files are compiled with their own instruction set flags, so they include only
+// this header, C headers and intrinsics, and put everything into a namespace of their own.
+//
+// A *word* is what one multiply-add consumes of K: one f32, or a pair of bf16 (two
+// consecutive k; the lower address is the lower k). Words are 32 bits in either case.
+#pragma once
+
+#include <stdint.h>
+
+#include "gemm/dtype.h"
+
+namespace jax_ub {
+
+inline constexpr int kMaxTileRows = 8;
+
+// sums[r * tile_columns + c] (+)= sum_k A[r, k] * B[k, c], r < rows of the function,
+// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting them.
+// B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is either
+//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
+//   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
+using TileFunction = void (*)(const void* a,
+                              int64_t a_stride,
+                              const void* b,
+                              int64_t b_stride,
+                              int64_t num_words,
+                              float* sums,
+                              bool accumulate);
+
+// Packs a rectangle of `outer` x `num_words` words into a panel: word (o, k) goes to
+// panel + k * panel_stride + 4 * o. `stride` is the distance in bytes of two elements
+// that are neighbours along the dimension that is not contiguous in the source. May
+// overwrite what lies right of the rectangle in the panel (and, for a full panel, the
+// next rows), so that rectangles are packed left to right and top to bottom.
+using PackFunction = void (*)(const void* source,
+                              int64_t stride,
+                              int64_t outer,
+                              int64_t num_words,
+                              void* panel);
+
+struct Summand {
+  const void* data;
+  int64_t row_stride;  // in bytes
+  DType dtype;
+};
+
+// out[r, c] = round(sum_i summands[i][r, c]), added in f32 in the order of i, rounded
+// once. `out` may be the memory of a summand. Strides are in bytes.
+using SumFunction = void (*)(const Summand* summands,
+                             int num_summands,
+                             int64_t rows,
+                             int64_t columns,
+                             void* out,
+                             int64_t out_stride,
+                             DType out_dtype);
+
+struct PanelPackers {
+  PackFunction transposed[kNumDTypes];  // source is K contiguous
+  PackFunction copied[kNumDTypes];      // source is contiguous along the outer dimension
+};
+
+struct KernelSet {
+  const char* isa;
+  int tile_rows;
+  int tile_columns;
+  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
+  TileFunction tile_of_rows[kMaxTileRows];     // [rows - 1]
+  TileFunction tile_of_columns[kMaxTileRows];  // [rows - 1]
+  PanelPackers pack_a;                         // panels tile_rows wide
+  PanelPackers pack_b;                         // panels tile_columns wide
+  SumFunction sum;
+};
+
+extern const KernelSet kPortableKernels;
+#if defined(__x86_64__)
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512Bf16Kernels;  // k_group 2: both operands are bf16
+#endif
+
+}  // namespace jax_ub

@@ -1,0 +1,11 @@
+#define JAX_UB_KERNELS kernels_avx512
+#include "gemm/cpu/simd_avx512.h"
+// The vectors come before what is written with them.
+#include "gemm/cpu/kernel_set.h"
+
+namespace jax_ub {
+
+constinit const KernelSet kAvx512Kernels =
+    kernels_avx512::KernelsOfF32<6, 4>("avx512");
+
+}  // namespace jax_ub

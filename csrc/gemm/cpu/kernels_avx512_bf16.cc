@@ -1,0 +1,35 @@
+#define JAX_UB_KERNELS kernels_avx512_bf16
+#include "gemm/cpu/simd_avx512.h"
+// The vectors come before what is written with them.
+#include "gemm/cpu/kernel_set.h"
+#include "gemm/cpu/simd_bf16_pairs.h"
+
+namespace jax_ub {
+
+namespace kernels_avx512_bf16 {
+
+// A pair that is contiguous in memory moves like one f32 word.
+template <int kRows, int kVectors>
+constexpr KernelSet KernelsOfPairs(const char* isa) {
+  constexpr int kColumns = kVectors * kLanes;
+  constexpr int kBF16 = static_cast<int>(DType::kBF16);
+  KernelSet set = {};
+  set.isa = isa;
+  set.tile_rows = kRows;
+  set.tile_columns = kColumns;
+  set.k_group = 2;
+  AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
+  set.pack_a.transposed[kBF16] = PackTransposed<DType::kF32, kRows>;
+  set.pack_a.copied[kBF16] = PackCopiedPairs<kRows>;
+  set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;
+  set.pack_b.copied[kBF16] = PackCopiedPairs<kColumns>;
+  set.sum = Sum;
+  return set;
+}
+
+}  // namespace kernels_avx512_bf16
+
+constinit const KernelSet kAvx512Bf16Kernels =
+    kernels_avx512_bf16::KernelsOfPairs<6, 4>("avx512_bf16");
+
+}  // namespace jax_ub

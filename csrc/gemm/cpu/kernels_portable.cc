@@ -1,0 +1,11 @@
+#define JAX_UB_KERNELS kernels_portable
+#include "gemm/cpu/simd_portable.h"
+// The vectors come before what is written with them.
+#include "gemm/cpu/kernel_set.h"
+
+namespace jax_ub {
+
+constinit const KernelSet kPortableKernels =
+    kernels_portable::KernelsOfF32<4, 2>("portable");
+
+}  // namespace jax_ub

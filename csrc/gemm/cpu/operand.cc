@@ -1,0 +1,152 @@
+#include "gemm/cpu/operand.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace jax_ub {
+
+namespace {
+
+// K at an odd place of a word of pairs: one half of `outer` words. A low half clears the
+// high one, which is right where K ends there.
+void PackHalf(const std::byte* source,
+              int64_t stride,
+              int64_t outer,
+              bool is_high,
+              std::byte* words) {
+  for (int64_t o = 0; o < outer; ++o, source += stride, words += 4) {
+    if (!is_high) std::memset(words, 0, 4);
+    std::memcpy(words + (is_high ? 2 : 0), source, 2);
+  }
+}
+
+}  // namespace
+
+int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
+  const auto above = std::upper_bound(bounds.begin(), bounds.end(), index);
+  return above - bounds.begin() - 1;
+}
+
+Operand::Operand(const OperandView& view,
+                 const KernelSet& kernels,
+                 const PanelPackers& packers,
+                 int panel)
+    : view_(view),
+      kernels_(kernels),
+      packers_(packers),
+      panel_(panel),
+      element_bytes_(SizeOf(view.dtype)) {
+  has_rows_ = std::all_of(view.segments.begin(),
+                          view.segments.end(),
+                          [](const ConstSegment& s) { return s.inner_stride == 1; });
+}
+
+int64_t Operand::PanelBytes(int64_t k) const { return 4 * NumWords(k) * panel_; }
+
+const ConstSegment& Operand::SegmentAt(int64_t outer_index, int64_t k_index) const {
+  const int64_t num_inner = static_cast<int64_t>(view_.inner_bounds.size()) - 1;
+  return view_.segments[outer_index * num_inner + k_index];
+}
+
+void Operand::PackPanel(Range outer, Range k, std::byte* panel) const {
+  const auto& outer_bounds = view_.outer_bounds;
+  const auto& k_bounds = view_.inner_bounds;
+  const int64_t first_k = FindSegment(k_bounds, k.begin);
+  for (int64_t o = outer.begin, i = FindSegment(outer_bounds, o); o < outer.end; ++i) {
+    const int64_t o_end = std::min(outer.end, outer_bounds[i + 1]);
+    for (int64_t at = k.begin, j = first_k; at < k.end; ++j) {
+      const int64_t k_end = std::min(k.end, k_bounds[j + 1]);
+      if (o_end > o && k_end > at) {
+        const ConstSegment& segment = SegmentAt(i, j);
+        const int64_t offset = (o - outer_bounds[i]) * segment.outer_stride +
+                               (at - k_bounds[j]) * segment.inner_stride;
+        PackPiece(segment,
+                  segment.data + offset * element_bytes_,
+                  {o - outer.begin, o_end - outer.begin},
+                  {at - k.begin, k_end - k.begin},
+                  panel);
+      }
+      at = k_end;
+    }
+    o = o_end;
+  }
+}
+
+void Operand::PackPiece(const ConstSegment& segment,
+                        const std::byte* source,
+                        Range outer,
+                        Range k,
+                        std::byte* panel) const {
+  const int64_t k_stride = segment.inner_stride * element_bytes_;
+  const int64_t outer_stride = segment.outer_stride * element_bytes_;
+  const bool is_k_contiguous = segment.inner_stride == 1;
+  const PanelPackers& packers = packers_;
+  const PackFunction pack = is_k_contiguous
+                                ? packers.transposed[static_cast<int>(view_.dtype)]
+                                : packers.copied[static_cast<int>(view_.dtype)];
+  auto words_at = [&](int64_t k_index) {
+    return panel + 4 * (k_index / kernels_.k_group * panel_ + outer.begin);
+  };
+  if (k.begin % kernels_.k_group != 0) {
+    PackHalf(source, outer_stride, outer.size(), true, words_at(k.begin));
+    ++k.begin;
+    source += k_stride;
+  }
+  const int64_t num_words = k.size() / kernels_.k_group;
+  pack(source,
+       is_k_contiguous ? outer_stride : k_stride,
+       outer.size(),
+       num_words,
+       words_at(k.begin));
+  const int64_t packed = num_words * kernels_.k_group;
+  if (packed < k.size()) {
+    PackHalf(source + packed * k_stride,
+             outer_stride,
+             outer.size(),
+             false,
+             words_at(k.begin + packed));
+  }
+}
+
+TileOfA Operand::ReadRows(Range outer, Range k, std::byte* rows) const {
+  const auto& outer_bounds = view_.outer_bounds;
+  const auto& k_bounds = view_.inner_bounds;
+  if (k.size() == 0) return {rows, 0};
+  const int64_t i = FindSegment(outer_bounds, outer.begin);
+  const int64_t j = FindSegment(k_bounds, k.begin);
+  const bool is_word = element_bytes_ * kernels_.k_group == 4;
+  if (is_word && outer.end <= outer_bounds[i + 1] && k.end <= k_bounds[j + 1] &&
+      k.size() % kernels_.k_group == 0) {
+    const ConstSegment& segment = SegmentAt(i, j);
+    const int64_t offset = (outer.begin - outer_bounds[i]) * segment.outer_stride +
+                           (k.begin - k_bounds[j]);
+    return {segment.data + offset * element_bytes_,
+            segment.outer_stride * element_bytes_};
+  }
+  const int64_t row_bytes = 4 * NumWords(k.size());
+  std::byte* row = rows;
+  for (int64_t o = outer.begin, oi = i; o < outer.end; ++o, row += row_bytes) {
+    while (o >= outer_bounds[oi + 1]) ++oi;
+    int64_t done_bytes = 0;
+    for (int64_t at = k.begin, kj = j; at < k.end; ++kj) {
+      const int64_t k_end = std::min(k.end, k_bounds[kj + 1]);
+      const ConstSegment& segment = SegmentAt(oi, kj);
+      const int64_t offset =
+          (o - outer_bounds[oi]) * segment.outer_stride + (at - k_bounds[kj]);
+      const std::byte* source = segment.data + offset * element_bytes_;
+      const int64_t count = k_end - at;
+      if (kernels_.k_group == 1) {
+        const Summand summand = {source, 0, view_.dtype};
+        kernels_.sum(&summand, 1, 1, count, row + done_bytes, 0, DType::kF32);
+      } else {
+        std::memcpy(row + done_bytes, source, count * 2);
+      }
+      done_bytes += count * (4 / kernels_.k_group);
+      at = k_end;
+    }
+    std::memset(row + done_bytes, 0, row_bytes - done_bytes);
+  }
+  return {rows, row_bytes};
+}
+
+}  // namespace jax_ub

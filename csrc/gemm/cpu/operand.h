@@ -1,0 +1,74 @@
+// Reads an operand out of its segments: in place where the micro-kernel can, packed into
+// panels of words elsewhere. Packing is where a gather or a widening happens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gemm/cpu/kernels.h"
+#include "gemm/views.h"
+
+namespace jax_ub {
+
+// Half-open.
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+};
+
+// The words of one tile of A, as a TileFunction wants them.
+struct TileOfA {
+  const void* words;
+  int64_t stride;  // in bytes
+};
+
+class Operand {
+ public:
+  // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view` and
+  // `kernels` outlive the operand.
+  Operand(const OperandView& view,
+          const KernelSet& kernels,
+          const PanelPackers& packers,
+          int panel);
+
+  // True where every segment is contiguous along K, so that tiles are made of rows.
+  bool has_rows() const { return has_rows_; }
+
+  // Bytes of a packed panel over `k` elements of K, and of what packing may write behind
+  // the last panel.
+  int64_t PanelBytes(int64_t k) const;
+  static constexpr int64_t kSlackBytes = 256;
+
+  // Packs outer indices `outer` (at most a panel's width) over `k` as
+  // word (o, k) at panel + 4 * (k * panel width + o). What remains of the panel's width is
+  // not written.
+  void PackPanel(Range outer, Range k, std::byte* panel) const;
+
+  // A tile of rows (has_rows): in place if its words lie in one segment and need no
+  // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes / panel.
+  TileOfA ReadRows(Range outer, Range k, std::byte* rows) const;
+
+ private:
+  int64_t NumWords(int64_t k) const {
+    return (k + kernels_.k_group - 1) / kernels_.k_group;
+  }
+  const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
+  void PackPiece(const ConstSegment& segment,
+                 const std::byte* source,
+                 Range outer,
+                 Range k,
+                 std::byte* panel) const;
+
+  const OperandView& view_;
+  const KernelSet& kernels_;
+  const PanelPackers& packers_;
+  const int panel_;
+  const int64_t element_bytes_;
+  bool has_rows_;
+};
+
+// Which of the segments that `bounds` delimit holds `index`.
+int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index);
+
+}  // namespace jax_ub

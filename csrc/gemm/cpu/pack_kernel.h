@@ -1,0 +1,102 @@
+// Packing of operands into panels of f32 words (see kernels.h for the layout).
+#pragma once
+
+#include <string.h>
+
+#include "gemm/cpu/kernels.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+template <DType kDType>
+inline constexpr int64_t kElementBytes = kDType == DType::kF32 ? 4 : 2;
+
+template <DType kDType>
+inline Vec LoadAs(const void* p) {
+  if constexpr (kDType == DType::kBF16) return LoadBF16(p);
+  if constexpr (kDType == DType::kF16) return LoadF16(p);
+  return Load(p);
+}
+
+// One element, through a vector so that it is converted as all others are.
+template <DType kDType>
+inline void CopyWord(const char* source, char* word) {
+  if constexpr (kDType == DType::kF32) {
+    memcpy(word, source, 4);
+  } else {
+    uint16_t element[kLanes] = {};
+    memcpy(element, source, 2);
+    float widened[kLanes];
+    Store(widened, LoadAs<kDType>(element));
+    memcpy(word, widened, 4);
+  }
+}
+
+// Rows that a full panel keeps back from whole vectors, which would read past the source's
+// end: `kHeldBack` later rows of at least kPanel elements make up for what they read on.
+template <int kPanel>
+inline constexpr int64_t kHeldBack =
+    ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
+
+// The source is contiguous along the outer dimension; `stride` is that of k. A full panel
+// is written in whole vectors: what spills over a row's end is overwritten by the next
+// row, or lies in the slack behind the last panel.
+template <DType kDType, int kPanel>
+void PackCopied(
+    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
+  constexpr int64_t kBytes = kElementBytes<kDType>;
+  constexpr int64_t kRowBytes = int64_t{4} * kPanel;
+  const char* from = static_cast<const char*>(source);
+  char* to = static_cast<char*>(panel);
+  int64_t k = 0;
+  if (outer == kPanel) {
+    for (; k < num_words - kHeldBack<kPanel>; ++k, from += stride, to += kRowBytes) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kPanel; o += kLanes) {
+        Store(to + 4 * o, LoadAs<kDType>(from + o * kBytes));
+      }
+    }
+  }
+  for (; k < num_words; ++k, from += stride, to += kRowBytes) {
+    int64_t o = 0;
+    for (; o + kLanes <= outer; o += kLanes) {
+      Store(to + 4 * o, LoadAs<kDType>(from + o * kBytes));
+    }
+    for (; o < outer; ++o) CopyWord<kDType>(from + o * kBytes, to + 4 * o);
+  }
+}
+
+// The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
+// kLanes x kLanes words are transposed in registers; the last block of either dimension
+// is moved back to end where the rectangle ends, and overlaps the one before.
+template <DType kDType, int kPanel>
+void PackTransposed(
+    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
+  constexpr int64_t kBytes = kElementBytes<kDType>;
+  constexpr int64_t kRowBytes = int64_t{4} * kPanel;
+  const char* from = static_cast<const char*>(source);
+  char* to = static_cast<char*>(panel);
+  if (outer < kLanes || num_words < kLanes) {
+    for (int64_t o = 0; o < outer; ++o) {
+      for (int64_t k = 0; k < num_words; ++k) {
+        CopyWord<kDType>(from + o * stride + k * kBytes, to + k * kRowBytes + 4 * o);
+      }
+    }
+    return;
+  }
+  for (int64_t next_o = 0; next_o < outer; next_o += kLanes) {
+    const int64_t o = next_o + kLanes <= outer ? next_o : outer - kLanes;
+    for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
+      const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
+      Vec block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = LoadAs<kDType>(from + (o + i) * stride + k * kBytes);
+      }
+      Transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) Store(to + (k + i) * kRowBytes + 4 * o, block[i]);
+    }
+  }
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

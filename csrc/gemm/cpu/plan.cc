@@ -1,0 +1,149 @@
+#include "gemm/cpu/plan.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "gemm/cpu/check_problem.h"
+
+namespace jax_ub {
+
+namespace {
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
+GemmProblem Checked(GemmProblem problem) {
+  CheckProblem(problem);
+  return problem;
+}
+
+}  // namespace
+
+std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
+  const KernelSet& kernels =
+      KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
+  return std::make_unique<CpuGemmPlan>(std::move(problem), kernels, num_workers);
+}
+
+CpuGemmPlan::CpuGemmPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
+    : problem_(Checked(std::move(problem))),
+      kernels_(kernels),
+      blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
+      a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
+      b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
+      c_(problem_.c, problem_.addends, kernels),
+      num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
+      num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
+
+// Units that are neighbours in the list share columns of B, the operand that is packed.
+void CpuGemmPlan::Run(int64_t unit, Scratch& scratch) const {
+  const int64_t row = unit % num_unit_rows_ * blocking_.unit_rows;
+  const int64_t column = unit / num_unit_rows_ * blocking_.unit_columns;
+  const Range rows = {row, std::min(problem_.m, row + blocking_.unit_rows)};
+  const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
+
+  const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
+  const int64_t b_tiles = CeilDiv(blocking_.group_columns, kernels_.tile_columns);
+  const int64_t a_bytes = RoundUp(
+      a_tiles * a_.PanelBytes(blocking_.k_block) + Operand::kSlackBytes, 4096);
+  const int64_t b_bytes = RoundUp(
+      b_tiles * b_.PanelBytes(blocking_.k_block) + Operand::kSlackBytes, 4096);
+  const bool is_one_block = problem_.k <= blocking_.k_block;
+  const int64_t tiles = is_one_block
+                            ? 1
+                            : CeilDiv(rows.size(), kernels_.tile_rows) *
+                                  CeilDiv(columns.size(), kernels_.tile_columns);
+  const int64_t sum_bytes = 4 * tiles * kernels_.tile_rows * kernels_.tile_columns;
+  std::byte* base = scratch.Reserve(a_bytes + b_bytes + sum_bytes);
+  const Workspace workspace = {
+      base, base + a_bytes, reinterpret_cast<float*>(base + a_bytes + b_bytes)};
+
+  // K = 0 still stores the addends.
+  int64_t k = 0;
+  do {
+    const Range block = {k, std::min(problem_.k, k + blocking_.k_block)};
+    RunBlock(rows, columns, block, workspace);
+    k = block.end;
+  } while (k < problem_.k);
+}
+
+void CpuGemmPlan::RunBlock(Range rows,
+                           Range columns,
+                           Range k,
+                           const Workspace& workspace) const {
+  const int64_t tile_rows = kernels_.tile_rows;
+  const int64_t tile_columns = kernels_.tile_columns;
+  const int64_t tile_size = tile_rows * tile_columns;
+  const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
+  const bool is_one_block = k.begin == 0 && k.end == problem_.k;
+  std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
+  const bool reads_a_once = rows.size() <= blocking_.block_rows;
+  if (reads_a_once) ReadA(rows, k, workspace.packed_a, tiles.data());
+
+  for (int64_t g = columns.begin; g < columns.end; g += blocking_.group_columns) {
+    const Range group = {g, std::min(columns.end, g + blocking_.group_columns)};
+    PackB(group, k, workspace.packed_b);
+    for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
+      const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
+      if (!reads_a_once) ReadA(block, k, workspace.packed_a, tiles.data());
+      const std::byte* panel = workspace.packed_b;
+      for (int64_t c = group.begin; c < group.end; c += tile_columns) {
+        const Range tile_range = {c, std::min(group.end, c + tile_columns)};
+        const int64_t column_tile = (c - columns.begin) / tile_columns;
+        for (int64_t i = block.begin; i < block.end; i += tile_rows) {
+          const int64_t tile = column_tile * row_tiles + (i - rows.begin) / tile_rows;
+          MultiplyTile(tiles[(i - block.begin) / tile_rows],
+                       panel,
+                       {i, std::min(block.end, i + tile_rows)},
+                       tile_range,
+                       k,
+                       workspace.sums + (is_one_block ? 0 : tile * tile_size));
+        }
+        panel += b_.PanelBytes(k.size());
+      }
+    }
+  }
+}
+
+void CpuGemmPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
+  const int64_t panel_bytes = a_.PanelBytes(k.size());
+  for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
+    const Range outer = {i, std::min(block.end, i + kernels_.tile_rows)};
+    if (a_.has_rows()) {
+      *tiles = a_.ReadRows(outer, k, packed);
+    } else {
+      a_.PackPanel(outer, k, packed);
+      *tiles = {packed, 4 * kernels_.tile_rows};
+    }
+    ++tiles;
+    packed += panel_bytes;
+  }
+}
+
+void CpuGemmPlan::PackB(Range group, Range k, std::byte* packed) const {
+  for (int64_t c = group.begin; c < group.end; c += kernels_.tile_columns) {
+    b_.PackPanel({c, std::min(group.end, c + kernels_.tile_columns)}, k, packed);
+    packed += b_.PanelBytes(k.size());
+  }
+}
+
+void CpuGemmPlan::MultiplyTile(const TileOfA& a,
+                               const std::byte* b,
+                               Range rows,
+                               Range columns,
+                               Range k,
+                               float* sums) const {
+  const TileFunction* tiles =
+      a_.has_rows() ? kernels_.tile_of_rows : kernels_.tile_of_columns;
+  tiles[rows.size() - 1](a.words,
+                         a.stride,
+                         b,
+                         4 * kernels_.tile_columns,
+                         CeilDiv(k.size(), kernels_.k_group),
+                         sums,
+                         k.begin > 0);
+  if (k.end == problem_.k) c_.StoreTile(sums, rows, columns);
+}
+
+}  // namespace jax_ub

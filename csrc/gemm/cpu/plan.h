@@ -1,0 +1,65 @@
+// How a product is cut into units, and each unit into blocks that fit the caches.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/cpu/isa.h"
+#include "gemm/cpu/operand.h"
+#include "gemm/cpu/result.h"
+#include "gemm/gemm.h"
+
+namespace jax_ub {
+
+// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of k_block;
+// in each, it packs `group_columns` of B at a time and multiplies them with block_rows
+// of A, tile by tile.
+struct GemmBlocking {
+  int64_t unit_rows;
+  int64_t unit_columns;
+  int64_t k_block;
+  int64_t group_columns;
+  int64_t block_rows;
+};
+
+GemmBlocking ChooseBlocking(const GemmProblem& problem,
+                            const KernelSet& kernels,
+                            int num_workers);
+
+class CpuGemmPlan : public GemmPlan {
+ public:
+  CpuGemmPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);
+
+  int64_t num_units() const override { return num_unit_rows_ * num_unit_columns_; }
+  void Run(int64_t unit, Scratch& scratch) const override;
+
+ private:
+  // The parts of a unit's workspace.
+  struct Workspace {
+    std::byte* packed_a;  // [row tile of a block][panel]
+    std::byte* packed_b;  // [column tile of a group][panel]
+    float* sums;          // [column tile of the unit][row tile of the unit][tile]
+  };
+
+  // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
+  void RunBlock(Range rows, Range columns, Range k, const Workspace& workspace) const;
+  // Packs or finds the tiles of A in rows `block`.
+  void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
+  void PackB(Range group, Range k, std::byte* packed) const;
+  void MultiplyTile(const TileOfA& a,
+                    const std::byte* b,
+                    Range rows,
+                    Range columns,
+                    Range k,
+                    float* sums) const;
+
+  const GemmProblem problem_;
+  const KernelSet& kernels_;
+  const GemmBlocking blocking_;
+  const Operand a_;
+  const Operand b_;
+  const Result c_;
+  const int64_t num_unit_rows_;
+  const int64_t num_unit_columns_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,67 @@
+#include "gemm/cpu/result.h"
+
+#include <algorithm>
+
+namespace jax_ub {
+
+Result::Result(const ResultView& view,
+               const std::vector<AddendView>& addends,
+               const KernelSet& kernels)
+    : view_(view),
+      addends_(addends),
+      kernels_(kernels),
+      num_row_segments_(static_cast<int64_t>(view.row_bounds.size()) - 1),
+      num_column_segments_(static_cast<int64_t>(view.column_bounds.size()) - 1) {}
+
+void Result::StoreTile(const float* sums, Range rows, Range columns) const {
+  const auto& row_bounds = view_.row_bounds;
+  const auto& column_bounds = view_.column_bounds;
+  const int64_t first_column = FindSegment(column_bounds, columns.begin);
+  for (int64_t r = rows.begin, i = FindSegment(row_bounds, r); r < rows.end; ++i) {
+    const int64_t r_end = std::min(rows.end, row_bounds[i + 1]);
+    for (int64_t c = columns.begin, j = first_column; c < columns.end; ++j) {
+      const int64_t c_end = std::min(columns.end, column_bounds[j + 1]);
+      if (r_end > r && c_end > c) {
+        const float* piece =
+            sums + (r - rows.begin) * kernels_.tile_columns + (c - columns.begin);
+        StorePiece(piece,
+                   i * num_column_segments_ + j,
+                   {r - row_bounds[i], r_end - row_bounds[i]},
+                   {c - column_bounds[j], c_end - column_bounds[j]});
+      }
+      c = c_end;
+    }
+    r = r_end;
+  }
+}
+
+void Result::StorePiece(const float* sums,
+                        int64_t segment,
+                        Range rows,
+                        Range columns) const {
+  const int num_summands = 1 + static_cast<int>(addends_.size());
+  Summand summands[1 + kMaxAddends];
+  summands[0] = {sums, 4 * kernels_.tile_columns, DType::kF32};
+  const int64_t num_segments = num_row_segments_ * num_column_segments_;
+  for (int replica = 0; replica < view_.num_replicas; ++replica) {
+    const int64_t index = replica * num_segments + segment;
+    for (int i = 1; i < num_summands; ++i) {
+      const AddendView& addend = addends_[i - 1];
+      const AddendSegment& from = addend.segments[index];
+      const int64_t bytes = SizeOf(addend.dtype);
+      const int64_t offset = rows.begin * from.row_stride + columns.begin;
+      summands[i] = {from.data + offset * bytes, from.row_stride * bytes, addend.dtype};
+    }
+    const Segment& to = view_.segments[index];
+    const int64_t bytes = SizeOf(view_.dtype);
+    kernels_.sum(summands,
+                 num_summands,
+                 rows.size(),
+                 columns.size(),
+                 to.data + (rows.begin * to.row_stride + columns.begin) * bytes,
+                 to.row_stride * bytes,
+                 view_.dtype);
+  }
+}
+
+}  // namespace jax_ub

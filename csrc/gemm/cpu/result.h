@@ -1,0 +1,38 @@
+// Stores a finished tile into the segments of the result, with what is added to it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gemm/cpu/kernels.h"
+#include "gemm/cpu/operand.h"
+#include "gemm/views.h"
+
+namespace jax_ub {
+
+// No operation has more than a bias, a residual and an accumulator.
+inline constexpr int kMaxAddends = 7;
+
+class Result {
+ public:
+  // All three outlive the result.
+  Result(const ResultView& view,
+         const std::vector<AddendView>& addends,
+         const KernelSet& kernels);
+
+  // result[r, c] = round(sums[r, c] + addends[r, c]) in every replica. `sums` holds the
+  // tile's rows at a distance of tile_columns.
+  void StoreTile(const float* sums, Range rows, Range columns) const;
+
+ private:
+  // One rectangle of the tile that lies in one segment, for one replica.
+  void StorePiece(const float* sums, int64_t segment, Range rows, Range columns) const;
+
+  const ResultView& view_;
+  const std::vector<AddendView>& addends_;
+  const KernelSet& kernels_;
+  const int64_t num_row_segments_;
+  const int64_t num_column_segments_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,88 @@
+// Vectors of sixteen f32: AVX512 F, BW, VL and DQ; pairs of bf16 with AVX512_BF16.
+//
+// tests/csrc/emulated_avx512.h defines the same intrinsics in plain C++, so that these
+// very lines run in a unit test on machines that lack the instructions.
+#pragma once
+
+#ifdef JAX_UB_EMULATE_AVX512
+#include "emulated_avx512.h"
+#else
+// GCC 12 takes the undefined vectors inside its own header for uninitialised ones of ours.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#endif
+#include <stdint.h>
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+inline constexpr int kLanes = 16;
+using Vec = __m512;
+
+inline Vec Zero() { return _mm512_setzero_ps(); }
+inline Vec Load(const void* p) { return _mm512_loadu_ps(p); }
+inline void Store(void* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec Broadcast(const void* p) { return _mm512_set1_ps(*static_cast<const float*>(p)); }
+inline Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return _mm512_fmadd_ps(a, b, sum); }
+
+inline __m256i LoadHalves(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline void StoreHalves(void* p, __m256i h) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), h);
+}
+
+inline Vec LoadBF16(const void* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(p)), 16));
+}
+
+// To nearest even; a NaN keeps its sign and becomes quiet. vcvtneps2bf16 would flush
+// subnormal numbers to zero.
+inline void StoreBF16(void* p, Vec v) {
+  const __m512i u = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i rounded = _mm512_mask_or_epi32(
+      _mm512_add_epi32(u, bias), nan, u, _mm512_set1_epi32(0x400000));
+  StoreHalves(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+inline Vec LoadF16(const void* p) { return _mm512_cvtph_ps(LoadHalves(p)); }
+inline void StoreF16(void* p, Vec v) {
+  StoreHalves(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// rows[i][j] becomes rows[j][i]. Inside each 128-bit quarter 4 x 4 words are transposed
+// with unpacks: then quarter c of u[4 * b + j] holds rows 4b .. 4b + 3 of column 4c + j.
+// Two rounds of quarter shuffles transpose that 4 x 4 grid of quarters (b, c).
+inline void Transpose(Vec (&rows)[kLanes]) {
+  __m512i t[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    const __m512i even = _mm512_castps_si512(rows[i]);
+    const __m512i odd = _mm512_castps_si512(rows[i + 1]);
+    t[i] = _mm512_unpacklo_epi32(even, odd);
+    t[i + 1] = _mm512_unpackhi_epi32(even, odd);
+  }
+  __m512i u[kLanes];
+  for (int i = 0; i < kLanes; i += 4) {
+    u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    // even: quarters 0 and 2 of two blocks b; odd: quarters 1 and 3.
+    const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
+    const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
+    const __m512i odd_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
+    rows[j] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(even_low, even_high, 0x88));
+    rows[4 + j] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+    rows[8 + j] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+    rows[12 + j] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+  }
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

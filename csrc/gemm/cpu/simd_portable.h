@@ -1,0 +1,102 @@
+// Vectors of four f32 in plain C++ with GCC's vector extension: any x86-64 or AArch64.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+inline constexpr int kLanes = 4;
+using Vec = float __attribute__((vector_size(16)));
+using Bits = uint32_t __attribute__((vector_size(16)));
+
+inline Vec Zero() { return Vec{}; }
+
+inline Vec Load(const void* p) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void Store(void* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+inline Vec Broadcast(const void* p) {
+  float x;
+  memcpy(&x, p, sizeof x);
+  return Vec{x, x, x, x};
+}
+
+inline Vec Add(Vec a, Vec b) { return a + b; }
+
+// Rounds the product too, unlike the fused instruction of the other sets.
+inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
+
+inline Bits WidenBits(const void* p) {
+  uint16_t h[kLanes];
+  memcpy(h, p, sizeof h);
+  return Bits{h[0], h[1], h[2], h[3]};
+}
+
+inline void NarrowBits(void* p, Bits b) {
+  const uint16_t h[kLanes] = {static_cast<uint16_t>(b[0]),
+                              static_cast<uint16_t>(b[1]),
+                              static_cast<uint16_t>(b[2]),
+                              static_cast<uint16_t>(b[3])};
+  memcpy(p, h, sizeof h);
+}
+
+// Lanes of `yes` where the comparison `mask` (all ones or zero) holds, else of `no`.
+template <typename Mask>
+inline Bits Select(Mask mask, Bits yes, Bits no) {
+  const Bits m = reinterpret_cast<Bits>(mask);
+  return (yes & m) | (no & ~m);
+}
+
+inline Vec LoadBF16(const void* p) { return reinterpret_cast<Vec>(WidenBits(p) << 16); }
+
+// To nearest even; a NaN keeps its sign and becomes quiet.
+inline void StoreBF16(void* p, Vec v) {
+  const Bits u = reinterpret_cast<Bits>(v);
+  const Bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
+}
+
+// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity and
+// NaN (exponent 31) keep their exponent of all ones instead.
+inline Vec LoadF16(const void* p) {
+  const Bits h = WidenBits(p);
+  const Bits magnitude = (h & 0x7fff) << 13;
+  const Vec scaled = reinterpret_cast<Vec>(magnitude) * 0x1p112f;
+  const Bits finite = reinterpret_cast<Bits>(scaled);
+  const Bits value = Select((h & 0x7c00) == 0x7c00, magnitude | 0x7f800000, finite);
+  return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
+}
+
+// To nearest even. Below 2^-14 adding 0.5 aligns the f16 subnormal's last bit with the
+// f32's, so that the addition itself rounds; from 65520 on the result is infinite.
+inline void StoreF16(void* p, Vec v) {
+  const Bits u = reinterpret_cast<Bits>(v);
+  const Bits sign = (u >> 16) & 0x8000;
+  const Bits magnitude = u & 0x7fffffff;
+  const Bits normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Vec aligned = reinterpret_cast<Vec>(magnitude) + 0.5f;
+  const Bits subnormal = reinterpret_cast<Bits>(aligned) - 0x3f000000;
+  Bits half = Select(magnitude < (113u << 23), subnormal, normal);
+  half = Select(magnitude >= 0x477ff000, Bits{} + 0x7c00, half);
+  half = Select(magnitude > 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), half);
+  NarrowBits(p, half | sign);
+}
+
+// rows[i][j] becomes rows[j][i].
+inline void Transpose(Vec (&rows)[kLanes]) {
+  const Vec t0 = __builtin_shuffle(rows[0], rows[1], Bits{0, 4, 1, 5});
+  const Vec t1 = __builtin_shuffle(rows[0], rows[1], Bits{2, 6, 3, 7});
+  const Vec t2 = __builtin_shuffle(rows[2], rows[3], Bits{0, 4, 1, 5});
+  const Vec t3 = __builtin_shuffle(rows[2], rows[3], Bits{2, 6, 3, 7});
+  rows[0] = __builtin_shuffle(t0, t2, Bits{0, 1, 4, 5});
+  rows[1] = __builtin_shuffle(t0, t2, Bits{2, 3, 6, 7});
+  rows[2] = __builtin_shuffle(t1, t3, Bits{0, 1, 4, 5});
+  rows[3] = __builtin_shuffle(t1, t3, Bits{2, 3, 6, 7});
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

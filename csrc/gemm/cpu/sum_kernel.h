@@ -1,0 +1,113 @@
+// Sums of matrices: the epilogue of a GEMM and the reduction of partial results.
+#pragma once
+
+#include <string.h>
+
+#include "gemm/cpu/kernels.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+inline Vec LoadAny(const char* p, DType dtype) {
+  if (dtype == DType::kBF16) return LoadBF16(p);
+  if (dtype == DType::kF16) return LoadF16(p);
+  return Load(p);
+}
+
+template <DType kOut>
+inline void StoreAs(char* p, Vec v) {
+  if constexpr (kOut == DType::kF32) Store(p, v);
+  if constexpr (kOut == DType::kBF16) StoreBF16(p, v);
+  if constexpr (kOut == DType::kF16) StoreF16(p, v);
+}
+
+inline int64_t BytesOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+// kVectors vectors of one row, `column` elements on: the dtype of each summand is looked
+// at once for all of them.
+template <DType kOut, int kVectors>
+inline void SumVectors(
+    const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {
+  Vec sum[kVectors] = {};
+  for (int i = 0; i < num_summands; ++i) {
+    const DType dtype = summands[i].dtype;
+    const int64_t bytes = BytesOf(dtype);
+    const char* from = static_cast<const char*>(summands[i].data) +
+                       row * summands[i].row_stride + column * bytes;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec x = LoadAny(from + v * kLanes * bytes, dtype);
+      sum[v] = i == 0 ? x : Add(sum[v], x);
+    }
+  }
+  constexpr int64_t kOutBytes = kOut == DType::kF32 ? 4 : 2;
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) {
+    StoreAs<kOut>(out + (column + v * kLanes) * kOutBytes, sum[v]);
+  }
+}
+
+// The last `count` < kLanes columns of a row, through padded copies.
+template <DType kOut>
+inline void SumRest(const Summand* summands,
+                    int num_summands,
+                    int64_t row,
+                    int64_t column,
+                    int64_t count,
+                    char* out) {
+  Vec sum = Zero();
+  for (int i = 0; i < num_summands; ++i) {
+    const int64_t bytes = BytesOf(summands[i].dtype);
+    char padded[4 * kLanes] = {};
+    memcpy(padded,
+           static_cast<const char*>(summands[i].data) + row * summands[i].row_stride +
+               column * bytes,
+           count * bytes);
+    const Vec x = LoadAny(padded, summands[i].dtype);
+    sum = i == 0 ? x : Add(sum, x);
+  }
+  constexpr int64_t kOutBytes = kOut == DType::kF32 ? 4 : 2;
+  char padded[4 * kLanes];
+  StoreAs<kOut>(padded, sum);
+  memcpy(out + column * kOutBytes, padded, count * kOutBytes);
+}
+
+template <DType kOut>
+void SumAs(const Summand* summands,
+           int num_summands,
+           int64_t rows,
+           int64_t columns,
+           void* out,
+           int64_t out_stride) {
+  constexpr int kVectors = 32 / kLanes;
+  for (int64_t row = 0; row < rows; ++row) {
+    char* out_row = static_cast<char*>(out) + row * out_stride;
+    int64_t c = 0;
+    for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) {
+      SumVectors<kOut, kVectors>(summands, num_summands, row, c, out_row);
+    }
+    for (; c + kLanes <= columns; c += kLanes) {
+      SumVectors<kOut, 1>(summands, num_summands, row, c, out_row);
+    }
+    if (c < columns) {
+      SumRest<kOut>(summands, num_summands, row, c, columns - c, out_row);
+    }
+  }
+}
+
+inline void Sum(const Summand* summands,
+                int num_summands,
+                int64_t rows,
+                int64_t columns,
+                void* out,
+                int64_t out_stride,
+                DType out_dtype) {
+  if (out_dtype == DType::kF32) {
+    SumAs<DType::kF32>(summands, num_summands, rows, columns, out, out_stride);
+  } else if (out_dtype == DType::kBF16) {
+    SumAs<DType::kBF16>(summands, num_summands, rows, columns, out, out_stride);
+  } else {
+    SumAs<DType::kF16>(summands, num_summands, rows, columns, out, out_stride);
+  }
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

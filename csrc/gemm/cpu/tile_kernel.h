@@ -1,0 +1,62 @@
+// The micro-kernel: one tile of C, kept in registers over a block of K.
+//
+//   sums[r, c] (+)= sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
+//
+// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full tile
+// (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B and one
+// broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
+#pragma once
+
+#include "gemm/cpu/kernels.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+// `multiply_add` is MultiplyAdd, or its counterpart for pairs of bf16.
+template <int kRows, int kVectors, bool kColumnsOfA, Vec (*multiply_add)(Vec, Vec, Vec)>
+void Tile(const void* a,
+          int64_t a_stride,
+          const void* b,
+          int64_t b_stride,
+          int64_t num_words,
+          float* sums,
+          bool accumulate) {
+  Vec sum[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
+  }
+  const char* a_word[kColumnsOfA ? 1 : kRows];
+  a_word[0] = static_cast<const char*>(a);
+  if constexpr (!kColumnsOfA) {
+#pragma GCC unroll 16
+    for (int r = 1; r < kRows; ++r) a_word[r] = a_word[r - 1] + a_stride;
+  }
+  const char* b_word = static_cast<const char*>(b);
+  for (int64_t k = 0; k < num_words; ++k) {
+    Vec b_vector[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) b_vector[v] = Load(b_word + v * sizeof(Vec));
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec a_vector =
+          Broadcast(kColumnsOfA ? a_word[0] + 4 * r : a_word[kColumnsOfA ? 0 : r] + 4 * k);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = multiply_add(a_vector, b_vector[v], sum[r][v]);
+      }
+    }
+    b_word += b_stride;
+    if constexpr (kColumnsOfA) a_word[0] += a_stride;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      float* out = sums + (r * kVectors + v) * kLanes;
+      Store(out, accumulate ? Add(Load(out), sum[r][v]) : sum[r][v]);
+    }
+  }
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

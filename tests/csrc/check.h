@@ -1,0 +1,83 @@
+// A small test registry: TEST(Name) { CHECK(...); } in any number, linked to a program
+// that runs them all (or those whose name contains its argument) and returns how it went.
+#pragma once
+
+#include <cmath>
+#include <exception>
+#include <iostream>
+#include <string>
+#include <vector>
+
+namespace check {
+
+struct Test {
+  std::string name;
+  void (*run)();
+};
+
+inline std::vector<Test> tests;
+inline int num_failures = 0;
+
+inline bool Register(const char* name, void (*run)()) {
+  tests.push_back({name, run});
+  return true;
+}
+
+template <typename... Parts>
+void Fail(const char* file, int line, const Parts&... parts) {
+  ++num_failures;
+  (std::cerr << file << ":" << line << ": " << ... << parts) << std::endl;
+}
+
+inline int RunAll(int argc, char** argv) {
+  const std::string wanted = argc > 1 ? argv[1] : "";
+  for (const Test& test : tests) {
+    if (test.name.find(wanted) == std::string::npos) continue;
+    const int before = num_failures;
+    try {
+      test.run();
+    } catch (const std::exception& error) {
+      Fail(__FILE__, __LINE__, "unexpected exception: ", error.what());
+    }
+    std::cout << (num_failures == before ? "ok   " : "FAIL ") << test.name << std::endl;
+  }
+  return num_failures == 0 ? 0 : 1;
+}
+
+}  // namespace check
+
+#define TEST(name)                                                           \
+  static void name();                                                        \
+  static const bool registered_##name = check::Register(#name, name);        \
+  static void name()
+#define CHECK(condition)                                                     \
+  do {                                                                       \
+    if (!(condition)) check::Fail(__FILE__, __LINE__, "not so: " #condition); \
+  } while (false)
+#define CHECK_EQ(a, b)                                                       \
+  do {                                                                       \
+    const auto check_a = (a);                                                \
+    const auto check_b = (b);                                                \
+    if (!(check_a == check_b))                                               \
+      check::Fail(__FILE__, __LINE__, #a " is ", check_a, ", not ", check_b); \
+  } while (false)
+#define CHECK_NEAR(a, b, tolerance)                                          \
+  do {                                                                       \
+    const double check_a = (a), check_b = (b), check_t = (tolerance);        \
+    if (!(std::abs(check_a - check_b) <= check_t))                           \
+      check::Fail(__FILE__, __LINE__, #a " is ", check_a, ", not within ",   \
+                  check_t, " of ", check_b);                                 \
+  } while (false)
+#define CHECK_THROWS(statement, text)                                        \
+  do {                                                                       \
+    std::string check_what = "nothing was thrown";                           \
+    try {                                                                    \
+      statement;                                                             \
+    } catch (const std::exception& error) {                                  \
+      check_what = error.what();                                             \
+    }                                                                        \
+    if (check_what.find(text) == std::string::npos)                          \
+      check::Fail(__FILE__, __LINE__, "'", check_what, "' lacks '", text, "'"); \
+  } while (false)
+#define CHECK_MAIN() \
+  int main(int argc, char** argv) { return check::RunAll(argc, argv); }
