@@ -82,7 +82,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and in what cases are made: the devices, the dtype, the method under test."""
+    """What cases are made for: the devices, the dtype, the method under test."""
 
     ranks: Ranks
     dtype: str
@@ -136,9 +136,9 @@ def check_agreement(case: Case) -> None:
             worst = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
             if not worst <= bound:
                 raise ArithmeticError(
-                    f"bench: {case.title}: {name} differs from {BEST} by {worst:.2e} of "
-                    f"the largest value, more than {bound:.2e}. One of them is wrong; "
-                    "run the tests of the op."
+                    f"bench: {case.title}: {name} differs from {BEST} by {worst:.2e} "
+                    f"of the largest value, more than {bound:.2e}. One of them is "
+                    "wrong; run the tests of the op."
                 )
 
 

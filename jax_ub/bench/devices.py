@@ -1,4 +1,4 @@
-"""The devices of a benchmark: one process, one mesh for each P over the same devices."""
+"""The devices of a benchmark: one process, one mesh for each P."""
 
 import dataclasses
 import functools
@@ -9,13 +9,38 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.runtime import settings
+
 AXIS = "tp"
 Spec = PartitionSpec
 
 
+def start(num_devices: int) -> None:
+    """Gives this process that many CPU devices; jax must not have computed yet.
+
+    Raises:
+        UnsupportedOverlapError: if jax has started already, with fewer devices.
+    """
+    # jaxlib needs two threads a device where launches pile up. oneDNN's OpenMP would
+    # spin on the cores while the next contender runs.
+    settings.set_pool_threads(4 * num_devices)
+    settings.ask_openmp_to_sleep()
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        if len(jax.devices()) < num_devices:
+            raise UnsupportedOverlapError(
+                f"bench: jax runs with {len(jax.devices())} devices already, and P = "
+                f"{num_devices} was asked for. Start the benchmark in a process of its "
+                "own: python -m jax_ub bench."
+            ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The first `num_ranks` devices as a mesh, and how programs and arrays get there."""
+    """The first `num_ranks` devices as a mesh; puts programs and arrays there."""
 
     num_ranks: int
 
@@ -24,7 +49,7 @@ class Ranks:
         """The mesh over axis `AXIS`."""
         return Mesh(np.array(jax.devices()[: self.num_ranks]), (AXIS,))
 
-    def place(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
         """Puts a global array on the mesh; always into new buffers."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
@@ -34,7 +59,7 @@ class Ranks:
         in_specs: Sequence[PartitionSpec],
         out_specs: Any,
         donate: tuple[int, ...] = (),
-    ) -> Callable[..., Any]:
+    ) -> Any:
         """Jits a per-device function over the mesh."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs

@@ -58,7 +58,9 @@ class Way:
             b, contracted[1] = lax.optimization_barrier(b.T), 1 - contracted[1]
         wide = jnp.float32 if self.sums_in_f32 else a.dtype
         dims = (((contracted[0],), (contracted[1],)), ((), ()))
-        return lax.dot_general(a, b, dims, preferred_element_type=wide).astype(out_dtype)
+        return lax.dot_general(a, b, dims, preferred_element_type=wide).astype(
+            out_dtype
+        )
 
 
 def ways(layout: str, dtype: Any) -> tuple[Way, ...]:

@@ -73,16 +73,14 @@ def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
     """
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
     rows = x.shape[0]
-    y = None
+    product = dot(x, w, x.dtype)
+    y = jnp.zeros_like(product, shape=(num_ranks * rows, product.shape[1]))
     for step in range(num_ranks):
-        product = dot(x, w, x.dtype)
-        if y is None:
-            y = jnp.zeros_like(product, shape=(num_ranks * rows, product.shape[1]))
-            y = lax.pcast(y, AXIS, to="varying")
         shard = (rank + step) % num_ranks
         y = lax.dynamic_update_slice_in_dim(y, product, shard * rows, 0)
         if step + 1 < num_ranks:
             x = lax.ppermute(x, AXIS, _to_lower(num_ranks))
+            product = dot(x, w, x.dtype)
     return y
 
 
@@ -94,13 +92,14 @@ def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
     """
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
     rows = x.shape[0] // num_ranks
-    total = None
-    for step in range(num_ranks):
+
+    def product(step: int) -> jax.Array:
         owner = (rank - 1 - step) % num_ranks
-        product = dot(lax.dynamic_slice_in_dim(x, owner * rows, rows), w, x.dtype)
-        total = product if total is None else product + total
-        if step + 1 < num_ranks:
-            total = lax.ppermute(total, AXIS, _to_higher(num_ranks))
+        return dot(lax.dynamic_slice_in_dim(x, owner * rows, rows), w, x.dtype)
+
+    total = product(0)
+    for step in range(1, num_ranks):
+        total = product(step) + lax.ppermute(total, AXIS, _to_higher(num_ranks))
     return total
 
 

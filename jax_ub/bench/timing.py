@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ class Contender:
 
     Attributes:
         name: the column in which it is shown.
-        program: a jitted function of the operands.
+        program: a jitted function of the operands, or any other function.
         operands: what it is called with.
         way: how it is written, where there was a choice.
         carry: the operand that the result replaces after each call, because the program
@@ -26,7 +26,7 @@ class Contender:
     """
 
     name: str
-    program: Callable[..., Any]
+    program: Any
     operands: list[Any]
     way: str = ""
     carry: int | None = None
@@ -45,9 +45,7 @@ class Contender:
         return time.perf_counter() - start
 
 
-def interleave(
-    contenders: Sequence[Contender], rounds: int
-) -> dict[str, list[float]]:
+def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
     """Times every contender once in each round.
 
     Each round has an order of its own, the same in every run, so that none always meets

@@ -49,16 +49,16 @@ def parse_shape(text: str) -> Shape:
     sizes = [int(size) for size in match.groups()] if match else [0]
     if 0 in sizes:
         raise ShapeContractError(
-            f"bench: shape {text!r} is not MxKxN with positive sizes. Write for example "
-            "512x1024x2816."
+            f"bench: shape {text!r} is not MxKxN with positive sizes. Write, for "
+            "example, 512x1024x2816."
         )
     return Shape(*sizes)
 
 
-# Llama 2 7B has K = 4096 and N = 11008 in its MLP (32 heads of 128): these are a quarter
-# of it, which one round of two cores takes some ten milliseconds for. The second is the
-# fused query, key and value kernel; the third the shape in which the project's goals were
-# first measured; the last has the few rows of a decoding step.
+# Llama 2 7B has K = 4096 and N = 11008 in its MLP: the first is a quarter of that in
+# both directions, which takes two cores some twenty milliseconds. The second is the
+# fused kernel of queries, keys and values with fewer key heads; the third the shape in
+# which the project's goals were first measured; the last has few rows, as in decoding.
 DEFAULT = (
     Shape(512, 1024, 2816),
     Shape(1024, 1024, 1536),

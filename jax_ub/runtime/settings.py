@@ -23,6 +23,26 @@ def isa() -> str | None:
     return os.environ.get("JAX_UB_ISA") or None
 
 
+def pool_threads() -> int | None:
+    """`NPROC`: how many threads jaxlib's pools have, read when its backend starts."""
+    return _positive("NPROC", int, "threads")
+
+
+def set_pool_threads(num_threads: int) -> None:
+    """Sets `NPROC` where the user has not; without effect once the backend started."""
+    os.environ.setdefault("NPROC", str(num_threads))
+
+
+def ask_openmp_to_sleep() -> None:
+    """Keeps the threads of libraries that use OpenMP from spinning between calls."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def given() -> dict[str, str]:
+    """The variables of jax_ub that are set, as they are."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("JAX_UB_")}
+
+
 def _positive(name, kind, unit):
     text = os.environ.get(name)
     if not text:

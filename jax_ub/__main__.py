@@ -1,0 +1,39 @@
+"""The command line: `python -m jax_ub doctor`, `python -m jax_ub bench`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jax_ub import doctor
+from jax_ub.bench import command as bench
+from jax_ub.errors import UbError
+
+_COMMANDS = {
+    "doctor": (doctor, "says what is installed, what can run here, and why not"),
+    "bench": (bench, "times every op against XLA"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit status: 0 for success, 1 if the doctor found a fault, 2 for a call that
+        is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (module, summary) in _COMMANDS.items():
+        module.add_arguments(
+            commands.add_parser(name, help=summary, description=module.__doc__)
+        )
+    given = parser.parse_args(arguments)
+    try:
+        return given.run(given)
+    except UbError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""`python -m jax_ub bench`: its options, and a run from cases to verdicts."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax_ub import methods
+from jax_ub.bench import cases, devices, goals, plot, record, table, workloads
+from jax_ub.bench.cases import Builder, Case, Place
+from jax_ub.bench.collective_cases import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from jax_ub.bench.devices import Ranks
+from jax_ub.bench.dots import FastestDots
+from jax_ub.bench.gemm_cases import dgrad_add, gemm, wgrad_accumulate
+from jax_ub.bench.latency_cases import latency
+from jax_ub.bench.linear_cases import linear_pair
+from jax_ub.bench.results import Result, evaluate
+from jax_ub.bench.timing import interleave
+from jax_ub.bench.workloads import Shape
+from jax_ub.errors import ShapeContractError, UbError, UnknownNameError, nearest
+
+OPS: dict[str, Builder] = {
+    "gemm": gemm,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+    "linear_pair": linear_pair,
+    "dgrad_add": dgrad_add,
+    "wgrad_accumulate": wgrad_accumulate,
+    "latency": latency,
+}
+DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+# Written into the JSON, and raised where a key changes its meaning.
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compared, and how often."""
+
+    ops: tuple[str, ...] = tuple(OPS)
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    dtypes: tuple[str, ...] = tuple(DTYPES.values())
+    shapes: tuple[Shape, ...] = workloads.DEFAULT
+    rounds: int = 11
+    method: str = "auto"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options; those left out are chosen by `options`."""
+    known = ", ".join(OPS)
+    parser.add_argument("--ops", type=_names(OPS), help=f"comma-separated: {known}")
+    parser.add_argument(
+        "--devices", type=_list(_positive), help="the P to run on, as in 1,2,4,8"
+    )
+    parser.add_argument("--dtypes", type=_names(DTYPES), help="bf16,f32")
+    parser.add_argument(
+        "--shapes",
+        type=_list(workloads.parse_shape),
+        help="global sizes MxKxN, as in 512x1024x2816,64x1024x2816",
+    )
+    parser.add_argument("--rounds", type=_positive, help="timed calls of each program")
+    parser.add_argument(
+        "--method", default="auto", help="the method under test (default: auto)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes and few rounds: does it run?"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
+    parser.add_argument("--plot", type=pathlib.Path, help="draw a PNG (matplotlib)")
+    parser.set_defaults(run=command)
+
+
+def options(given: argparse.Namespace) -> Options:
+    """What the command line asks for, completed with defaults."""
+    chosen = {
+        field.name: getattr(given, field.name)
+        for field in dataclasses.fields(Options)
+        if getattr(given, field.name) is not None
+    }
+    if "dtypes" in chosen:
+        chosen["dtypes"] = tuple(DTYPES[name] for name in chosen["dtypes"])
+    quick = {"devices": (1, 2), "shapes": workloads.QUICK, "rounds": 3}
+    found = Options(**({**quick, **chosen} if given.quick else chosen))
+    methods.resolve("bench", found.method, None)
+    for shape in found.shapes:
+        for num_ranks in found.devices:
+            if not shape.divides(num_ranks):
+                raise ShapeContractError(
+                    f"bench: shape {shape} does not divide into {num_ranks} ranks. "
+                    f"Take sizes that are multiples of {num_ranks}, or leave "
+                    f"{num_ranks} out of --devices."
+                )
+    return found
+
+
+def command(given: argparse.Namespace) -> int:
+    """Runs the benchmark and prints its tables as they come."""
+    chosen = options(given)
+    if given.plot is not None:
+        plot.load_pyplot()
+    devices.start(max(chosen.devices))
+    about = record.record()
+    print(_describe(about, chosen))
+    dots = FastestDots()
+    results = []
+    print("\n" + table.result_head())
+    for result in measure(chosen, dots):
+        print(table.result_line(result), flush=True)
+        results.append(result)
+    verdicts = goals.judge(results)
+    _print_rest(results, verdicts)
+    if given.json is not None:
+        found = document(about, chosen, dots, results, verdicts)
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.plot is not None:
+        plot.draw(results, given.plot, _describe(about, chosen))
+    return 0
+
+
+def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
+    """Builds, checks and times one case after the other."""
+    for op in chosen.ops:
+        for dtype in chosen.dtypes:
+            for num_ranks in chosen.devices:
+                place = Place(Ranks(num_ranks), dtype, chosen.method, dots)
+                for case in _cases(op, place, chosen.shapes):
+                    cases.check_agreement(case)
+                    # A donated operand has the sharding of a result from now on, which
+                    # is compiled once more.
+                    interleave(case.contenders, 1)
+                    times = interleave(case.contenders, chosen.rounds)
+                    yield evaluate(case, times)
+
+
+def document(
+    about: dict[str, Any],
+    chosen: Options,
+    dots: FastestDots,
+    results: Sequence[Result],
+    verdicts: Sequence[goals.Verdict],
+) -> dict[str, Any]:
+    """The JSON of a run."""
+    return {
+        "schema": SCHEMA,
+        **about,
+        "options": dataclasses.asdict(chosen),
+        "fastest_dots": dots.found,
+        "results": [result.as_json() for result in results],
+        "verdicts": [
+            {**dataclasses.asdict(verdict), "reached": verdict.reached}
+            for verdict in verdicts
+        ],
+        "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
+    }
+
+
+def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
+    # What is latency does not depend on the shapes.
+    for shape in shapes[:1] if op == "latency" else shapes:
+        yield from OPS[op](place, shape)
+
+
+def _print_rest(results, verdicts):
+    notes = dict.fromkeys(note for result in results for note in result.case.notes)
+    fallbacks = dict.fromkeys(f"{f.label}: {f.reason}" for f in methods.fallbacks())
+    sections = {
+        "Memory beside operands and results, each device": table.memory_table(results),
+        "Goals": table.verdict_table(verdicts) if verdicts else [],
+        "Missing": list(notes),
+        "NOT overlapped, run as plain jax.lax": list(fallbacks),
+    }
+    for title, lines in sections.items():
+        if lines:
+            print(f"\n{title}\n")
+            print("\n".join(lines))
+
+
+def _describe(about, chosen):
+    machine, versions = about["machine"], about["versions"]
+    return (
+        f"jax_ub bench, {about['date']}, commit {about['commit']}, "
+        f"jax {versions['jax']}, Python {versions['python']}\n"
+        f"{machine['processor']}, {machine['cores']} cores, load "
+        f"{machine['load_average']:.1f}; engine {about['engine']['isa']}, "
+        f'{about["engine"]["threads"]} threads; method "{chosen.method}", '
+        f"{chosen.rounds} rounds"
+    )
+
+
+def _list(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(read(part) for part in text.split(","))
+        except UbError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def _names(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
+    def read(name: str) -> str:
+        if name not in known:
+            raise UnknownNameError(f"{name!r} is not known. {nearest(name, known)}")
+        return name
+
+    return _list(read)
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value

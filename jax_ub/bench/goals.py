@@ -1,0 +1,163 @@
+"""The figures that the project set itself, and which of them a run reached."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from jax_ub.bench import cases
+from jax_ub.bench.results import Result
+from jax_ub.bench.statistics import geomean
+
+_FORWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_SEVERAL = (2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A bound on one figure of every group of results that it is for.
+
+    Attributes:
+        ops: which ops.
+        measure: a key of `_MEASURES`.
+        bound: what must be reached.
+        dtypes: which dtypes; empty for all.
+        ranks: which P; empty for all.
+        worst: whether each single shape must reach it, not their geometric mean.
+        at_most: whether less is better.
+        variants: which variants; empty for all.
+    """
+
+    ops: tuple[str, ...]
+    measure: str
+    bound: float
+    dtypes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    worst: bool = False
+    at_most: bool = False
+    variants: tuple[str, ...] = ()
+
+    def concerns(self, result: Result) -> bool:
+        """Whether the goal is about this result."""
+        case = result.case
+        return (
+            case.op in self.ops
+            and (not self.dtypes or case.dtype in self.dtypes)
+            and (not self.ranks or case.num_ranks in self.ranks)
+            and (not self.variants or case.variant in self.variants)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a group of results, all of one op, variant, dtype and P, made of a goal."""
+
+    op: str
+    variant: str
+    dtype: str
+    num_ranks: int
+    measure: str
+    statistic: str
+    value: float
+    bound: float
+    at_most: bool
+    num_shapes: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether the figure is on the right side of its bound."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+def _fastest_peer(result: Result) -> float:
+    peers = (cases.BEST, cases.ONEDNN)
+    return min(result.speedups[p].median for p in peers if p in result.speedups)
+
+
+def _over_plain(result: Result) -> float:
+    return 1 / result.shares[cases.PLAIN].median
+
+
+def _allocated(result: Result) -> float:
+    memory = result.case.memory
+    return memory.own_bytes / memory.avoided_bytes if memory else 0.0
+
+
+_MEASURES: dict[str, Callable[[Result], float]] = {
+    "speed-up over the fastest peer": _fastest_peer,
+    "speed-up over xla_best": lambda r: r.speedups[cases.BEST].median,
+    "speed-up over xla_naive": lambda r: r.speedups[cases.NAIVE].median,
+    "time over the plain GEMM's": _over_plain,
+    "allocated of what need not be": _allocated,
+    "microseconds a call": lambda r: r.own.median,
+}
+
+GOALS = (
+    Goal(("gemm",), "speed-up over the fastest peer", 0.95),
+    Goal(_FORWARD, "speed-up over xla_best", 1.3, ("bfloat16",), _SEVERAL),
+    Goal(_FORWARD, "speed-up over xla_naive", 2.3, ("bfloat16",), _SEVERAL),
+    Goal(_FORWARD, "speed-up over xla_best", 1.1, ("float32",), _SEVERAL),
+    Goal(_FORWARD, "speed-up over xla_best", 0.95, (), _SEVERAL, worst=True),
+    Goal(_FORWARD, "time over the plain GEMM's", 1.15, (), (8,), at_most=True),
+    Goal(
+        _FORWARD,
+        "allocated of what need not be",
+        0.01,
+        (),
+        _SEVERAL,
+        worst=True,
+        at_most=True,
+    ),
+    Goal(("linear_pair",), "speed-up over xla_best", 1.6, ("bfloat16",), _SEVERAL),
+    Goal(("linear_pair",), "speed-up over xla_best", 1.1, ("float32",), _SEVERAL),
+    Goal(
+        ("dgrad_add", "wgrad_accumulate"),
+        "time over the plain GEMM's",
+        1.03,
+        at_most=True,
+    ),
+    Goal(
+        ("latency",),
+        "microseconds a call",
+        20,
+        (),
+        (2,),
+        at_most=True,
+        variants=("all_reduce",),
+    ),
+)
+
+
+def judge(results: Sequence[Result]) -> list[Verdict]:
+    """Holds every group of results against every goal that is about it."""
+    verdicts = []
+    for goal in GOALS:
+        concerned = [result for result in results if goal.concerns(result)]
+        for key, group in _grouped(concerned).items():
+            values = [_MEASURES[goal.measure](result) for result in group]
+            verdicts.append(_verdict(goal, key, values))
+    return verdicts
+
+
+def _grouped(results: Iterable[Result]):
+    groups: dict[tuple[str, str, str, int], list[Result]] = {}
+    for result in results:
+        case = result.case
+        key = (case.op, case.variant, case.dtype, case.num_ranks)
+        groups.setdefault(key, []).append(result)
+    return groups
+
+
+def _verdict(goal, key, values):
+    worst = max if goal.at_most else min
+    op, variant, dtype, num_ranks = key
+    return Verdict(
+        op=op,
+        variant=variant,
+        dtype=dtype,
+        num_ranks=num_ranks,
+        measure=goal.measure,
+        statistic="worst" if goal.worst else "geomean",
+        value=worst(values) if goal.worst else geomean(values),
+        bound=goal.bound,
+        at_most=goal.at_most,
+        num_shapes=len(values),
+    )

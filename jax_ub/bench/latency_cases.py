@@ -1,0 +1,94 @@
+"""What one call costs that moves almost nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+import jax_ub as ub
+from jax_ub.bench import cases, peers
+from jax_ub.bench.cases import Case, Place
+from jax_ub.bench.devices import AXIS, Spec, normal
+from jax_ub.bench.timing import Contender
+from jax_ub.bench.workloads import Shape
+
+# Programs of one call and of this many more are compared, so that the dispatch of the
+# program, which every op pays once a step, is not counted as the call's.
+_MORE_CALLS = 100
+_ROWS, _WIDTH = 16, 16
+
+Call = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def latency(place: Place, shape: Shape) -> list[Case]:
+    """Chains of calls with 256 numbers a rank; `shape` has no part in it."""
+    if place.num_ranks == 1:
+        return []
+    calls = _calls(place.method, place.num_ranks)
+    if place.method == "auto":  # all_reduce takes no other
+        calls["all_reduce"] = (
+            lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+            lambda x, w: peers.all_reduce(x),
+        )
+    return [_case(place, variant, own, xla) for variant, (own, xla) in calls.items()]
+
+
+def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
+    """Pairs of (jax_ub's call, XLA's), each x [rows, width] -> the same shape."""
+    where: dict[str, Any] = {"axis_name": AXIS, "method": method}
+    rows = _ROWS // num_ranks
+    return {
+        "all_gather_matmul": (
+            lambda x, w: ub.all_gather_matmul(x[:rows], w, **where),
+            lambda x, w: peers.naive_column(x[:rows], w),
+        ),
+        "matmul_all_reduce": (
+            lambda x, w: ub.matmul_all_reduce(x, w, **where),
+            lambda x, w: peers.naive_all_reduce(x, w),
+        ),
+    }
+
+
+def _case(place, variant, own, xla):
+    operands = [
+        place.ranks.place(
+            normal(0, (place.num_ranks * _ROWS, _WIDTH), place.dtype), Spec(AXIS)
+        ),
+        place.ranks.place(
+            normal(1, (_WIDTH, _WIDTH), place.dtype, 0.1 * _WIDTH**-0.5), Spec()
+        ),
+    ]
+
+    def contender(name, call, calls):
+        program = place.ranks.program(
+            lambda x, w: _chain(call, x, w, calls, place.num_ranks),
+            (Spec(AXIS), Spec()),
+            Spec(AXIS),
+        )
+        return Contender(name, program, operands)
+
+    contenders = [
+        contender(f"{name}{suffix}", call, calls)
+        for name, call in ((cases.OWN, own), (cases.BEST, xla))
+        for suffix, calls in (("", 1 + _MORE_CALLS), ("_once", 1))
+    ]
+    return Case(
+        op="latency",
+        variant=variant,
+        dtype=place.dtype,
+        num_ranks=place.num_ranks,
+        shape=Shape(_ROWS, _WIDTH, _WIDTH),
+        flops=0,
+        contenders=contenders,
+        calls=_MORE_CALLS,
+    )
+
+
+def _chain(call, x, w, calls, num_ranks):
+    # Every call reads the one before it, and the scaled sum keeps the values near x.
+    w = lax.pcast(w, AXIS, to="varying")
+    y = x
+    for _ in range(calls):
+        y = x + 0.5 / num_ranks * lax.convert_element_type(call(y, w), x.dtype)
+    return y

@@ -1,0 +1,83 @@
+"""Where and with what a run was made, so that its figures can be read later."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+from jax_ub.runtime import engine
+
+_PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
+
+
+def record() -> dict[str, Any]:
+    """Date, commit, versions, machine and engine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+        "engine": engine_settings(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Python and the packages that matter; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory, load."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg()[0],
+        "system": platform.platform(),
+        "devices": len(jax.devices()),
+    }
+
+
+def engine_settings() -> dict[str, Any]:
+    """The instruction set and the threads that the engine computes with."""
+    cpu = engine.load()
+    return {"isa": cpu.isa(), "threads": cpu.num_threads()}
+
+
+def commit() -> str | None:
+    """The git commit of this source, marked where files differ from it."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor():
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    words = ("model name", "cpu family", "model")
+    return ", ".join(
+        value if word == "model name" else f"{word} {value}"
+        for word in words
+        if (value := fields.get(word))
+    )

@@ -1,0 +1,90 @@
+"""A case after it was timed: what is printed, drawn, judged and written as JSON."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_ub.bench import cases
+from jax_ub.bench.cases import Case
+from jax_ub.bench.statistics import Summary, ratio, summarize
+
+Times = Mapping[str, Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One case's figures.
+
+    Attributes:
+        case: what was compared.
+        times_us: each contender's time.
+        speedups: how many times as fast as each peer jax_ub is.
+        shares: each limit's time over jax_ub's: 1 is as fast as the limit.
+    """
+
+    case: Case
+    times_us: dict[str, Summary]
+    speedups: dict[str, Summary]
+    shares: dict[str, Summary]
+
+    @property
+    def own(self) -> Summary:
+        """jax_ub's time in microseconds."""
+        return self.times_us[cases.OWN]
+
+    @property
+    def gflops(self) -> float:
+        """Billion operations a second of jax_ub, 0 where none are counted."""
+        return self.case.flops / self.own.median / 1e3
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        case = self.case
+        return {
+            "op": case.op,
+            "variant": case.variant,
+            "dtype": case.dtype,
+            "num_ranks": case.num_ranks,
+            "shape": dataclasses.asdict(case.shape),
+            "gflops": self.gflops,
+            "times_us": _as_json(self.times_us),
+            "speedups": _as_json(self.speedups),
+            "shares": _as_json(self.shares),
+            "written": {c.name: c.way for c in case.contenders if c.way},
+            "memory": case.memory and dataclasses.asdict(case.memory),
+            "notes": case.notes,
+        }
+
+
+def evaluate(case: Case, times: Times) -> Result:
+    """Draws a case's figures from the seconds of its rounds."""
+    each = _each_call(case, times)
+    own = each[cases.OWN]
+    return Result(
+        case=case,
+        times_us={
+            name: summarize([1e6 * value for value in values])
+            for name, values in each.items()
+        },
+        speedups={name: ratio(each[name], own) for name in cases.PEERS if name in each},
+        shares={name: ratio(each[name], own) for name in cases.LIMITS if name in each},
+    )
+
+
+def _each_call(case, times):
+    if case.calls == 1:
+        return times
+    each = dict(times)
+    for name in (cases.OWN, cases.BEST):
+        once = times[f"{name}_once"]
+        # A round in which the longer program was not slower was disturbed; the smallest
+        # positive time keeps the quotients defined.
+        each[name] = [
+            max(more - one, 1e-9) / case.calls
+            for more, one in zip(times[name], once, strict=True)
+        ]
+    return each
+
+
+def _as_json(summaries):
+    return {name: dataclasses.asdict(summary) for name, summary in summaries.items()}

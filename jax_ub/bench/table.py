@@ -1,0 +1,146 @@
+"""The tables that a run prints, in Markdown, so that they can be kept as they are."""
+
+from collections.abc import Sequence
+
+from jax_ub.bench import cases
+from jax_ub.bench.goals import Verdict
+from jax_ub.bench.results import Result
+from jax_ub.bench.statistics import Summary
+
+_RESULT_COLUMNS = (
+    ("op", 29),
+    ("P", 2),
+    ("dtype", 8),
+    ("M x K x N", 14),
+    ("time", 9),
+    ("spread", 6),
+    ("GF/s", 5),
+    ("xla_best", 12),
+    ("xla_naive", 12),
+    ("xla_ring", 12),
+    ("onednn", 12),
+    ("plain_gemm", 10),
+    ("copy", 5),
+)
+_VERDICT_COLUMNS = (
+    ("op", 29),
+    ("P", 2),
+    ("dtype", 8),
+    ("figure", 31),
+    ("over", 18),
+    ("value", 7),
+    ("goal", 8),
+    ("", 11),
+)
+_MEMORY_COLUMNS = (
+    ("op", 29),
+    ("P", 2),
+    ("dtype", 8),
+    ("M x K x N", 14),
+    ("jax_ub", 10),
+    ("xla_best", 10),
+    ("engine", 10),
+    ("not allocated", 46),
+)
+
+
+def result_head() -> str:
+    """The first two lines of the table of results."""
+    return _head(_RESULT_COLUMNS)
+
+
+def result_line(result: Result) -> str:
+    """One case: time, speed-up over each peer, share of each limit."""
+    case = result.case
+    speedups = [_speedup(result.speedups.get(name)) for name in cases.PEERS]
+    shares = [_share(result.shares.get(name)) for name in cases.LIMITS]
+    return _line(
+        _RESULT_COLUMNS,
+        f"{case.op} {case.variant}".strip(),
+        case.num_ranks,
+        case.dtype,
+        case.shape,
+        duration(result.own.median),
+        f"{result.own.spread:.0%}",
+        f"{result.gflops:.0f}" if case.flops else "",
+        *speedups,
+        *shares,
+    )
+
+
+def memory_table(results: Sequence[Result]) -> list[str]:
+    """What the programs allocate beside operands and results, on each device."""
+    lines = [_head(_MEMORY_COLUMNS)]
+    for result in results:
+        case, memory = result.case, result.case.memory
+        if memory is not None:
+            lines.append(
+                _line(
+                    _MEMORY_COLUMNS,
+                    case.op,
+                    case.num_ranks,
+                    case.dtype,
+                    case.shape,
+                    size(memory.own_bytes),
+                    size(memory.peer_bytes),
+                    size(memory.workspace_bytes),
+                    f"{memory.avoided}: {size(memory.avoided_bytes)}",
+                )
+            )
+    return lines if len(lines) > 1 else []
+
+
+def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Every figure beside its goal."""
+    return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
+
+
+def duration(microseconds: float) -> str:
+    """A time with three digits and its unit."""
+    if microseconds >= 1e3:
+        return f"{microseconds / 1e3:.3g} ms"
+    return f"{microseconds:.3g} us"
+
+
+def size(num_bytes: int) -> str:
+    """A size with its unit."""
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):.1f} MiB"
+    return (
+        f"{num_bytes / (1 << 10):.1f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes} B"
+    )
+
+
+def _verdict_line(verdict):
+    shapes = f"{verdict.num_shapes} shape{'s' if verdict.num_shapes > 1 else ''}"
+    return _line(
+        _VERDICT_COLUMNS,
+        f"{verdict.op} {verdict.variant}".strip(),
+        verdict.num_ranks,
+        verdict.dtype,
+        verdict.measure,
+        f"{verdict.statistic}, {shapes}",
+        f"{verdict.value:.3g}",
+        f"{'<=' if verdict.at_most else '>='} {verdict.bound:g}",
+        "reached" if verdict.reached else "NOT reached",
+    )
+
+
+def _speedup(summary: Summary | None) -> str:
+    return f"{summary.median:.2f} ±{summary.spread / 2:.0%}" if summary else ""
+
+
+def _share(summary: Summary | None) -> str:
+    return f"{summary.median:.2f}" if summary else ""
+
+
+def _head(columns):
+    rule = "|".join("-" * (width + 2) for _, width in columns)
+    return _line(columns, *(name for name, _ in columns)) + f"\n|{rule}|"
+
+
+def _line(columns, *cells):
+    padded = (
+        f"{cell!s:<{width}}" for (_, width), cell in zip(columns, cells, strict=True)
+    )
+    return f"| {' | '.join(padded)} |"

@@ -1,0 +1,207 @@
+"""Says what is installed, what can run here and why not: `python -m jax_ub doctor`."""
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ub.methods import Method
+from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.runtime import engine, settings
+
+_PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+_REQUIRED = _PACKAGES[1:4]
+# As many devices as a trial needs to communicate at all.
+_TRIAL_DEVICES = 2
+# jaxlib needs at least two, and waits for some of them itself.
+_POOL_THREADS_EACH = 4
+
+
+class State(enum.Enum):
+    """How a finding is marked; only a fault makes the doctor fail."""
+
+    FINE = "ok"
+    NOTE = "--"
+    WARNING = "warn"
+    FAULT = "FAULT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    state: State
+    text: str
+
+    def as_json(self) -> dict[str, str]:
+        """The same in JSON's types."""
+        return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Prints the report.
+
+    Returns:
+        1 if there is a fault, else 0.
+    """
+    findings = list(examine())
+    if given.json:
+        print(json.dumps([finding.as_json() for finding in findings], indent=1))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            print(f"{finding.state.value:>5}  {finding.name:<{width}}  {finding.text}")
+    return int(any(finding.state is State.FAULT for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at everything, in the order in which one thing needs another."""
+    _start_trial_devices()
+    yield from _packages()
+    yield from _environment()
+    yield from _ffi_api()
+    yield from _engine()
+    yield from _devices()
+    for method in Method:
+        yield _trial(method)
+
+
+def _start_trial_devices():
+    if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
+        return
+    settings.set_pool_threads(_POOL_THREADS_EACH * _TRIAL_DEVICES)
+    # Where jax has started already, its devices are what there is.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", _TRIAL_DEVICES)
+
+
+def _packages():
+    yield Finding("python", State.FINE, platform.python_version())
+    for name in _PACKAGES:
+        try:
+            yield Finding(name, State.FINE, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            state = State.FAULT if name in _REQUIRED else State.NOTE
+            yield Finding(name, state, "not installed")
+
+
+def _environment():
+    for name, value in settings.given().items():
+        yield Finding(name, State.NOTE, value)
+    readers: tuple[Callable[[], object], ...] = (
+        settings.timeout_s,
+        settings.num_threads,
+        settings.pool_threads,
+    )
+    for reader in readers:
+        try:
+            reader()
+        except ValueError as error:
+            yield Finding("environment", State.FAULT, str(error))
+
+
+def _ffi_api():
+    running = ".".join(map(str, engine.running_ffi_api()))
+    try:
+        built = ".".join(map(str, engine.load().xla_ffi_api_version))
+    except ImportError as error:
+        yield Finding("XLA FFI API", State.FAULT, f"{error} (jaxlib has {running})")
+    else:
+        text = f"engine built for {built}, jaxlib has {running}"
+        yield Finding("XLA FFI API", State.FINE, text)
+
+
+def _engine():
+    try:
+        cpu = engine.load()
+    except ImportError:
+        return
+    others = [isa for isa in cpu.isas() if isa != cpu.isa()]
+    also = f"; also possible here: {', '.join(others)}" if others else ""
+    yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
+    cores, threads = len(os.sched_getaffinity(0)), cpu.num_threads()
+    text = f"{threads} compute, on {cores} cores"
+    if threads > cores:
+        more = f"{text}: they would take turns. Set JAX_UB_NUM_THREADS={cores}."
+        yield Finding("engine threads", State.WARNING, more)
+    else:
+        yield Finding("engine threads", State.FINE, text)
+
+
+def _devices():
+    devices = jax.devices()
+    found = f"{len(devices)} {devices[0].platform}"
+    if devices[0].platform != "cpu":
+        text = (
+            f"{found}; the engine serves CPU devices, and calls here run plain jax.lax"
+        )
+        yield Finding("devices", State.WARNING, text)
+        return
+    yield Finding("devices", State.FINE, found)
+    wanted = 2 * len(devices)
+    try:
+        threads = settings.pool_threads() or len(os.sched_getaffinity(0))
+    except ValueError:
+        return
+    if threads < wanted:
+        text = (
+            f"{threads} for {len(devices)} devices: with more than 32 programs in "
+            "flight jaxlib itself stops for ever. Set "
+            f"NPROC={_POOL_THREADS_EACH * len(devices)} before jax starts."
+        )
+        yield Finding("jaxlib threads", State.WARNING, text)
+    else:
+        text = f"{threads} for {len(devices)} devices"
+        yield Finding("jaxlib threads", State.FINE, text)
+
+
+def _trial(method: Method) -> Finding:
+    """Runs one small AG+GEMM and compares it with numpy's product."""
+    name = f'method "{method.value}"'
+    devices = jax.devices()[:_TRIAL_DEVICES]
+    x, w = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
+    run = _column_linear(Mesh(np.array(devices), ("tp",)), method)
+    try:
+        y = np.asarray(run(x, w))
+    except Exception as error:  # Whatever it is, the report is where it belongs.
+        return Finding(name, _state_of(devices), f"{type(error).__name__}: {error}")
+    if not np.array_equal(y, x @ w):
+        return Finding(name, State.FAULT, "runs, but its numbers are wrong")
+    return Finding(name, State.FINE, f"runs on {len(devices)} devices")
+
+
+def _column_linear(mesh, method):
+    spec = PartitionSpec
+    function = functools.partial(
+        all_gather_matmul, axis_name="tp", method=method, ub_name="doctor"
+    )
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(spec("tp", None), spec(None, "tp")),
+            out_specs=spec(None, "tp"),
+        )
+    )
+
+
+def _state_of(devices):
+    # Elsewhere than on a CPU the engine is not expected to run.
+    return State.FAULT if devices[0].platform == "cpu" else State.NOTE
