@@ -1,0 +1,43 @@
+// Sums and copies of matrices that lie in the buffers of several ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "gemm/dtype.h"
+
+namespace jax_ub {
+
+// One addend: rows of contiguous columns.
+struct ConstMatrix {
+  const std::byte* data = nullptr;
+  int64_t row_stride = 0;  // in elements; 0 repeats one row
+  DType dtype = DType::kF32;
+};
+
+struct Matrix {
+  std::byte* data = nullptr;
+  int64_t row_stride = 0;  // in elements
+  DType dtype = DType::kF32;
+};
+
+// out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
+//
+// Added in f32 in the order of `chunks` (the ranks'), rounded once: the same bits whoever
+// computes it. `out` may be the memory of a chunk, exactly. Throws std::invalid_argument
+// without chunks.
+void SumChunks(std::span<const ConstMatrix> chunks,
+               int64_t rows,
+               int64_t columns,
+               const Matrix& out);
+
+// Copies rows of `row_bytes` contiguous bytes; strides are in bytes.
+void CopyRows(const std::byte* source,
+              int64_t source_stride,
+              std::byte* target,
+              int64_t target_stride,
+              int64_t rows,
+              int64_t row_bytes);
+
+}  // namespace jax_ub

@@ -1,0 +1,166 @@
+// Sums of chunks against plain f32 additions in the same order, bit by bit.
+
+#include "reduce/reduce.h"
+
+#include "check.h"
+#include "gemm/gemm.h"
+#include "random_gemm.h"
+
+namespace jax_ub {
+
+struct Case {
+  int64_t rows, columns;
+  std::vector<ConstMatrix> chunks;
+  Matrix out;
+};
+
+Case MakeCase(Random& random, Buffers& buffers) {
+  Case made = {Pick(random, 0, 5), Pick(random, 0, 150), {}, {}};
+  auto buffer = [&](int64_t stride, DType dtype) {
+    const int64_t elements = made.rows > 0 ? (made.rows - 1) * stride + made.columns : 0;
+    std::byte* data = buffers.Add(elements * SizeOf(dtype));
+    for (int64_t i = 0; i < elements; ++i) {
+      Write(data + i * SizeOf(dtype), dtype, RandomValue(random, Values::kNormal));
+    }
+    return data;
+  };
+  for (int64_t i = Pick(random, 1, 9); i > 0; --i) {
+    const DType dtype = static_cast<DType>(Pick(random, 0, 2));
+    const int64_t stride = made.columns + Pick(random, 0, 3);
+    made.chunks.push_back({buffer(stride, dtype), stride, dtype});
+  }
+  const DType dtype = static_cast<DType>(Pick(random, 0, 2));
+  const int64_t stride = made.columns + Pick(random, 0, 3);
+  made.out = {buffer(stride, dtype), stride, dtype};
+  return made;
+}
+
+// What element (r, c) has to become: added and rounded as reduce.h says.
+float Expected(const Case& made, int64_t r, int64_t c) {
+  float sum = 0;
+  for (size_t i = 0; i < made.chunks.size(); ++i) {
+    const ConstMatrix& chunk = made.chunks[i];
+    const int64_t at = (r * chunk.row_stride + c) * SizeOf(chunk.dtype);
+    const float x = Read(chunk.data + at, chunk.dtype);
+    sum = i == 0 ? x : sum + x;
+  }
+  std::byte rounded[4];
+  Write(rounded, made.out.dtype, sum);
+  return Read(rounded, made.out.dtype);
+}
+
+int64_t CountWrong(const Case& made) {
+  std::vector<float> expected;
+  for (int64_t i = 0; i < made.rows * made.columns; ++i) {
+    expected.push_back(Expected(made, i / made.columns, i % made.columns));
+  }
+  SumChunks(made.chunks, made.rows, made.columns, made.out);
+  int64_t num_wrong = 0;
+  for (int64_t i = 0; i < made.rows * made.columns; ++i) {
+    const int64_t at = i / made.columns * made.out.row_stride + i % made.columns;
+    const float found = Read(made.out.data + at * SizeOf(made.out.dtype), made.out.dtype);
+    num_wrong += found != expected[i];
+  }
+  return num_wrong;
+}
+
+TEST(sums_are_those_of_f32_additions_in_rank_order_rounded_once) {
+  const std::string_view in_use = CurrentIsa();
+  for (std::string_view isa : AvailableIsas()) {
+    SetIsa(isa);
+    for (uint64_t seed = 0; seed < 500; ++seed) {
+      Random random(seed);
+      Buffers buffers;
+      const int64_t num_wrong = CountWrong(MakeCase(random, buffers));
+      if (num_wrong != 0) {
+        check::Fail(__FILE__, __LINE__, isa, ", seed ", seed, ": ", num_wrong, " wrong");
+      }
+    }
+  }
+  SetIsa(in_use);
+}
+
+TEST(a_sum_may_replace_its_first_chunk) {
+  Random random(7);
+  Buffers buffers;
+  for (int i = 0; i < 100; ++i) {
+    Case made = MakeCase(random, buffers);
+    made.chunks[0] = {made.out.data, made.out.row_stride, made.out.dtype};
+    CHECK_EQ(CountWrong(made), 0);
+  }
+}
+
+// Every f16 and bf16 there is comes back from f32 as it was, and halves round to even.
+TEST(conversions_keep_every_number) {
+  const std::string_view in_use = CurrentIsa();
+  for (std::string_view isa : AvailableIsas()) {
+    SetIsa(isa);
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      std::vector<uint16_t> halves(65536), back(65536);
+      for (int i = 0; i < 65536; ++i) halves[i] = static_cast<uint16_t>(i);
+      std::vector<float> wide(65536);
+      const ConstMatrix in = {reinterpret_cast<std::byte*>(halves.data()), 65536, dtype};
+      auto* middle = reinterpret_cast<std::byte*>(wide.data());
+      SumChunks({&in, 1}, 1, 65536, {middle, 65536, DType::kF32});
+      const ConstMatrix from = {middle, 65536, DType::kF32};
+      auto* out = reinterpret_cast<std::byte*>(back.data());
+      SumChunks({&from, 1}, 1, 65536, {out, 65536, dtype});
+      int64_t num_wrong = 0;
+      for (int i = 0; i < 65536; ++i) {
+        const float expected = Read(in.data + 2 * i, dtype);
+        const bool is_nan = std::isnan(expected);
+        num_wrong += is_nan ? !std::isnan(wide[i]) : wide[i] != expected;
+        num_wrong += is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : back[i] != halves[i];
+      }
+      CHECK_EQ(num_wrong, 0);
+    }
+  }
+  SetIsa(in_use);
+}
+
+TEST(rounding_to_half_types_is_to_nearest_even_at_every_scale) {
+  const std::string_view in_use = CurrentIsa();
+  for (std::string_view isa : AvailableIsas()) {
+    SetIsa(isa);
+    Random random(3);
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      std::vector<float> wide(4096);
+      for (float& x : wide) {
+        // Any exponent, and fractions that often end in a tie.
+        const uint32_t bits = static_cast<uint32_t>(random());
+        x = std::bit_cast<float>(bits & (Pick(random, 0, 1) ? ~0u : 0xfffff000u));
+      }
+      std::vector<uint16_t> found(4096);
+      const ConstMatrix in = {
+          reinterpret_cast<std::byte*>(wide.data()), 4096, DType::kF32};
+      auto* out = reinterpret_cast<std::byte*>(found.data());
+      SumChunks({&in, 1}, 1, 4096, {out, 4096, dtype});
+      int64_t num_wrong = 0;
+      for (int i = 0; i < 4096; ++i) {
+        uint16_t expected[2];
+        Write(reinterpret_cast<std::byte*>(expected), dtype, wide[i]);
+        const bool is_nan = std::isnan(wide[i]);
+        num_wrong += is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : found[i] != *expected;
+      }
+      CHECK_EQ(num_wrong, 0);
+    }
+  }
+  SetIsa(in_use);
+}
+
+TEST(rows_are_copied_with_their_strides) {
+  const std::vector<std::byte> source(35, std::byte{7});
+  std::vector<std::byte> target(60, std::byte{1});
+  CopyRows(source.data(), 7, target.data(), 12, 5, 6);
+  for (int i = 0; i < 60; ++i) {
+    CHECK(target[i] == (i % 12 < 6 ? std::byte{7} : std::byte{1}));
+  }
+}
+
+TEST(a_sum_of_nothing_is_refused) {
+  CHECK_THROWS(SumChunks({}, 1, 1, {}), "no chunks");
+}
+
+}  // namespace jax_ub
+
+CHECK_MAIN()
