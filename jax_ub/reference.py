@@ -4,6 +4,8 @@ The oracle of the tests, the peer in the benchmarks, and what `Method.XLA` runs.
 of partial results are made in f32 and rounded once, as the engine does.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -36,9 +38,10 @@ def dots(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], *, rhs_transposed: bool = False
 ) -> jax.Array:
     """Sums the products of all pairs, in f32."""
-    return sum(
+    products = (
         dot(x, w, rhs_transposed=rhs_transposed) for x, w in zip(xs, ws, strict=True)
     )
+    return functools.reduce(operator.add, products)
 
 
 def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
@@ -55,7 +58,7 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums over the ranks in f32 and keeps the own rows: [..., P*m, K] -> [..., m, K]."""
+    """Sums over the ranks in f32: [..., P*m, K] -> the own rows, [..., m, K]."""
     return lax.psum_scatter(
         x.astype(jnp.float32), axis_name, scatter_dimension=x.ndim - 2, tiled=True
     )

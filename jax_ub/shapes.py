@@ -39,8 +39,8 @@ def check_operands(op: str, x, w, *, x_name: str = "x", w_name: str = "w") -> No
     check_dtypes(op, **{x_name: x, w_name: w})
     if w.ndim != 2:
         raise ShapeContractError(
-            f"{op}: {w_name} has shape {w.shape}, but a kernel is [in, out]. Reshape it "
-            "to two dimensions."
+            f"{op}: {w_name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
+            "it to two dimensions."
         )
     for name, array in ((x_name, x), (w_name, w)):
         check_not_empty(op, name, array)
@@ -51,8 +51,8 @@ def check_dtypes(op: str, **pair) -> None:
     (x_name, x), (w_name, w) = pair.items()
     if x.dtype != w.dtype:
         raise ShapeContractError(
-            f"{op}: {x_name} is {x.dtype} and {w_name} is {w.dtype}, but both must have "
-            f"one dtype. Convert one, for example {w_name}.astype({x_name}.dtype)."
+            f"{op}: {x_name} is {x.dtype} and {w_name} is {w.dtype}, but both must "
+            f"have one dtype. Convert one: {w_name}.astype({x_name}.dtype)."
         )
 
 
@@ -124,7 +124,9 @@ def check_divides(op: str, x, num_ranks: int) -> None:
         )
 
 
-def check_shape(op: str, name: str, array, shape: tuple[int, ...], meaning: str) -> None:
+def check_shape(
+    op: str, name: str, array, shape: tuple[int, ...], meaning: str
+) -> None:
     """Checks that `array` has exactly `shape`."""
     if array is not None and tuple(array.shape) != tuple(shape):
         raise ShapeContractError(

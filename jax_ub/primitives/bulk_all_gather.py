@@ -55,4 +55,5 @@ def bulk_all_gather(
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]` in f32, and the gathered `[..., P*m, H]`.
     """
-    return BulkAllGather(num_pairs=len(dys), **where)(*dys, *ws, shard)
+    dx, gathered = BulkAllGather(num_pairs=len(dys), **where)(*dys, *ws, shard)
+    return dx, gathered

@@ -89,8 +89,8 @@ class Call:
         return tuple(self.primitive.bind(*operands, call=self))
 
     def _promote(self, operands):
-        own = frozenset(self.axis_name) if varying.is_tracked(self.axis_name) else set()
-        axes = varying.axes_of(*operands) | own
+        axes = varying.axes_of(*operands)
+        own = frozenset(self.axis_name)
         return [
             varying.promote(x, axes - own if self.is_replicated(i) else axes)
             for i, x in enumerate(operands)

@@ -32,7 +32,7 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
         )
     missing = [axis for axis in axes if axis not in manual]
     if missing:
-        here = f"the manual axes here are {tuple(manual)}" if manual else "there is none"
+        here = f"only {tuple(manual)} are" if manual else "no axis is manual here"
         raise ShapeContractError(
             f"{op}: axis_name = {axis_name!r} is not a manual mesh axis; {here}. Call "
             "it inside jax.shard_map over all mesh axes, for example jax.shard_map(f, "
@@ -59,14 +59,14 @@ def find_ranks(
             the call is not inside a `shard_map` over all mesh axes.
     """
     context = ctx.module_context.axis_context
-    mesh = getattr(context, "mesh", None)
-    if mesh is None:
+    if not isinstance(context, mlir.SPMDAxisContext):
         _refuse_unless_one_device(context, label)
         return Ranks(np.zeros(0, np.int64), None)
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if not axes:
         return Ranks(np.zeros(0, np.int64), None)
-    if not hasattr(mesh, "devices") or isinstance(mesh, jax.sharding.AbstractMesh):
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         return Ranks(
             np.zeros(0, np.int64),
             "it is lowered for an abstract mesh, which names no devices; pass "

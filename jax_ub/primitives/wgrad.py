@@ -33,7 +33,7 @@ class Wgrad(Call):
         if self.gather == "x":
             x = reference.all_gather(x, self.axis_name)
         if self.gather == "dy":
-            dys = [reference.all_gather(dy, self.axis_name) for dy in dys]
+            dys = tuple(reference.all_gather(dy, self.axis_name) for dy in dys)
         return [
             reference.add(reference.outer(x, dy), main_grad, out_dtype=self.out_dtype)
             for dy, main_grad in zip(dys, main_grads or [None] * len(dys), strict=True)

@@ -16,7 +16,7 @@ from jax_ub.rules.site import is_zero, needs, open_site, promote, save, value_of
 OP = "all_gather_matmul"
 
 
-def all_gather_matmul(
+def all_gather_matmul(  # noqa: PLR0913, pinned
     x: jax.Array,
     w: jax.Array | tuple[jax.Array, ...],
     *,
@@ -80,18 +80,13 @@ def _as_tuple(label, name, value, is_tuple, length):
     if value is None:
         return None
     if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
+        found = f"a tuple of {len(value)}" if isinstance(value, tuple) else "one array"
+        wanted = f"a tuple of {length} kernels" if is_tuple else "one kernel"
         raise ShapeContractError(
-            f"{label}: {name} is {_count(value)}, but w is {length} kernels in a tuple. "
-            f"Pass one {name} for each kernel, in the same order."
-            if is_tuple
-            else f"{label}: {name} is {_count(value)}, but w is one kernel. Pass one "
-            f"{name}."
+            f"{label}: {name} is {found}, but w is {wanted}. Pass one {name} for each "
+            "kernel, in the same order."
         )
     return value if is_tuple else (value,)
-
-
-def _count(value):
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else "one array"
 
 
 def _check(site, x, ws, biases, out_dtype):

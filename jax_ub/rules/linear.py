@@ -1,5 +1,8 @@
 """A linear layer, plain, column parallel or row parallel."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 
 from jax_ub import shapes
@@ -20,7 +23,7 @@ OP = "linear"
 _KINDS = ("column", "row")
 
 
-def linear(
+def linear(  # noqa: PLR0913, pinned
     x: jax.Array,
     w: jax.Array,
     b: jax.Array | None = None,
@@ -59,7 +62,7 @@ def linear(
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape: its
             cotangent is `main_grad + dw`, written in place where its buffer is free,
-            and that of `w` is zero. Every call needs its own, or a scan that carries it.
+            and that of `w` is zero. Every call needs its own.
 
     Raises:
         ShapeContractError: if the operands do not fit each other or the mesh.
@@ -67,25 +70,26 @@ def linear(
         UnsupportedOverlapError: if the method that was named cannot run here.
     """
     _check_kind(parallel, axis_name)
-    options = {"ub_name": ub_name, "method": method, "main_grad": main_grad}
-    if parallel == "column" and sequence_parallel:
-        return all_gather_matmul(x, w, axis_name=axis_name, bias=b, **options)
-    if parallel == "row" and sequence_parallel:
-        return matmul_reduce_scatter(x, w, axis_name=axis_name, bias=b, **options)
-    shapes.check_rank(OP, "x", x, 1)
-    if x.ndim == 1:
-        return linear(
-            x[None],
-            w,
-            b,
-            parallel=parallel,
-            axis_name=axis_name,
-            sequence_parallel=False,
-            **options,
-        )[0]
-    if parallel == "row":
-        return matmul_all_reduce(x, w, axis_name=axis_name, bias=b, **options)
-    return _whole_rows(x, w, b, axis_name if parallel == "column" else None, **options)
+    product: Callable[..., jax.Array] = {
+        (None, True): _whole_rows,
+        (None, False): _whole_rows,
+        ("column", True): all_gather_matmul,
+        ("column", False): _whole_rows,
+        ("row", True): matmul_reduce_scatter,
+        ("row", False): matmul_all_reduce,
+    }[parallel, sequence_parallel]
+    layer = functools.partial(
+        product,
+        axis_name=axis_name if parallel is not None else None,
+        bias=b,
+        ub_name=ub_name,
+        method=method,
+        main_grad=main_grad,
+    )
+    if parallel is None or not sequence_parallel:
+        shapes.check_rank(OP, "x", x, 1)
+        return layer(x[None], w)[0] if x.ndim == 1 else layer(x, w)
+    return layer(x, w)
 
 
 def _check_kind(parallel, axis_name):
@@ -101,23 +105,24 @@ def _check_kind(parallel, axis_name):
         )
 
 
-def _whole_rows(x, w, b, axis_name, *, ub_name, method, main_grad):
-    """`x @ w + b` with the columns of `w` on this rank and all features of `x`."""
+def _whole_rows(x, w, *, axis_name, bias, ub_name, method, main_grad):
+    """`x @ w + bias` with the columns of `w` on this rank and all features of `x`."""
     site = open_site(OP, axis_name, ub_name, method)
     shapes.check_operands(site.label, x, w)
     sharded = "out" if axis_name is not None else ""
     shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
-    shapes.check_addends(site.label, b, None, (w.shape[1],))
+    shapes.check_addends(site.label, bias, None, (w.shape[1],))
     site = site.with_dtypes(x.dtype, x.dtype)
-    axes = site.axes(x, w, b, main_grad)
+    axes = site.axes(x, w, bias, main_grad)
     if main_grad is not None:
         main_grad = accumulators.prepare(site.label, main_grad, w, axes)
         w = jax.lax.stop_gradient(w)
     own = frozenset(site.axis_name)
     is_replicated = site.is_tracked and not own & varying.axes_of(x)
     x = promote(x, axes - own if is_replicated else axes)
-    w, b = promote((w, b), axes)
-    return (_replicated if is_replicated else _local)(site, x, w, b, None, main_grad)
+    w, bias = promote((w, bias), axes)
+    product = _replicated if is_replicated else _local
+    return product(site, x, w, bias, None, main_grad)
 
 
 def _forward(site, x, w, bias, residual):

@@ -15,7 +15,9 @@ from jax_ub.primitives import varying
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
-def prepare(op: str, main_grad: jax.Array | None, w: jax.Array, axes) -> jax.Array | None:
+def prepare(
+    op: str, main_grad: jax.Array | None, w: jax.Array, axes
+) -> jax.Array | None:
     """Checks one main_grad and claims it for this call.
 
     Args:
@@ -45,7 +47,7 @@ def prepare(op: str, main_grad: jax.Array | None, w: jax.Array, axes) -> jax.Arr
 
 
 def _promote_over_single_ranks(main_grad, axes):
-    # The sum over an axis of one rank is the value itself, so promotion changes nothing.
+    # The sum over an axis of one rank is the value itself: promotion changes nothing.
     single = [
         axis
         for axis in frozenset(axes) - varying.axes_of(main_grad)

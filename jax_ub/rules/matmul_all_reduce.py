@@ -17,7 +17,7 @@ from jax_ub.rules.site import open_site, promote
 OP = "matmul_all_reduce"
 
 
-def matmul_all_reduce(
+def matmul_all_reduce(  # noqa: PLR0913, pinned
     x: jax.Array,
     w: jax.Array,
     *,

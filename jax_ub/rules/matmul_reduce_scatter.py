@@ -15,7 +15,7 @@ from jax_ub.rules.site import open_site, promote
 OP = "matmul_reduce_scatter"
 
 
-def matmul_reduce_scatter(
+def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     x: jax.Array,
     w: jax.Array,
     *,

@@ -78,7 +78,7 @@ def open_site(op: str, axis_name, ub_name: str | None, method) -> Site:
 
 
 def promote(operands, axes):
-    """Promotes a tree of operands, outside the rule, so that JAX sums their gradients."""
+    """Promotes a tree of operands outside the rule: JAX then sums their gradients."""
     return jax.tree.map(lambda operand: varying.promote(operand, axes), operands)
 
 
@@ -88,7 +88,7 @@ def save(value, name: str):
 
 
 def value_of(tree):
-    """The values of operands that `custom_vjp(symbolic_zeros=True)` wraps; see `needs`."""
+    """The values of operands as `custom_vjp(symbolic_zeros=True)` wraps them."""
     if isinstance(tree, tuple):
         return tuple(value_of(leaf) for leaf in tree)
     return None if tree is None else tree.value

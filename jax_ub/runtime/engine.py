@@ -1,4 +1,4 @@
-"""The compiled engine: found and checked at import, registered at the first lowering."""
+"""The compiled engine: checked at import, registered at the first lowering."""
 
 import functools
 import importlib
@@ -59,7 +59,7 @@ def running_ffi_api() -> tuple[int, int]:
 
 
 def _defined(text, name):
-    return int(re.search(rf"#define {name} (\d+)", text)[1])
+    return int(re.findall(rf"#define {name} (\d+)", text)[0])
 
 
 @functools.cache

@@ -1,0 +1,11 @@
+"""Sixteen CPU devices for every test, and enough threads to launch programs on them."""
+
+import os
+
+# jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
+os.environ.setdefault("NPROC", "32")
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 16)

@@ -1,0 +1,57 @@
+"""The arrays that tests multiply, and how close results have to be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+    """Integers so small that every product and every sum here is exact in `dtype`.
+
+    The result then cannot depend on the order of the sums, so a test may ask for
+    equality: a chunk in the wrong place shows, whatever a tolerance would hide.
+    """
+    values = np.random.default_rng(seed).integers(-1, 2, shape)
+    return jnp.asarray(values, dtype)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+    """Normally distributed values."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def tolerance(dtype, num_products: int) -> float:
+    """The largest error of a sum of products of normal values that is rounding.
+
+    The f32 sum of K products strays by about sqrt(K) roundings of values of size
+    sqrt(K); the result of that size is rounded once more, to `dtype`. Four standard
+    deviations of both are allowed.
+    """
+    size = num_products**0.5
+    summed = size * size * float(jnp.finfo(jnp.float32).eps)
+    rounded = size * float(jnp.finfo(dtype).eps)
+    return 4 * (summed + rounded)
+
+
+def assert_equal(actual, expected) -> None:
+    """Asks two trees of arrays for equal dtypes, shapes and values."""
+    jax.tree.map(_assert_equal_leaf, actual, expected)
+
+
+def _assert_equal_leaf(actual, expected):
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    )
+
+
+def assert_close(actual, expected, num_products: int) -> None:
+    """Asks two arrays to differ by no more than rounding."""
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32),
+        np.asarray(expected, np.float32),
+        rtol=0,
+        atol=tolerance(actual.dtype, num_products),
+    )

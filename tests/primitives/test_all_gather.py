@@ -1,0 +1,31 @@
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import DTYPES, assert_equal, normal
+from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+
+from jax_ub.methods import Method
+from jax_ub.primitives.all_gather import all_gather
+
+
+def run(num_ranks, method):
+    def function(x):
+        where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
+        return all_gather(x, method=method, **where)
+
+    # Every rank returns all rows; side by side they show that all ranks agree.
+    specs = (P(None, "tp"),)
+    return on_ranks(function, tp_mesh(num_ranks), specs, P(None, None, "tp"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_every_rank_has_all_rows(num_ranks, dtype):
+    x = normal(0, (2, 3 * num_ranks, 7), dtype)
+    expected = run(num_ranks, Method.XLA)(x)
+    assert_equal(run(num_ranks, Method.DIRECT)(x), expected)
+
+
+def test_is_one_call_and_no_collective():
+    text = compiled_text(run(4, Method.AUTO), normal(0, (1, 4, 3)))
+    assert calls(text) == {"all_gather": 1}
+    assert not collectives(text)

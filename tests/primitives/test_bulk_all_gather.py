@@ -1,0 +1,41 @@
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import DTYPES, assert_equal, small_integers
+from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+
+from jax_ub.methods import Method
+from jax_ub.primitives.bulk_all_gather import bulk_all_gather
+
+FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
+
+
+def run(num_ranks, method):
+    def function(dys, ws, shard):
+        where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
+        return bulk_all_gather(dys, ws, shard, method=method, **where)
+
+    # Both results differ between ranks or are compared rank by rank, side by side.
+    specs = (FEATURES, P(None, "tp"), ROWS)
+    return on_ranks(function, tp_mesh(num_ranks), specs, (FEATURES, FEATURES))
+
+
+def operands(num_ranks, dtype):
+    dys = tuple(
+        small_integers(n, (2, 3 * num_ranks, n * num_ranks), dtype) for n in (7, 2)
+    )
+    ws = tuple(small_integers(n, (5, n * num_ranks), dtype) for n in (7, 2))
+    return dys, ws, small_integers(9, (2, 3 * num_ranks, 6), dtype)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_is_exact_on_small_integers(num_ranks):
+    for dtype in DTYPES:
+        values = operands(num_ranks, dtype)
+        expected = run(num_ranks, Method.XLA)(*values)
+        assert_equal(run(num_ranks, Method.BULK)(*values), expected)
+
+
+def test_is_one_call_and_no_collective():
+    text = compiled_text(run(4, Method.BULK), *operands(4, "float32"))
+    assert calls(text) == {"bulk_all_gather": 1}
+    assert not collectives(text)

@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from programs import calls, compiled_text, copies
+
+from jax_ub.methods import Method
+from jax_ub.primitives.matmul import matmul
+
+
+def run(method, **options):
+    def function(xs, ws, bias, residual):
+        return matmul(xs, ws, bias, residual, method=method, label="test", **options)
+
+    return jax.jit(function)
+
+
+def operands(make, dtype, transposed=False, rows=(2, 3, 5)):
+    xs = tuple(make(k, (*rows, k), dtype) for k in (17, 9))
+    ws = tuple(make(k + 1, (k, 11), dtype) for k in (17, 9))
+    ws = tuple(w.T for w in ws) if transposed else ws
+    return xs, ws, make(4, (11,), "float16"), make(5, (*rows, 11), dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_is_exact_on_small_integers(dtype, out_dtype, transposed):
+    values = operands(small_integers, dtype, transposed)
+    options = {"rhs_transposed": transposed, "out_dtype": out_dtype}
+    expected = run(Method.XLA, **options)(*values)
+    assert_equal(run(Method.DIRECT, **options)(*values), expected)
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (300,), (3, 1, 2, 7)])
+def test_takes_any_batch_axes(rows):
+    xs, ws, bias, residual = operands(small_integers, "bfloat16", rows=rows)
+    options = {"out_dtype": "bfloat16"}
+    expected = run(Method.XLA, **options)(xs, ws, bias, residual)
+    assert_equal(run(Method.DIRECT, **options)(xs, ws, bias, residual), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_is_close_on_normal_values(dtype):
+    xs, ws = (normal(0, (50, 700), dtype),), (normal(1, (700, 90), dtype),)
+    expected = run(Method.XLA, out_dtype=dtype)(xs, ws, None, None)
+    actual = run(Method.DIRECT, out_dtype=dtype)(xs, ws, None, None)
+    assert_close(actual, expected, 700)
+
+
+def test_residual_becomes_the_result_in_place():
+    x, w = small_integers(0, (8, 16)), small_integers(1, (16, 24))
+
+    def function(x, w, residual):
+        return matmul(
+            (x,), (w,), None, residual, out_dtype="float32", method=Method.AUTO,
+            label="test",
+        )  # fmt: skip
+
+    donating = jax.jit(function, donate_argnums=2)
+    residual = jnp.ones((8, 24))
+    pointer = residual.unsafe_buffer_pointer()
+    result = donating(x, w, residual)
+    assert result.unsafe_buffer_pointer() == pointer
+    assert_equal(result, x @ w + 1)
+    text = compiled_text(donating, x, w, jnp.ones((8, 24)))
+    assert calls(text) == {"matmul": 1}
+    assert copies(text, "f32[8,24]") == 0
+
+
+def test_residual_that_is_needed_elsewhere_stays_what_it_was():
+    x, w = small_integers(0, (8, 16)), small_integers(1, (16, 24))
+    residual = small_integers(2, (8, 24))
+    function = run(Method.AUTO, out_dtype="float32")
+    before = residual + 0
+    assert_equal(function((x,), (w,), None, residual), x @ w + before)
+    assert_equal(residual, before)

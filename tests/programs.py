@@ -1,0 +1,55 @@
+"""How tests run a function on ranks, and what they read in its compiled program."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+RANKS = (1, 2, 3, 4, 5, 8)
+
+
+def tp_mesh(num_ranks: int) -> Mesh:
+    """The first devices on one axis, "tp"."""
+    return Mesh(np.array(jax.devices()[:num_ranks]), ("tp",))
+
+
+def dp_tp_mesh(num_groups: int, num_ranks: int) -> Mesh:
+    """Groups of ranks on the axes "dp" and "tp"."""
+    devices = np.array(jax.devices()[: num_groups * num_ranks])
+    return Mesh(devices.reshape(num_groups, num_ranks), ("dp", "tp"))
+
+
+def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = True):
+    """Compiles `function` to run on every device of the mesh."""
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )
+    )
+
+
+def compiled_text(function, *operands) -> str:
+    """The optimised HLO of a jitted function."""
+    return function.lower(*operands).compile().as_text()
+
+
+def calls(text: str) -> collections.Counter:
+    """How often each of our targets is called, without its "jax_ub$"."""
+    return collections.Counter(re.findall(r'custom_call_target="jax_ub\$(\w+)"', text))
+
+
+def collectives(text: str) -> collections.Counter:
+    """How often XLA's own collectives occur."""
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text))
+
+
+def copies(text: str, shape: str) -> int:
+    """How often XLA copies an array of `shape`, for example "f32[8,16]"."""
+    return len(re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text))

@@ -1,0 +1,31 @@
+import jax
+import pytest
+
+from jax_ub import errors
+
+
+def test_deadline_becomes_a_timeout_error():
+    text = "DEADLINE_EXCEEDED: CommunicatorError: op: rank 1 waited 3 s for rank 0"
+    with (
+        pytest.raises(errors.TimeoutError, match="^op: rank 1 waited"),
+        errors.raised(),
+    ):
+        raise jax.errors.JaxRuntimeError(text)
+
+
+def test_other_failures_become_a_communicator_error():
+    text = "INTERNAL: CommunicatorError: op: rank 1 has another shape"
+    with pytest.raises(errors.CommunicatorError, match="^op: rank 1"), errors.raised():
+        raise jax.errors.JaxRuntimeError(text)
+
+
+def test_errors_of_others_stay_what_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), errors.raised():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_nearest_name_is_found():
+    assert errors.nearest("colum", ["column", "row"]) == (
+        "Did you mean 'column'? Known: 'column', 'row'."
+    )
+    assert errors.nearest("zzz", ["column"]) == "Known: 'column'."

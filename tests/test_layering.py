@@ -1,0 +1,101 @@
+"""The package's import rules: a layer imports itself, what is below, and the leaves."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "jax_ub"
+
+# Each layer may import the ones that are named with it, and every leaf.
+LAYERS = {
+    "flax": {"flax", "retrofit", "rules", "runtime"},
+    "retrofit": {"retrofit", "rules", "runtime"},
+    "rules": {"rules", "primitives", "runtime"},
+    "primitives": {"primitives", "runtime"},
+    "runtime": {"runtime"},
+}
+# Each leaf may import the leaves after it.
+LEAVES = ["reference", "methods", "shapes", "errors", "_cpu"]
+# These show and measure the library, with everything that is public.
+OUTSIDE = {"bench", "__main__", "doctor", "__init__"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def own_layer(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def may_import(own, other):
+    if own in OUTSIDE:
+        return True
+    if other in LEAVES:
+        return own in LAYERS or LEAVES.index(other) >= LEAVES.index(own)
+    return own in LAYERS and other in LAYERS[own]
+
+
+def imported_layers(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "jax_ub":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("jax_ub."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            yield from (name[1] for name in names if name[0] == "jax_ub" and name[1:])
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    own = own_layer(path)
+    forbidden = {other for other in imported_layers(path) if not may_import(own, other)}
+    assert not forbidden, f"{own} may not import {sorted(forbidden)}"
+
+
+def test_only_the_settings_read_the_environment():
+    readers = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if "environ" in path.read_text() and own_layer(path) not in OUTSIDE
+    }
+    assert readers <= {"runtime/settings.py"}
+
+
+def test_derivatives_are_defined_in_rules_only():
+    definers = {
+        own_layer(path) for path in MODULES if "custom_vjp(" in path.read_text()
+    } | {own_layer(path) for path in MODULES if "jax.custom_vjp" in path.read_text()}
+    assert definers == {"rules"}
+
+
+def sources():
+    folders = ("jax_ub", "csrc", "tests", "examples")
+    suffixes = {".py", ".cc", ".h", ".cu", ".cuh"}
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in suffixes:
+                yield path
+
+
+def test_no_file_is_longer_than_500_lines():
+    long = [str(p) for p in sources() if len(p.read_text().splitlines()) > 500]
+    assert not long
+
+
+def test_every_room_has_a_noun_of_its_own():
+    vague = {"utils", "util", "common", "helpers", "misc", "base", "manager", "data"}
+    assert not [str(path) for path in sources() if path.stem in vague]
+
+
+def test_every_target_has_its_primitive_and_its_test():
+    targets = [
+        path.stem
+        for path in (PACKAGE / "primitives").glob("*.py")
+        if 'target = "jax_ub$' in path.read_text()
+    ]
+    assert targets
+    for target in targets:
+        assert f'"jax_ub${target}"' in (PACKAGE / f"primitives/{target}.py").read_text()
+        assert (ROOT / f"tests/primitives/test_{target}.py").exists()

@@ -1,0 +1,66 @@
+"""The names that code outside the project relies on, and their signatures."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import jax_ub as ub
+
+SIGNATURES = {
+    "all_gather_matmul": "x, w, *, axis_name, bias=None, ub_name=None, method=None, "
+    "return_gathered=False, out_dtype=None",
+    "matmul_reduce_scatter": "x, w, *, axis_name, bias=None, residual=None, "
+    "ub_name=None, method=None, out_dtype=None",
+    "matmul_all_reduce": "x, w, *, axis_name, bias=None, residual=None, "
+    "ub_name=None, method=None, out_dtype=None",
+    "all_reduce": "x, *, axis_name",
+    "dgrad_add": "dy, w, residual",
+    "wgrad_accumulate": "x, dy, main_grad",
+    "linear": "x, w, b=None, *, parallel=None, axis_name=None, "
+    "sequence_parallel=True, ub_name=None, method=None, main_grad=None",
+}
+
+
+def pinned(text):
+    namespace: dict = {}
+    exec(f"def function({text}): pass", namespace)
+    return inspect.signature(namespace["function"])
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_the_pinned_one(name):
+    found = inspect.signature(getattr(ub, name)).parameters
+    for parameter in pinned(SIGNATURES[name]).parameters.values():
+        assert found[parameter.name].kind == parameter.kind
+        assert found[parameter.name].default == parameter.default
+    extra = list(found)[len(pinned(SIGNATURES[name]).parameters) :]
+    assert all(found[parameter].default is None for parameter in extra)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_public_function_says_what_it_does(name):
+    text = getattr(ub, name).__doc__
+    assert "Args:" in text
+    assert "Raises:" in text
+
+
+def test_errors_belong_to_their_families():
+    assert issubclass(ub.errors.ShapeContractError, ValueError)
+    assert issubclass(ub.errors.UnknownNameError, ValueError)
+    assert issubclass(ub.errors.UnsupportedOverlapError, NotImplementedError)
+    assert issubclass(ub.errors.CommunicatorError, RuntimeError)
+    assert issubclass(ub.errors.TimeoutError, ub.errors.CommunicatorError)
+
+
+def test_import_starts_no_backend():
+    program = (
+        "import jax, jax_ub\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "print(jax.device_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"
