@@ -21,7 +21,7 @@ from jax_ub.bench.gemm_cases import dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
 from jax_ub.bench.linear_cases import linear_pair
 from jax_ub.bench.results import Result, evaluate
-from jax_ub.bench.timing import interleave
+from jax_ub.bench.timing import Rounds, interleave
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import ShapeContractError, UbError, UnknownNameError, nearest
 
@@ -38,6 +38,8 @@ OPS: dict[str, Builder] = {
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Written into the JSON, and raised where a key changes its meaning.
 SCHEMA = 1
+# Where others had more of the cores than this in a round, a case is marked.
+DISTURBED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Options:
     shapes: tuple[Shape, ...] = workloads.DEFAULT
     rounds: int = 11
     method: str = "auto"
+    patience: int = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="global sizes MxKxN, as in 512x1024x2816,64x1024x2816",
     )
     parser.add_argument("--rounds", type=_positive, help="timed calls of each program")
+    parser.add_argument(
+        "--patience",
+        type=_positive,
+        help="run up to this many times as many rounds, and keep those in which other "
+        "processes left the cores alone",
+    )
     parser.add_argument(
         "--method", default="auto", help="the method under test (default: auto)"
     )
@@ -132,11 +141,14 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
                 place = Place(Ranks(num_ranks), dtype, chosen.method, dots)
                 for case in _cases(op, place, chosen.shapes):
                     cases.check_agreement(case)
-                    # A donated operand has the sharding of a result from now on, which
-                    # is compiled once more.
-                    interleave(case.contenders, 1)
-                    times = interleave(case.contenders, chosen.rounds)
-                    yield evaluate(case, times)
+                    yield evaluate(case, _timed(case, chosen))
+
+
+def _timed(case: Case, chosen: Options) -> Rounds:
+    # After its first call a donated operand has the sharding of a result, for which the
+    # program is compiled once more.
+    interleave(case.contenders, 1)
+    return interleave(case.contenders, chosen.rounds, chosen.patience)
 
 
 def document(
@@ -170,10 +182,15 @@ def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
 def _print_rest(results, verdicts):
     notes = dict.fromkeys(note for result in results for note in result.case.notes)
     fallbacks = dict.fromkeys(f"{f.label}: {f.reason}" for f in methods.fallbacks())
+    disturbed = [r for r in results if r.elsewhere > DISTURBED]
     sections = {
         "Memory beside operands and results, each device": table.memory_table(results),
         "Goals": table.verdict_table(verdicts) if verdicts else [],
         "Missing": list(notes),
+        "Disturbed by other processes, judge with care": [
+            f"{result.case.title}: {result.elsewhere:.0%} of the cores"
+            for result in disturbed
+        ],
         "NOT overlapped, run as plain jax.lax": list(fallbacks),
     }
     for title, lines in sections.items():

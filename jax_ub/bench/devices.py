@@ -17,7 +17,9 @@ Spec = PartitionSpec
 
 
 def start(num_devices: int) -> None:
-    """Gives this process that many CPU devices; jax must not have computed yet.
+    """Sees that this process has that many CPU devices.
+
+    Unless it was set up with as many, jax must not have computed yet.
 
     Raises:
         UnsupportedOverlapError: if jax has started already, with fewer devices.
@@ -28,7 +30,8 @@ def start(num_devices: int) -> None:
     settings.ask_openmp_to_sleep()
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
+            jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:
         if len(jax.devices()) < num_devices:
             raise UnsupportedOverlapError(

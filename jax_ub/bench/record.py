@@ -79,5 +79,5 @@ def _processor():
     return ", ".join(
         value if word == "model name" else f"{word} {value}"
         for word in words
-        if (value := fields.get(word))
+        if (value := fields.get(word, ""))
     )

@@ -1,14 +1,12 @@
 """A case after it was timed: what is printed, drawn, judged and written as JSON."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ub.bench import cases
 from jax_ub.bench.cases import Case
 from jax_ub.bench.statistics import Summary, ratio, summarize
-
-Times = Mapping[str, Sequence[float]]
+from jax_ub.bench.timing import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +18,14 @@ class Result:
         times_us: each contender's time.
         speedups: how many times as fast as each peer jax_ub is.
         shares: each limit's time over jax_ub's: 1 is as fast as the limit.
+        elsewhere: the part of the cores that other processes had, in the worst round.
     """
 
     case: Case
     times_us: dict[str, Summary]
     speedups: dict[str, Summary]
     shares: dict[str, Summary]
+    elsewhere: float
 
     @property
     def own(self) -> Summary:
@@ -53,12 +53,13 @@ class Result:
             "written": {c.name: c.way for c in case.contenders if c.way},
             "memory": case.memory and dataclasses.asdict(case.memory),
             "notes": case.notes,
+            "elsewhere": self.elsewhere,
         }
 
 
-def evaluate(case: Case, times: Times) -> Result:
+def evaluate(case: Case, rounds: Rounds) -> Result:
     """Draws a case's figures from the seconds of its rounds."""
-    each = _each_call(case, times)
+    each = _each_call(case, rounds.seconds)
     own = each[cases.OWN]
     return Result(
         case=case,
@@ -68,6 +69,7 @@ def evaluate(case: Case, times: Times) -> Result:
         },
         speedups={name: ratio(each[name], own) for name in cases.PEERS if name in each},
         shares={name: ratio(each[name], own) for name in cases.LIMITS if name in each},
+        elsewhere=rounds.elsewhere,
     )
 
 

@@ -1,0 +1,119 @@
+import json
+
+import jax
+import pytest
+
+from jax_ub.__main__ import main
+from jax_ub.bench import cases, command, devices, plot
+from jax_ub.bench.cases import check_agreement, tolerance
+from jax_ub.bench.gemm_cases import gemm
+from jax_ub.errors import UnsupportedOverlapError
+
+
+def run(tmp_path, *arguments):
+    path = tmp_path / "found.json"
+    status = main(
+        ["bench", "--quick", "--rounds", "1", "--json", str(path), *arguments]
+    )
+    assert status == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("op", list(command.OPS))
+def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
+    found = run(tmp_path, "--ops", op, "--dtypes", "f32")
+    assert found["schema"] == command.SCHEMA
+    assert found["options"]["ops"] == [op]
+    assert {"date", "commit", "versions", "machine", "engine"} <= set(found)
+    assert found["fallbacks"] == [] or "engine" not in str(found["fallbacks"])
+    assert found["results"]
+    for result in found["results"]:
+        assert result["op"] == op
+        assert result["dtype"] == "float32"
+        assert result["times_us"]["jax_ub"]["median"] > 0
+        assert result["speedups"]["xla_best"]["median"] > 0
+    assert op in capsys.readouterr().out
+
+
+def test_the_goals_of_a_run_are_in_its_json(tmp_path):
+    found = run(tmp_path, "--ops", "all_gather_matmul", "--dtypes", "bf16")
+    measures = {verdict["measure"] for verdict in found["verdicts"]}
+    assert {"speed-up over xla_best", "allocated of what need not be"} <= measures
+    assert all(isinstance(verdict["reached"], bool) for verdict in found["verdicts"])
+    (result,) = [r for r in found["results"] if r["num_ranks"] == 2]
+    assert result["memory"]["own_bytes"] < result["memory"]["avoided_bytes"]
+    assert {"xla_best", "xla_naive", "xla_ring"} <= set(result["speedups"])
+    assert {"plain_gemm", "copy"} <= set(result["shares"])
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "found.png"
+    run(tmp_path, "--ops", "dgrad_add", "--dtypes", "f32", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_matplotlib(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UnsupportedOverlapError, match=r"pip install 'jax_ub\[bench\]'"):
+        plot.load_pyplot()
+
+
+def test_a_picture_of_latency_alone_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UnsupportedOverlapError, match="nothing to draw but latency"):
+        plot.draw([], tmp_path / "found.png", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ops", "gem"], "'gem' is not known. Did you mean 'gemm'?"),
+        (["--dtypes", "f8"], "'f8' is not known"),
+        (["--devices", "0"], "'0' is not a positive number"),
+        (["--rounds", "many"], "'many' is not a positive number"),
+        (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
+        (["--method", "drect"], "Did you mean 'direct'?"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments, text, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_more_devices_than_jax_started_with_are_refused():
+    assert len(jax.devices()) == 16
+    with pytest.raises(
+        UnsupportedOverlapError, match="P = 99 was asked for. Start the"
+    ):
+        devices.start(99)
+
+
+def test_contenders_that_disagree_are_an_error():
+    place = cases.Place(devices.Ranks(1), "float32", "auto", None)
+    case = next(
+        c for c in gemm(place, command.workloads.Shape(8, 8, 8)) if c.variant == "nn"
+    )
+    check_agreement(case)
+    own = next(c for c in case.contenders if c.name == cases.OWN)
+    program = own.program
+    own.program = lambda *operands: 1.01 * program(*operands)
+    with pytest.raises(ArithmeticError, match="jax_ub differs from xla_best by"):
+        check_agreement(case)
+
+
+def test_the_tolerance_follows_the_dtype_and_the_length_of_the_sums():
+    assert tolerance("bfloat16", 64) > tolerance("float32", 64)
+    assert tolerance("float32", 4096) > tolerance("float32", 64)

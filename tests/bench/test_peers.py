@@ -1,0 +1,86 @@
+import functools
+
+import jax
+import pytest
+
+from jax_ub import reference
+from jax_ub.bench import linear_cases, peers
+from jax_ub.bench.devices import AXIS, Ranks, Spec
+from jax_ub.bench.dots import Way
+from tests.operands import assert_equal, small_integers
+
+M, K, N = 16, 8, 24
+ROWS, COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
+DOT = Way("nn")
+
+
+def run(function, in_specs, out_spec, num_ranks, *operands):
+    return Ranks(num_ranks).program(function, in_specs, out_spec)(*operands)
+
+
+def operands(dtype="float32"):
+    return small_integers(0, (M, K), dtype), small_integers(1, (K, N), dtype)
+
+
+def ring(function):
+    return functools.partial(function, dot=DOT)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("column", [peers.naive_column, ring(peers.ring_gather_dot)])
+def test_columns_are_the_gathered_rows_times_the_kernel(column, num_ranks):
+    x, w = operands()
+    assert_equal(run(column, (ROWS, COLUMNS), COLUMNS, num_ranks, x, w), x @ w)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("row", [peers.naive_row, ring(peers.ring_dot_scatter)])
+def test_rows_are_the_scattered_sum(row, num_ranks):
+    x, w = operands()
+    assert_equal(run(row, (COLUMNS, ROWS), ROWS, num_ranks, x, w), x @ w)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "program",
+    [
+        peers.naive_all_reduce,
+        ring(peers.ring_dot_all_reduce),
+        peers.reduced(peers.all_reduce, DOT, wide=False),
+        peers.reduced(peers.scatter_and_gather, DOT, wide=True),
+    ],
+)
+def test_every_rank_has_the_whole_sum(program, num_ranks):
+    x, w = operands("bfloat16")
+    y = run(program, (COLUMNS, ROWS), ROWS, num_ranks, x, w)
+    for rank in range(num_ranks):
+        assert_equal(y[rank * M : (rank + 1) * M], x @ w)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_pairs_of_linears_have_the_gradients_of_the_reference(num_ranks):
+    x, w1 = operands()
+    w2, dy = small_integers(2, (N, K)), small_integers(3, (M, K))
+
+    def forward(x, w1, w2):
+        return reference.dot(reference.dot(x, w1), w2)
+
+    y, backward = jax.vjp(forward, x, w1, w2)
+    wanted = (y, *backward(dy))
+    dots = {
+        f"{side}_{way}": Way(way)
+        for side in ("column", "row")
+        for way in ("nn", "nt", "tn")
+    }
+    programs = [
+        peers.naive_pair,
+        functools.partial(linear_cases._collectives_pair, dots=dots, wide=True),
+        functools.partial(linear_cases._ring_pair, dots=dots),
+        linear_cases._own_pair("auto"),
+        linear_cases._own_pair("xla"),
+    ]
+    for program in programs:
+        found = run(
+            program, linear_cases._IN, linear_cases._OUT, num_ranks, x, w1, w2, dy
+        )
+        assert_equal(tuple(found), wanted)

@@ -1,0 +1,65 @@
+from jax_ub.bench import cases, goals, table
+from jax_ub.bench.cases import Case, Memory
+from jax_ub.bench.results import evaluate
+from jax_ub.bench.timing import Rounds
+from jax_ub.bench.workloads import Shape
+
+
+def example():
+    shape = Shape(512, 1024, 2816)
+    memory = Memory(0, 2 << 20, "the gathered x [M, K]", 1 << 20, 512)
+    case = Case(
+        "all_gather_matmul", "", "bfloat16", 8, shape, shape.flops, [], memory=memory
+    )
+    seconds = {
+        cases.OWN: [10e-3] * 3,
+        cases.BEST: [14e-3] * 3,
+        cases.NAIVE: [30e-3] * 3,
+        cases.PLAIN: [9e-3] * 3,
+    }
+    return evaluate(case, Rounds(seconds, 0.0))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_line_shows_time_speedups_and_shares():
+    head = cells(table.result_head().splitlines()[0])
+    line = dict(zip(head, cells(table.result_line(example())), strict=True))
+    assert line["op"] == "all_gather_matmul"
+    assert line["M x K x N"] == "512x1024x2816"
+    assert line["time"] == "10 ms"
+    assert line["GF/s"] == "295"
+    assert line["xla_best"] == "1.40 ±0%"
+    assert line["xla_ring"] == ""
+    assert line["plain_gemm"] == "0.90"
+
+
+def test_the_table_is_markdown():
+    head, rule = table.result_head().splitlines()
+    assert head.count("|") == rule.count("|") == table.result_line(example()).count("|")
+    assert set(rule) == {"|", "-"}
+
+
+def test_the_verdicts_say_reached_or_not():
+    lines = table.verdict_table(goals.judge([example()]))
+    text = {cells(line)[3]: cells(line)[-1] for line in lines[1:]}
+    assert text["speed-up over xla_naive"] == "reached"
+    assert text["time over the plain GEMM's"] == "reached"
+
+
+def test_memory_is_shown_where_it_is_compared():
+    (_, line) = table.memory_table([example()])
+    assert cells(line)[4:] == [
+        "0 B",
+        "2.0 MiB",
+        "512 B",
+        "the gathered x [M, K]: 1.0 MiB",
+    ]
+    assert table.memory_table([]) == []
+
+
+def test_durations_carry_their_unit():
+    assert table.duration(3.456) == "3.46 us"
+    assert table.duration(34567) == "34.6 ms"
