@@ -12,26 +12,43 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ub import _cpu
+
+_HAS_BF16_PRODUCTS = "avx512_bf16" in _cpu.isas()
+
 Axis = str | tuple[str, ...]
 
 
 def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
     """Multiplies x [..., K] by w [K, N], or by w [N, K] transposed, in f32."""
     contracted = 1 if rhs_transposed else 0
-    return lax.dot_general(
-        x,
-        w,
-        (((x.ndim - 1,), (contracted,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    return _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
 
 
 def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
     """Sums x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
     rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(
-        x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32
+    return _product(x, dy, ((rows, rows), ((), ())))
+
+
+def _product(x, w, dimensions):
+    """The f32 product, on f32 copies where XLA multiplies those faster.
+
+    XLA:CPU is fast in half precision with AVX512_BF16 only, and up to 1.5 times as fast
+    on f32 copies elsewhere. The products are exact in f32 either way.
+    """
+    multiply = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        preferred_element_type=jnp.float32,
     )
+    if x.dtype == jnp.float32 or (x.dtype == jnp.bfloat16 and _HAS_BF16_PRODUCTS):
+        return multiply(x, w)
+
+    def widen_and_multiply(x, w):
+        return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    return lax.platform_dependent(x, w, cpu=widen_and_multiply, default=multiply)
 
 
 def dots(
