@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
-from jax_ub import methods
-from jax_ub.retrofit.placement import Placement, resolve_kind, run
+from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharded_linear import sharded_linear
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -104,16 +104,12 @@ class Linear(nnx.Module):
             ShapeContractError: if a sharded dimension does not divide into the ranks,
                 or the kernel's metadata shards the other one.
         """
-        if parallel is not None:
-            parallel = resolve_kind("Linear", parallel)
-        methods.resolve("Linear", method, None)
-        axes = None if data_axes is None else tuple(data_axes)
-        self.placement = Placement(parallel, axis_name, mesh, axes, sequence_parallel)
+        self.placement = Placement(
+            parallel, axis_name, mesh, data_axes, sequence_parallel, method, ub_name
+        )
         known = self.placement.find_mesh()
         if known is not None:
-            num_ranks = self.placement.axis_size(known)
-            self.placement.check_features((in_features, out_features), num_ranks)
-
+            self.placement.check_features((in_features, out_features), known)
         spec, bias_spec = self.placement.kernel_spec, self.placement.bias_spec
         kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
         bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
@@ -140,8 +136,6 @@ class Linear(nnx.Module):
         self.precision = precision
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
-        self.method = method
-        self.ub_name = ub_name
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`."""
@@ -149,14 +143,12 @@ class Linear(nnx.Module):
             (inputs, self.kernel[...], None if self.bias is None else self.bias[...]),
             dtype=self.dtype,
         )
-        return run(
+        return sharded_linear(
             self.placement,
             inputs,
             kernel,
             bias,
             None if self.main_grad is None else self.main_grad[...],
-            method=self.method,
-            ub_name=self.ub_name,
             out_dtype=self.preferred_element_type,
         )
 

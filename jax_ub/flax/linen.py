@@ -9,7 +9,8 @@ from flax.linen import initializers
 from flax.linen.dtypes import promote_dtype
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from jax_ub.retrofit.placement import Placement, resolve_kind, run
+from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharded_linear import sharded_linear
 
 
 class Linear(nn.Module):
@@ -65,9 +66,9 @@ class Linear(nn.Module):
         placement = self._placement()
         out_features = self.features
         if placement.is_local() and placement.parallel == "column":
-            num_ranks = jax.lax.axis_size(self.axis_name)
-            placement.check_features((inputs.shape[-1], out_features), num_ranks)
-            out_features //= num_ranks
+            mesh = jax.sharding.get_abstract_mesh()
+            placement.check_features((inputs.shape[-1], out_features), mesh)
+            out_features //= mesh.shape[self.axis_name]
         shape = (inputs.shape[-1], out_features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
@@ -84,12 +85,15 @@ class Linear(nn.Module):
         if self.is_initializing():
             # Inputs of init are often dummies, of any number of tokens and no layout.
             return jnp.zeros((*inputs.shape[:-1], out_features), inputs.dtype)
-        options = {"method": self.method, "ub_name": self.ub_name}
-        return run(placement, inputs, kernel, bias, main_grad, **options)
+        return sharded_linear(placement, inputs, kernel, bias, main_grad)
 
     def _placement(self):
-        kind = self.parallel
-        if kind is not None:
-            kind = resolve_kind("Linear", kind)
-        axes = None if self.data_axes is None else tuple(self.data_axes)
-        return Placement(kind, self.axis_name, self.mesh, axes, self.sequence_parallel)
+        return Placement(
+            self.parallel,
+            self.axis_name,
+            self.mesh,
+            self.data_axes,
+            self.sequence_parallel,
+            self.method,
+            self.ub_name,
+        )

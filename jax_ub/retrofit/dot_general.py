@@ -5,13 +5,13 @@ import math
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method
-from jax_ub.retrofit import placement as placed
-from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.placement import Placement, resolve_kind
+from jax_ub.retrofit.sharded_linear import sharded_linear, why_uneven
 from jax_ub.runtime import settings
 from jax_ub.shapes import FLOATS
 
@@ -20,7 +20,7 @@ def dot_general(
     kind: str,
     *,
     axis_name: str = "tp",
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
     method: str | None = None,
     sequence_parallel: bool = True,
     data_axes: tuple[str, ...] | None = None,
@@ -37,8 +37,8 @@ def dot_general(
         axis_name: the tensor-parallel mesh axis.
         mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        sequence_parallel: whether tokens are sharded over `axis_name` between the
-            layers; otherwise a column layer gathers nothing and a row layer all-reduces.
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers;
+            otherwise a column layer gathers nothing and a row layer all-reduces.
         data_axes: the mesh axes over the leading axis of x; None takes all the others.
         ub_name: the layer's name in error texts.
 
@@ -48,11 +48,17 @@ def dot_general(
     Raises:
         UnknownNameError: if there is no such kind or method.
     """
-    kind = placed.resolve_kind("dot_general", kind)
-    methods.resolve("dot_general", method, None)
-    axes = None if data_axes is None else tuple(data_axes)
-    placement = Placement(kind, axis_name, mesh, axes, sequence_parallel)
-    return DotGeneral(placement, method, ub_name)
+    return DotGeneral(
+        Placement(
+            resolve_kind("dot_general", kind),
+            axis_name,
+            mesh,
+            data_axes,
+            sequence_parallel,
+            method,
+            ub_name,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +66,12 @@ class DotGeneral:
     """`jax.lax.dot_general` with the contraction of a dense layer overlapped.
 
     Overlapped are contractions of the last dimensions of x with the first of the
-    kernel. Others, and on global arrays also calls whose tokens do not divide into the
-    ranks (a model's first call with one token), are `jax.lax.dot_general`'s.
+    kernel. On global arrays anything else is `jax.lax.dot_general`'s, and so are calls
+    whose tokens do not divide into the ranks, unless a method was named: a model may be
+    initialized with one token. `ub.fallbacks` lists them.
     """
 
     placement: Placement
-    method: str | None = None
-    ub_name: str | None = None
 
     def __call__(
         self,
@@ -75,30 +80,33 @@ class DotGeneral:
         dimension_numbers,
         precision=None,
         preferred_element_type=None,
-        **kwargs,
+        *,
+        out_sharding=None,
     ) -> jax.Array:
-        """Multiplies as `jax.lax.dot_general` does.
+        """Multiplies as `jax.lax.dot_general` does; sums are in f32 at any precision.
 
-        Sums are made in f32 whatever `precision` says.
+        Raises:
+            UnsupportedOverlapError: for one rank's shards that are not contracted as a
+                dense layer's: they would miss their communication.
         """
         num_in = _dense_rank(lhs, rhs, dimension_numbers)
         reason = self._why_not(lhs, rhs, num_in)
         if reason is None:
             y = self._overlap(lhs, rhs, num_in, preferred_element_type)
-            return _constrain(y, kwargs.get("out_sharding"))
-        self._record(reason)
+            return _constrain(y, out_sharding)
+        methods.record_fallback(self.placement.op, reason)
         return lax.dot_general(
             lhs,
             rhs,
             dimension_numbers,
             precision=precision,
             preferred_element_type=preferred_element_type,
-            **kwargs,
+            out_sharding=out_sharding,
         )
 
     def _why_not(self, lhs, rhs, num_in):
-        """Says why `jax.lax` has to multiply, None if the engine can."""
-        op, placement = f"dot_general({self.placement.parallel!r})", self.placement
+        """Says why `jax.lax` has to multiply, None if it has not."""
+        placement = self.placement
         reason = None
         if num_in is None:
             reason = (
@@ -110,52 +118,36 @@ class DotGeneral:
         if placement.is_local():
             if reason is None:
                 return None
-            # On one rank's shards plain jax.lax would leave out the communication.
             raise UnsupportedOverlapError(
-                f"{op}: {reason}, and inside shard_map over {placement.axis_name!r} "
-                "nothing else would communicate. Call it on global arrays, or write "
-                "this layer with jax.lax."
+                f"{placement.op}: {reason}, and inside shard_map over "
+                f"{placement.axis_name!r} nothing else would communicate. Use "
+                "jax.lax.dot_general and communicate yourself, or call it on global "
+                "arrays."
             )
         mesh = placement.find_mesh(rhs, lhs)
-        if reason is None and mesh is not None and self._may_fall_back():
+        chosen = methods.resolve(placement.op, placement.method, settings.method())
+        may_fall_back = chosen in (Method.AUTO, Method.XLA)
+        if reason is None and mesh is not None and may_fall_back:
             placement.axis_size(mesh)
             tokens = lhs.shape[: lhs.ndim - num_in] or (1,)
-            return placed.why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
+            return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
         return reason
-
-    def _may_fall_back(self):
-        chosen = methods.resolve("dot_general", self.method, settings.method())
-        return chosen is Method.AUTO
-
-    def _record(self, reason):
-        name = "" if self.ub_name is None else f" (ub_name {self.ub_name!r})"
-        label = f"dot_general({self.placement.parallel!r}){name}"
-        methods.record_fallback(label, reason)
 
     def _overlap(self, lhs, rhs, num_in, out_dtype):
         self.placement.check_kernel_spec(jax.typeof(rhs).sharding.spec, num_in)
-        features = math.prod(rhs.shape[:num_in])
         outs = rhs.shape[num_in:]
-        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], features)
-        kernel = rhs.reshape(features, math.prod(outs))
-        y = placed.run(
-            self.placement,
-            x,
-            kernel,
-            method=self.method,
-            ub_name=self.ub_name,
-            out_dtype=out_dtype,
-        )
+        kernel = rhs.reshape(math.prod(rhs.shape[:num_in]), math.prod(outs))
+        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], kernel.shape[0])
+        y = sharded_linear(self.placement, x, kernel, out_dtype=out_dtype)
         return y.reshape(*y.shape[:-1], *outs)
 
 
-def _dense_rank(lhs, rhs, dimension_numbers) -> int | None:
+def _dense_rank(lhs, rhs, dimension_numbers):
     """Returns how many dimensions a dense layer contracts, None if it is not one."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     is_dense = (
-        not len(lhs_batch)
-        and not len(rhs_batch)
+        not any(map(len, batch))
         and 0 < num_in < rhs.ndim
         and tuple(rhs_contract) == tuple(range(num_in))
         and tuple(lhs_contract) == tuple(range(lhs.ndim - num_in, lhs.ndim))
@@ -167,7 +159,6 @@ def _constrain(y, sharding):
     """Lays the result out as the caller of `dot_general(out_sharding=)` asks."""
     if sharding is None:
         return y
-    types = jax.typeof(y).sharding.mesh.axis_types
-    if AxisType.Explicit in types:
+    if AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types:
         return jax.sharding.reshard(y, sharding)
     return lax.with_sharding_constraint(y, sharding)

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
+from jax.sharding import Mesh
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
-from jax_ub.retrofit.placement import kind_of_spec, resolve_kind
+from jax_ub.retrofit.placement import kind_of_spec, resolve_kind, sharding_of
 
 
 def overlap(
@@ -16,15 +16,15 @@ def overlap(
     rules: Mapping[str, str | None] | str = "auto",
     *,
     axis_name: str = "tp",
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
     method: str | None = None,
     sequence_parallel: bool = True,
     data_axes: tuple[str, ...] | None = None,
 ) -> Any:
-    """Overlaps the linear layers of an unmodified `flax.nnx` model.
+    r"""Overlaps the linear layers of an unmodified `flax.nnx` model.
 
         model = ub.overlap(model)
-        model = ub.overlap(model, {r".*\\.(q|k|v|up)_proj": "column", r".*\\.o": "row"})
+        model = ub.overlap(model, {r".*\.(q|k|v|up)_proj": "column", r".*\.o": "row"})
 
     Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, in place;
     parameters are left as they are. Calling it again replaces what it set before.
@@ -51,30 +51,24 @@ def overlap(
             "auto" finds no sharded kernel.
     """
     layers = dict(_linear_layers(model))
-    specs = {path: _spec(layer) for path, layer in layers.items()}
     if rules == "auto":
-        kinds = {
-            path: kind_of_spec(specs[path], _num_in(layer), axis_name)
-            for path, layer in layers.items()
-        }
-        if not any(kinds.values()):
-            raise ShapeContractError(_nothing_sharded(list(layers), axis_name))
+        kinds = _by_sharding(layers, axis_name)
     else:
-        kinds = _match(rules, list(layers))
+        kinds = _by_path(rules, list(layers))
     chosen = {}
     for path, kind in kinds.items():
-        if kind is None:
-            continue
+        layer = layers[path]
         chosen[path] = dot_general(
             kind,
             axis_name=axis_name,
-            mesh=mesh if mesh is not None else _mesh(layers[path]),
+            mesh=mesh if mesh is not None else _mesh(layer),
             method=method,
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
             ub_name=path,
         )
-        chosen[path].placement.check_kernel_spec(specs[path], _num_in(layers[path]))
+        chosen[path].placement.check_kernel_spec(_spec(layer), _num_in(layer))
+    # Only now, so that a refused call leaves the model as it was.
     for path, replacement in chosen.items():
         layers[path].dot_general = replacement
     return model
@@ -112,53 +106,54 @@ def _count(features):
     return 1 if isinstance(features, int) else len(features)
 
 
-def _match(rules, paths):
-    """Returns {path: kind or None} for the layers that `rules` match."""
+def _by_sharding(layers, axis_name) -> dict[str, str]:
+    """Returns the kinds of the layers whose kernels are sharded over `axis_name`."""
     kinds = {}
+    for path, layer in layers.items():
+        kind = kind_of_spec(_spec(layer), _num_in(layer), axis_name)
+        if kind is not None:
+            kinds[path] = kind
+    if not kinds:
+        path = next(iter(layers), "layers.0.up")
+        raise ShapeContractError(
+            f"overlap: none of the model's {len(layers)} linear layers has a kernel "
+            f'sharded over {axis_name!r}, so that rules="auto" finds nothing to do. '
+            f'Shard the kernels first, or pass rules={{{path!r}: "column", ...}}.'
+        )
+    return kinds
+
+
+def _by_path(rules, paths) -> dict[str, str]:
+    """Returns the kinds of the layers that `rules` match."""
+    found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_kind("overlap", kind)
         matched = [path for path in paths if re.fullmatch(pattern, path)]
         if not matched:
             raise UnknownNameError(
-                f"overlap: the rule {pattern!r} matches no linear layer of the model. A "
-                f"rule matches whole paths. {nearest(pattern, paths)}"
+                f"overlap: the rule {pattern!r} matches no linear layer of the model; "
+                f"a rule must match a whole path. {nearest(pattern, paths)}"
             )
         for path in matched:
-            kinds.setdefault(path, resolved)
-    return kinds
+            found.setdefault(path, resolved)
+    return {path: kind for path, kind in found.items() if kind is not None}
 
 
-def _nothing_sharded(paths, axis_name):
-    return (
-        f"overlap: no kernel of the model is sharded over {axis_name!r}, so that "
-        'rules="auto" has nothing to go by. Shard the kernels first, or pass rules by '
-        f'path, for example {{{(paths or ["..."])[0]!r}: "column"}}.'
-    )
-
-
-def _spec(layer) -> tuple | None:
-    """Returns the layout of a kernel [in..., out...] by its array, else its metadata."""
+def _spec(layer) -> tuple:
+    """Returns the layout of a kernel [in..., out...], by its array or its metadata."""
     from flax import nnx
 
     kernel = layer.kernel
     num_dims = _num_in(layer) + _count(layer.out_features)
-    by_array = getattr(_sharding(kernel), "spec", ())
+    by_array = getattr(sharding_of(kernel.get_value()), "spec", ())
     if any(by_array):
-        # Kernels of stacked layers have leading axes of their own.
-        padded = (*by_array, *[None] * (kernel.ndim - len(by_array)))
-        return padded[-num_dims:]
+        # The kernels of stacked layers have leading axes of their own.
+        whole = (*by_array, *[None] * (kernel.ndim - len(by_array)))
+        return whole[-num_dims:]
     return tuple(nnx.get_partition_spec(kernel).get_value() or ())[-num_dims:]
 
 
-def _sharding(kernel):
-    """Returns the sharding of a kernel's array, None where it has none."""
-    value = kernel.get_value()
-    if isinstance(value, jax.core.Tracer):
-        return jax.typeof(value).sharding
-    return getattr(value, "sharding", None)
-
-
 def _mesh(layer):
-    """Returns the concrete mesh of a kernel, None where it lies on one device."""
-    mesh = getattr(_sharding(layer.kernel), "mesh", None)
-    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+    """Returns the mesh and devices of a kernel, None where it lies on one device."""
+    mesh = getattr(sharding_of(layer.kernel.get_value()), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None

@@ -1,0 +1,237 @@
+"""A linear layer that lays its arrays out by itself.
+
+Inside the caller's own `jax.shard_map` its arrays are one rank's shards already, and
+`ub.linear` is called as it is. On global arrays it makes the `shard_map` itself:
+
+| parallel | x | kernel | bias | y |
+|---|---|---|---|---|
+| "column" | `[data, tp, -]` | `[-, tp]` | `[tp]` | `[data, -, tp]` |
+| "row" | `[data, -, tp]` | `[tp, -]` | `[-]` | `[data, tp, -]` |
+| None | `[data, tp, -]` | `[-, -]` | `[-]` | `[data, tp, -]` |
+
+`data` stands for the data axes, and is left out where they do not divide the leading
+axis. Without sequence parallelism no token axis is sharded over `tp`. Where x is
+`[tokens, features]`, its tokens lie over `(data..., tp)`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.retrofit.placement import AnyMesh, Placement
+from jax_ub.rules import main_grads
+from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.rules.linear import linear
+from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
+from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+def sharded_linear(
+    placement: Placement,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    main_grad: jax.Array | None = None,
+    *,
+    out_dtype=None,
+) -> jax.Array:
+    """Multiplies x [..., K] by kernel [K, N] in the layout of `placement`.
+
+    Args:
+        placement: the layout.
+        x: activations, `[..., tokens, K]`; a vector `[K]` counts as one token.
+        kernel: `[K, N]`; global, or the rank's shard where the axis is manual.
+        bias: `[N]` or None, laid out as `placement.bias_spec`.
+        main_grad: f32 `[K, N]` or None, laid out as the kernel.
+        out_dtype: dtype of the result; None is that of `x`.
+
+    Returns:
+        `[..., tokens, N]`.
+
+    Raises:
+        ShapeContractError: if no mesh is known, or the arrays do not divide into its
+            ranks or do not fit each other.
+        UnknownNameError: if the mesh lacks an axis.
+    """
+    if x.ndim == 1:
+        call = functools.partial(sharded_linear, placement, x[None], kernel, bias)
+        return call(main_grad, out_dtype=out_dtype)[0]
+    if placement.is_local():
+        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
+    mesh = placement.find_mesh(kernel, x)
+    if mesh is None and placement.parallel is None:
+        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
+    if mesh is None:
+        raise ShapeContractError(
+            f"{placement.op}: no mesh is known here: none was given, none is set, and "
+            "the kernel lies on one device. Call it under jax.set_mesh(mesh), pass "
+            f"mesh=, or call it inside jax.shard_map over {placement.axis_name!r}."
+        )
+    placement.check_features(kernel.shape, mesh)
+    placement.check_kernel_spec(jax.typeof(kernel).sharding.spec)
+    reason = why_uneven(placement, mesh, x.shape)
+    if reason is not None:
+        raise ShapeContractError(f"{placement.op}: {reason}")
+    # Here as well as by the op, which cannot know an accumulator through a shard_map.
+    main_grad = main_grads.prepare(placement.op, main_grad, kernel, ())
+    operands = (x, kernel, bias, main_grad)
+    if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
+        return _compiled(placement, mesh, out_dtype, *operands)
+    # Traced anew for every call: a jaxpr that is used again may be differentiated for
+    # other operands, and custom_vjp keeps one tree of residuals for all of its uses.
+    run = functools.partial(_on_mesh, placement, mesh, out_dtype)
+    return jax.jit(run, inline=True)(*operands)
+
+
+def why_uneven(
+    placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
+) -> str | None:
+    """Says why x [..., tokens, K] cannot be cut as `placement` asks, None if it can."""
+    data_axes = _data_axes(placement, mesh, x_shape)
+    num_data = math.prod(mesh.shape[name] for name in data_axes)
+    num_tp = mesh.shape[placement.axis_name] if placement.sequence_parallel else 1
+    num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
+    if x_shape[-2] % num_parts:
+        padded = math.ceil(x_shape[-2] / num_parts) * num_parts
+        return (
+            f"x {tuple(x_shape)} has {x_shape[-2]} tokens (axis -2), which do not "
+            f"divide into {num_parts} ranks. Pad to {padded} tokens, or use "
+            "sequence_parallel=False."
+        )
+    if len(x_shape) > 2 and x_shape[0] % num_data:
+        return (
+            f"x {tuple(x_shape)} has a leading axis of {x_shape[0]}, which does not "
+            f"divide into the {num_data} ranks of data_axes = {data_axes}. Pass other "
+            "data_axes, or data_axes=()."
+        )
+    return None
+
+
+def _on_mesh(placement, mesh, out_dtype, *operands):
+    """Runs the layer in a `shard_map` over every axis that is not manual yet."""
+    x = operands[0]
+    data_axes = _data_axes(placement, mesh, x.shape)
+    x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
+    specs = (x_spec, placement.kernel_spec, placement.bias_spec, placement.kernel_spec)
+    # The axes whose ranks hold other tokens for the same part of the kernel.
+    replicas = data_axes
+    if placement.parallel is None and placement.sequence_parallel:
+        replicas += (placement.axis_name,)
+
+    def local(x, kernel, bias, main_grad):
+        if main_grad is not None and replicas:
+            main_grad = _on_first_replica(main_grad, replicas)
+        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
+
+    context = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        local,
+        mesh=None if mesh == context else mesh,
+        in_specs=specs,
+        out_specs=y_spec,
+        axis_names=set(mesh.axis_names) - set(context.manual_axes),
+    )(*(_place(o, mesh, spec) for o, spec in zip(operands, specs, strict=True)))
+
+
+# `shard_map` cannot run a custom_vjp with symbolic zeros operation by operation, so
+# that every call is compiled, even if nothing around it is.
+_compiled = jax.jit(_on_mesh, static_argnums=(0, 1, 2))
+
+# The functions that `linear` calls, where they round once to the dtype asked for.
+_WITH_OUT_DTYPE: dict[tuple[str | None, bool], Callable] = {
+    ("column", True): all_gather_matmul,
+    ("row", True): matmul_reduce_scatter,
+    ("row", False): matmul_all_reduce,
+}
+
+
+def _multiply(placement, out_dtype, x, kernel, bias, main_grad):
+    """Runs the layer on this rank's shards."""
+    parallel, sequence_parallel = placement.parallel, placement.sequence_parallel
+    options = {
+        "axis_name": None if parallel is None else placement.axis_name,
+        "method": placement.method,
+        "ub_name": placement.ub_name,
+        "main_grad": main_grad,
+    }
+    fused = _WITH_OUT_DTYPE.get((parallel, sequence_parallel))
+    if out_dtype is not None and fused is not None:
+        return fused(x, kernel, bias=bias, out_dtype=out_dtype, **options)
+    options |= {"parallel": parallel, "sequence_parallel": sequence_parallel}
+    y = linear(x, kernel, bias, **options)
+    return y if out_dtype is None else y.astype(out_dtype)
+
+
+def _data_axes(placement, mesh, x_shape):
+    """Returns the axes of more than one rank that shard the leading axis of x."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    chosen = placement.data_axes
+    names = mesh.axis_names if chosen is None else chosen
+    for name in names:
+        if name not in mesh.shape:
+            raise UnknownNameError(
+                f"{placement.op}: data_axes has {name!r}, which is not an axis of the "
+                f"mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+            )
+    axes = tuple(
+        name
+        for name in names
+        if name != placement.axis_name and name not in manual and mesh.shape[name] > 1
+    )
+    if chosen is not None:
+        return axes
+    # The tokens of [tokens, features] are shared with the tensor-parallel ranks.
+    shares = len(x_shape) == 2 and placement.sequence_parallel
+    num_tp = mesh.shape[placement.axis_name] if shares else 1
+    num_data = math.prod(mesh.shape[name] for name in axes)
+    return axes if x_shape[0] % (num_data * num_tp) == 0 else ()
+
+
+def _activation_specs(placement, data_axes, ndim):
+    """Returns the layouts of x and y, both [..., tokens, features]."""
+    lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
+    tokens = data_axes if ndim == 2 else ()
+    shared = (*tokens, placement.axis_name) if placement.sequence_parallel else tokens
+    by_feature = P(*lead, tokens or None, placement.axis_name)
+    by_token = P(*lead, shared or None, None)
+    if placement.parallel == "column":
+        return by_token, by_feature
+    if placement.parallel == "row":
+        return by_feature, by_token
+    return by_token, by_token
+
+
+def _place(array, mesh, spec):
+    """Moves `array` into `spec` where its mesh axes are explicit.
+
+    `shard_map` moves its operands by itself over automatic axes, and refuses operands
+    that lie otherwise over explicit ones.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in types if kind == AxisType.Explicit}
+    if array is None or not explicit:
+        return array
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    kept = (tuple(name for name in entry if name in explicit) for entry in entries)
+    layout = P(*(entry or None for entry in kept))
+    return jax.sharding.reshard(array, NamedSharding(mesh, layout))
+
+
+def _on_first_replica(main_grad, axes):
+    """Leaves `main_grad` with the first replica and zeros with the others.
+
+    Every replica accumulates into its own, and the replicas' results are summed, since
+    main_grad went in replicated: it must be in that sum once.
+    """
+    first = jnp.array(True)
+    for axis_name in axes:
+        first &= jax.lax.axis_index(axis_name) == 0
+    others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
+    # A difference, not a choice, so that every replica's cotangent gets through.
+    return main_grad - others
