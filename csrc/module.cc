@@ -5,10 +5,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
+#include "schedule/check.h"
+#include "schedule/schedule.h"
 
 namespace nb = nanobind;
 
@@ -68,7 +71,63 @@ nb::dict Counters() {
   dict["calls"] = calls;
   dict["failed_gangs"] = counters.failed_gangs;
   dict["scratch_bytes"] = counters.scratch_bytes;
+  dict["slot_bytes"] = counters.slot_bytes;
+  dict["peak_slot_bytes"] = counters.peak_slot_bytes;
   return dict;
+}
+
+// The name in `names` (of enumerators 0 .. count - 1) that is `wanted`.
+template <typename Enum>
+Enum Named(const char* what,
+           const std::string& wanted,
+           int count,
+           std::string_view (*name)(Enum)) {
+  std::string known;
+  for (int i = 0; i < count; ++i) {
+    const auto value = static_cast<Enum>(i);
+    if (name(value) == wanted) return value;
+    known += (i == 0 ? "" : ", ") + std::string(name(value));
+  }
+  throw nb::value_error(
+      (std::string(what) + " '" + wanted + "' is none of " + known).c_str());
+}
+
+// Bulk ops communicate as the plain collectives do, beside their GEMM.
+jax_ub::Pattern PatternNamed(const std::string& op) {
+  if (op == "bulk_all_gather") return jax_ub::Pattern::kAllGather;
+  if (op == "bulk_reduce_scatter") return jax_ub::Pattern::kReduceScatter;
+  return Named("op", op, jax_ub::kNumPatterns, &jax_ub::PatternName);
+}
+
+jax_ub::Method MethodNamed(const std::string& method) {
+  return Named("method", method, jax_ub::kNumMethods, &jax_ub::MethodName);
+}
+
+std::vector<jax_ub::Step> ScheduleOf(const std::string& op,
+                                     const std::string& method,
+                                     int rank,
+                                     int num_ranks,
+                                     int num_splits) {
+  return jax_ub::MakeSchedule(PatternNamed(op), MethodNamed(method), rank, num_ranks,
+                              num_splits)
+      .steps;
+}
+
+std::vector<std::string> CheckSchedule(const std::string& op,
+                                       const std::string& method,
+                                       int num_ranks,
+                                       int num_splits) {
+  return jax_ub::CheckSchedule(PatternNamed(op), MethodNamed(method), num_ranks,
+                               num_splits);
+}
+
+std::string Describe(const jax_ub::Step& step) {
+  return "Step(kind='" + std::string(StepKindName(step.kind)) + "', payload='" +
+         std::string(PayloadName(step.payload)) +
+         "', chunk=" + std::to_string(step.chunk) +
+         ", split=" + std::to_string(step.split) +
+         ", peer=" + std::to_string(step.peer) + ", slot=" + std::to_string(step.slot) +
+         ")";
 }
 
 }  // namespace
@@ -86,4 +145,22 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
   m.def("counters", &Counters);
+
+  nb::class_<jax_ub::Step>(m, "Step")
+      .def_prop_ro(
+          "kind",
+          [](const jax_ub::Step& step) { return std::string(StepKindName(step.kind)); })
+      .def_prop_ro("payload",
+                   [](const jax_ub::Step& step) {
+                     return std::string(PayloadName(step.payload));
+                   })
+      .def_ro("chunk", &jax_ub::Step::chunk)
+      .def_ro("split", &jax_ub::Step::split)
+      .def_ro("peer", &jax_ub::Step::peer)
+      .def_ro("slot", &jax_ub::Step::slot)
+      .def("__repr__", &Describe);
+  m.def("schedule", &ScheduleOf, nb::arg("op"), nb::arg("method"), nb::arg("rank"),
+        nb::arg("num_ranks"), nb::arg("num_splits"));
+  m.def("check_schedule", &CheckSchedule, nb::arg("op"), nb::arg("method"),
+        nb::arg("num_ranks"), nb::arg("num_splits"));
 }

@@ -20,6 +20,34 @@ class Counters(TypedDict):
     calls: dict[str, int]
     failed_gangs: int
     scratch_bytes: int
+    slot_bytes: int
+    peak_slot_bytes: int
+
+class Step:
+    """What a rank does at one point of a schedule.
+
+    Attributes:
+        kind: ``multiply``, ``copy``, ``reduce``, ``put``, ``publish``, ``wait``,
+            ``release`` or ``wait_free``.
+        payload: ``operand``, ``partial`` or ``sum``.
+        chunk: whose rows; -1 for everything.
+        split: which piece of the chunk.
+        peer: the other rank, or -1.
+        slot: the slot, the peer's for ``put``, ``publish`` and ``wait_free``, or -1.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def payload(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
 
 xla_ffi_api_version: tuple[int, int]
 
@@ -61,3 +89,19 @@ def num_threads() -> int:
 
 def counters() -> Counters:
     """Returns what this process did so far."""
+
+def schedule(
+    op: str, method: str, rank: int, num_ranks: int, num_splits: int
+) -> list[Step]:
+    """Returns what a rank does, step by step.
+
+    Raises:
+        ValueError: the op has no such method, or a number is out of range.
+    """
+
+def check_schedule(op: str, method: str, num_ranks: int, num_splits: int) -> list[str]:
+    """Executes a schedule symbolically, all ranks together, before and after others.
+
+    Returns:
+        What is wrong with it; empty when it is proven.
+    """

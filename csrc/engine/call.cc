@@ -20,9 +20,6 @@ constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
                                                             "bulk_all_gather",
                                                             "bulk_reduce_scatter"};
 
-constexpr std::array<std::string_view, 5> kMethodNames = {
-    "direct", "ring_exchange", "pipeline", "bulk", "external"};
-
 constexpr std::array<std::string_view, 3> kDTypeNames = {"f32", "bf16", "f16"};
 
 // Compares what came with what the op's contract says, tensor by tensor.
@@ -205,10 +202,6 @@ void CheckBulkAllGather(const Attributes& at,
 }  // namespace
 
 std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
-
-std::string_view MethodName(Method method) {
-  return kMethodNames[static_cast<size_t>(method)];
-}
 
 std::string Describe(const Tensor& tensor) {
   std::ostringstream text;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gemm/views.h"
+#include "schedule/schedule.h"
 
 namespace jax_ub {
 
@@ -30,10 +31,6 @@ std::string_view OpName(Op op);
 
 // Which operand of a weight gradient is gathered over its tokens.
 enum class Gather : uint8_t { kNone, kX, kDy };
-
-enum class Method : uint8_t { kDirect, kRingExchange, kPipeline, kBulk, kExternal };
-
-std::string_view MethodName(Method method);
 
 // The static part of a call site. Counts that an op does not have are as below.
 struct Attributes {

@@ -14,6 +14,19 @@ constexpr int kLooks = 50;
 
 }  // namespace
 
+void WaitedJob::Done(std::exception_ptr failure, bool helped) {
+  std::lock_guard lock(mutex_);
+  failure_ = std::move(failure);
+  done_ = true;
+  changed_.notify_all();
+}
+
+void WaitedJob::Wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 struct Crew::Posted {
   explicit Posted(std::shared_ptr<Job> posted)
       : job(std::move(posted)), num_units(job->num_units()) {}
@@ -172,40 +185,9 @@ void Crew::Loop() {
   }
 }
 
-void Crew::RunAndWait(std::vector<std::shared_ptr<Job>> jobs) {
-  // A job that tells this thread when it is done.
-  class Waited : public Job {
-   public:
-    explicit Waited(std::shared_ptr<Job> job) : job_(std::move(job)) {}
-    int64_t num_units() const override { return job_->num_units(); }
-    void Run(int64_t unit, Scratch& scratch) override { job_->Run(unit, scratch); }
-    void Done(std::exception_ptr failure, bool helped) override {
-      job_->Done(failure, helped);
-      std::lock_guard lock(mutex_);
-      failure_ = failure;
-      done_ = true;
-      changed_.notify_all();
-    }
-    void Wait() {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return done_; });
-      if (failure_) std::rethrow_exception(failure_);
-    }
-
-   private:
-    std::shared_ptr<Job> job_;
-    std::mutex mutex_;  // guards the two below
-    std::condition_variable changed_;
-    bool done_ = false;
-    std::exception_ptr failure_;
-  };
-
-  std::vector<std::shared_ptr<Waited>> waited;
-  for (auto& job : jobs) {
-    waited.push_back(std::make_shared<Waited>(std::move(job)));
-    Help(waited.back());
-  }
-  for (auto& job : waited) job->Wait();
+void Crew::RunAndWait(const std::shared_ptr<WaitedJob>& job) {
+  Help(job);
+  job->Wait();
 }
 
 std::unique_ptr<Scratch> Crew::TakeScratch() {

@@ -35,6 +35,20 @@ class Job {
   virtual void Done(std::exception_ptr failure, bool helped) = 0;
 };
 
+// A job that one thread waits for.
+class WaitedJob : public Job {
+ public:
+  void Done(std::exception_ptr failure, bool helped) override;
+  // Throws what a unit threw.
+  void Wait();
+
+ private:
+  std::mutex mutex_;  // guards the two below
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr failure_;
+};
+
 class Crew {
  public:
   explicit Crew(int num_threads);
@@ -50,8 +64,8 @@ class Crew {
   // All units on this thread, then Done(failure, true): cheaper than waking others.
   void RunInline(Job& job);
 
-  // Help, then waits until Done was called. Only from a run.
-  void RunAndWait(std::vector<std::shared_ptr<Job>> jobs);
+  // Help, then Wait. Only from a run.
+  void RunAndWait(const std::shared_ptr<WaitedJob>& job);
 
   void set_num_threads(int num_threads);
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }

@@ -303,15 +303,26 @@ void AddReduceToAll(const Calls& calls, Work& work) {
   work.Add(sum);
 }
 
-void AddWgrads(const Attributes& at, const Calls& calls, int num_workers, Work& work) {
-  for (int i = 0; i < at.num_kernels; ++i) {
-    if (at.op == Op::kWgrad && at.gather == Gather::kX) {
-      work.Add(WgradGatherX(at, calls, i), num_workers);
-    } else if (at.op == Op::kWgrad && at.gather == Gather::kDy) {
-      work.Add(WgradGatherDy(at, calls, i), num_workers);
-    } else {
-      for (const RankCall& call : calls) work.Add(Wgrad(at, call, i), num_workers);
+// Every rank's own dx, or its own dw_i.
+void AddProducts(const Attributes& at,
+                 const Calls& calls,
+                 int num_workers,
+                 Work& work) {
+  for (const RankCall& call : calls) {
+    if (at.op == Op::kBulkAllGather) {
+      work.Add(Dgrad(at, call), num_workers);
+      continue;
     }
+    for (int i = 0; i < at.num_kernels; ++i) work.Add(Wgrad(at, call, i), num_workers);
+  }
+}
+
+void AddWgrads(const Attributes& at, const Calls& calls, int num_workers, Work& work) {
+  if (at.gather == Gather::kNone) return AddProducts(at, calls, num_workers, work);
+  for (int i = 0; i < at.num_kernels; ++i) {
+    work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
+                                     : WgradGatherDy(at, calls, i),
+             num_workers);
   }
 }
 
@@ -350,14 +361,20 @@ Work PlanDirect(const Attributes& at, const Calls& calls, int num_workers) {
       AddReduceToAll(calls, work);
       break;
     case Op::kBulkAllGather:
-      for (const RankCall& call : calls) work.Add(Dgrad(at, call), num_workers);
+      AddProducts(at, calls, num_workers, work);
       AddGather(calls, 2 * at.num_kernels, 1, work);
       break;
     case Op::kBulkReduceScatter:
-      AddWgrads(at, calls, num_workers, work);
+      AddProducts(at, calls, num_workers, work);
       AddScatter(calls, calls[0].operands.size() - 1, at.num_kernels, work);
       break;
   }
+  return work;
+}
+
+Work PlanProducts(const Attributes& at, const Calls& calls, int num_workers) {
+  Work work;
+  AddProducts(at, calls, num_workers, work);
   return work;
 }
 

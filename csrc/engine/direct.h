@@ -14,4 +14,9 @@ Work PlanDirect(const Attributes& attributes,
                 const std::vector<RankCall>& calls,
                 int num_workers);
 
+// Only the products of a bulk op, or of a wgrad whose operands are gathered already.
+Work PlanProducts(const Attributes& attributes,
+                  const std::vector<RankCall>& calls,
+                  int num_workers);
+
 }  // namespace jax_ub

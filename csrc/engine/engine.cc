@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "engine/direct.h"
+#include "engine/executor.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -86,29 +87,105 @@ void Engine::Submit(
 }
 
 void Engine::Execute(std::shared_ptr<Gang> gang, int last_rank) {
-  const Attributes& at = *gang->attributes;
-  const auto fail = [this, run_id = gang->run_id, key = gang->group_key,
-                     local = at.ranks.empty()](const std::exception_ptr& failure) {
-    ++num_failed_gangs_;
-    if (!local) board_->Poison(run_id, key, failure);
-  };
-  std::exception_ptr failure;
-  std::shared_ptr<GangJob> job;
   try {
     CheckAgreement(*gang);
-    job = std::make_shared<GangJob>(PlanDirect(at, gang->calls, crew_->num_threads()),
-                                    gang->completions, last_rank, *crew_, fail);
+    if (UsesSlots(*gang->attributes)) {
+      ExecuteSlots(gang);
+    } else {
+      ExecuteDirect(*gang, last_rank);
+    }
   } catch (...) {
-    failure = std::current_exception();
+    // Before anything was begun: nobody touches the buffers.
+    GangJob(Work(), gang->completions, last_rank, *crew_,
+            [&](const std::exception_ptr& failure) { Fail(*gang, failure); })
+        .Done(std::current_exception(), true);
   }
-  if (failure) {
-    job = std::make_shared<GangJob>(Work(), gang->completions, last_rank, *crew_, fail);
-    job->Done(failure, true);
-  } else if (job->estimated_us() < kInlineUs) {
+}
+
+void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
+  ++num_failed_gangs_;
+  if (!gang.attributes->ranks.empty()) {
+    board_->Poison(gang.run_id, gang.group_key, failure);
+  }
+}
+
+void Engine::ExecuteDirect(const Gang& gang, int last_rank) {
+  auto job = std::make_shared<GangJob>(
+      PlanDirect(*gang.attributes, gang.calls, crew_->num_threads()), gang.completions,
+      last_rank, *crew_,
+      [this, gang](const std::exception_ptr& failure) { Fail(gang, failure); });
+  if (job->estimated_us() < kInlineUs) {
     crew_->RunInline(*job);
   } else {
     crew_->Help(std::move(job));
   }
+}
+
+struct Engine::SlotCall {
+  SlotCall(std::shared_ptr<Gang> whose,
+           const SlotPlan& what,
+           std::unique_ptr<InProcessCommunicator> where,
+           double how_long_s)
+      : gang(std::move(whose)),
+        plan(what),
+        timeout_s(how_long_s),
+        communicator(std::move(where)),
+        num_running(gang->attributes->num_ranks) {}
+
+  const std::shared_ptr<Gang> gang;
+  const SlotPlan plan;
+  const double timeout_s;
+  std::unique_ptr<InProcessCommunicator> communicator;
+  std::shared_ptr<WorkJob> products;  // of a bulk op, beside the schedule
+  std::atomic<int> num_running;
+  std::atomic<bool> failed{false};
+};
+
+void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
+  const Attributes& at = *gang->attributes;
+  const SlotPlan plan = PlanSlots(at, gang->calls[0]);
+  auto slot_call = std::make_shared<SlotCall>(
+      gang, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
+      board_->timeout_s());
+  if (at.op == Op::kBulkAllGather || at.op == Op::kBulkReduceScatter) {
+    slot_call->products =
+        std::make_shared<WorkJob>(PlanProducts(at, gang->calls, crew_->num_threads()));
+  }
+  for (int rank = 0; rank < at.num_ranks; ++rank) {
+    crew_->Start([this, slot_call, rank] { RunRank(*slot_call, rank); });
+  }
+  if (slot_call->products) crew_->Help(slot_call->products);
+}
+
+// Peers touch a rank's slots only, never its buffers: each rank is done for itself.
+void Engine::RunRank(SlotCall& slot_call, int rank) {
+  const Gang& gang = *slot_call.gang;
+  std::exception_ptr failure;
+  try {
+    ExecuteRank(*gang.attributes, gang.calls[rank], slot_call.plan, slot_call.timeout_s,
+                slot_call.communicator->rank(rank), *crew_);
+  } catch (...) {
+    failure = std::current_exception();
+    slot_call.communicator->rank(rank).Poison(failure);
+    if (!slot_call.failed.exchange(true)) Fail(gang, failure);
+  }
+  if (slot_call.products) {
+    try {
+      slot_call.products->Wait();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  Completion done = gang.completions[rank];
+  if (slot_call.num_running.fetch_sub(1) == 1) {
+    if (slot_call.failed) {
+      slots_.Forget(slot_call.communicator->size_bytes());
+      slot_call.communicator.reset();
+    } else {
+      slots_.Give(std::move(slot_call.communicator));
+    }
+  }
+  done(failure);
 }
 
 Counters Engine::counters() const {
@@ -116,6 +193,8 @@ Counters Engine::counters() const {
   for (int op = 0; op < kNumOps; ++op) counters.calls[op] = num_calls_[op].load();
   counters.failed_gangs = num_failed_gangs_.load();
   counters.scratch_bytes = crew_->scratch_bytes();
+  counters.slot_bytes = slots_.size_bytes();
+  counters.peak_slot_bytes = slots_.peak_bytes();
   return counters;
 }
 

@@ -10,13 +10,16 @@
 #include "engine/call.h"
 #include "engine/crew.h"
 #include "engine/gang.h"
+#include "engine/slot_pool.h"
 
 namespace jax_ub {
 
 struct Counters {
   std::array<int64_t, kNumOps> calls = {};  // of ranks, per op
   int64_t failed_gangs = 0;
-  int64_t scratch_bytes = 0;  // memory that threads pack into
+  int64_t scratch_bytes = 0;    // memory that threads pack into
+  int64_t slot_bytes = 0;       // memory of slots
+  int64_t peak_slot_bytes = 0;  // the most there ever was
 };
 
 class Engine {
@@ -35,10 +38,17 @@ class Engine {
   Counters counters() const;
 
  private:
+  struct SlotCall;  // a gang whose ranks run schedules
+
   void Execute(std::shared_ptr<Gang> gang, int last_rank);
+  void ExecuteDirect(const Gang& gang, int last_rank);
+  void ExecuteSlots(std::shared_ptr<Gang> gang);
+  void RunRank(SlotCall& slot_call, int rank);
+  void Fail(const Gang& gang, const std::exception_ptr& failure);
 
   Crew* const crew_;
   Board* const board_;
+  SlotPool slots_;
   std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
   std::atomic<int64_t> num_failed_gangs_{0};
 };

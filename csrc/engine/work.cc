@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "reduce/reduce.h"
+
 namespace jax_ub {
 
 namespace {
@@ -17,35 +19,12 @@ constexpr double kFlopsPerUs = 30e3;
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
-float Widen(const std::byte* p, DType dtype, int64_t i) {
-  if (dtype == DType::kF32) return reinterpret_cast<const float*>(p)[i];
-  const uint16_t half = reinterpret_cast<const uint16_t*>(p)[i];
-  if (dtype == DType::kBF16) {
-    const uint32_t bits = uint32_t{half} << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-  }
-  return 0;
-}
-
-void SumInto(DType dtype,
-             const std::vector<const std::byte*>& sources,
-             const std::vector<std::byte*>& to,
-             int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float sum = 0;
-    for (const std::byte* source : sources) sum += Widen(source, dtype, i);
-    for (std::byte* t : to) {
-      if (dtype == DType::kF32) {
-        reinterpret_cast<float*>(t)[i] = sum;
-      } else {
-        uint32_t bits;
-        std::memcpy(&bits, &sum, 4);
-        bits += 0x7fff + ((bits >> 16) & 1);
-        reinterpret_cast<uint16_t*>(t)[i] = static_cast<uint16_t>(bits >> 16);
-      }
-    }
+void SumInto(const Sum& sum) {
+  std::vector<ConstMatrix> chunks;
+  for (const std::byte* source : sum.sources) chunks.push_back({source, 0, sum.dtype});
+  SumChunks(chunks, 1, sum.num_elements, {sum.to[0], 0, sum.dtype});
+  for (size_t i = 1; i < sum.to.size(); ++i) {
+    std::memcpy(sum.to[i], sum.to[0], sum.num_elements * SizeOf(sum.dtype));
   }
 }
 
@@ -118,8 +97,7 @@ void Work::Run(int64_t unit, Scratch& scratch) const {
   }
   block -= copy_ends_.size();
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
-    const Sum& sum = sums_[s];
-    SumInto(sum.dtype, sum.sources, sum.to, sum.num_elements);
+    SumInto(sums_[s]);
   }
 }
 

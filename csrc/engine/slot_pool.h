@@ -1,0 +1,36 @@
+// Communicators between calls: slots are allocated once and used by whatever call
+// comes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/cpu/in_process.h"
+
+namespace jax_ub {
+
+class SlotPool {
+ public:
+  // One that has at least this many slots of at least this size, for one call at a
+  // time.
+  std::unique_ptr<InProcessCommunicator> Acquire(int num_ranks,
+                                                 int num_slots,
+                                                 int64_t slot_bytes);
+  // Takes it back when all ranks have ended the call, unless one failed: then its
+  // epochs no longer agree, and it is to be destroyed instead.
+  void Give(std::unique_ptr<InProcessCommunicator> communicator);
+
+  int64_t size_bytes() const;       // of those that exist
+  int64_t peak_bytes() const;       // most there ever was
+  void Forget(int64_t size_bytes);  // one was destroyed outside
+
+ private:
+  mutable std::mutex mutex_;  // guards all below
+  std::vector<std::unique_ptr<InProcessCommunicator>> free_;
+  int64_t size_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,86 @@
+#include "schedule/builder.h"
+
+namespace jax_ub {
+
+namespace {
+
+// ring_exchange. Rank r begins with its own chunk and passes on to r + 1 what came from
+// r - 1, so that chunk r - d is there in step d and the next one travels while it is
+// multiplied. Slot d - 1 holds the chunk from d ranks behind. P = 4:
+//
+//   step         0     1     2     3
+//   rank 0       0     3     2     1      chunk that is multiplied
+//   rank 1       1     0     3     2
+//   rank 2       2     1     0     3
+//   rank 3       3     2     1     0
+//   sent to r+1  r    r-1   r-2    -
+//   from slot    -     0     1     2
+void AppendRing(ScheduleBuilder& builder,
+                Payload payload,
+                StepKind consume,
+                bool consume_own) {
+  const int num_ranks = builder.num_ranks();
+  const int next = builder.Ahead(1);
+  const auto pass_on = [&](int distance) {
+    if (distance == num_ranks - 1) return;
+    builder.Send(StepKind::kPut, payload, builder.Behind(distance), 0, next,
+                 builder.SlotOf(distance + 1, 0));
+  };
+  pass_on(0);
+  if (consume_own) builder.Add(consume, payload, builder.rank(), 0);
+  for (int distance = 1; distance < num_ranks; ++distance) {
+    const int chunk = builder.Behind(distance);
+    const int slot = builder.SlotOf(distance, 0);
+    builder.Add(StepKind::kWait, payload, chunk, 0, builder.Behind(1), slot);
+    pass_on(distance);
+    builder.Add(consume, payload, chunk, 0, kNone, slot);
+    builder.Add(StepKind::kRelease, payload, chunk, 0, kNone, slot);
+  }
+}
+
+// pipeline, and with one piece bulk and external. Every rank puts its own chunk into a
+// slot of each peer, piece by piece and nearest peer first, so that nobody is written
+// to by all at once. P = 4, two pieces, rank 0:
+//
+//   put       0.0 to 1, 2, 3   0.1 to 1, 2, 3
+//   multiply           0.0              0.1      3.0   2.0   1.0   3.1   2.1   1.1
+//   wait                                         3.0   2.0   1.0   3.1   2.1   1.1
+void AppendPieces(ScheduleBuilder& builder,
+                  Payload payload,
+                  StepKind consume,
+                  bool consume_own) {
+  const int num_ranks = builder.num_ranks();
+  for (int split = 0; split < builder.num_splits(); ++split) {
+    for (int distance = 1; distance < num_ranks; ++distance) {
+      builder.Send(StepKind::kPut, payload, builder.rank(), split,
+                   builder.Ahead(distance), builder.SlotOf(distance, split));
+    }
+    if (consume_own) builder.Add(consume, payload, builder.rank(), split);
+  }
+  for (int split = 0; split < builder.num_splits(); ++split) {
+    for (int distance = 1; distance < num_ranks; ++distance) {
+      const int chunk = builder.Behind(distance);
+      const int slot = builder.SlotOf(distance, split);
+      builder.Add(StepKind::kWait, payload, chunk, split, chunk, slot);
+      builder.Add(consume, payload, chunk, split, kNone, slot);
+      builder.Add(StepKind::kRelease, payload, chunk, split, kNone, slot);
+    }
+  }
+}
+
+}  // namespace
+
+void AppendAllGather(ScheduleBuilder& builder,
+                     Method method,
+                     Payload payload,
+                     StepKind consume,
+                     bool consume_own) {
+  builder.BeginStage();
+  if (method == Method::kRingExchange) {
+    AppendRing(builder, payload, consume, consume_own);
+  } else {
+    AppendPieces(builder, payload, consume, consume_own);
+  }
+}
+
+}  // namespace jax_ub

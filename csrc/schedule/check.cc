@@ -1,0 +1,76 @@
+#include "schedule/check.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "schedule/simulation.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr size_t kMaxViolations = 20;
+
+// Ranks in an order that some schedules may only have survived by luck.
+std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
+  std::vector<int> up(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) up[r] = r;
+  std::vector<int> down(up.rbegin(), up.rend());
+  std::vector<int> odd_first;
+  for (int r = 1; r < num_ranks; r += 2) odd_first.push_back(r);
+  for (int r = 0; r < num_ranks; r += 2) odd_first.push_back(r);
+  return {up, down, odd_first};
+}
+
+}  // namespace
+
+Collective MakeCollective(Pattern pattern,
+                          Method method,
+                          int num_ranks,
+                          int num_splits) {
+  Collective ranks;
+  for (int r = 0; r < num_ranks; ++r) {
+    ranks.push_back(MakeSchedule(pattern, method, r, num_ranks, num_splits));
+  }
+  return ranks;
+}
+
+std::vector<std::string> CheckCalls(const std::vector<Collective>& calls) {
+  std::vector<std::string> violations;
+  std::set<std::string> seen;
+  const int num_ranks = static_cast<int>(calls.at(0).size());
+  for (const std::vector<int>& order : AdversarialOrders(num_ranks)) {
+    for (bool greedy : {false, true}) {
+      Simulation simulation(calls);
+      simulation.Run(order, greedy);
+      for (const std::string& violation : simulation.violations()) {
+        if (violations.size() < kMaxViolations && seen.insert(violation).second) {
+          violations.push_back(violation);
+        }
+      }
+    }
+  }
+  return violations;
+}
+
+std::vector<std::string> CheckSchedule(Pattern pattern,
+                                       Method method,
+                                       int num_ranks,
+                                       int num_splits) {
+  const Collective self = MakeCollective(pattern, method, num_ranks, num_splits);
+  std::vector<std::string> violations = CheckCalls({self, self});
+  for (int p = 0; p < kNumPatterns && violations.empty(); ++p) {
+    for (int m = 0; m < kNumMethods && violations.empty(); ++m) {
+      const auto other_pattern = static_cast<Pattern>(p);
+      const auto other_method = static_cast<Method>(m);
+      if (!HasSchedule(other_pattern, other_method)) continue;
+      const Collective other =
+          MakeCollective(other_pattern, other_method, num_ranks, num_splits);
+      violations = CheckCalls({self, other, self});
+    }
+  }
+  return violations;
+}
+
+}  // namespace jax_ub

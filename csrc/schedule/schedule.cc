@@ -1,0 +1,137 @@
+#include "schedule/schedule.h"
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "schedule/builder.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
+    "direct", "ring_exchange", "pipeline", "bulk", "external"};
+
+constexpr std::array<std::string_view, kNumPatterns> kPatternNames = {
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+    "all_gather",        "reduce_scatter",        "all_reduce"};
+
+constexpr std::array<std::string_view, kNumStepKinds> kStepKindNames = {
+    "multiply", "copy", "reduce", "put", "publish", "wait", "release", "wait_free"};
+
+constexpr std::array<std::string_view, 3> kPayloadNames = {"operand", "partial", "sum"};
+
+bool HasProduct(Pattern pattern) {
+  return pattern == Pattern::kAllGatherMatmul ||
+         pattern == Pattern::kMatmulReduceScatter ||
+         pattern == Pattern::kMatmulAllReduce;
+}
+
+void AppendPattern(ScheduleBuilder& builder, Pattern pattern, Method method) {
+  // external keeps the product apart: behind the gather, or before the scatter.
+  const bool apart = method == Method::kExternal;
+  const bool multiply = HasProduct(pattern) && !apart;
+  if (pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather) {
+    AppendAllGather(builder, method, Payload::kOperand,
+                    multiply ? StepKind::kMultiply : StepKind::kCopy,
+                    /*consume_own=*/true);
+    if (HasProduct(pattern) && apart) builder.MultiplyAll();
+    return;
+  }
+  if (HasProduct(pattern) && apart) builder.MultiplyAll();
+  AppendReduceScatter(builder, multiply);
+  if (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) {
+    // The sums, which the reduction left in their rows of the result, go to all.
+    AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
+                    /*consume_own=*/false);
+  }
+}
+
+}  // namespace
+
+std::string_view MethodName(Method method) {
+  return kMethodNames[static_cast<size_t>(method)];
+}
+
+std::string_view PatternName(Pattern pattern) {
+  return kPatternNames[static_cast<size_t>(pattern)];
+}
+
+std::string_view StepKindName(StepKind kind) {
+  return kStepKindNames[static_cast<size_t>(kind)];
+}
+
+std::string_view PayloadName(Payload payload) {
+  return kPayloadNames[static_cast<size_t>(payload)];
+}
+
+// direct: nothing is sent. Every rank lets the others read its operands, multiplies
+// once, over all of them, and may go on when nobody reads its own any more. P = 4, rank
+// 0:
+//
+//   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
+//
+// In one process the meeting of the ranks' calls is the publish and the common
+// completion the release (engine/gang.h).
+void AppendDirect(ScheduleBuilder& builder) {
+  builder.BeginStage();
+  const int num_ranks = builder.num_ranks();
+  for (int d = 1; d < num_ranks; ++d) {
+    builder.Send(StepKind::kPublish, Payload::kOperand, builder.rank(), 0,
+                 builder.Ahead(d), builder.SlotOf(d, 0));
+  }
+  const auto for_each_peer = [&](StepKind kind) {
+    for (int d = 1; d < num_ranks; ++d) {
+      const int peer = builder.Behind(d);
+      builder.Add(kind, Payload::kOperand, peer, 0, peer, builder.SlotOf(d, 0));
+    }
+  };
+  for_each_peer(StepKind::kWait);
+  builder.MultiplyAll();
+  for_each_peer(StepKind::kRelease);
+  for (int d = 1; d < num_ranks; ++d) {
+    builder.Add(StepKind::kWaitFree, Payload::kOperand, builder.rank(), 0,
+                builder.Ahead(d), builder.SlotOf(d, 0));
+  }
+}
+
+bool HasSchedule(Pattern pattern, Method method) {
+  if (method == Method::kBulk) return !HasProduct(pattern);
+  if (method == Method::kDirect) return HasProduct(pattern);
+  return true;
+}
+
+Schedule MakeSchedule(
+    Pattern pattern, Method method, int rank, int num_ranks, int num_splits) {
+  const auto refuse = [](const std::string& text) {
+    throw std::invalid_argument("schedule: " + text);
+  };
+  if (!HasSchedule(pattern, method)) {
+    refuse(std::string(PatternName(pattern)) + " has no method " +
+           std::string(MethodName(method)));
+  }
+  if (num_ranks < 1) refuse("num_ranks is " + std::to_string(num_ranks));
+  if (rank < 0 || rank >= num_ranks) {
+    refuse("rank " + std::to_string(rank) + " is none of " + std::to_string(num_ranks));
+  }
+  if (num_splits < 1) refuse("num_splits is " + std::to_string(num_splits));
+  Schedule schedule{pattern, method, rank, num_ranks, 1, 0, {}};
+  if (method == Method::kPipeline) schedule.num_splits = num_splits;
+  ScheduleBuilder builder(schedule);
+  if (method == Method::kDirect) {
+    AppendDirect(builder);
+  } else {
+    AppendPattern(builder, pattern, method);
+  }
+  return schedule;
+}
+
+RowRange PieceRows(
+    int64_t num_rows, int num_ranks, int num_splits, int chunk, int split) {
+  const int64_t begin = chunk * num_rows / num_ranks;
+  const int64_t size = (chunk + 1) * num_rows / num_ranks - begin;
+  return {begin + split * size / num_splits, begin + (split + 1) * size / num_splits};
+}
+
+}  // namespace jax_ub

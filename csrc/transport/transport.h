@@ -1,0 +1,64 @@
+// How pieces get from one rank to another: one end of a communicator, which belongs to
+// one rank and is used by one thread at a time.
+//
+// Every rank has the same slots. A slot is filled by one put and emptied by one release
+// per call, or not used by it, on all ranks alike; so both sides know its epoch, the
+// number of calls that used it. The epochs live with the buffers and only grow; they
+// are compared by signed difference and may wrap around.
+//
+// Memory order: what a rank wrote before Put or Publish is visible to the peer after
+// its Wait, and what the peer read before Release happens before the next Put returns
+// from WaitFree. Every wait ends: with its condition, with CommunicatorError when some
+// rank failed (at once, with that rank's reason), or with DeadlineError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <string>
+
+namespace jax_ub {
+
+// Rows of contiguous bytes, which arrive packed.
+struct Rows {
+  const std::byte* data = nullptr;
+  int64_t num_rows = 0;
+  int64_t row_bytes = 0;
+  int64_t stride_bytes = 0;
+};
+
+// What a wait says when it fails.
+struct WaitReason {
+  const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
+  int chunk = 0;
+  double timeout_s = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual int rank() const = 0;
+  virtual int num_ranks() const = 0;
+
+  // The own slot's memory: to be read between Wait and Release.
+  virtual const std::byte* slot(int index) const = 0;
+  virtual int64_t slot_bytes() const = 0;
+
+  // Only after WaitFree. Appends `rows` to what is in the peer's slot behind `offset`.
+  virtual void Write(int peer, int slot, int64_t offset, const Rows& rows) = 0;
+  // Tells the peer that its slot is filled.
+  virtual void Signal(int peer, int slot) = 0;
+
+  virtual void Wait(int peer, int slot, const WaitReason& reason) = 0;
+  virtual void Release(int slot) = 0;
+  virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
+
+  // Behind the last step of a call.
+  virtual void EndCall() = 0;
+
+  // Fails every wait of every rank from now on.
+  virtual void Poison(const std::exception_ptr& reason) = 0;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,215 @@
+// Schedules, proven over all ranks together, and a checker that finds planted defects.
+#include "schedule/schedule.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "schedule/check.h"
+
+namespace jax_ub {
+namespace {
+
+constexpr int kMaxRanks = 16;
+
+template <typename Function>
+void ForEachSchedule(const Function& function) {
+  for (int p = 0; p < kNumPatterns; ++p) {
+    for (int m = 0; m < kNumMethods; ++m) {
+      const auto pattern = static_cast<Pattern>(p);
+      const auto method = static_cast<Method>(m);
+      if (HasSchedule(pattern, method)) function(pattern, method);
+    }
+  }
+}
+
+std::string FirstOf(const std::vector<std::string>& violations) {
+  return violations.empty() ? "" : violations.front();
+}
+
+TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
+  ForEachSchedule([](Pattern pattern, Method method) {
+    for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
+      const int num_splits = 1 + num_ranks % 3;
+      CHECK_EQ(FirstOf(CheckSchedule(pattern, method, num_ranks, num_splits)), "");
+    }
+  });
+}
+
+TEST(EveryNumberOfSplitsIsProven) {
+  for (int num_splits = 1; num_splits <= 9; ++num_splits) {
+    for (Pattern pattern : {Pattern::kAllGatherMatmul, Pattern::kMatmulReduceScatter,
+                            Pattern::kMatmulAllReduce}) {
+      CHECK_EQ(FirstOf(CheckSchedule(pattern, Method::kPipeline, 5, num_splits)), "");
+    }
+  }
+}
+
+TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
+  for (int rank = 0; rank < 4; ++rank) {
+    const Schedule schedule =
+        MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, rank, 4, 1);
+    std::vector<int> chunks;
+    for (const Step& step : schedule.steps) {
+      if (step.kind == StepKind::kMultiply) chunks.push_back(step.chunk);
+      if (step.kind == StepKind::kPut) CHECK_EQ(step.peer, (rank + 1) % 4);
+      if (step.kind == StepKind::kWait) CHECK_EQ(step.peer, (rank + 3) % 4);
+    }
+    CHECK(chunks ==
+          std::vector<int>({rank, (rank + 3) % 4, (rank + 2) % 4, (rank + 1) % 4}));
+  }
+}
+
+TEST(ReduceScatterEndsWithItsOwnChunk) {
+  const Schedule schedule =
+      MakeSchedule(Pattern::kMatmulReduceScatter, Method::kRingExchange, 1, 4, 1);
+  std::vector<int> chunks;
+  for (const Step& step : schedule.steps) {
+    if (step.kind == StepKind::kMultiply) chunks.push_back(step.chunk);
+  }
+  CHECK(chunks == std::vector<int>({2, 3, 0, 1}));
+}
+
+TEST(OneRankSendsNothing) {
+  ForEachSchedule([](Pattern pattern, Method method) {
+    const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2);
+    CHECK_EQ(schedule.num_slots, 0);
+    for (const Step& step : schedule.steps) CHECK_EQ(step.peer, kNone);
+  });
+}
+
+TEST(PiecesCoverAllRowsOnce) {
+  for (int64_t num_rows : {0, 1, 7, 64, 1000}) {
+    for (int num_ranks : {1, 3, 16}) {
+      for (int num_splits : {1, 4, 9}) {
+        int64_t next = 0;
+        for (int chunk = 0; chunk < num_ranks; ++chunk) {
+          for (int split = 0; split < num_splits; ++split) {
+            const RowRange rows =
+                PieceRows(num_rows, num_ranks, num_splits, chunk, split);
+            CHECK_EQ(rows.begin, next);
+            CHECK(rows.end >= rows.begin);
+            next = rows.end;
+          }
+        }
+        CHECK_EQ(next, num_rows);
+      }
+    }
+  }
+}
+
+TEST(WrongNumbersAreRefused) {
+  const auto make = [](Method method, int rank, int num_ranks, int num_splits) {
+    MakeSchedule(Pattern::kAllGatherMatmul, method, rank, num_ranks, num_splits);
+  };
+  CHECK_THROWS(make(Method::kBulk, 0, 2, 1), "all_gather_matmul has no method bulk");
+  CHECK_THROWS(make(Method::kPipeline, 2, 2, 1), "rank 2 is none of 2");
+  CHECK_THROWS(make(Method::kPipeline, 0, 0, 1), "num_ranks is 0");
+  CHECK_THROWS(make(Method::kPipeline, 0, 2, 0), "num_splits is 0");
+}
+
+// Removes, changes or repeats one step of one rank, and wants the checker to notice.
+using Mutation = void (*)(std::vector<Step>& steps, size_t step);
+
+void Drop(std::vector<Step>& steps, size_t step) { steps.erase(steps.begin() + step); }
+void Repeat(std::vector<Step>& steps, size_t step) {
+  steps.insert(steps.begin() + step, steps[step]);
+}
+
+// How many of the planted defects, one at a time in every step of `kind`, go unnoticed.
+int Unnoticed(Pattern pattern, Method method, StepKind kind, Mutation mutation) {
+  const Collective sound = MakeCollective(pattern, method, 4, 2);
+  const Collective before =
+      MakeCollective(Pattern::kAllGather, Method::kPipeline, 4, 2);
+  int unnoticed = 0;
+  for (size_t rank = 0; rank < sound.size(); ++rank) {
+    for (size_t step = 0; step < sound[rank].steps.size(); ++step) {
+      if (sound[rank].steps[step].kind != kind) continue;
+      // An all-reduce sends its sums when every peer has been heard of in this call, so
+      // that what they held in the last call is certainly released.
+      if (kind == StepKind::kWaitFree &&
+          sound[rank].steps[step].payload == Payload::kSum) {
+        continue;
+      }
+      Collective broken = sound;
+      mutation(broken[rank].steps, step);
+      if (CheckCalls({before, broken, broken}).empty()) ++unnoticed;
+    }
+  }
+  return unnoticed;
+}
+
+TEST(EveryDroppedStepIsNoticed) {
+  ForEachSchedule([](Pattern pattern, Method method) {
+    for (int kind = 0; kind < kNumStepKinds; ++kind) {
+      const auto step_kind = static_cast<StepKind>(kind);
+      CHECK_EQ(Unnoticed(pattern, method, step_kind, &Drop), 0);
+    }
+  });
+}
+
+TEST(EveryRepeatedUseIsNoticed) {
+  ForEachSchedule([](Pattern pattern, Method method) {
+    for (StepKind kind :
+         {StepKind::kMultiply, StepKind::kCopy, StepKind::kReduce, StepKind::kPut,
+          StepKind::kPublish, StepKind::kWait, StepKind::kRelease}) {
+      CHECK_EQ(Unnoticed(pattern, method, kind, &Repeat), 0);
+    }
+  });
+}
+
+TEST(WaitsInTheWrongOrderAreNoticed) {
+  Collective ranks = MakeCollective(Pattern::kAllGather, Method::kBulk, 4, 1);
+  std::vector<size_t> waits;
+  for (size_t step = 0; step < ranks[2].steps.size(); ++step) {
+    if (ranks[2].steps[step].kind == StepKind::kWait) waits.push_back(step);
+  }
+  std::swap(ranks[2].steps[waits[0]], ranks[2].steps[waits[1]]);
+  CHECK(!CheckCalls({ranks, ranks}).empty());
+}
+
+TEST(AWrongPeerIsNoticed) {
+  Collective ranks = MakeCollective(Pattern::kReduceScatter, Method::kPipeline, 3, 2);
+  for (Step& step : ranks[0].steps) {
+    if (step.kind == StepKind::kWait) {
+      step.peer = 3 - step.peer;
+      break;
+    }
+  }
+  CHECK(!CheckCalls({ranks}).empty());
+}
+
+TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
+  // Both ranks wait before they put: each put of the other is behind the wait.
+  Collective ranks = MakeCollective(Pattern::kAllGather, Method::kBulk, 2, 1);
+  for (Schedule& schedule : ranks) {
+    std::stable_sort(schedule.steps.begin(), schedule.steps.end(),
+                     [](const Step& a, const Step& b) {
+                       return a.kind == StepKind::kWait && b.kind != StepKind::kWait;
+                     });
+  }
+  const std::vector<std::string> violations = CheckCalls({ranks});
+  CHECK_EQ(violations.size(), 2u);
+  for (const std::string& violation : violations) {
+    CHECK(violation.find("waits for ever") != std::string::npos);
+  }
+}
+
+// What Transformer Engine's schedules lack: they only survive where AG and RS
+// alternate.
+TEST(WithoutAcksTwoGathersInARowAreARace) {
+  Collective ranks =
+      MakeCollective(Pattern::kAllGatherMatmul, Method::kRingExchange, 4, 1);
+  for (Schedule& schedule : ranks) {
+    std::erase_if(schedule.steps,
+                  [](const Step& step) { return step.kind == StepKind::kWaitFree; });
+  }
+  CHECK(CheckCalls({ranks}).empty());
+  CHECK(!CheckCalls({ranks, ranks}).empty());
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
