@@ -24,7 +24,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
   const int64_t rows = kernels.tile_rows;
   const int64_t columns = kernels.tile_columns;
   GemmBlocking blocking;
-  blocking.k_block = EqualPart(std::max<int64_t>(1, problem.k), 256 * kernels.k_group, 4);
+  blocking.k_block = EqualPart(std::max<int64_t>(1, problem.k), kernels.k_block * kernels.k_group, 4);
   blocking.unit_rows = EqualPart(m, 768, rows);
   blocking.unit_columns = EqualPart(n, 1024, columns);
   while (CeilDiv(m, blocking.unit_rows) * CeilDiv(n, blocking.unit_columns) <
@@ -32,7 +32,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
          blocking.unit_columns > columns) {
     blocking.unit_columns = EqualPart(n, blocking.unit_columns - columns, columns);
   }
-  blocking.block_rows = EqualPart(blocking.unit_rows, 384, rows);
+  blocking.block_rows = EqualPart(blocking.unit_rows, 192, rows);
   blocking.group_columns =
       blocking.block_rows >= blocking.unit_rows ? 64 : blocking.unit_columns;
   blocking.group_columns = std::max(blocking.group_columns, columns);

@@ -27,12 +27,14 @@ constexpr void AddTiles(KernelSet& set) {
 }
 
 template <int kRows, int kVectors>
-constexpr KernelSet KernelsOfF32(const char* isa) {
+constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_place) {
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = kRows;
   set.tile_columns = kVectors * kLanes;
   set.k_group = 1;
+  set.k_block = k_block;
+  set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();

@@ -30,9 +30,7 @@ using TileFunction = void (*)(const void* a,
 
 // Packs a rectangle of `outer` x `num_words` words into a panel: word (o, k) goes to
 // panel + k * panel_stride + 4 * o. `stride` is the distance in bytes of two elements
-// that are neighbours along the dimension that is not contiguous in the source. May
-// overwrite what lies right of the rectangle in the panel (and, for a full panel, the
-// next rows), so that rectangles are packed left to right and top to bottom.
+// that are neighbours along the dimension that is not contiguous in the source.
 using PackFunction = void (*)(const void* source,
                               int64_t stride,
                               int64_t outer,
@@ -65,6 +63,8 @@ struct KernelSet {
   int tile_rows;
   int tile_columns;
   int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
+  int k_block;  // words of K that a tile sums before its sums leave the registers
+  bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];     // [rows - 1]
   TileFunction tile_of_columns[kMaxTileRows];  // [rows - 1]
   PanelPackers pack_a;                         // panels tile_rows wide

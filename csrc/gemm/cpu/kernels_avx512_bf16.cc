@@ -18,6 +18,8 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.tile_rows = kRows;
   set.tile_columns = kColumns;
   set.k_group = 2;
+  set.k_block = 512;
+  set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
   set.pack_a.transposed[kBF16] = PackTransposed<DType::kF32, kRows>;
   set.pack_a.copied[kBF16] = PackCopiedPairs<kRows>;

@@ -6,6 +6,6 @@
 namespace jax_ub {
 
 constinit const KernelSet kPortableKernels =
-    kernels_portable::KernelsOfF32<4, 2>("portable");
+    kernels_portable::KernelsOfF32<4, 2>("portable", 256, false);
 
 }  // namespace jax_ub

@@ -36,7 +36,8 @@ Operand::Operand(const OperandView& view,
       packers_(packers),
       panel_(panel),
       element_bytes_(SizeOf(view.dtype)) {
-  has_rows_ = std::all_of(view.segments.begin(),
+  has_rows_ = kernels.reads_a_in_place &&
+              std::all_of(view.segments.begin(),
                           view.segments.end(),
                           [](const ConstSegment& s) { return s.inner_stride == 1; });
 }

@@ -32,13 +32,12 @@ class Operand {
           const PanelPackers& packers,
           int panel);
 
-  // True where every segment is contiguous along K, so that tiles are made of rows.
+  // True where tiles of A are made of rows, in place where that is possible: every segment
+  // is contiguous along K and the kernels like it.
   bool has_rows() const { return has_rows_; }
 
-  // Bytes of a packed panel over `k` elements of K, and of what packing may write behind
-  // the last panel.
+  // Bytes of a packed panel over `k` elements of K.
   int64_t PanelBytes(int64_t k) const;
-  static constexpr int64_t kSlackBytes = 256;
 
   // Packs outer indices `outer` (at most a panel's width) over `k` as
   // word (o, k) at panel + 4 * (k * panel width + o). What remains of the panel's width is

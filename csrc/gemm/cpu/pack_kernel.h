@@ -31,15 +31,15 @@ inline void CopyWord(const char* source, char* word) {
   }
 }
 
-// Rows that a full panel keeps back from whole vectors, which would read past the source's
-// end: `kHeldBack` later rows of at least kPanel elements make up for what they read on.
+// Rows at the end of a full panel that whole vectors would read and write past:
+// `kHeldBack` later rows of kPanel words or more make up for what a vector has too much.
 template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
 // The source is contiguous along the outer dimension; `stride` is that of k. A full panel
-// is written in whole vectors: what spills over a row's end is overwritten by the next
-// row, or lies in the slack behind the last panel.
+// is written in whole vectors: what spills over a row's end is overwritten by the rows
+// after it.
 template <DType kDType, int kPanel>
 void PackCopied(
     const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
@@ -65,6 +65,32 @@ void PackCopied(
   }
 }
 
+// A full panel that is narrower than a vector: whole vectors are stored, and what spills
+// over a row's end is overwritten by the rows after it. The last rows are stored exactly.
+template <DType kDType, int kPanel>
+void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
+  for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
+    const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
+    Vec block[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      block[i] = i < kPanel
+                     ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
+                     : Zero();
+    }
+    Transpose(block);
+    constexpr int kSpilling = kLanes - static_cast<int>(kHeldBack<kPanel>);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSpilling; ++i) Store(to + (k + i) * 4 * kPanel, block[i]);
+#pragma GCC unroll 16
+    for (int i = kSpilling; i < kLanes; ++i) {
+      float row[kLanes];
+      Store(row, block[i]);
+      memcpy(to + (k + i) * 4 * kPanel, row, 4 * kPanel);
+    }
+  }
+}
+
 // The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
 // kLanes x kLanes words are transposed in registers; the last block of either dimension
 // is moved back to end where the rectangle ends, and overlaps the one before.
@@ -75,6 +101,12 @@ void PackTransposed(
   constexpr int64_t kRowBytes = int64_t{4} * kPanel;
   const char* from = static_cast<const char*>(source);
   char* to = static_cast<char*>(panel);
+  if constexpr (kPanel < kLanes) {
+    if (outer == kPanel && num_words >= kLanes) {
+      PackNarrow<kDType, kPanel>(from, stride, num_words, to);
+      return;
+    }
+  }
   if (outer < kLanes || num_words < kLanes) {
     for (int64_t o = 0; o < outer; ++o) {
       for (int64_t k = 0; k < num_words; ++k) {

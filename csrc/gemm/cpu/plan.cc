@@ -45,10 +45,8 @@ void CpuGemmPlan::Run(int64_t unit, Scratch& scratch) const {
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
   const int64_t b_tiles = CeilDiv(blocking_.group_columns, kernels_.tile_columns);
-  const int64_t a_bytes = RoundUp(
-      a_tiles * a_.PanelBytes(blocking_.k_block) + Operand::kSlackBytes, 4096);
-  const int64_t b_bytes = RoundUp(
-      b_tiles * b_.PanelBytes(blocking_.k_block) + Operand::kSlackBytes, 4096);
+  const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
+  const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const bool is_one_block = problem_.k <= blocking_.k_block;
   const int64_t tiles = is_one_block
                             ? 1
@@ -90,15 +88,16 @@ void CpuGemmPlan::RunBlock(Range rows,
       const std::byte* panel = workspace.packed_b;
       for (int64_t c = group.begin; c < group.end; c += tile_columns) {
         const Range tile_range = {c, std::min(group.end, c + tile_columns)};
-        const int64_t column_tile = (c - columns.begin) / tile_columns;
+        const TileOfA* a = tiles.data();
+        float* sums = workspace.sums;
+        if (!is_one_block) {
+          sums += ((c - columns.begin) / tile_columns * row_tiles +
+                   (r - rows.begin) / tile_rows) * tile_size;
+        }
         for (int64_t i = block.begin; i < block.end; i += tile_rows) {
-          const int64_t tile = column_tile * row_tiles + (i - rows.begin) / tile_rows;
-          MultiplyTile(tiles[(i - block.begin) / tile_rows],
-                       panel,
-                       {i, std::min(block.end, i + tile_rows)},
-                       tile_range,
-                       k,
-                       workspace.sums + (is_one_block ? 0 : tile * tile_size));
+          const Range tile_rows_range = {i, std::min(block.end, i + tile_rows)};
+          MultiplyTile(*a++, panel, tile_rows_range, tile_range, k, sums);
+          if (!is_one_block) sums += tile_size;
         }
         panel += b_.PanelBytes(k.size());
       }
@@ -140,7 +139,7 @@ void CpuGemmPlan::MultiplyTile(const TileOfA& a,
                          a.stride,
                          b,
                          4 * kernels_.tile_columns,
-                         CeilDiv(k.size(), kernels_.k_group),
+                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2),
                          sums,
                          k.begin > 0);
   if (k.end == problem_.k) c_.StoreTile(sums, rows, columns);

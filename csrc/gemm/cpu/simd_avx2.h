@@ -9,6 +9,9 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kLanes = 8;
 using Vec = __m256;
 
+inline void Prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 inline Vec Zero() { return _mm256_setzero_ps(); }
 inline Vec Load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
 inline void Store(void* p, Vec v) { _mm256_storeu_ps(static_cast<float*>(p), v); }

@@ -19,6 +19,9 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kLanes = 16;
 using Vec = __m512;
 
+inline void Prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 inline Vec Zero() { return _mm512_setzero_ps(); }
 inline Vec Load(const void* p) { return _mm512_loadu_ps(p); }
 inline void Store(void* p, Vec v) { _mm512_storeu_ps(p, v); }

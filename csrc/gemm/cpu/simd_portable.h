@@ -10,6 +10,8 @@ inline constexpr int kLanes = 4;
 using Vec = float __attribute__((vector_size(16)));
 using Bits = uint32_t __attribute__((vector_size(16)));
 
+inline void Prefetch(const void* p) { __builtin_prefetch(p); }
+
 inline Vec Zero() { return Vec{}; }
 
 inline Vec Load(const void* p) {

@@ -26,6 +26,10 @@ void Tile(const void* a,
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
+  if (accumulate) {
+    // They are in an outer cache by now, and wanted when the loop ends.
+    for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(sums + i);
+  }
   const char* a_word[kColumnsOfA ? 1 : kRows];
   a_word[0] = static_cast<const char*>(a);
   if constexpr (!kColumnsOfA) {
