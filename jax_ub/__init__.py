@@ -3,6 +3,9 @@
 from jax_ub import errors as errors
 from jax_ub.methods import Method as Method
 from jax_ub.methods import fallbacks as fallbacks
+from jax_ub.retrofit.dot_general import dot_general as dot_general
+from jax_ub.retrofit.overlap import overlap as overlap
+from jax_ub.retrofit.overlap import overlapped as overlapped
 from jax_ub.rules.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from jax_ub.rules.all_reduce import all_reduce as all_reduce
 from jax_ub.rules.dgrad_add import dgrad_add as dgrad_add

@@ -51,7 +51,8 @@ def overlap(
             "auto" finds no sharded kernel.
     """
     layers = dict(_linear_layers(model))
-    if rules == "auto":
+    if isinstance(rules, str):
+        _check_auto(rules)
         kinds = _by_sharding(layers, axis_name)
     else:
         kinds = _by_path(rules, list(layers))
@@ -104,6 +105,14 @@ def _num_in(layer) -> int:
 
 def _count(features):
     return 1 if isinstance(features, int) else len(features)
+
+
+def _check_auto(rules):
+    if rules != "auto":
+        raise UnknownNameError(
+            f'overlap: rules = {rules!r} is neither "auto" nor a dictionary. Pass, for '
+            f'example, {{{rules!r}: "column"}} to go by path.'
+        )
 
 
 def _by_sharding(layers, axis_name) -> dict[str, str]:

@@ -1,0 +1,235 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import Block, assert_trees_close, loss, mesh_of, plain_block
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal, small_integers
+from programs import calls, collectives, compiled_text
+
+from jax_ub.flax import Linear
+
+PARALLEL = ("column", "row", None)
+
+
+def block(rngs=None, **options):
+    return Block(
+        lambda rngs: Linear(16, 32, parallel="column", rngs=rngs, **options),
+        lambda rngs: Linear(32, 16, parallel="row", rngs=rngs, **options),
+        rngs if rngs is not None else nnx.Rngs(0),
+    )
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_parameters_are_those_of_flax(parallel, use_bias):
+    ours = Linear(16, 32, parallel=parallel, use_bias=use_bias, rngs=nnx.Rngs(0))
+    flax = nnx.Linear(16, 32, use_bias=use_bias, rngs=nnx.Rngs(0))
+    ours, flax = (nnx.to_pure_dict(nnx.state(model)) for model in (ours, flax))
+    assert_equal(ours, flax)
+
+
+def test_checkpoints_swap_both_ways():
+    ours, flax = block(), plain_block(nnx.Rngs(1))
+    x = small_integers(0, (4, 8, 16))
+    expected = plain_block()(x)
+    nnx.update(flax, nnx.state(ours))
+    assert_equal(flax(x), expected)
+    nnx.update(ours, nnx.state(plain_block(nnx.Rngs(1))))
+    with jax.set_mesh(mesh_of(1, 2)):
+        y = nnx.jit(lambda model, x: model(x))(ours, x)
+    assert_trees_close(y, plain_block(nnx.Rngs(1))(x))
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "types", "shape"),
+    [
+        (1, 1, "auto", (2, 8, 16)),
+        (1, 4, "explicit", (8, 16)),
+        (2, 2, "auto", (8, 16)),
+        (2, 2, "explicit", (2, 3, 8, 16)),
+        (2, 4, "auto", (4, 8, 16)),
+        (2, 4, "explicit", (3, 8, 16)),  # 3 does not divide into the data axis
+    ],
+)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_values_and_gradients_are_those_of_flax(
+    dp, tp, types, shape, sequence_parallel
+):
+    x = normal(0, shape)
+    with jax.set_mesh(mesh_of(dp, tp, types)):
+        model = block(sequence_parallel=sequence_parallel)
+        value, gradients = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(model, x)
+    expected = nnx.value_and_grad(loss, argnums=(0, 1))(plain_block(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(nnx.to_pure_dict(gradients[0]), nnx.to_pure_dict(expected[1][0]))
+    assert_trees_close(gradients[1], expected[1][1])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_plain_layer_keeps_tokens_where_they_are(sequence_parallel):
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, 32, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0))
+        call = jax.jit(lambda x: model(x))
+        y = call(x)
+        tokens = ("tp",) if sequence_parallel else ()
+        assert tuple(filter(None, y.sharding.spec)) == ("dp", *tokens)
+        assert not collectives(compiled_text(call, x))
+        gradients = nnx.jit(nnx.grad(loss))(model, x)
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    assert_trees_close(y, flax(x))
+    assert_trees_close(
+        nnx.to_pure_dict(gradients), nnx.to_pure_dict(nnx.grad(loss)(flax, x))
+    )
+
+
+def test_a_plain_layer_needs_no_mesh():
+    x = normal(0, (8, 16))
+    model, flax = (kind(16, 32, rngs=nnx.Rngs(0)) for kind in (Linear, nnx.Linear))
+    assert_trees_close(model(x), flax(x))
+    assert_trees_close(model(x[0]), flax(x[0]))
+
+
+def test_a_pair_of_layers_is_two_calls_and_nothing_else():
+    x = jax.device_put(normal(0, (4, 8, 16)))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = block()
+        x = jax.device_put(x, P("dp", "tp"))
+        graph, state = nnx.split(model)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        text = compiled_text(program, state, x)
+    assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
+    assert not collectives(text)
+
+
+def test_inside_shard_map_the_layers_work_on_shards():
+    mesh = mesh_of(2, 2)
+    model = block()
+    graph, state = nnx.split(model)
+    specs = nnx.get_partition_spec(state)
+    assert specs.up.kernel.get_value() == P(None, "tp")
+    assert specs.down.kernel.get_value() == P("tp", None)
+
+    @jax.jit
+    def run(state, x):
+        return jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            mesh=mesh,
+            in_specs=(specs, P("dp", "tp")),
+            out_specs=P("dp", "tp"),
+        )(state, x)
+
+    x = normal(0, (4, 8, 16))
+    gradients = jax.jit(jax.grad(lambda state, x: jnp.sum(jnp.sin(run(state, x)))))(
+        state, x
+    )
+    assert_trees_close(run(state, x), plain_block()(x))
+    expected = nnx.grad(loss)(plain_block(), x)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+
+
+def test_inside_a_shard_map_over_data_axes_only_the_layer_takes_the_rest():
+    model = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        y = jax.jit(
+            jax.shard_map(
+                lambda state, x: nnx.merge(graph, state)(x),
+                in_specs=(P(), P("dp")),
+                out_specs=P("dp"),
+                axis_names={"dp"},
+            )
+        )(state, x)
+    assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
+
+
+def test_the_mesh_may_be_an_argument_or_the_kernels_own():
+    mesh, x = mesh_of(2, 2), normal(0, (4, 8, 16))
+    expected = nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x)
+    given = Linear(16, 32, parallel="column", mesh=mesh, rngs=nnx.Rngs(0))
+    assert given.kernel.sharding.spec == P(None, "tp")
+    assert_trees_close(nnx.jit(lambda model, x: model(x))(given, x), expected)
+    with jax.set_mesh(mesh):
+        found = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
+    assert_trees_close(found(x), expected)
+
+
+def test_a_layer_runs_and_differentiates_outside_jit():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
+        y, gradients = model(x), nnx.grad(loss)(model, x)
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    assert_trees_close(y, flax(x))
+    assert_trees_close(
+        nnx.to_pure_dict(gradients), nnx.to_pure_dict(nnx.grad(loss)(flax, x))
+    )
+
+
+def test_computes_in_the_dtype_of_the_layer():
+    x = normal(0, (4, 8, 16))
+    options = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = Linear(16, 32, parallel="row", **options)
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+        gradients = nnx.jit(nnx.grad(loss))(model, x)
+        options["preferred_element_type"] = jnp.float32
+        wide = nnx.jit(lambda model, x: model(x))(
+            Linear(16, 32, parallel="row", **options), x
+        )
+    assert (y.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    assert model.kernel.dtype == gradients.kernel.dtype == jnp.float32
+    expected = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x)
+    assert_trees_close(y, expected, atol=0.05, rtol=0.02)
+    assert_trees_close(wide.astype(jnp.bfloat16).shape, expected.shape)
+
+
+def test_data_axes_may_be_chosen():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, 32, parallel="column", data_axes=(), rngs=nnx.Rngs(0))
+        y = jax.jit(lambda x: model(x))(x)
+    assert y.sharding.spec == P(None, None, "tp")
+
+
+def test_remat_recomputes_the_same_gradients():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = block()
+        gradients = nnx.jit(nnx.grad(nnx.remat(loss)))(model, x)
+    expected = nnx.grad(loss)(plain_block(), x)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+
+
+def test_an_extra_batch_axis_is_mapped():
+    x = normal(0, (3, 4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = block()
+        y = nnx.jit(lambda model, x: jax.vmap(model)(x))(model, x)
+    assert_trees_close(y, plain_block()(x))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_stacked_layers_are_scanned(types):
+    axis = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+
+    def stack(make):
+        create = nnx.vmap(make, in_axes=0, out_axes=0, **axis)
+        return nnx.split_rngs(splits=3)(create)(nnx.Rngs(0))
+
+    def run(model, x):
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, **axis)
+        return jnp.sum(jnp.sin(scan(lambda layer, x: layer(x))(model, x)))
+
+    x = normal(0, (4, 8, 16))
+    expected = nnx.value_and_grad(run)(stack(plain_block), x)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = stack(block)
+        assert model.up.kernel.sharding.spec == P(None, None, "tp")
+        x = jax.device_put(np.asarray(x), P("dp", "tp"))
+        value, gradients = nnx.jit(nnx.value_and_grad(run))(model, x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected[1]))

@@ -1,0 +1,101 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax_models import assert_trees_close, loss, mesh_of
+from operands import normal
+from programs import compiled_text, copies
+
+import jax_ub as ub
+from jax_ub.flax import Linear, MainGrad, linen
+
+NUM_MICROBATCHES = 3
+
+
+def pointers(array):
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def expected_gradient(xs):
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    return nnx.grad(loss)(flax, xs.reshape(-1, 16)).kernel[...]
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "types", "parallel"),
+    [
+        (1, 2, "auto", "column"),
+        (1, 2, "explicit", "row"),
+        (2, 2, "auto", "column"),
+        (2, 2, "auto", "row"),
+        (2, 2, "explicit", None),
+    ],
+)
+def test_microbatches_accumulate_in_place(dp, tp, types, parallel):
+    xs = normal(0, (NUM_MICROBATCHES, 4, 8, 16))
+    with jax.set_mesh(mesh_of(dp, tp, types)):
+        options = {"main_grad": True, "mesh": jax.sharding.get_mesh()}
+        model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0), **options)
+        graph, params, main_grad = nnx.split(model, nnx.Param, MainGrad)
+
+        def microbatch(params, main_grad, x):
+            return loss(nnx.merge(graph, params, main_grad), x)
+
+        def step(main_grad, params, xs):
+            def accumulate(main_grad, x):
+                gradients = jax.grad(microbatch, argnums=(0, 1))(params, main_grad, x)
+                return gradients[1], jnp.abs(gradients[0].kernel[...]).max()
+
+            return jax.lax.scan(accumulate, main_grad, xs)
+
+        program = jax.jit(step, donate_argnums=0)
+        text = compiled_text(program, main_grad, params, xs)
+        before = pointers(main_grad.main_grad[...])
+        total, kernel_gradients = program(main_grad, params, xs)
+
+    assert pointers(total.main_grad[...]) == before
+    local = {"column": (16, 32 // tp), "row": (16 // tp, 32), None: (16, 32)}[parallel]
+    if dp == 1:
+        assert copies(text, f"f32[{local[0]},{local[1]}]") == 0
+    assert_trees_close(total.main_grad[...], expected_gradient(xs))
+    assert_trees_close(kernel_gradients, jnp.zeros(NUM_MICROBATCHES))
+
+
+def test_linen_keeps_the_accumulator_in_flax_own_collection():
+    xs = normal(0, (NUM_MICROBATCHES, 4, 8, 16))
+    layer = linen.Linear(32, parallel="column", main_grad=True)
+    with jax.set_mesh(mesh_of(2, 2)):
+        variables = layer.init(jax.random.key(0), xs[0])
+        assert variables.keys() == {"params", OVERWRITE_WITH_GRADIENT}
+
+        @jax.jit
+        def step(variables, xs):
+            def accumulate(main_grad, x):
+                def microbatch(variables):
+                    return jnp.sum(jnp.sin(layer.apply(variables, x)))
+
+                gradients = jax.grad(microbatch)(
+                    {**variables, OVERWRITE_WITH_GRADIENT: main_grad}
+                )
+                return gradients[OVERWRITE_WITH_GRADIENT], None
+
+            return jax.lax.scan(accumulate, variables[OVERWRITE_WITH_GRADIENT], xs)[0]
+
+        total = step(variables, xs)["main_grad"]
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    flax.kernel[...] = variables["params"]["kernel"]
+    expected = nnx.grad(loss)(flax, xs.reshape(-1, 16)).kernel[...]
+    assert_trees_close(total, expected)
+
+
+def test_an_accumulator_is_refused_in_a_second_call():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = Linear(16, 16, parallel="column", main_grad=True, rngs=nnx.Rngs(0))
+        twice = nnx.jit(lambda model, x: model(model(x)))
+        with pytest.raises(
+            ub.errors.ShapeContractError,
+            match=r"this main_grad went into another call already",
+        ):
+            twice(model, x)

@@ -1,0 +1,103 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_models import mesh_of
+
+from jax_ub.errors import ShapeContractError, UnknownNameError
+from jax_ub.flax import Linear
+
+
+def layer(*sizes, parallel="column", **options):
+    return Linear(*sizes or (16, 32), parallel=parallel, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: layer(16, 30),
+            ShapeContractError,
+            "linear(parallel='column'): the kernel has 30 out features, which do not "
+            "divide into the 4 ranks of mesh axis 'tp'. Use 32, or do not shard",
+        ),
+        (
+            lambda: layer(18, 32, parallel="row", ub_name="proj"),
+            ShapeContractError,
+            "linear(parallel='row') (ub_name 'proj'): the kernel has 18 in features",
+        ),
+        (
+            lambda: layer(axis_name="tpp"),
+            UnknownNameError,
+            "axis_name = 'tpp' is not an axis of the mesh {'dp': 2, 'tp': 4}. Did you "
+            "mean 'tp'?",
+        ),
+        (
+            lambda: layer(parallel="colum"),
+            UnknownNameError,
+            "'colum' is not a way to shard a kernel. Did you mean 'column'?",
+        ),
+        (
+            lambda: layer(method="ring_exchang"),
+            UnknownNameError,
+            "method = 'ring_exchang' is not a method. Did you mean 'ring_exchange'?",
+        ),
+        (
+            lambda: layer(kernel_metadata={"out_sharding": ("tp", None)}),
+            ShapeContractError,
+            "the kernel is sharded P('tp', None), along its in dimension, but 'column' "
+            "wants its out dimension on 'tp'. Shard it P(None, 'tp'), or use 'row'.",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(make, error, text):
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(error, match=re.escape(text)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "text"),
+    [
+        (
+            {},
+            (2, 6, 16),
+            "x (2, 6, 16) has 6 tokens (axis -2), which do not divide into 4 ranks. "
+            "Pad to 8 tokens, or use sequence_parallel=False.",
+        ),
+        (
+            {"data_axes": ("dp",)},
+            (3, 8, 16),
+            "x (3, 8, 16) has a leading axis of 3, which does not divide into the 2 "
+            "ranks of data_axes = ('dp',). Pass other data_axes, or data_axes=().",
+        ),
+        (
+            {"data_axes": ("dpp",)},
+            (2, 8, 16),
+            "data_axes has 'dpp', which is not an axis of the mesh {'dp': 2, 'tp': 4}. "
+            "Did you mean 'dp'?",
+        ),
+    ],
+)
+def test_activations_that_do_not_divide_are_refused(options, shape, text):
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=re.escape(text)):
+        layer(**options)(jnp.ones(shape))
+
+
+def test_a_call_without_a_mesh_says_where_it_takes_one_from():
+    text = (
+        "linear(parallel='column'): no mesh is known here: none was given, none is "
+        "set, and the kernel lies on one device. Call it under jax.set_mesh(mesh), "
+        "pass mesh=, or call it inside jax.shard_map over 'tp'."
+    )
+    with pytest.raises(ShapeContractError, match=re.escape(text)):
+        layer()(jnp.ones((8, 16)))
+
+
+def test_a_kernel_that_lies_the_wrong_way_is_refused():
+    with jax.set_mesh(mesh_of(1, 2, "explicit")):
+        model = layer()
+        model.kernel.set_value(jax.sharding.reshard(model.kernel[...], jax.P("tp")))
+        with pytest.raises(ShapeContractError, match="along its in dimension"):
+            nnx.jit(lambda model, x: model(x))(model, jnp.ones((8, 16)))

@@ -1,0 +1,174 @@
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import assert_trees_close, loss, mesh_of
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from operands import normal
+from programs import calls, compiled_text
+
+import jax_ub as ub
+from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
+
+DENSE = (((2,), (0,)), ((), ()))
+
+
+def test_it_is_hashable_and_its_aliases_are_equal():
+    assert ub.dot_general("ag") == ub.dot_general("column")
+    assert hash(ub.dot_general("rs")) == hash(ub.dot_general("row"))
+    assert ub.dot_general("row") != ub.dot_general("row", method="xla")
+
+
+@pytest.mark.parametrize(
+    ("kind", "types"), [("column", "auto"), ("row", "explicit"), ("row", "auto")]
+)
+@pytest.mark.parametrize("make", ["linen", "nnx"])
+def test_a_layer_of_flax_is_overlapped(kind, types, make):
+    x, call = normal(0, (4, 8, 16)), ub.dot_general(kind)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        if make == "linen":
+            # Initialized with one token, which plain jax.lax multiplies.
+            model = nn.Dense(32, dot_general=call)
+            variables = model.init(jax.random.key(0), jnp.ones((1, 1, 16)))
+            model = model.bind(variables)
+            plain = nn.Dense(32).bind(jax.tree.map(np.asarray, variables))
+        else:
+            model, plain = (
+                nnx.Linear(16, 32, rngs=nnx.Rngs(0), dot_general=function)
+                for function in (call, lax.dot_general)
+            )
+        program = jax.jit(jax.value_and_grad(lambda x: loss(model, x)))
+        text = compiled_text(program, x)
+        value, gradient = program(x)
+    fused = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
+    assert calls(text)[fused[kind]] >= 1
+    expected = jax.value_and_grad(lambda x: loss(plain, x))(x)
+    assert_trees_close((value, gradient), expected, rtol=1e-4)
+
+
+def test_inside_shard_map_it_takes_shards():
+    x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
+    y = jax.jit(
+        jax.shard_map(
+            lambda x, w: ub.dot_general("column")(x, w, DENSE),
+            mesh=mesh_of(2, 2),
+            in_specs=(P("dp", "tp"), P(None, "tp")),
+            out_specs=P("dp", None, "tp"),
+        )
+    )(x, w)
+    assert_trees_close(y, x @ w)
+
+
+def test_several_dimensions_are_contracted_as_one():
+    x, w = normal(0, (4, 8, 2, 8)), normal(1, (2, 8, 4, 8))
+    dims = (((2, 3), (0, 1)), ((), ()))
+    with jax.set_mesh(mesh_of(1, 2)):
+        program = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))
+        assert calls(compiled_text(program, x, w)) == {"all_gather_matmul": 1}
+        y = program(x, w)
+    assert_trees_close(y, lax.dot_general(x, w, dims))
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_the_result_is_rounded_once_to_the_dtype_asked_for(kind):
+    x, w = (normal(i, s, "bfloat16") for i, s in enumerate([(2, 8, 16), (16, 32)]))
+    options = {"preferred_element_type": jnp.float32, "precision": "highest"}
+    with jax.set_mesh(mesh_of(1, 2)):
+        y = jax.jit(lambda x, w: ub.dot_general(kind)(x, w, DENSE, **options))(x, w)
+    assert y.dtype == jnp.float32
+    assert_trees_close(y, lax.dot_general(x, w, DENSE, **options))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_the_result_lies_where_out_sharding_says(types):
+    x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        call = ub.dot_general("column")
+        y = jax.jit(lambda x, w: call(x, w, DENSE, out_sharding=P("dp", "tp", None)))(
+            x, w
+        )
+    assert tuple(filter(None, y.sharding.spec)) == ("dp", "tp")
+    assert y.sharding.shard_shape(y.shape) == (2, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "dims", "reason"),
+    [
+        ((4, 16, 8), (16, 32), (((1,), (0,)), ((), ())), "are not contracted"),
+        ((4, 8, 16), (4, 16, 32), (((2,), (1,)), ((0,), (0,))), "are not contracted"),
+        ((4, 1, 16), (16, 32), DENSE, "has 1 tokens (axis -2)"),
+    ],
+)
+def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
+    x, w = normal(0, x), normal(1, w)
+    before = len(ub.fallbacks())
+    with jax.set_mesh(mesh_of(1, 2)):
+        program = jax.jit(lambda x, w: ub.dot_general("row")(x, w, dims))
+        assert not calls(compiled_text(program, x, w))
+        y = program(x, w)
+    assert_trees_close(y, lax.dot_general(x, w, dims))
+    assert reason in ub.fallbacks()[before].reason
+
+
+def test_integers_are_left_to_jax():
+    x, w = jnp.ones((4, 8, 16), jnp.int8), jnp.ones((16, 32), jnp.int8)
+    with jax.set_mesh(mesh_of(1, 2)):
+        y = ub.dot_general("column")(x, w, DENSE)
+    assert y.dtype == jnp.int8
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"kind": "colum"},
+            UnknownNameError,
+            "dot_general: 'colum' is not a way to shard a kernel. Did you mean "
+            "'column'? Known: 'column', 'row', 'ag', 'rs'.",
+        ),
+        ({"kind": None}, UnknownNameError, "dot_general: None is not a way to shard"),
+        (
+            {"kind": "row", "method": "pipelin"},
+            UnknownNameError,
+            "method = 'pipelin' is not a method. Did you mean 'pipeline'?",
+        ),
+    ],
+)
+def test_a_kind_or_method_that_is_not_known_is_refused(options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        ub.dot_general(**options)
+
+
+def test_without_a_mesh_it_says_where_it_takes_one_from():
+    with pytest.raises(ShapeContractError, match=r"no mesh is known here.*set_mesh"):
+        ub.dot_general("row")(jnp.ones((2, 8, 16)), jnp.ones((16, 32)), DENSE)
+
+
+def test_a_method_that_was_named_does_not_fall_back():
+    call = ub.dot_general("row", method="pipeline")
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        pytest.raises(ShapeContractError, match=r"1 tokens .* do not divide into 2"),
+    ):
+        call(jnp.ones((2, 1, 16)), jnp.ones((16, 32)), DENSE)
+
+
+def test_shards_that_would_miss_their_communication_are_refused():
+    text = (
+        "x (4, 8, 16) and kernel (8, 32) are not contracted over the last dimensions "
+        "of x and the first of the kernel, and inside shard_map over 'tp' nothing else "
+        "would communicate. Use jax.lax.dot_general"
+    )
+    dims = (((1,), (0,)), ((), ()))
+    with pytest.raises(UnsupportedOverlapError, match=re.escape(text)):
+        jax.shard_map(
+            lambda x, w: ub.dot_general("row")(x, w, dims),
+            mesh=mesh_of(1, 2),
+            in_specs=(P(), P("tp")),
+            out_specs=P(),
+        )(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))

@@ -1,0 +1,197 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_models import Block, assert_trees_close, loss, mesh_of, plain_block
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from operands import normal
+from programs import calls, collectives, compiled_text
+
+import jax_ub as ub
+
+
+def sharded(*names):
+    return {"out_sharding": names}
+
+
+def sharded_block(rngs=None) -> Block:
+    """A block of Flax's own layers, sharded the way Flax has it."""
+    up = {"kernel_metadata": sharded(None, "tp"), "bias_metadata": sharded("tp")}
+    down = {"kernel_metadata": sharded("tp", None)}
+    return Block(
+        lambda rngs: nnx.Linear(16, 32, rngs=rngs, **up),
+        lambda rngs: nnx.Linear(32, 16, rngs=rngs, **down),
+        rngs if rngs is not None else nnx.Rngs(0),
+    )
+
+
+class Model(nnx.Module):
+    """Attention and blocks in a list, with a layer that nothing shards."""
+
+    def __init__(self, make, attention):
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(4, 16, rngs=rngs, **attention)
+        self.blocks = nnx.List([make(rngs) for _ in range(2)])
+        self.head = nnx.Linear(16, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x, decode=False)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain_model():
+    return Model(plain_block, {})
+
+
+def sharded_model():
+    attention = {
+        "kernel_metadata": sharded(None, "tp", None),
+        "out_kernel_metadata": sharded("tp", None, None),
+    }
+    return Model(sharded_block, attention)
+
+
+KINDS = {
+    "attention.query": "column",
+    "attention.key": "column",
+    "attention.value": "column",
+    "attention.out": "row",
+    "blocks.0.up": "column",
+    "blocks.0.down": "row",
+    "blocks.1.up": "column",
+    "blocks.1.down": "row",
+}
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_one_line_overlaps_what_is_sharded(types):
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = ub.overlap(sharded_model())
+        assert ub.overlapped(model) == KINDS
+        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    expected = nnx.value_and_grad(loss)(plain_model(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_was_sharded_by_hand_needs_no_mesh():
+    mesh, x = mesh_of(1, 2), normal(0, (4, 8, 16))
+    model = plain_block()
+    for layer, spec in ((model.up, P(None, "tp")), (model.down, P("tp"))):
+        kernel = jax.device_put(layer.kernel[...], NamedSharding(mesh, spec))
+        layer.kernel.set_value(kernel)
+    model = ub.overlap(model)
+    graph, state = nnx.split(model)
+    x = jax.device_put(x, NamedSharding(mesh, P(None, "tp")))
+    program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    text = compiled_text(program, state, x)
+    assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
+    assert not collectives(text)
+    assert_trees_close(program(state, x), plain_block()(x))
+
+
+def test_rules_go_by_path_and_the_first_counts():
+    model = plain_model()
+    parameters = jax.tree.leaves(nnx.state(model))
+    rules = {r"blocks\.0\..*": None, r".*\.up": "column", r".*\.down": "rs"}
+    assert ub.overlap(model, rules) is model
+    assert ub.overlapped(model) == {"blocks.1.up": "column", "blocks.1.down": "row"}
+    after = jax.tree.leaves(nnx.state(model))
+    assert all(a is b for a, b in zip(parameters, after, strict=True))
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+    assert_trees_close(y, plain_model()(x))
+
+
+def test_stacked_layers_are_found_and_scanned():
+    axis = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+
+    def stack(make):
+        create = nnx.vmap(make, in_axes=0, out_axes=0, **axis)
+        return nnx.split_rngs(splits=2)(create)(nnx.Rngs(0))
+
+    def run(model, x):
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, **axis)
+        return scan(lambda layer, x: layer(x))(model, x)
+
+    x = normal(0, (4, 8, 16))
+    expected = run(stack(plain_block), x)
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(stack(sharded_block))
+        assert ub.overlapped(model) == {"up": "column", "down": "row"}
+        y = nnx.jit(run)(model, x)
+    assert_trees_close(y, expected)
+
+
+def test_a_method_may_be_named_for_the_whole_model():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(sharded_block(), method="xla")
+        graph, state = nnx.split(model)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        assert not calls(compiled_text(program, state, x))
+        ub.overlap(model, sequence_parallel=False)
+        assert ub.overlapped(model) == {"up": "column", "down": "row"}
+        graph = nnx.graphdef(model)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        assert calls(compiled_text(program, state, x))["matmul_all_reduce"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "text"),
+    [
+        (
+            {r"blocks.0.upp": "column"},
+            ub.errors.UnknownNameError,
+            "overlap: the rule 'blocks.0.upp' matches no linear layer of the model; a "
+            "rule must match a whole path. Did you mean 'blocks.0.up'?",
+        ),
+        (
+            {r".*up": "columns"},
+            ub.errors.UnknownNameError,
+            "overlap: 'columns' is not a way to shard a kernel. Did you mean 'column'?",
+        ),
+        (
+            "auto",
+            ub.errors.ShapeContractError,
+            "overlap: none of the model's 9 linear layers has a kernel sharded over "
+            "'tp', so that rules=\"auto\" finds nothing to do. Shard the kernels "
+            "first, or pass rules={'attention.key': \"column\", ...}.",
+        ),
+        (
+            "Auto",
+            ub.errors.UnknownNameError,
+            "overlap: rules = 'Auto' is neither \"auto\" nor a dictionary",
+        ),
+    ],
+)
+def test_rules_that_find_nothing_are_refused(rules, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        ub.overlap(plain_model(), rules)
+
+
+def test_a_rule_against_the_kernels_sharding_is_refused_and_changes_nothing():
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = sharded_block()
+        text = (
+            "linear(parallel='row') (ub_name 'up'): the kernel is sharded P(None, "
+            "'tp'), along its out dimension, but 'row' wants its in dimension"
+        )
+        with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
+            ub.overlap(model, {"down": "row", "up": "row"})
+        assert ub.overlapped(model) == {}
+
+
+def test_an_error_in_a_layer_names_its_path():
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(sharded_block(), method="direct")
+        with pytest.raises(ValueError, match=r"ub_name 'up'.*7 tokens"):
+            model(jnp.ones((2, 7, 16)))
