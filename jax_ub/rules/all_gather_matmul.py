@@ -11,7 +11,17 @@ from jax_ub.primitives.all_gather_matmul import all_gather_matmul as fused
 from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
-from jax_ub.rules.site import is_zero, needs, open_site, promote, save, value_of
+from jax_ub.rules.site import (
+    compiled,
+    is_zero,
+    keep_if,
+    kept,
+    needs,
+    open_site,
+    promote,
+    save,
+    value_of,
+)
 
 OP = "all_gather_matmul"
 
@@ -71,7 +81,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         )
         ws = jax.lax.stop_gradient(ws)
     x, ws, biases = promote((x, ws, biases), axes)
-    ys, gathered = _column(site, return_gathered, x, ws, biases, mgs)
+    ys, gathered = _compiled_column(site, return_gathered, x, ws, biases, mgs)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
@@ -121,16 +131,17 @@ def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
     gathered = save(gathered, "gathered")
     wants_dw = needs(ws) or needs(main_grads)
     residuals = {
-        "x": save(operands[0], "x") if wants_dw and not return_gathered else None,
-        "gathered": gathered if wants_dw else None,
-        "ws": operands[1] if needs(x) else None,
-        "biases": operands[2] if needs(biases) else None,
-        "main_grads": operands[3] if needs(main_grads) else None,
+        "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x")),
+        "gathered": keep_if(wants_dw, gathered),
+        "ws": keep_if(needs(x), operands[1]),
+        "biases": keep_if(needs(biases), operands[2]),
+        "main_grads": keep_if(needs(main_grads), operands[3]),
     }
     return (ys, gathered), residuals
 
 
 def _column_bwd(site, return_gathered, residuals, cotangents):
+    residuals = kept(residuals)
     dys, d_gathered = cotangents
     live = [i for i, dy in enumerate(dys) if not is_zero(dy)]
     dx, dws = column_gradients.column_gradients(
@@ -148,3 +159,4 @@ def _column_bwd(site, return_gathered, residuals, cotangents):
 
 
 _column.defvjp(_column_fwd, _column_bwd, symbolic_zeros=True)
+_compiled_column = compiled(_column, static_argnums=(0, 1))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.rules.bias import bias_gradient
-from jax_ub.rules.site import is_zero, needs, save, value_of
+from jax_ub.rules.site import compiled, is_zero, keep_if, kept, needs, save, value_of
 
 
 def layer(forward: Callable, gemms: Callable) -> Callable:
@@ -31,16 +31,17 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
     def call_fwd(site, x, w, bias, residual, main_grad):
         values = value_of((x, w, bias, residual, main_grad))
         residuals = {
-            "x": save(values[0], "x") if needs(w) or needs(main_grad) else None,
-            "w": values[1] if needs(x) else None,
-            "bias": values[2] if needs(bias) else None,
+            "x": keep_if(needs(w) or needs(main_grad), save(values[0], "x")),
+            "w": keep_if(needs(x), values[1]),
+            "bias": keep_if(needs(bias), values[2]),
             # Only its dtype is needed: an empty array keeps that and no memory.
-            "residual": values[3].reshape(-1)[:0] if needs(residual) else None,
-            "main_grad": values[4] if needs(main_grad) else None,
+            "residual": keep_if(needs(residual), _emptied(values[3])),
+            "main_grad": keep_if(needs(main_grad), values[4]),
         }
         return call(site, *values), residuals
 
     def call_bwd(site, residuals, dy):
+        residuals = kept(residuals)
         main_grad, residual = residuals["main_grad"], residuals["residual"]
         if is_zero(dy):
             # A main_grad's cotangent is its new value: here nothing is added.
@@ -53,7 +54,11 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
         return dx, None, db, d_residual, dw
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
-    return call
+    return compiled(call, static_argnums=0)
+
+
+def _emptied(array):
+    return None if array is None else array.reshape(-1)[:0]
 
 
 def accumulation(site, *main_grads: jax.Array | None):

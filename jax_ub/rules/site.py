@@ -1,8 +1,10 @@
 """What a rule knows about its call besides the operands."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -85,6 +87,36 @@ def promote(operands, axes):
 def save(value, name: str):
     """Names a residual for the policies of `jax.checkpoint`; None stays None."""
     return None if value is None else checkpoint_name(value, f"jax_ub.{name}")
+
+
+def compiled(rule: Callable, static_argnums) -> Callable:
+    """Lets a rule run in a `shard_map` that nothing compiles.
+
+    jax cannot run a custom_vjp with symbolic zeros there, one operation at a time. In a
+    program that is traced as a whole this changes nothing.
+    """
+    return jax.jit(rule, static_argnums=static_argnums, inline=True)
+
+
+def keep_if(wanted: bool, value):
+    """A residual, or placeholders in a tree of the same structure.
+
+    jax keeps one tree of residuals for all uses of a jaxpr, which may be differentiated
+    for other operands each time, so what is left out must not change the structure.
+    """
+    return value if wanted else jax.tree.map(lambda _: jnp.zeros(0, bool), value)
+
+
+def kept(residuals: dict) -> dict:
+    """The residuals by name, None where only placeholders were kept."""
+    return {
+        name: None if any(map(_is_placeholder, jax.tree.leaves(value))) else value
+        for name, value in residuals.items()
+    }
+
+
+def _is_placeholder(leaf):
+    return leaf.dtype == bool and leaf.size == 0
 
 
 def value_of(tree):

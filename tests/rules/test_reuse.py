@@ -1,0 +1,61 @@
+"""Rules in programs that are not compiled, and jaxprs that are differentiated twice."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import tp_mesh
+
+import jax_ub as ub
+
+ROWS, COLUMNS = P("tp"), P(None, "tp")
+WANTED = (0, 1, (0, 2), (0, 1, 2), 2, 0)
+
+
+def column(x, w, bias):
+    return ub.all_gather_matmul(x, w, bias=bias, axis_name="tp")
+
+
+def row(x, w, bias):
+    return ub.matmul_reduce_scatter(x, w, bias=bias, axis_name="tp")
+
+
+def operands():
+    return small_integers(0, (4, 6)), small_integers(1, (6, 8)), small_integers(2, (8,))
+
+
+def gradients(layer, wanted):
+    return jax.grad(lambda *args: (layer(*args) ** 2).sum(), argnums=wanted)(
+        *operands()
+    )
+
+
+def plain(x, w, bias):
+    return x @ w + bias
+
+
+def sharded(layer, check_vma):
+    specs = (ROWS, COLUMNS, P("tp")) if layer is column else (COLUMNS, ROWS, P())
+    out = COLUMNS if layer is column else ROWS
+    return jax.shard_map(
+        layer, mesh=tp_mesh(2), in_specs=specs, out_specs=out, check_vma=check_vma
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layer", [column, row])
+def test_runs_operation_by_operation(layer, check_vma):
+    run = sharded(layer, check_vma)
+    assert_equal(run(*operands()), plain(*operands()))
+    assert_equal(gradients(run, (0, 1, 2)), gradients(plain, (0, 1, 2)))
+
+
+# jax keeps the tree of residuals with a jaxpr, whatever it is differentiated for next.
+@pytest.mark.parametrize("compile_it", [True, False])
+@pytest.mark.parametrize("layer", [column, row])
+def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
+    run = sharded(layer, check_vma=True)
+    if compile_it:
+        run = jax.jit(run)
+    for wanted in WANTED:
+        assert_equal(gradients(run, wanted), gradients(plain, wanted))
