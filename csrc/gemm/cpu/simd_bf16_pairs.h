@@ -9,7 +9,8 @@
 namespace jax_ub::JAX_UB_KERNELS {
 
 inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  return _mm512_dpbf16_ps(
+      sum, __builtin_bit_cast(__m512bh, a), __builtin_bit_cast(__m512bh, b));
 }
 
 // Word i is first[i] in its low half and second[i] in its high one.

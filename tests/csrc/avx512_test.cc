@@ -1,0 +1,107 @@
+// The AVX512 and AVX512_BF16 kernels on emulated intrinsics: the very lines that are
+// compiled for the instructions, under other names so that both can be linked.
+
+#include "check.h"
+#include "compare_gemm.h"
+#include "gemm/cpu/isa.h"
+
+namespace jax_ub {
+
+extern const KernelSet kEmulatedKernels;
+
+}  // namespace jax_ub
+
+#define JAX_UB_EMULATE_AVX512
+#define kernels_avx512_bf16 emulated_kernels
+#define kAvx512Bf16Kernels kEmulatedKernels
+#include "gemm/cpu/kernels_avx512_bf16.cc"
+#undef kAvx512Bf16Kernels
+
+namespace jax_ub {
+
+// The f32 kernels of avx512, out of the same headers; a small block of K makes the
+// problems cross several.
+constinit const KernelSet kGeneral = emulated_kernels::KernelsOfF32<6, 4>("f32", 64, true);
+constinit const KernelSet kPairs = [] {
+  KernelSet set = emulated_kernels::KernelsOfPairs<6, 4>("pairs");
+  set.k_block = 64;
+  return set;
+}();
+
+constexpr Isa kSmallBlocks = {&kGeneral, &kPairs, nullptr};
+constexpr Isa kEmulated = {&kGeneral, &kEmulatedKernels, nullptr};
+
+TEST(emulated_products_of_small_integers_are_exact) {
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    CompareOne(seed, Values::kIntegers, seed % 4 ? kSmallBlocks : kEmulated);
+  }
+}
+
+TEST(emulated_products_of_normal_numbers_are_close) {
+  for (uint64_t seed = 10001; seed <= 10100; ++seed) {
+    CompareOne(seed, Values::kNormal, seed % 4 ? kSmallBlocks : kEmulated);
+  }
+}
+
+// Every tile with every layout of two bf16 operands, with K odd, even and one.
+TEST(emulated_pairs_are_exact_for_every_tail) {
+  for (int64_t m = 1; m <= 13; ++m) {
+    for (int64_t k : {1, 2, 31, 32, 33, 65}) {
+      for (int layout = 0; layout < 4; ++layout) {
+        Random random(m * 1000 + k * 10 + layout);
+        auto gemm = std::make_unique<RandomGemm>();
+        GemmProblem& problem = gemm->problem;
+        problem.m = m;
+        problem.n = 60 + m;
+        problem.k = k;
+        RandomOperand operands[2];
+        for (int i = 0; i < 2; ++i) {
+          const int64_t outer = i == 0 ? problem.m : problem.n;
+          do {
+            operands[i] = MakeOperand(
+                random, gemm->buffers, outer, k, DType::kBF16, Values::kIntegers, 1);
+          } while (outer > 1 && k > 1 &&
+                   (operands[i].view.segments[0].inner_stride == 1) != (layout >> i & 1));
+        }
+        problem.a = operands[0].view;
+        problem.b = operands[1].view;
+        AddResult(random, *gemm, {m, problem.n, k, 1}, DType::kF32);
+        std::vector<double> product(m * problem.n);
+        for (int64_t i = 0; i < m * problem.n; ++i) {
+          for (int64_t j = 0; j < k; ++j) {
+            product[i] += double{operands[0].dense[i / problem.n * k + j]} *
+                          operands[1].dense[i % problem.n * k + j];
+          }
+        }
+        gemm->expected.assign(problem.c.num_replicas, product);
+        RunUnits(CpuGemmPlan(problem, kPairs, 1));
+        CHECK_EQ(CountWrong(*gemm, Values::kIntegers), 0);
+      }
+    }
+  }
+}
+
+// What the kernels convert, against conversions written the plain way.
+TEST(emulated_sums_round_once_to_nearest_even) {
+  Random random(5);
+  std::vector<float> wide(4096);
+  for (float& x : wide) {
+    const uint32_t bits = static_cast<uint32_t>(random());
+    x = std::bit_cast<float>(bits & (Pick(random, 0, 1) ? ~0u : 0xfffff000u));
+  }
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    const Summand summand = {wide.data(), 0, DType::kF32};
+    std::vector<std::byte> found(2 * wide.size());
+    kEmulatedKernels.sum(&summand, 1, 1, 4096, found.data(), 0, dtype);
+    for (size_t i = 0; i < wide.size(); ++i) {
+      std::byte expected[4];
+      Write(expected, dtype, wide[i]);
+      const float x = Read(&found[2 * i], dtype);
+      CHECK(x == Read(expected, dtype) || (std::isnan(x) && std::isnan(wide[i])));
+    }
+  }
+}
+
+}  // namespace jax_ub
+
+CHECK_MAIN()

@@ -1,0 +1,200 @@
+// The AVX512 intrinsics that simd_avx512.h and simd_bf16_pairs.h use, in plain C++, so
+// that the AVX512 kernels run in a unit test on machines without the instructions.
+//
+// Written from Intel's description of each operation, element by element. Lanes are
+// numbered from the lowest address.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <bit>
+#include <cmath>
+
+struct __m512 {
+  float f[16];
+};
+struct __m512i {
+  uint32_t u[16];
+};
+struct __m512bh {
+  uint16_t h[32];
+};
+struct __m256i {
+  uint16_t h[16];
+};
+using __mmask16 = uint16_t;
+
+inline constexpr int _CMP_UNORD_Q = 3;
+inline constexpr int _MM_FROUND_TO_NEAREST_INT = 0;
+inline constexpr int _MM_FROUND_NO_EXC = 8;
+inline constexpr int _MM_HINT_T0 = 3;
+
+inline void _mm_prefetch(const char*, int) {}
+
+inline __m512 _mm512_setzero_ps() { return {}; }
+inline __m512 _mm512_loadu_ps(const void* p) {
+  __m512 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void _mm512_storeu_ps(void* p, __m512 v) { memcpy(p, &v, sizeof v); }
+inline __m256i _mm256_loadu_si256(const __m256i* p) {
+  __m256i v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void _mm256_storeu_si256(__m256i* p, __m256i v) { memcpy(p, &v, sizeof v); }
+
+inline __m512i _mm512_castps_si512(__m512 v) { return std::bit_cast<__m512i>(v); }
+inline __m512 _mm512_castsi512_ps(__m512i v) { return std::bit_cast<__m512>(v); }
+
+// dst[i] = of(i)
+template <typename Of>
+__m512 EmulatedFloats(Of of) {
+  __m512 v;
+  for (int i = 0; i < 16; ++i) v.f[i] = of(i);
+  return v;
+}
+template <typename Of>
+__m512i EmulatedWords(Of of) {
+  __m512i v;
+  for (int i = 0; i < 16; ++i) v.u[i] = of(i);
+  return v;
+}
+
+inline __m512 _mm512_set1_ps(float x) {
+  return EmulatedFloats([&](int) { return x; });
+}
+inline __m512i _mm512_set1_epi32(int x) {
+  return EmulatedWords([&](int) { return static_cast<uint32_t>(x); });
+}
+inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
+  return EmulatedFloats([&](int i) { return a.f[i] + b.f[i]; });
+}
+inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  return EmulatedFloats([&](int i) { return std::fma(a.f[i], b.f[i], c.f[i]); });
+}
+inline __m512i _mm512_add_epi32(__m512i a, __m512i b) {
+  return EmulatedWords([&](int i) { return a.u[i] + b.u[i]; });
+}
+inline __m512i _mm512_and_si512(__m512i a, __m512i b) {
+  return EmulatedWords([&](int i) { return a.u[i] & b.u[i]; });
+}
+inline __m512i _mm512_or_si512(__m512i a, __m512i b) {
+  return EmulatedWords([&](int i) { return a.u[i] | b.u[i]; });
+}
+inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
+  return EmulatedWords([&](int i) { return a.u[i] << count; });
+}
+inline __m512i _mm512_srli_epi32(__m512i a, unsigned count) {
+  return EmulatedWords([&](int i) { return a.u[i] >> count; });
+}
+
+// dst[i] = mask[i] ? a[i] | b[i] : source[i]
+inline __m512i _mm512_mask_or_epi32(
+    __m512i source, __mmask16 mask, __m512i a, __m512i b) {
+  return EmulatedWords(
+      [&](int i) { return mask >> i & 1 ? a.u[i] | b.u[i] : source.u[i]; });
+}
+
+// Only the unordered comparison: bit i is set where a[i] or b[i] is a NaN.
+inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) {
+    if (std::isnan(a.f[i]) || std::isnan(b.f[i])) mask |= 1u << i;
+  }
+  return mask;
+}
+
+inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
+  return EmulatedWords([&](int i) { return uint32_t{a.h[i]}; });
+}
+inline __m256i _mm512_cvtepi32_epi16(__m512i a) {
+  __m256i v;
+  for (int i = 0; i < 16; ++i) v.h[i] = static_cast<uint16_t>(a.u[i]);
+  return v;
+}
+
+inline __m512 _mm512_cvtph_ps(__m256i a) {
+  return EmulatedFloats([&](int i) {
+    const int exponent = a.h[i] >> 10 & 31;
+    const int fraction = a.h[i] & 1023;
+    float x = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                            : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+    if (exponent == 31) x = fraction != 0 ? NAN : INFINITY;
+    return a.h[i] & 0x8000 ? -x : x;
+  });
+}
+
+// Only rounding to nearest even.
+inline __m256i _mm512_cvtps_ph(__m512 a, int) {
+  __m256i v;
+  for (int i = 0; i < 16; ++i) {
+    const double x = std::abs(static_cast<double>(a.f[i]));
+    const int exponent = x < 0x1p-14 ? -14 : std::ilogb(x);
+    uint16_t h = 0x7c00;
+    if (std::isnan(a.f[i])) {
+      h = 0x7e00;
+    } else if (x < 65520) {
+      h = static_cast<uint16_t>(std::nearbyint(std::ldexp(x, 10 - exponent)) +
+                                (exponent + 14) * 1024.0);
+    }
+    v.h[i] = h | (std::signbit(a.f[i]) ? 0x8000 : 0);
+  }
+  return v;
+}
+
+// In each 128-bit quarter q: a[4q + first], b[4q + first], a[4q + first + 1], ...
+inline __m512i EmulatedUnpack32(__m512i a, __m512i b, int first) {
+  return EmulatedWords([&](int i) {
+    const int from = i / 4 * 4 + first + i % 4 / 2;
+    return i % 2 == 0 ? a.u[from] : b.u[from];
+  });
+}
+inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
+  return EmulatedUnpack32(a, b, 0);
+}
+inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
+  return EmulatedUnpack32(a, b, 2);
+}
+
+// The same with 64-bit elements: one of a, one of b.
+inline __m512i EmulatedUnpack64(__m512i a, __m512i b, int first) {
+  return EmulatedWords([&](int i) {
+    const int from = i / 4 * 4 + first + i % 2;
+    return i % 4 < 2 ? a.u[from] : b.u[from];
+  });
+}
+inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  return EmulatedUnpack64(a, b, 0);
+}
+inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  return EmulatedUnpack64(a, b, 2);
+}
+
+// Quarters 0 and 1 are chosen from a, 2 and 3 from b, each by two bits of `choice`.
+inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int choice) {
+  return EmulatedWords([&](int i) {
+    const int quarter = i / 4;
+    const int from = (choice >> 2 * quarter & 3) * 4 + i % 4;
+    return quarter < 2 ? a.u[from] : b.u[from];
+  });
+}
+
+// dst[i] = sum[i] + a[2i + 1] b[2i + 1] + a[2i] b[2i], operands and results that are
+// subnormal taken as zero; the fused rounding of the two steps.
+inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  auto widen = [](uint16_t h) {
+    const float x = std::bit_cast<float>(uint32_t{h} << 16);
+    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+  };
+  auto flush = [](float x) {
+    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+  };
+  return EmulatedFloats([&](int i) {
+    const float high =
+        flush(std::fma(widen(a.h[2 * i + 1]), widen(b.h[2 * i + 1]), flush(sum.f[i])));
+    return flush(std::fma(widen(a.h[2 * i]), widen(b.h[2 * i]), high));
+  });
+}
