@@ -1,6 +1,7 @@
 #include "engine/crew.h"
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -108,6 +109,7 @@ void Crew::WorkOn(const std::shared_ptr<Posted>& posted,
                   bool helped) {
   const size_t held_bytes = scratch.size_bytes();
   std::exception_ptr failure;
+  auto seat = std::make_optional<Cores::Seat>(cores_);
   for (int64_t unit; (unit = posted->next.fetch_add(1)) < posted->num_units;) {
     try {
       posted->job->Run(unit, scratch);
@@ -116,6 +118,7 @@ void Crew::WorkOn(const std::shared_ptr<Posted>& posted,
       posted->next.store(posted->num_units);
     }
   }
+  seat.reset();
   scratch_bytes_ += static_cast<int64_t>(scratch.size_bytes() - held_bytes);
   std::unique_lock lock(mutex_);
   if (!posted->exhausted) {

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <vector>
 
+#include "engine/cores.h"
 #include "gemm/scratch.h"
 
 namespace jax_ub {
@@ -95,6 +96,8 @@ class Crew {
   int num_spinning_ = 0;  // of those, the ones that need no wake-up
   int num_in_jobs_ = 0;   // threads inside jobs, helpers included
   std::vector<std::unique_ptr<Scratch>> scratches_;
+
+  Cores cores_;  // where the threads inside jobs compute
 
   std::atomic<int> calls_{0};  // bumped with every task, for those that spin
 };
