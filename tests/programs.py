@@ -7,7 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-RANKS = (1, 2, 3, 4, 5, 8)
+from jax_ub.methods import Method
+
+# Any number of ranks in one dtype, and the other dtypes on a few: the dtype is the
+# business of the GEMM and the reduction, which do not know how many ranks there are.
+CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat16"))
 
 
 def tp_mesh(num_ranks: int) -> Mesh:
@@ -53,3 +57,22 @@ def collectives(text: str) -> collections.Counter:
 def copies(text: str, shape: str) -> int:
     """How often XLA copies an array of `shape`, for example "f32[8,16]"."""
     return len(re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text))
+
+
+def with_methods(function, methods):
+    """Runs `function` by its reference and by each method, in one program.
+
+    Args:
+        function: takes operands and `method`.
+        methods: what to compare with `Method.XLA`.
+
+    Returns:
+        A function of the operands, that returns the reference's results and a dict of
+        those of the methods, by name.
+    """
+
+    def run(*operands):
+        expected = function(*operands, method=Method.XLA)
+        return expected, {m.value: function(*operands, method=m) for m in methods}
+
+    return run

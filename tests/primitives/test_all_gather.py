@@ -1,7 +1,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_equal, normal
-from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+from operands import assert_equal, normal
+from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
 from jax_ub.primitives.all_gather import all_gather
@@ -17,8 +17,7 @@ def run(num_ranks, method):
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, None, "tp"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
 def test_every_rank_has_all_rows(num_ranks, dtype):
     x = normal(0, (2, 3 * num_ranks, 7), dtype)
     expected = run(num_ranks, Method.XLA)(x)

@@ -1,7 +1,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_equal, small_integers
-from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+from operands import assert_equal, small_integers
+from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
@@ -27,12 +27,11 @@ def operands(num_ranks, dtype):
     return dys, ws, small_integers(9, (2, 3 * num_ranks, 6), dtype)
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_is_exact_on_small_integers(num_ranks):
-    for dtype in DTYPES:
-        values = operands(num_ranks, dtype)
-        expected = run(num_ranks, Method.XLA)(*values)
-        assert_equal(run(num_ranks, Method.BULK)(*values), expected)
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+def test_is_exact_on_small_integers(num_ranks, dtype):
+    values = operands(num_ranks, dtype)
+    expected = run(num_ranks, Method.XLA)(*values)
+    assert_equal(run(num_ranks, Method.BULK)(*values), expected)
 
 
 def test_is_one_call_and_no_collective():

@@ -1,7 +1,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_equal, small_integers
-from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+from operands import assert_equal, small_integers
+from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
 from jax_ub.primitives.bulk_reduce_scatter import bulk_reduce_scatter
@@ -37,15 +37,14 @@ def operands(num_ranks, dtype):
     return x, dys, main_grads, small_integers(9, (2, 3 * num_ranks, 6 * num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_is_exact_on_small_integers(num_ranks):
-    for dtype in DTYPES:
-        x, dys, sums, partial = operands(num_ranks, dtype)
-        for main_grads, dw_dtype in ((None, dtype), (sums, "float32")):
-            values = (x, dys, main_grads, partial)
-            expected = run(num_ranks, Method.XLA, dtype, dw_dtype)(*values)
-            actual = run(num_ranks, Method.BULK, dtype, dw_dtype)(*values)
-            assert_equal(actual, expected)
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+def test_is_exact_on_small_integers(num_ranks, dtype):
+    x, dys, sums, partial = operands(num_ranks, dtype)
+    for main_grads, dw_dtype in ((None, dtype), (sums, "float32")):
+        values = (x, dys, main_grads, partial)
+        expected = run(num_ranks, Method.XLA, dtype, dw_dtype)(*values)
+        actual = run(num_ranks, Method.BULK, dtype, dw_dtype)(*values)
+        assert_equal(actual, expected)
 
 
 def test_is_one_call_and_no_collective():

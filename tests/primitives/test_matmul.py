@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
-from programs import calls, compiled_text, copies
+from programs import calls, compiled_text, copies, with_methods
 
 from jax_ub.methods import Method
 from jax_ub.primitives.matmul import matmul
@@ -15,21 +15,38 @@ def run(method, **options):
     return jax.jit(function)
 
 
-def operands(make, dtype, transposed=False, rows=(2, 3, 5)):
+def operands(make, dtype, rows=(2, 3, 5)):
     xs = tuple(make(k, (*rows, k), dtype) for k in (17, 9))
     ws = tuple(make(k + 1, (k, 11), dtype) for k in (17, 9))
-    ws = tuple(w.T for w in ws) if transposed else ws
     return xs, ws, make(4, (11,), "float16"), make(5, (*rows, 11), dtype)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_is_exact_on_small_integers(dtype, out_dtype, transposed):
-    values = operands(small_integers, dtype, transposed)
-    options = {"rhs_transposed": transposed, "out_dtype": out_dtype}
-    expected = run(Method.XLA, **options)(*values)
-    assert_equal(run(Method.DIRECT, **options)(*values), expected)
+def test_is_exact_on_small_integers(dtype):
+    def all_ways(xs, ws, transposed, bias, residual, *, method):
+        where = {"method": method, "label": "test"}
+        return [
+            (
+                matmul(xs, ws, bias, residual, out_dtype=out, **where),
+                matmul(xs, ws, None, residual, out_dtype=out, **where),
+                matmul(xs, ws, bias, None, out_dtype=out, **where),
+                matmul(
+                    xs,
+                    transposed,
+                    None,
+                    None,
+                    rhs_transposed=True,
+                    out_dtype=out,
+                    **where,
+                ),
+            )
+            for out in DTYPES
+        ]
+
+    xs, ws, bias, residual = operands(small_integers, dtype)
+    run = jax.jit(with_methods(all_ways, [Method.DIRECT]))
+    expected, actual = run(xs, ws, tuple(w.T for w in ws), bias, residual)
+    assert_equal(actual["direct"], expected)
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (300,), (3, 1, 2, 7)])

@@ -1,7 +1,18 @@
+import functools
+
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
-from programs import RANKS, calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    on_ranks,
+    tp_mesh,
+    with_methods,
+)
 
 from jax_ub.methods import Method
 from jax_ub.primitives.wgrad import wgrad
@@ -9,8 +20,10 @@ from jax_ub.primitives.wgrad import wgrad
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 
 
-def run(num_ranks, method, dtype, gather):
-    def function(x, dys, main_grads):
+def products(x, dys, main_grads, *, gather, num_ranks, method):
+    """Without an accumulator; and added to one, in its dtype and in another."""
+
+    def product(main_grads, out_dtype):
         return wgrad(
             x,
             dys,
@@ -20,15 +33,23 @@ def run(num_ranks, method, dtype, gather):
             num_ranks=num_ranks if gather else 1,
             method=method,
             label="test",
-            out_dtype=dtype,
+            out_dtype=out_dtype,
         )
 
+    sums = product(main_grads, "float32"), product(main_grads, x.dtype)
+    return (product(None, x.dtype), *sums)
+
+
+def on_mesh(function, num_ranks, gather):
     x, dy, dw = {
         "x": (ROWS, FEATURES, P(None, "tp")),
         "dy": (FEATURES, ROWS, P("tp", None)),
         None: (P(), FEATURES, P(None, "tp")),
     }[gather]
-    return on_ranks(function, tp_mesh(num_ranks), (x, dy, dw), dw)
+    function = functools.partial(function, gather=gather, num_ranks=num_ranks)
+    return on_ranks(
+        with_methods(function, [Method.DIRECT]), tp_mesh(num_ranks), (x, dy, dw), dw
+    )
 
 
 def operands(make, num_ranks, dtype):
@@ -39,30 +60,42 @@ def operands(make, num_ranks, dtype):
 
 
 @pytest.mark.parametrize("gather", ["x", "dy", None])
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_is_exact_on_small_integers(num_ranks, gather):
-    for dtype in DTYPES:
-        x, dys, sums = operands(small_integers, num_ranks, dtype)
-        for main_grads, out_dtype in ((None, dtype), (sums, "float32"), (sums, dtype)):
-            values = (x, dys, main_grads)
-            actual = run(num_ranks, Method.DIRECT, out_dtype, gather)(*values)
-            expected = run(num_ranks, Method.XLA, out_dtype, gather)(*values)
-            assert_equal(actual, expected)
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+def test_is_exact_on_small_integers(num_ranks, dtype, gather):
+    run = on_mesh(products, num_ranks, gather)
+    expected, actual = run(*operands(small_integers, num_ranks, dtype))
+    assert_equal(actual["direct"], expected)
 
 
 @pytest.mark.parametrize("gather", ["x", "dy", None])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_close_on_normal_values(dtype, gather):
-    x, dys, _ = operands(normal, 4, dtype)
-    actual = run(4, Method.DIRECT, dtype, gather)(x, dys, None)
-    expected = run(4, Method.XLA, dtype, gather)(x, dys, None)
-    for dw, wanted in zip(actual, expected, strict=True):
-        assert_close(dw, wanted, x.shape[0] * x.shape[1])
+    x, dys, main_grads = operands(normal, 4, dtype)
+    expected, actual = on_mesh(products, 4, gather)(x, dys, main_grads)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for dw, wanted in pairs:
+        assert_close(dw, wanted, x.shape[0] * x.shape[1] + 1)
 
 
 @pytest.mark.parametrize("gather", ["x", "dy"])
 def test_reads_the_peers_without_gathering(gather):
-    values = operands(small_integers, 4, "float32")
-    text = compiled_text(run(4, Method.DIRECT, "float32", gather), *values)
+    x, dys, _ = operands(small_integers, 4, "float32")
+
+    def function(x, dys):
+        return wgrad(
+            x,
+            dys,
+            None,
+            gather=gather,
+            axis_name=("tp",),
+            num_ranks=4,
+            method=Method.DIRECT,
+            label="test",
+            out_dtype="float32",
+        )
+
+    specs = (ROWS, FEATURES) if gather == "x" else (FEATURES, ROWS)
+    kernel = P(None, "tp") if gather == "x" else P("tp")
+    text = compiled_text(on_ranks(function, tp_mesh(4), specs, kernel), x, dys)
     assert calls(text) == {"wgrad": 1}
     assert not collectives(text)

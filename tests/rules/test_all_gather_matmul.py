@@ -1,0 +1,238 @@
+"""AG+GEMM: values and gradients of every method against the plain product."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+
+import jax_ub as ub
+
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+ROWS, COLUMNS, FEATURES = P("dp", "tp"), P(None, "tp"), P("dp", None, "tp")
+
+
+def operands(num_ranks, dtype="float32"):
+    x = small_integers(0, (4, 3 * num_ranks, 6), dtype)
+    w = small_integers(1, (6, 5 * num_ranks), dtype)
+    return x, w, small_integers(2, (5 * num_ranks,), dtype)
+
+
+def weighted(y, seed=9):
+    """A loss whose gradients are small integers."""
+    return jnp.sum(y.astype(jnp.float32) * small_integers(seed, y.shape))
+
+
+def plain(x, w, b):
+    return x @ w + b
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_values_and_gradients_are_exact(method, check_vma):
+    layer = on_ranks(
+        lambda x, w, b: ub.all_gather_matmul(
+            x, w, axis_name="tp", bias=b, method=method
+        ),
+        dp_tp_mesh(2, 4),
+        (ROWS, COLUMNS, P("tp")),
+        FEATURES,
+        check_vma=check_vma,
+    )
+    values = operands(4)
+    loss = lambda function, *values: weighted(function(*values))  # noqa: E731
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, layer), (0, 1, 2)))
+    expected = jax.value_and_grad(functools.partial(loss, plain), (0, 1, 2))(*values)
+    assert_equal(step(*values), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
+def test_any_number_of_ranks(num_ranks):
+    layer = on_ranks(
+        lambda x, w, b: ub.all_gather_matmul(x, w, axis_name="tp", bias=b),
+        tp_mesh(num_ranks),
+        (P(None, "tp"), COLUMNS, P("tp")),
+        P(None, None, "tp"),
+    )
+    values = operands(num_ranks)
+    y, pull = jax.vjp(layer, *values)
+    expected, expected_pull = jax.vjp(plain, *values)
+    assert_equal(y, expected)
+    dy = small_integers(3, y.shape)
+    assert_equal(pull(dy), expected_pull(dy))
+
+
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
+def test_kernels_in_a_tuple_share_one_gather(method):
+    def layer(x, ws, bs):
+        return ub.all_gather_matmul(x, ws, axis_name="tp", bias=bs, method=method)
+
+    function = on_ranks(layer, dp_tp_mesh(2, 2), (ROWS, COLUMNS, P("tp")), FEATURES)
+    x, w, b = operands(2)
+    v = small_integers(4, (6, 14))
+    values = x, (w, v), (b, jnp.zeros(14))
+
+    def loss(product, x, ws, bs):
+        y, z = product(x, ws, bs)
+        return weighted(y) + weighted(z, 8)
+
+    def plain_pair(x, ws, bs):
+        return tuple(plain(x, w, b) for w, b in zip(ws, bs, strict=True))
+
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, function), (0, 1, 2)))
+    expected = jax.value_and_grad(functools.partial(loss, plain_pair), (0, 1, 2))(
+        *values
+    )
+    assert_equal(step(*values), expected)
+    assert calls(compiled_text(function, *values)) == {"all_gather_matmul": 1}
+    found = calls(compiled_text(step, *values))
+    assert (
+        found
+        == {
+            "auto": {"all_gather_matmul": 1, "matmul_reduce_scatter": 1, "wgrad": 1},
+            "ring_exchange": {
+                "all_gather_matmul": 1,
+                "matmul_reduce_scatter": 1,
+                "all_gather": 1,
+                "wgrad": 1,
+            },
+            "bulk": {
+                "all_gather_matmul": 1,
+                "bulk_all_gather": 1,
+                "bulk_reduce_scatter": 1,
+            },
+        }[method]
+    )
+
+
+def test_kernel_without_a_gradient_leaves_the_others_right():
+    x, w, _ = operands(2)
+    v = small_integers(4, (6, 14))
+    function = on_ranks(
+        lambda x, ws: ub.all_gather_matmul(x, ws, axis_name="tp"),
+        dp_tp_mesh(2, 2),
+        (ROWS, COLUMNS),
+        FEATURES,
+    )
+    step = jax.grad(lambda x, ws: weighted(function(x, ws)[1]), (0, 1))
+    dx, (dw, dv) = jax.jit(step)(x, (w, v))
+    expected_dx, expected_dv = jax.grad(lambda x, v: weighted(x @ v), (0, 1))(x, v)
+    assert_equal((dx, dv), (expected_dx, expected_dv))
+    assert_equal(dw, jnp.zeros_like(w))
+
+
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
+def test_gathered_operand_has_a_gradient_and_is_saved(method):
+    x, w, _ = operands(2)
+
+    def layer(x, w):
+        return ub.all_gather_matmul(
+            x, w, axis_name="tp", method=method, return_gathered=True
+        )
+
+    function = on_ranks(
+        layer, dp_tp_mesh(2, 2), (ROWS, COLUMNS), (FEATURES, P("dp", None, "tp"))
+    )
+
+    def loss(x, w):
+        # Side by side, the gathered copies of both ranks.
+        y, gathered = function(x, w)
+        return weighted(y) + weighted(gathered, 8)
+
+    def plain_loss(x, w):
+        return weighted(x @ w) + weighted(jnp.concatenate([x, x], -1), 8)
+
+    step = jax.jit(jax.grad(loss, (0, 1)))
+    assert_equal(step(x, w), jax.grad(plain_loss, (0, 1))(x, w))
+    text = compiled_text(
+        jax.jit(jax.grad(lambda x, w: weighted(function(x, w)[0]), (0, 1))), x, w
+    )
+    assert calls(text) == {
+        "all_gather_matmul": 1,
+        "matmul_reduce_scatter": 1,
+        "wgrad": 1,
+    }
+
+
+FULL = {
+    "auto": {"matmul_reduce_scatter": 1, "wgrad": 1},
+    "ring_exchange": {"matmul_reduce_scatter": 1, "all_gather": 1, "wgrad": 1},
+    "pipeline": {"matmul_reduce_scatter": 1, "all_gather": 1, "wgrad": 1},
+    "external": {"matmul_reduce_scatter": 1, "all_gather": 1, "wgrad": 1},
+    "bulk": {"bulk_all_gather": 1, "bulk_reduce_scatter": 1},
+}
+
+
+@pytest.mark.parametrize("method", FULL)
+def test_frozen_operands_skip_their_gemm(method):
+    x, w, _ = operands(2)
+    function = on_ranks(
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", method=method),
+        tp_mesh(2),
+        (P(None, "tp"), COLUMNS),
+        P(None, None, "tp"),
+    )
+
+    def backward(*wanted):
+        gradient = jax.jit(jax.grad(lambda *v: weighted(function(*v)), wanted))
+        text = compiled_text(gradient, x, w)
+        assert not collectives(text)
+        found = calls(text)
+        found.subtract(["all_gather_matmul"])
+        return +found
+
+    assert backward(0, 1) == FULL[method]
+    assert backward(0) == {"matmul_reduce_scatter": 1}
+    assert backward(1) == (
+        {"wgrad": 1} if method == "auto" else {"all_gather": 1, "wgrad": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("bfloat16", None), ("float16", "float32")]
+)
+def test_results_and_gradients_have_their_dtypes(dtype, out_dtype):
+    x, w, b = operands(2, dtype)
+    function = on_ranks(
+        lambda x, w, b: ub.all_gather_matmul(
+            x, w, axis_name="tp", bias=b, out_dtype=out_dtype
+        ),
+        tp_mesh(2),
+        (P(None, "tp"), COLUMNS, P("tp")),
+        P(None, None, "tp"),
+    )
+    y, pull = jax.vjp(function, x, w, b.astype("float32"))
+    assert y.dtype == (out_dtype or dtype)
+    assert [g.dtype for g in pull(y)] == [dtype, dtype, "float32"]
+
+
+def test_several_axes_are_one():
+    x, w, b = operands(8)
+    layer = on_ranks(
+        lambda x, w, b: ub.all_gather_matmul(x, w, axis_name=("tp", "dp"), bias=b),
+        dp_tp_mesh(2, 4),
+        (P(None, ("tp", "dp")), P(None, ("tp", "dp")), P(("tp", "dp"))),
+        P(None, None, ("tp", "dp")),
+    )
+    y, pull = jax.vjp(layer, x, w, b)
+    expected, expected_pull = jax.vjp(plain, x, w, b)
+    assert_equal(y, expected)
+    assert_equal(pull(y), expected_pull(y))
+
+
+def test_any_order_of_devices():
+    x, w, b = operands(4)
+    devices = dp_tp_mesh(2, 4).devices[::-1, [2, 0, 3, 1]]
+    layer = on_ranks(
+        lambda x, w, b: ub.all_gather_matmul(x, w, axis_name="tp", bias=b),
+        jax.sharding.Mesh(devices.T, ("tp", "dp")),
+        (ROWS, COLUMNS, P("tp")),
+        FEATURES,
+    )
+    y, pull = jax.vjp(layer, x, w, b)
+    expected, expected_pull = jax.vjp(plain, x, w, b)
+    assert_equal(y, expected)
+    assert_equal(pull(y), expected_pull(y))

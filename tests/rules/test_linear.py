@@ -1,0 +1,137 @@
+"""The linear layer: every way to shard it, alone and as a column-row pair."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+
+import jax_ub as ub
+
+
+def operands(dtype="float32"):
+    x = small_integers(0, (4, 8, 12), dtype)
+    w1, b1 = small_integers(1, (12, 16), dtype), small_integers(2, (16,), dtype)
+    w2, b2 = small_integers(3, (16, 12), dtype), small_integers(4, (12,), dtype)
+    return x, w1, b1, w2, b2
+
+
+def weighted(y):
+    return jnp.sum(y.astype(jnp.float32) * small_integers(9, y.shape))
+
+
+def plain(x, w1, b1, w2, b2):
+    return (x @ w1 + b1) @ w2 + b2
+
+
+def pair(mesh, *, sequence_parallel, check_vma=True, method=None):
+    options = {
+        "axis_name": "tp",
+        "sequence_parallel": sequence_parallel,
+        "method": method,
+    }
+
+    def layers(x, w1, b1, w2, b2):
+        h = ub.linear(x, w1, b1, parallel="column", **options)
+        return ub.linear(h, w2, b2, parallel="row", **options)
+
+    groups = "dp" if "dp" in mesh.axis_names else None
+    x = P(groups, "tp") if sequence_parallel else P(groups)
+    specs = (x, P(None, "tp"), P("tp"), P("tp"), P())
+    return on_ranks(layers, mesh, specs, x, check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk", "xla"])
+def test_pair_and_its_gradients_are_exact(method, sequence_parallel, check_vma):
+    layers = pair(
+        dp_tp_mesh(2, 4),
+        sequence_parallel=sequence_parallel,
+        check_vma=check_vma,
+        method=method,
+    )
+    values, wanted = operands(), (0, 1, 2, 3, 4)
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(layers(*v)), wanted))
+    expected = jax.value_and_grad(lambda *v: weighted(plain(*v)), wanted)(*values)
+    assert_equal(step(*values), expected)
+
+
+def test_pair_with_sequence_parallelism_is_one_call_for_every_gemm():
+    values = operands()
+    layers = pair(tp_mesh(4), sequence_parallel=True)
+    step = jax.jit(jax.grad(lambda *v: jnp.sum(layers(*v) ** 2), (0, 1, 3)))
+    text = compiled_text(step, *values)
+    # Forward one of each; backward the dgrad of the one is the other, and two wgrads.
+    assert calls(text) == {
+        "all_gather_matmul": 2,
+        "matmul_reduce_scatter": 2,
+        "wgrad": 2,
+    }
+    assert not collectives(text)
+
+
+def test_pair_without_sequence_parallelism_sums_once_each_way():
+    values = operands()
+    layers = pair(tp_mesh(4), sequence_parallel=False)
+    step = jax.jit(jax.grad(lambda *v: jnp.sum(layers(*v) ** 2), (0, 1, 3)))
+    text = compiled_text(step, *values)
+    assert calls(text) == {"matmul": 2, "matmul_all_reduce": 2, "wgrad": 2}
+    assert not collectives(text)
+
+
+@pytest.mark.parametrize("frozen", ["x", "w"])
+def test_frozen_operand_of_a_plain_layer_skips_its_gemm(frozen):
+    x, w, _, _, _ = operands()
+    step = jax.jit(
+        jax.grad(lambda x, w: jnp.sum(ub.linear(x, w) ** 2), "xw".index(frozen) ^ 1)
+    )
+    found = calls(compiled_text(step, x, w))
+    assert found["matmul"] == 1 + (frozen == "w")
+    assert found["wgrad"] == (frozen == "x")
+
+
+@pytest.mark.parametrize("kind", [None, "column", "row"])
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 1, 16)])
+def test_takes_activations_of_any_rank(shape, kind):
+    x, w = small_integers(0, shape), small_integers(1, (16, 8))
+
+    def layer(x, w):
+        return ub.linear(x, w, parallel=kind, axis_name="tp", sequence_parallel=False)
+
+    features = P(*(None for _ in shape[:-1]), "tp")
+    specs = {
+        None: ((P(), P()), P()),
+        "column": ((P(), P(None, "tp")), features),
+        "row": ((features, P("tp")), P()),
+    }[kind]
+    assert_equal(on_ranks(layer, tp_mesh(4), *specs)(x, w), x @ w)
+
+
+def test_varying_activations_keep_the_gradient_of_their_rank():
+    x, w = small_integers(0, (3, 4)), small_integers(1, (4, 8))
+
+    def gradient(x, w):
+        x = jax.lax.pcast(x, "tp", to="varying")
+        layer = lambda x: ub.linear(  # noqa: E731
+            x, w, parallel="column", axis_name="tp", sequence_parallel=False
+        )
+        return jax.grad(lambda x: jnp.sum(layer(x)))(x)[None]
+
+    found = on_ranks(gradient, tp_mesh(2), (P(), P(None, "tp")), P("tp"))(x, w)
+    ones = jnp.ones((3, 4))
+    assert_equal(found, jnp.stack([ones @ w[:, :4].T, ones @ w[:, 4:].T]))
+
+
+@pytest.mark.parametrize("kind", ["colunm", 3])
+def test_unknown_kind_names_the_nearest(kind):
+    message = r"linear: parallel = .* is not a way.*Known: 'column', 'row'"
+    with pytest.raises(ub.errors.UnknownNameError, match=message):
+        ub.linear(jnp.ones((2, 2)), jnp.ones((2, 2)), parallel=kind, axis_name="tp")
+
+
+def test_kind_without_an_axis_is_refused():
+    message = "linear: parallel = 'row' needs the mesh axis.*axis_name = None"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        ub.linear(jnp.ones((2, 2)), jnp.ones((2, 2)), parallel="row")

@@ -1,0 +1,117 @@
+"""GEMM+RS: values and gradients of every method against the plain product."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+
+import jax_ub as ub
+
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+FEATURES, ROWS = P("dp", None, "tp"), P("dp", "tp")
+
+
+def operands(num_ranks, dtype="float32"):
+    x = small_integers(0, (4, 3 * num_ranks, 6 * num_ranks), dtype)
+    w = small_integers(1, (6 * num_ranks, 5), dtype)
+    residual = small_integers(3, (4, 3 * num_ranks, 5), dtype)
+    return x, w, small_integers(2, (5,), dtype), residual
+
+
+def plain(x, w, b, residual):
+    return x @ w + b + residual
+
+
+def weighted(y):
+    return jnp.sum(y.astype(jnp.float32) * small_integers(9, y.shape))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_values_and_gradients_are_exact(method, check_vma):
+    layer = on_ranks(
+        lambda x, w, b, r: ub.matmul_reduce_scatter(
+            x, w, axis_name="tp", bias=b, residual=r, method=method
+        ),
+        dp_tp_mesh(2, 4),
+        (FEATURES, P("tp"), P(), ROWS),
+        ROWS,
+        check_vma=check_vma,
+    )
+    values, wanted = operands(4), (0, 1, 2, 3)
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(layer(*v)), wanted))
+    expected = jax.value_and_grad(lambda *v: weighted(plain(*v)), wanted)(*values)
+    assert_equal(step(*values), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 16])
+def test_any_number_of_ranks(num_ranks):
+    layer = on_ranks(
+        lambda x, w: ub.matmul_reduce_scatter(x, w, axis_name="tp"),
+        tp_mesh(num_ranks),
+        (P(None, None, "tp"), P("tp")),
+        P(None, "tp"),
+    )
+    x, w, _, _ = operands(num_ranks)
+    y, pull = jax.vjp(layer, x, w)
+    expected, expected_pull = jax.vjp(jnp.matmul, x, w)
+    assert_equal(y, expected)
+    assert_equal(pull(y), expected_pull(y))
+
+
+FULL = {
+    # The wgrad reads the peers' dy in place, or what the dgrad gathered.
+    "auto": {"all_gather_matmul": 1, "wgrad": 1},
+    "ring_exchange": {"all_gather_matmul": 1, "wgrad": 1},
+    "pipeline": {"all_gather_matmul": 1, "wgrad": 1},
+    "bulk": {"all_gather_matmul": 1, "wgrad": 1},
+    "external": {"all_gather_matmul": 1, "wgrad": 1},
+}
+
+
+@pytest.mark.parametrize("method", FULL)
+def test_frozen_operands_skip_their_gemm_and_nothing_is_gathered_twice(method):
+    x, w, b, residual = operands(2)
+    layer = on_ranks(
+        lambda x, w, b, r: ub.matmul_reduce_scatter(
+            x, w, axis_name="tp", bias=b, residual=r, method=method
+        ),
+        tp_mesh(2),
+        (P(None, None, "tp"), P("tp"), P(), P(None, "tp")),
+        P(None, "tp"),
+    )
+
+    def backward(*wanted):
+        gradient = jax.jit(jax.grad(lambda *v: weighted(layer(*v)), wanted))
+        text = compiled_text(gradient, x, w, b, residual)
+        found = calls(text)
+        found.subtract(["matmul_reduce_scatter"])
+        return +found, collectives(text)
+
+    assert backward(0, 1) == (FULL[method], {})
+    assert backward(0) == ({"all_gather_matmul": 1}, {})
+    alone = {"wgrad": 1} if method == "auto" else {"all_gather": 1, "wgrad": 1}
+    assert backward(1) == (alone, {})
+    # The gradient of a replicated bias is summed by JAX, over the ranks.
+    assert backward(2) == ({}, {"all-reduce": 1})
+    assert backward(3) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("bfloat16", None), ("float16", "float32")]
+)
+def test_results_and_gradients_have_their_dtypes(dtype, out_dtype):
+    x, w, b, residual = operands(2, dtype)
+    layer = on_ranks(
+        lambda x, w, b, r: ub.matmul_reduce_scatter(
+            x, w, axis_name="tp", bias=b, residual=r, out_dtype=out_dtype
+        ),
+        tp_mesh(2),
+        (P(None, None, "tp"), P("tp"), P(), P(None, "tp")),
+        P(None, "tp"),
+    )
+    y, pull = jax.vjp(layer, x, w, b.astype("float32"), residual)
+    assert y.dtype == (out_dtype or dtype)
+    assert [g.dtype for g in pull(y)] == [dtype, dtype, "float32", dtype]
