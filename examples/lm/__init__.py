@@ -1,0 +1,1 @@
+"""The parts of train_lm.py: text, model, training step, timing, checkpoints, plot."""

@@ -1,0 +1,195 @@
+"""A decoder-only transformer over bytes, as one device of the mesh runs it.
+
+Between the layers an activation is sharded over its tokens, x [B, S/P, D] (sequence
+parallel). A column linear gathers the tokens and shards the features, a row linear takes
+sharded features and scatters the tokens again; in between, a device has its own attention
+heads or its own part of the MLP. Each linear is one call that overlaps the GEMM with its
+communication, forward and backward.
+
+Outside `jax.shard_map` the parameters have their global shapes, and their `spec` says how
+they are sharded; inside, a module sees its device's shard.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jax_ub as ub
+
+VOCABULARY = 256  # the values of a byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the model; a checkpoint fits a model of the same sizes."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+
+    @property
+    def head_size(self) -> int:
+        """The features of one attention head."""
+        return self.d_model // self.num_heads
+
+
+class Kernel(nnx.Param):
+    """The kernel [in, out] of a linear layer.
+
+    Where the model is called, its value is a pair (kernel, main_grad): main_grad, f32
+    [in, out], is the sum of the gradients of earlier microbatches. The cotangent of
+    main_grad is the new sum, which the GEMM of the gradient writes in its place.
+    """
+
+
+def kernel(size_in: int, size_out: int, spec: PartitionSpec, rngs: nnx.Rngs) -> Kernel:
+    """Makes a kernel that keeps the variance of what it multiplies."""
+    init = nnx.initializers.normal(size_in**-0.5)
+    return Kernel(init(rngs.params(), (size_in, size_out)), spec=spec)
+
+
+class ColumnLinear(nnx.Module):
+    """Gathers the tokens of x and multiplies by kernels that are sharded over features.
+
+    Args:
+        size_in: the features of x.
+        sizes_out: the features that each kernel makes; one gather serves them all.
+        method: how GEMM and communication are combined (`method` of jax_ub).
+        rngs: where the initial kernels come from.
+    """
+
+    def __init__(self, size_in: int, *sizes_out: int, method: str, rngs: nnx.Rngs):
+        self.method = method
+        spec = PartitionSpec(None, "tp")
+        self.kernels = nnx.List([kernel(size_in, n, spec, rngs) for n in sizes_out])
+
+    def __call__(self, x: jax.Array, out_dtype=None) -> tuple[jax.Array, ...]:
+        """Computes y_i [B, S, size_out/P] from x [B, S/P, size_in]."""
+        kernels, main_grads = zip(*(k.get_value() for k in self.kernels), strict=True)
+        return ub.all_gather_matmul(
+            x,
+            kernels,
+            main_grad=main_grads,
+            axis_name="tp",
+            method=self.method,
+            out_dtype=out_dtype,
+        )
+
+
+class RowLinear(nnx.Module):
+    """Multiplies by a kernel that is sharded over features, and scatters the tokens."""
+
+    def __init__(self, size_in: int, size_out: int, *, method: str, rngs: nnx.Rngs):
+        self.method = method
+        self.kernel = kernel(size_in, size_out, PartitionSpec("tp", None), rngs)
+
+    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
+        """Computes y [B, S/P, size_out] from x [B, S, size_in/P], plus `residual`."""
+        w, main_grad = self.kernel.get_value()
+        return ub.matmul_reduce_scatter(
+            x,
+            w,
+            main_grad=main_grad,
+            residual=residual,
+            axis_name="tp",
+            method=self.method,
+        )
+
+
+class RMSNorm(nnx.Module):
+    """Divides each token by its root mean square, in f32."""
+
+    def __init__(self, size: int):
+        self.scale = nnx.Param(jnp.ones(size), spec=PartitionSpec())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+        return (y * self.scale[...]).astype(x.dtype)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Turns pairs of features by angles that grow with the token (RoPE).
+
+    Args:
+        x: [B, S, heads, head size].
+    """
+    _, num_tokens, _, head_size = x.shape
+    speeds = 10_000.0 ** -jnp.linspace(0.0, 1.0, head_size // 2, endpoint=False)
+    angles = jnp.arange(num_tokens)[:, None, None] * speeds
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention in f32, which is what XLA:CPU multiplies fastest.
+
+    Args:
+        q: [B, S, heads, head size], as `k` and `v`.
+
+    Returns:
+        [B, S, heads * head size], of the dtype of `q`.
+    """
+    dtype = q.dtype
+    q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
+    y = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+    return y.reshape(*y.shape[:2], -1).astype(dtype)
+
+
+class Block(nnx.Module):
+    """Attention, then a SwiGLU MLP, each added to what went in."""
+
+    def __init__(self, sizes: Sizes, *, method: str, rngs: nnx.Rngs):
+        d, ff = sizes.d_model, sizes.d_ff
+        self.head_size = sizes.head_size
+        self.attention_norm = RMSNorm(d)
+        self.qkv = ColumnLinear(d, d, d, d, method=method, rngs=rngs)
+        self.attention_out = RowLinear(d, d, method=method, rngs=rngs)
+        self.mlp_norm = RMSNorm(d)
+        self.gate_up = ColumnLinear(d, ff, ff, method=method, rngs=rngs)
+        self.down = RowLinear(ff, d, method=method, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_size) for y in qkv)
+        x = self.attention_out(attend(q, k, v), residual=x)
+        gate, up = self.gate_up(self.mlp_norm(x))
+        return self.down(nnx.silu(gate) * up, residual=x)
+
+
+class LanguageModel(nnx.Module):
+    """Bytes in, the logits of the next byte out."""
+
+    def __init__(self, sizes: Sizes, *, dtype: str, method: str, rngs: nnx.Rngs):
+        d = sizes.d_model
+        self.dtype = jnp.dtype(dtype)
+        table = nnx.initializers.normal(1.0)(rngs.params(), (VOCABULARY, d))
+        self.embedding = nnx.Param(table, spec=PartitionSpec())
+        blocks = [
+            Block(sizes, method=method, rngs=rngs) for _ in range(sizes.num_layers)
+        ]
+        self.blocks = nnx.List(blocks)
+        self.norm = RMSNorm(d)
+        self.head = ColumnLinear(d, VOCABULARY, method=method, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Computes f32 logits [B, S, vocabulary/P] from this device's tokens [B, S/P]."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Looks tokens [B, S/P] up in the table, which every device has."""
+        return self.embedding[...][tokens].astype(self.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Multiplies by the head: f32 [B, S, vocabulary/P]."""
+        (logits,) = self.head(x, out_dtype=jnp.float32)
+        return logits

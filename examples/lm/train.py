@@ -1,0 +1,142 @@
+"""The trainer: a model, its optimizer, and one compiled `jax.shard_map` for a step."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm.gradients import AXES, accumulate, assemble, mean
+from lm.losses import language_loss, linear_layers_loss
+from lm.model import LanguageModel, Sizes
+
+# Inputs and targets, [microbatches, B, S]. A device embeds its own tokens, and computes
+# the logits of all tokens for its part of the vocabulary.
+BATCH_SPECS = (PartitionSpec(None, "dp", "tp"), PartitionSpec(None, "dp", None))
+
+
+class State(NamedTuple):
+    """What training changes and a checkpoint keeps; the arrays are global."""
+
+    params: nnx.State
+    optimizer: optax.OptState
+
+
+def make_mesh(dp: int, tp: int) -> Mesh:
+    """Arranges the first dp * tp devices."""
+    return Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), AXES)
+
+
+def make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+    """Makes Adam, warmed up over a tenth of the steps, then slowed down to nothing."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=learning_rate,
+        warmup_steps=max(1, num_steps // 10),
+        decay_steps=num_steps,
+    )
+    return optax.adam(schedule, b2=0.95)
+
+
+class Trainer:
+    """Trains a model on a mesh with the axes dp and tp.
+
+    Attributes:
+        init: key -> the first `State`, the same on every mesh.
+        step: (state, inputs, targets) -> (new state, loss); donates the state.
+        evaluate: (params, inputs, targets) -> loss.
+        linear_layers: (params, inputs, targets) -> gradients of the linear layers
+            alone, with the calls of one step and nothing between them.
+        shapes: the shapes, dtypes and shardings of the `State`.
+
+    Args:
+        sizes: of the model.
+        mesh: the batch is sharded over dp, tokens and kernels over tp.
+        method: how the linear layers communicate; "xla" is plain `jax.lax`.
+        dtype: what the model computes in; parameters and gradients are f32.
+        optimizer: works element by element, so that a device updates its own shards.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        mesh: Mesh,
+        method: str,
+        dtype: str,
+        optimizer: optax.GradientTransformation,
+    ):
+        self._mesh, self._optimizer, self._dtype = mesh, optimizer, jnp.dtype(dtype)
+
+        def build(key: jax.Array) -> tuple[nnx.GraphDef, State]:
+            rngs = nnx.Rngs(key)
+            model = LanguageModel(sizes, dtype=dtype, method=method, rngs=rngs)
+            graph, params = nnx.split(model)
+            return graph, State(params, optimizer.init(params))
+
+        self._graph, shapes = jax.eval_shape(build, jax.random.key(0))
+        self._specs = specs = _specs(shapes, optimizer)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        self.shapes = jax.tree.map(
+            lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings
+        )
+        self.init = jax.jit(lambda key: build(key)[1], out_shardings=shardings)
+        self.step = self._on_mesh(
+            self._step, specs, (specs, PartitionSpec()), donate_argnums=0
+        )
+        self.evaluate = self._on_mesh(self._evaluate, specs.params, PartitionSpec())
+        self.linear_layers = self._on_mesh(
+            self._linear_layers, specs.params, specs.params
+        )
+
+    def _on_mesh(self, function, in_spec, out_specs, **options):
+        sharded = jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=(in_spec, *BATCH_SPECS),
+            out_specs=out_specs,
+        )
+        return jax.jit(sharded, **options)
+
+    def _step(self, state, inputs, targets):
+        params, optimizer = state
+        gradients, loss = self._gradients(language_loss, params, inputs, targets)
+        updates, optimizer = self._optimizer.update(gradients, optimizer, params)
+        params = optax.apply_updates(params, updates)
+        return State(params, optimizer), lax.psum(loss, "dp")
+
+    def _linear_layers(self, params, inputs, targets):
+        return self._gradients(linear_layers_loss, params, inputs, targets)[0]
+
+    def _gradients(self, loss_fn, params, *batch):
+        gradients, loss = accumulate(loss_fn, self._graph, params, batch, self._dtype)
+        num_tokens = batch[1].size * lax.axis_size("dp")
+        gradients = mean(gradients, self._specs.params, num_tokens)
+        return gradients, loss / num_tokens
+
+    def _evaluate(self, params, inputs, targets):
+        model = assemble(self._graph, params, self._dtype)
+        losses = lax.map(lambda batch: language_loss(model, *batch), (inputs, targets))
+        return lax.pmean(losses.sum() / targets.size, "dp")
+
+
+def _specs(shapes: State, optimizer: optax.GradientTransformation) -> State:
+    """Finds how each array is sharded: Adam's moments as the parameter they belong to."""
+    variables = jax.tree.leaves(
+        shapes.params, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    params = jax.tree.unflatten(
+        jax.tree.structure(shapes.params), [variable.spec for variable in variables]
+    )
+    moments = optax.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        shapes.optimizer,
+        params,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+    return State(params, moments)
