@@ -80,13 +80,7 @@ def sharded_linear(
         raise ShapeContractError(f"{placement.op}: {reason}")
     # Here as well as by the op, which cannot know an accumulator through a shard_map.
     main_grad = main_grads.prepare(placement.op, main_grad, kernel, ())
-    operands = (x, kernel, bias, main_grad)
-    if not any(isinstance(operand, jax.core.Tracer) for operand in operands):
-        return _compiled(placement, mesh, out_dtype, *operands)
-    # Traced anew for every call: a jaxpr that is used again may be differentiated for
-    # other operands, and custom_vjp keeps one tree of residuals for all of its uses.
-    run = functools.partial(_on_mesh, placement, mesh, out_dtype)
-    return jax.jit(run, inline=True)(*operands)
+    return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad)
 
 
 def why_uneven(
@@ -113,6 +107,8 @@ def why_uneven(
     return None
 
 
+# One program where nothing around the layer is compiled; otherwise without effect.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _on_mesh(placement, mesh, out_dtype, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
@@ -138,10 +134,6 @@ def _on_mesh(placement, mesh, out_dtype, *operands):
         axis_names=set(mesh.axis_names) - set(context.manual_axes),
     )(*(_place(o, mesh, spec) for o, spec in zip(operands, specs, strict=True)))
 
-
-# `shard_map` cannot run a custom_vjp with symbolic zeros operation by operation, so
-# that every call is compiled, even if nothing around it is.
-_compiled = jax.jit(_on_mesh, static_argnums=(0, 1, 2))
 
 # The functions that `linear` calls, where they round once to the dtype asked for.
 _WITH_OUT_DTYPE: dict[tuple[str | None, bool], Callable] = {

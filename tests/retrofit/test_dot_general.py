@@ -30,6 +30,10 @@ def test_it_is_hashable_and_its_aliases_are_equal():
 @pytest.mark.parametrize("make", ["linen", "nnx"])
 def test_a_layer_of_flax_is_overlapped(kind, types, make):
     x, call = normal(0, (4, 8, 16)), ub.dot_general(kind)
+    model, plain = (
+        nnx.Linear(16, 32, rngs=nnx.Rngs(0), dot_general=function)
+        for function in (call, lax.dot_general)
+    )
     with jax.set_mesh(mesh_of(2, 2, types)):
         if make == "linen":
             # Initialized with one token, which plain jax.lax multiplies.
@@ -37,11 +41,6 @@ def test_a_layer_of_flax_is_overlapped(kind, types, make):
             variables = model.init(jax.random.key(0), jnp.ones((1, 1, 16)))
             model = model.bind(variables)
             plain = nn.Dense(32).bind(jax.tree.map(np.asarray, variables))
-        else:
-            model, plain = (
-                nnx.Linear(16, 32, rngs=nnx.Rngs(0), dot_general=function)
-                for function in (call, lax.dot_general)
-            )
         program = jax.jit(jax.value_and_grad(lambda x: loss(model, x)))
         text = compiled_text(program, x)
         value, gradient = program(x)
