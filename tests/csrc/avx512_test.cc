@@ -74,7 +74,7 @@ TEST(emulated_pairs_are_exact_for_every_tail) {
           }
         }
         gemm->expected.assign(problem.c.num_replicas, product);
-        RunUnits(CpuGemmPlan(problem, kPairs, 1));
+        RunUnits(*PlanCpuGemm(problem, kPairs, 1));
         CHECK_EQ(CountWrong(*gemm, Values::kIntegers), 0);
       }
     }

@@ -67,7 +67,7 @@ inline void CompareOne(uint64_t seed, Values values, const Isa& isa) {
   const GemmProblem& problem = gemm->problem;
   const KernelSet& kernels = KernelsFor(isa, problem.a.dtype, problem.b.dtype);
   const int num_workers = static_cast<int>(Pick(random, 1, 5));
-  RunUnits(CpuGemmPlan(problem, kernels, num_workers), &random);
+  RunUnits(*PlanCpuGemm(problem, kernels, num_workers), &random);
   const int64_t num_wrong = CountWrong(*gemm, values);
   if (num_wrong != 0) {
     check::Fail(__FILE__, __LINE__, kernels.isa, ", seed ", seed, ": ", num_wrong, " wrong");

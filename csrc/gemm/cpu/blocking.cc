@@ -6,12 +6,10 @@ namespace jax_ub {
 
 namespace {
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Splits `size` into equal parts of at most `limit`, in multiples of `multiple`.
 int64_t EqualPart(int64_t size, int64_t limit, int64_t multiple) {
   const int64_t parts = std::max<int64_t>(1, CeilDiv(size, limit));
-  return CeilDiv(CeilDiv(size, parts), multiple) * multiple;
+  return RoundUp(CeilDiv(size, parts), multiple);
 }
 
 }  // namespace

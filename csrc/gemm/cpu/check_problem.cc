@@ -63,7 +63,7 @@ void CheckOperand(const OperandView& view,
 
 }  // namespace
 
-void CheckProblem(const GemmProblem& problem) {
+GemmProblem CheckProblem(GemmProblem problem) {
   if (problem.m < 0 || problem.n < 0 || problem.k < 0) {
     Refuse("sizes M=" + std::to_string(problem.m) + " N=" + std::to_string(problem.n) +
            " K=" + std::to_string(problem.k) + " must not be negative");
@@ -86,6 +86,7 @@ void CheckProblem(const GemmProblem& problem) {
   for (const AddendView& addend : problem.addends) {
     CheckCount(addend.segments.size(), num_segments, "an addend");
   }
+  return problem;
 }
 
 }  // namespace jax_ub

@@ -5,7 +5,7 @@
 
 namespace jax_ub {
 
-// Throws std::invalid_argument that says what was found and what was expected.
-void CheckProblem(const GemmProblem& problem);
+// The problem itself, or std::invalid_argument that says what was found and expected.
+GemmProblem CheckProblem(GemmProblem problem);
 
 }  // namespace jax_ub

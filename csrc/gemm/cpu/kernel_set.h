@@ -1,6 +1,7 @@
 // Puts the kernel set of one instruction set together. Included after its simd header.
 #pragma once
 
+#include "gemm/cpu/few_rows_kernel.h"
 #include "gemm/cpu/kernels.h"
 #include "gemm/cpu/pack_kernel.h"
 #include "gemm/cpu/sum_kernel.h"
@@ -26,6 +27,18 @@ constexpr void AddTiles(KernelSet& set) {
   if constexpr (kRows > 1) AddTiles<kRows - 1, kVectors, multiply_add>(set);
 }
 
+// These widen what they read: a word is one element, whatever the set's k_group is.
+template <int kRows>
+constexpr void AddFewRows(KernelSet& set) {
+  set.few_rows[kRows - 1] = {.dots = {MultiplyDots<kRows, DType::kF32>,
+                                      MultiplyDots<kRows, DType::kBF16>,
+                                      MultiplyDots<kRows, DType::kF16>},
+                             .strips = {MultiplyStrip<kRows, DType::kF32>,
+                                        MultiplyStrip<kRows, DType::kBF16>,
+                                        MultiplyStrip<kRows, DType::kF16>}};
+  if constexpr (kRows > 1) AddFewRows<kRows - 1>(set);
+}
+
 template <int kRows, int kVectors>
 constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_place) {
   KernelSet set = {};
@@ -38,6 +51,7 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();
+  AddFewRows<kMaxFewRows>(set);
   set.sum = Sum;
   return set;
 }

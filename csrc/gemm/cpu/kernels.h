@@ -53,6 +53,24 @@ using SumFunction = void (*)(const Summand* summands,
                              int64_t out_stride,
                              DType out_dtype);
 
+// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B in
+// place (see few_rows_kernel.h).
+using FewRowsFunction = void (*)(const void* a,
+                                 int64_t a_stride,
+                                 const void* b,
+                                 int64_t b_stride,
+                                 int64_t num_words,
+                                 int64_t columns,
+                                 void* sums,
+                                 int64_t sums_stride);
+
+inline constexpr int kMaxFewRows = 4;
+
+struct FewRowsKernels {
+  FewRowsFunction dots[kNumDTypes];    // B is K contiguous
+  FewRowsFunction strips[kNumDTypes];  // B is contiguous along its columns
+};
+
 struct PanelPackers {
   PackFunction transposed[kNumDTypes];  // source is K contiguous
   PackFunction copied[kNumDTypes];      // source is contiguous along the outer dimension
@@ -69,6 +87,7 @@ struct KernelSet {
   TileFunction tile_of_columns[kMaxTileRows];  // [rows - 1]
   PanelPackers pack_a;                         // panels tile_rows wide
   PanelPackers pack_b;                         // panels tile_columns wide
+  FewRowsKernels few_rows[kMaxFewRows];        // [rows - 1]
   SumFunction sum;
 };
 

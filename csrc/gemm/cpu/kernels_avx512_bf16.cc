@@ -25,6 +25,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.pack_a.copied[kBF16] = PackCopiedPairs<kRows>;
   set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;
   set.pack_b.copied[kBF16] = PackCopiedPairs<kColumns>;
+  AddFewRows<kMaxFewRows>(set);
   set.sum = Sum;
   return set;
 }

@@ -17,6 +17,9 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
 // The words of one tile of A, as a TileFunction wants them.
 struct TileOfA {
   const void* words;

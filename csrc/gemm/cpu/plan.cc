@@ -4,30 +4,32 @@
 #include <utility>
 
 #include "gemm/cpu/check_problem.h"
+#include "gemm/cpu/few_rows_plan.h"
 
 namespace jax_ub {
 
 namespace {
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-
-GemmProblem Checked(GemmProblem problem) {
-  CheckProblem(problem);
-  return problem;
-}
 
 }  // namespace
 
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
   const KernelSet& kernels =
       KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
-  return std::make_unique<CpuGemmPlan>(std::move(problem), kernels, num_workers);
+  return PlanCpuGemm(std::move(problem), kernels, num_workers);
 }
 
-CpuGemmPlan::CpuGemmPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
-    : problem_(Checked(std::move(problem))),
+std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
+                                      const KernelSet& kernels,
+                                      int num_workers) {
+  if (problem.m <= kMaxFewRows) {
+    return std::make_unique<FewRowsPlan>(std::move(problem), kernels, num_workers);
+  }
+  return std::make_unique<TiledPlan>(std::move(problem), kernels, num_workers);
+}
+
+TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
+    : problem_(CheckProblem(std::move(problem))),
       kernels_(kernels),
       blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
       a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
@@ -37,7 +39,7 @@ CpuGemmPlan::CpuGemmPlan(GemmProblem problem, const KernelSet& kernels, int num_
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
 // Units that are neighbours in the list share columns of B, the operand that is packed.
-void CpuGemmPlan::Run(int64_t unit, Scratch& scratch) const {
+void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const int64_t row = unit % num_unit_rows_ * blocking_.unit_rows;
   const int64_t column = unit / num_unit_rows_ * blocking_.unit_columns;
   const Range rows = {row, std::min(problem_.m, row + blocking_.unit_rows)};
@@ -66,7 +68,7 @@ void CpuGemmPlan::Run(int64_t unit, Scratch& scratch) const {
   } while (k < problem_.k);
 }
 
-void CpuGemmPlan::RunBlock(Range rows,
+void TiledPlan::RunBlock(Range rows,
                            Range columns,
                            Range k,
                            const Workspace& workspace) const {
@@ -105,7 +107,7 @@ void CpuGemmPlan::RunBlock(Range rows,
   }
 }
 
-void CpuGemmPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
+void TiledPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
   const int64_t panel_bytes = a_.PanelBytes(k.size());
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
     const Range outer = {i, std::min(block.end, i + kernels_.tile_rows)};
@@ -120,14 +122,14 @@ void CpuGemmPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles)
   }
 }
 
-void CpuGemmPlan::PackB(Range group, Range k, std::byte* packed) const {
+void TiledPlan::PackB(Range group, Range k, std::byte* packed) const {
   for (int64_t c = group.begin; c < group.end; c += kernels_.tile_columns) {
     b_.PackPanel({c, std::min(group.end, c + kernels_.tile_columns)}, k, packed);
     packed += b_.PanelBytes(k.size());
   }
 }
 
-void CpuGemmPlan::MultiplyTile(const TileOfA& a,
+void TiledPlan::MultiplyTile(const TileOfA& a,
                                const std::byte* b,
                                Range rows,
                                Range columns,
@@ -142,7 +144,7 @@ void CpuGemmPlan::MultiplyTile(const TileOfA& a,
                          kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2),
                          sums,
                          k.begin > 0);
-  if (k.end == problem_.k) c_.StoreTile(sums, rows, columns);
+  if (k.end == problem_.k) c_.Store(sums, kernels_.tile_columns, rows, columns);
 }
 
 }  // namespace jax_ub

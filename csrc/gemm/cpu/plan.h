@@ -10,6 +10,11 @@
 
 namespace jax_ub {
 
+// PlanGemm with kernels of one's own choice.
+std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
+                                      const KernelSet& kernels,
+                                      int num_workers);
+
 // Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of k_block;
 // in each, it packs `group_columns` of B at a time and multiplies them with block_rows
 // of A, tile by tile.
@@ -25,9 +30,9 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
 
-class CpuGemmPlan : public GemmPlan {
+class TiledPlan : public GemmPlan {
  public:
-  CpuGemmPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);
+  TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);
 
   int64_t num_units() const override { return num_unit_rows_ * num_unit_columns_; }
   void Run(int64_t unit, Scratch& scratch) const override;

@@ -13,7 +13,10 @@ Result::Result(const ResultView& view,
       num_row_segments_(static_cast<int64_t>(view.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view.column_bounds.size()) - 1) {}
 
-void Result::StoreTile(const float* sums, Range rows, Range columns) const {
+void Result::Store(const float* sums,
+                   int64_t sums_stride,
+                   Range rows,
+                   Range columns) const {
   const auto& row_bounds = view_.row_bounds;
   const auto& column_bounds = view_.column_bounds;
   const int64_t first_column = FindSegment(column_bounds, columns.begin);
@@ -22,9 +25,8 @@ void Result::StoreTile(const float* sums, Range rows, Range columns) const {
     for (int64_t c = columns.begin, j = first_column; c < columns.end; ++j) {
       const int64_t c_end = std::min(columns.end, column_bounds[j + 1]);
       if (r_end > r && c_end > c) {
-        const float* piece =
-            sums + (r - rows.begin) * kernels_.tile_columns + (c - columns.begin);
-        StorePiece(piece,
+        StorePiece(sums + (r - rows.begin) * sums_stride + (c - columns.begin),
+                   sums_stride,
                    i * num_column_segments_ + j,
                    {r - row_bounds[i], r_end - row_bounds[i]},
                    {c - column_bounds[j], c_end - column_bounds[j]});
@@ -36,12 +38,13 @@ void Result::StoreTile(const float* sums, Range rows, Range columns) const {
 }
 
 void Result::StorePiece(const float* sums,
+                        int64_t sums_stride,
                         int64_t segment,
                         Range rows,
                         Range columns) const {
   const int num_summands = 1 + static_cast<int>(addends_.size());
   Summand summands[1 + kMaxAddends];
-  summands[0] = {sums, 4 * kernels_.tile_columns, DType::kF32};
+  summands[0] = {sums, 4 * sums_stride, DType::kF32};
   const int64_t num_segments = num_row_segments_ * num_column_segments_;
   for (int replica = 0; replica < view_.num_replicas; ++replica) {
     const int64_t index = replica * num_segments + segment;

@@ -1,4 +1,4 @@
-// Stores a finished tile into the segments of the result, with what is added to it.
+// Stores finished sums into the segments of the result, with what is added to it.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +21,16 @@ class Result {
          const KernelSet& kernels);
 
   // result[r, c] = round(sums[r, c] + addends[r, c]) in every replica. `sums` holds the
-  // tile's rows at a distance of tile_columns.
-  void StoreTile(const float* sums, Range rows, Range columns) const;
+  // rectangle's rows at a distance of `sums_stride` elements.
+  void Store(const float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
  private:
-  // One rectangle of the tile that lies in one segment, for one replica.
-  void StorePiece(const float* sums, int64_t segment, Range rows, Range columns) const;
+  // The part that lies in one segment, in every replica. Ranges are within the segment.
+  void StorePiece(const float* sums,
+                  int64_t sums_stride,
+                  int64_t segment,
+                  Range rows,
+                  Range columns) const;
 
   const ResultView& view_;
   const std::vector<AddendView>& addends_;
