@@ -15,8 +15,5 @@ from jax_ub.rules.matmul_reduce_scatter import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from jax_ub.rules.wgrad_accumulate import wgrad_accumulate as wgrad_accumulate
-from jax_ub.runtime import engine as _engine
-
-# An engine that does not fit the installed jaxlib is refused here, before anything is
-# registered that would keep jaxlib's backend from starting.
-_engine.load()
+from jax_ub.runtime.engine import register_targets as register_targets
+from jax_ub.runtime.exporting import export_safety_checks as export_safety_checks

@@ -12,10 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub import _cpu
-
-_HAS_BF16_PRODUCTS = "avx512_bf16" in _cpu.isas()
-
 Axis = str | tuple[str, ...]
 
 
@@ -42,13 +38,21 @@ def _product(x, w, dimensions):
         dimension_numbers=dimensions,
         preferred_element_type=jnp.float32,
     )
-    if x.dtype == jnp.float32 or (x.dtype == jnp.bfloat16 and _HAS_BF16_PRODUCTS):
+    if x.dtype == jnp.float32 or (x.dtype == jnp.bfloat16 and _has_bf16_products()):
         return multiply(x, w)
 
     def widen_and_multiply(x, w):
         return multiply(x.astype(jnp.float32), w.astype(jnp.float32))
 
     return lax.platform_dependent(x, w, cpu=widen_and_multiply, default=multiply)
+
+
+@functools.cache
+def _has_bf16_products():
+    # Imported here, so that it is runtime/engine.py that finds a missing engine.
+    from jax_ub import _cpu
+
+    return "avx512_bf16" in _cpu.isas()
 
 
 def dots(

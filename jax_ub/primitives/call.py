@@ -151,7 +151,7 @@ def _lower_on_cpu(ctx, *operands, call):
     ranks = find_ranks(ctx, call.label, call.axis_name)
     if ranks.reason is not None:
         return _lower_to_reference(ctx, operands, call, ranks.reason)
-    engine.register()
+    engine.register_targets()
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=True,

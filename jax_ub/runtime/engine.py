@@ -63,12 +63,15 @@ def _defined(text, name):
 
 
 @functools.cache
-def register() -> None:
-    """Hands the engine's settings and handlers over, once; needs a running backend.
+def register_targets() -> None:
+    """Hands the engine's settings to it and its handlers to XLA, once.
 
-    Stateful targets that are registered before the backend exists keep it from
-    starting, so this waits for the first lowering.
+    Every lowering does this. Only a process that runs programs which another one
+    exported or compiled calls it, before it loads them.
     """
+    # Stateful targets that are registered before the backend exists would keep it from
+    # starting.
+    jax.devices()
     cpu = load()
     _configure(cpu)
     jax.ffi.register_ffi_type(

@@ -1,0 +1,344 @@
+"""Bad input: an error at trace time that names op, argument, value and fix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import dp_tp_mesh, tp_mesh
+
+import jax_ub as ub
+from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
+from jax_ub.methods import Method
+
+GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+WHOLE = P()
+
+
+def trace(function, *operands, mesh=None, specs=WHOLE):
+    """Traces `function` on four ranks with whole operands on each; computes nothing."""
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh or tp_mesh(4),
+        in_specs=specs,
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(mapped).trace(*operands)
+
+
+def refuses(error, message, function, *operands, **where):
+    with pytest.raises(error, match=message):
+        trace(function, *operands, **where)
+
+
+@pytest.mark.parametrize("op", GEMMS)
+class TestEveryGemm:
+    def test_wrong_contraction(self, op):
+        message = rf"{op.__name__}: x \(8, 6\) has K = 6, but w \(7, 8\) has K = 7"
+        refuses(
+            ShapeContractError,
+            message,
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(8, 6),
+            zeros(7, 8),
+        )
+
+    def test_transposed_kernel(self, op):
+        refuses(
+            ShapeContractError,
+            r"Kernels are \[in, out\]: pass w.T",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(8, 6),
+            zeros(9, 6),
+        )
+
+    def test_too_few_dimensions(self, op):
+        refuses(
+            ShapeContractError,
+            r"x has shape \(6,\), but the op takes \[..., rows, features\]",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(6),
+            zeros(6, 8),
+        )
+
+    def test_kernel_of_three_dimensions(self, op):
+        refuses(
+            ShapeContractError,
+            r"w has shape \(2, 6, 8\), but a kernel is \[in, out\]",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(8, 6),
+            zeros(2, 6, 8),
+        )
+
+    def test_integers(self, op):
+        refuses(
+            ShapeContractError,
+            "x is int32, but the op takes float32, bfloat16 or float16. Convert it",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(8, 6, dtype="int32"),
+            zeros(6, 8),
+        )
+
+    def test_two_dtypes(self, op):
+        refuses(
+            ShapeContractError,
+            "x is bfloat16 and w is float32, but both must have one dtype",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(8, 6, dtype="bfloat16"),
+            zeros(6, 8),
+        )
+
+    def test_result_of_another_kind(self, op):
+        refuses(
+            ShapeContractError,
+            "out_dtype = int8 is not a result the op has",
+            lambda x, w: op(x, w, axis_name="tp", out_dtype="int8"),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
+    def test_nothing_to_compute(self, op):
+        refuses(
+            ShapeContractError,
+            r"x has shape \(0, 6\), which is empty",
+            lambda x, w: op(x, w, axis_name="tp"),
+            zeros(0, 6),
+            zeros(6, 8),
+        )
+
+    def test_bias_of_another_size(self, op):
+        refuses(
+            ShapeContractError,
+            r"bias has shape \(6,\), but here it is \[N\], \(8,\)",
+            lambda x, w, b: op(x, w, axis_name="tp", bias=b),
+            zeros(8, 6),
+            zeros(6, 8),
+            zeros(6),
+        )
+
+    def test_axis_that_is_not_there(self, op):
+        refuses(
+            ShapeContractError,
+            r"axis_name = 'pt' is not a manual mesh axis; only \('tp',\) are. Call it",
+            lambda x, w: op(x, w, axis_name="pt"),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
+    def test_bare_call(self, op):
+        message = "not a manual mesh axis; no axis is manual.*inside jax.shard_map"
+        with pytest.raises(ShapeContractError, match=message):
+            op(zeros(8, 6), zeros(6, 8), axis_name="tp")
+
+    def test_axis_of_vmap(self, op):
+        message = "axis_name = 'tp' is not a manual mesh axis"
+        with pytest.raises(ShapeContractError, match=message):
+            jax.vmap(lambda x: op(x, zeros(6, 8), axis_name="tp"), axis_name="tp")(
+                zeros(4, 8, 6)
+            )
+
+    def test_misspelt_method(self, op):
+        refuses(
+            UnknownNameError,
+            rf"{op.__name__} \(ub_name 'qkv'\): method = 'pipelin' is not a method",
+            lambda x, w: op(x, w, axis_name="tp", method="pipelin", ub_name="qkv"),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
+
+def test_kernel_sharded_along_the_wrong_dimension():
+    refuses(
+        ShapeContractError,
+        r"sharded along its first dimension.*in_specs P\(None, axis_name\)",
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
+        zeros(8, 24),
+        zeros(6, 8),
+    )
+
+
+@pytest.mark.parametrize("op", [ub.matmul_reduce_scatter, ub.matmul_all_reduce])
+def test_kernel_or_features_that_are_not_sharded(op):
+    refuses(
+        ShapeContractError,
+        r"not sharded along its first dimension.*in_specs P\(axis_name, None\)",
+        lambda x, w: op(x, w, axis_name="tp"),
+        zeros(8, 6),
+        zeros(24, 8),
+    )
+    refuses(
+        ShapeContractError,
+        r"activations are not sharded along their features.*P\(..., axis_name\)",
+        lambda x, w: op(x, w, axis_name="tp"),
+        zeros(8, 24),
+        zeros(6, 8),
+    )
+
+
+def test_rows_that_do_not_divide():
+    refuses(
+        ShapeContractError,
+        "has 10 rows .axis -2., which do not divide into 4 ranks. Pad to 12 rows",
+        lambda x, w: ub.matmul_reduce_scatter(x, w, axis_name="tp"),
+        zeros(10, 6),
+        zeros(6, 8),
+    )
+
+
+def test_residual_of_another_shape():
+    refuses(
+        ShapeContractError,
+        r"residual has shape \(8, 8\), but here it is the result's shape, \(2, 8\)",
+        lambda x, w, r: ub.matmul_reduce_scatter(x, w, axis_name="tp", residual=r),
+        zeros(8, 6),
+        zeros(6, 8),
+        zeros(8, 8),
+    )
+
+
+def test_no_kernels_and_biases_that_do_not_match_them():
+    refuses(
+        ShapeContractError,
+        "w is an empty tuple. Pass at least one kernel",
+        lambda x: ub.all_gather_matmul(x, (), axis_name="tp"),
+        zeros(8, 6),
+    )
+    refuses(
+        ShapeContractError,
+        "bias is a tuple of 1, but w is a tuple of 2 kernels. Pass one bias for each",
+        lambda x, w, b: ub.all_gather_matmul(x, (w, w), axis_name="tp", bias=(b,)),
+        zeros(8, 6),
+        zeros(6, 8),
+        zeros(8),
+    )
+    refuses(
+        ShapeContractError,
+        "bias is a tuple of 1, but w is one kernel",
+        lambda x, w, b: ub.all_gather_matmul(x, w, axis_name="tp", bias=(b,)),
+        zeros(8, 6),
+        zeros(6, 8),
+        zeros(8),
+    )
+
+
+def test_axis_name_that_is_no_name():
+    refuses(
+        ShapeContractError,
+        r"all_reduce: axis_name = \(4,\) is not the name of a mesh axis",
+        lambda x: ub.all_reduce(x, axis_name=(4,)),
+        zeros(8),
+    )
+
+
+def test_integers_are_not_reduced():
+    refuses(
+        ShapeContractError,
+        "all_reduce: x is int32",
+        lambda x: ub.all_reduce(x, axis_name="tp"),
+        zeros(8, dtype="int32"),
+    )
+
+
+def test_axis_that_is_left_to_xla():
+    mapped = jax.shard_map(
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
+        mesh=dp_tp_mesh(2, 2),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P(None, "tp"),
+        axis_names={"tp"},
+    )
+    message = r"all_gather_matmul: the mesh axes \['dp'\] are left to XLA.*shard_map"
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        jax.jit(mapped).lower(zeros(8, 6), zeros(6, 8))
+
+
+def test_local_call_on_a_sharded_array_outside_shard_map():
+    x = jax.device_put(zeros(8, 6), NamedSharding(tp_mesh(2), P("tp")))
+    message = "linear: the program runs on 2 devices, but the call is not inside"
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        jax.jit(ub.linear)(x, zeros(6, 8))
+    assert ub.linear(x, zeros(6, 8), method="xla").shape == (8, 8)
+
+
+def lowered_for(platform, method, mesh):
+    def function(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", method=method, ub_name="qkv")
+
+    specs = (P("tp"), P(None, "tp"))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(None, "tp"))
+    shapes = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((8, 6), (6, 8)), specs, strict=True)
+    )
+    traced = jax.jit(mapped).trace(*shapes)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_another_platform_falls_back_where_the_choice_was_automatic():
+    text = lowered_for("cuda", "auto", tp_mesh(4))
+    assert "jax_ub$" not in text
+    assert "all_gather" in text
+    fallback = ub.fallbacks()[-1]
+    assert fallback.label == "all_gather_matmul (ub_name 'qkv')"
+    assert fallback.reason == "no engine for cuda"
+
+
+def test_another_platform_refuses_a_method_that_was_named():
+    message = r'method "direct" cannot run: no engine for cuda. Pass method="auto"'
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        lowered_for("cuda", "direct", tp_mesh(4))
+
+
+def test_abstract_mesh_names_no_devices():
+    mesh = tp_mesh(4).abstract_mesh
+    with pytest.raises(UnsupportedOverlapError, match="abstract mesh, which names no"):
+        lowered_for("cpu", "direct", mesh)
+    assert "jax_ub$" not in lowered_for("cpu", "auto", mesh)
+    assert "abstract mesh" in ub.fallbacks()[-1].reason
+
+
+def test_mesh_of_several_processes_falls_back(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda *_: 7)
+    assert "jax_ub$" not in lowered_for("cpu", "auto", tp_mesh(4))
+    assert ub.fallbacks()[-1].reason == "the mesh spans several processes"
+    with pytest.raises(UnsupportedOverlapError, match="spans several processes"):
+        lowered_for("cpu", Method.RING_EXCHANGE, tp_mesh(4))
+
+
+def test_mesh_smaller_than_the_specs_ask_for_is_refused_by_jax():
+    with pytest.raises(ValueError, match="divi"):
+        trace(
+            lambda x: ub.all_reduce(x, axis_name="tp"), np.zeros((3, 2)), specs=P("tp")
+        )
+
+
+def test_plain_function_of_xla_needs_no_engine():
+    text = lowered_for("cpu", "xla", tp_mesh(4))
+    assert "jax_ub$" not in text
+
+
+def test_method_of_the_environment(monkeypatch):
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    assert "jax_ub$" not in lowered_for("cpu", None, tp_mesh(4))
+    assert "jax_ub$" in lowered_for("cpu", "direct", tp_mesh(4))
+    monkeypatch.setenv("JAX_UB_METHOD", "xlla")
+    with pytest.raises(UnknownNameError, match="JAX_UB_METHOD = 'xlla'"):
+        lowered_for("cpu", None, tp_mesh(4))
+
+
+def test_axis_over_a_scan_stays_manual():
+    def function(x):
+        return lax.scan(
+            lambda x, _: (ub.all_reduce(x, axis_name="tp") / 4, None), x, length=2
+        )[0]
+
+    trace(function, zeros(8))

@@ -1,0 +1,258 @@
+"""Every way that JAX transforms, compiles and stores overlapped calls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, compiled_text, on_ranks, tp_mesh
+
+import jax_ub as ub
+
+ROWS, COLUMNS, FEATURES = P("tp"), P(None, "tp"), P(None, "tp")
+PAIR = (ROWS, COLUMNS, P("tp"))
+
+
+def column(x, w, **options):
+    return ub.all_gather_matmul(x, w, axis_name="tp", **options)
+
+
+def row(x, w, **options):
+    return ub.matmul_reduce_scatter(x, w, axis_name="tp", **options)
+
+
+def pair(x, w1, w2):
+    return row(column(x, w1), w2)
+
+
+def operands():
+    return tuple(
+        small_integers(i, shape) for i, shape in enumerate([(8, 6), (6, 12), (12, 6)])
+    )
+
+
+def place(values):
+    return jax.device_put(
+        values, tuple(NamedSharding(tp_mesh(4), spec) for spec in PAIR)
+    )
+
+
+def plain(x, w1, w2):
+    return x @ w1 @ w2
+
+
+def on_four(function, out_specs=ROWS, in_specs=PAIR):
+    return on_ranks(function, tp_mesh(4), in_specs, out_specs)
+
+
+def test_runs_without_jit():
+    run = jax.shard_map(pair, mesh=tp_mesh(4), in_specs=PAIR, out_specs=ROWS)
+    assert_equal(run(*operands()), plain(*operands()))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_over_activations_is_one_call(axis):
+    _, w, _ = operands()
+    xs = jnp.moveaxis(small_integers(3, (5, 8, 6)), 0, axis)
+    spec = [None, "tp", None] if axis == 0 else ["tp", None, None]
+    if axis == 1:
+        spec = ["tp", None, None]
+    run = on_ranks(
+        jax.vmap(column, in_axes=(axis, None)),
+        tp_mesh(4),
+        (P(*spec), COLUMNS),
+        P(None, None, "tp"),
+    )
+    expected = jax.vmap(jnp.matmul, in_axes=(axis, None))(xs, w)
+    assert_equal(run(xs, w), expected)
+    assert calls(compiled_text(run, xs, w)) == {"all_gather_matmul": 1}
+    gradient = jax.grad(lambda xs, w: jnp.sum(run(xs, w) ** 2), (0, 1))
+    plain_gradient = jax.grad(lambda xs, w: jnp.sum(jnp.matmul(
+        jnp.moveaxis(xs, axis, 0), w) ** 2), (0, 1))  # fmt: skip
+    assert_equal(jax.jit(gradient)(xs, w), jax.jit(plain_gradient)(xs, w))
+
+
+def test_vmap_over_kernels_is_a_loop():
+    x, _, _ = operands()
+    ws = small_integers(3, (5, 6, 12))
+    run = on_ranks(
+        jax.vmap(column, in_axes=(None, 0)),
+        tp_mesh(4),
+        (ROWS, P(None, None, "tp")),
+        P(None, None, "tp"),
+    )
+    expected = jax.vmap(jnp.matmul, in_axes=(None, 0))(x, ws)
+    assert_equal(run(x, ws), expected)
+    gradient = jax.grad(lambda x, ws: jnp.sum(run(x, ws) ** 2), (0, 1))
+    plain_gradient = jax.grad(
+        lambda x, ws: jnp.sum(jax.vmap(jnp.matmul, (None, 0))(x, ws) ** 2), (0, 1)
+    )
+    assert_equal(jax.jit(gradient)(x, ws), jax.jit(plain_gradient)(x, ws))
+
+
+def test_vmap_of_a_gradient_keeps_the_kernels_apart():
+    x, w, _ = operands()
+    xs = small_integers(3, (3, 8, 6))
+
+    def gradient(x, w):
+        return jax.grad(lambda w: jnp.sum(column(x, w) ** 2))(w)
+
+    run = on_ranks(
+        jax.vmap(gradient, in_axes=(0, None)),
+        tp_mesh(4),
+        (P(None, "tp"), COLUMNS),
+        P(None, None, "tp"),
+    )
+    expected = jax.vmap(
+        jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), in_axes=(None, 0)
+    )(w, xs)
+    assert_equal(run(xs, w), expected)
+
+
+def test_vmap_with_a_residual_repeats_what_is_not_mapped():
+    _, _, w = operands()
+    xs, residual = small_integers(3, (3, 8, 12)), small_integers(4, (8, 6))
+    run = on_ranks(
+        jax.vmap(lambda x, w, r: row(x, w, residual=r), in_axes=(0, None, None)),
+        tp_mesh(4),
+        (P(None, None, "tp"), P("tp"), ROWS),
+        P(None, "tp"),
+    )
+    assert_equal(run(xs, w, residual), xs @ w + residual)
+
+
+POLICIES = {
+    # What is saved by name: the forward runs twice where its result is not saved.
+    "nothing_saveable": 2,
+    "dots_saveable": 2,
+    "everything_saveable": 1,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_remat_keeps_gradients_and_repeats_what_it_must(policy):
+    values = operands()
+
+    def loss(x, w1, w2):
+        call = jax.checkpoint(pair, policy=getattr(jax.checkpoint_policies, policy))
+        return lax.psum(jnp.sum(call(x, w1, w2) ** 2), "tp")
+
+    run = on_four(loss, out_specs=P())
+    step = jax.jit(jax.grad(run, (0, 1, 2)))
+    expected = jax.grad(lambda *v: jnp.sum(plain(*v) ** 2), (0, 1, 2))(*values)
+    assert_equal(step(*values), expected)
+
+
+@pytest.mark.parametrize(("name", "num_forwards"), [("gathered", 1), ("other", 2)])
+def test_gathered_operand_is_saved_by_name_or_gathered_again(name, num_forwards):
+    x, w, _ = operands()
+    policy = jax.checkpoint_policies.save_only_these_names(f"jax_ub.{name}")
+
+    def loss(x, w):
+        def layer(x, w):
+            y, _ = column(x, w, return_gathered=True, method="ring_exchange")
+            return jnp.sum(y)
+
+        return lax.psum(jax.checkpoint(layer, policy=policy)(x, w), "tp")
+
+    run = on_ranks(loss, tp_mesh(4), (ROWS, COLUMNS), P())
+    step = jax.jit(jax.value_and_grad(run, (0, 1)))
+    expected = jax.value_and_grad(lambda x, w: jnp.sum(x @ w), (0, 1))(x, w)
+    assert_equal(step(x, w), expected)
+    assert calls(compiled_text(step, x, w)) == {
+        "all_gather_matmul": num_forwards,
+        "matmul_reduce_scatter": 1,
+        "wgrad": 1,
+    }
+
+
+def test_scan_over_layers_and_its_gradient():
+    x, _, _ = operands()
+    w1s, w2s = small_integers(1, (3, 6, 12)), small_integers(2, (3, 12, 6))
+
+    def layers(x, w1s, w2s):
+        return lax.scan(lambda x, ws: (pair(x, *ws), None), x, (w1s, w2s))[0]
+
+    stacked = P(None, None, "tp"), P(None, "tp")
+    run = on_four(layers, in_specs=(ROWS, *stacked))
+
+    def loss(layers):
+        return lambda *v: jnp.sum(layers(*v) * small_integers(9, (8, 6)))
+
+    def plain_layers(x, w1s, w2s):
+        for w1, w2 in zip(w1s, w2s, strict=True):
+            x = plain(x, w1, w2)
+        return x
+
+    step = jax.jit(jax.value_and_grad(loss(run), (0, 1, 2)))
+    expected = jax.jit(jax.value_and_grad(loss(plain_layers), (0, 1, 2)))
+    assert_equal(step(x, w1s, w2s), expected(x, w1s, w2s))
+
+
+def test_while_loop_and_uniform_cond():
+    x, w1, w2 = operands()
+
+    def loop(x, w1, w2, n, choice):
+        x = lax.fori_loop(0, n, lambda _, x: pair(x, w1, w2) % 3, x)
+        return lax.cond(choice, lambda: pair(x, w1, w2), lambda: 2 * x)
+
+    run = on_four(loop, in_specs=(ROWS, COLUMNS, P("tp"), P(), P()))
+    expected = x
+    for _ in range(4):
+        expected = plain(expected, w1, w2) % 3
+    assert_equal(run(x, w1, w2, 4, True), plain(expected, w1, w2))
+    assert_equal(run(x, w1, w2, 4, False), 2 * expected)
+
+
+def test_donated_operands_and_ahead_of_time_compilation():
+    values = operands()
+    expected = plain(*values)
+    placed = place(values)
+    function = jax.shard_map(pair, mesh=tp_mesh(4), in_specs=PAIR, out_specs=ROWS)
+    compiled = jax.jit(function, donate_argnums=0).lower(*placed).compile()
+    assert_equal(compiled(*placed), expected)
+    assert placed[0].is_deleted()
+
+
+def test_export_with_the_published_checks():
+    values = operands()
+    run = on_four(pair)
+    with pytest.raises(ValueError, match=r"custom calls whose targets have no"):
+        jax.export.export(run)(*values)
+    exported = jax.export.export(run, disabled_checks=ub.export_safety_checks)(*values)
+    assert_equal(jax.jit(exported.call)(*place(values)), plain(*values))
+
+
+def test_mesh_that_is_set_instead_of_passed():
+    values = operands()
+    with jax.set_mesh(tp_mesh(4)):
+        run = jax.jit(jax.shard_map(pair, in_specs=PAIR, out_specs=ROWS))
+        assert_equal(run(*values), plain(*values))
+
+
+def test_forward_mode_is_refused():
+    x, w, _ = operands()
+    run = on_ranks(column, tp_mesh(4), (ROWS, COLUMNS), FEATURES)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(run, (x, w), (x, w))
+
+
+def test_second_derivatives_are_refused():
+    def loss(w):
+        return jnp.sum(ub.linear(jnp.ones((2, 3)), w) ** 2)
+
+    def norm(w):
+        return jnp.sum(jax.grad(loss)(w) ** 2)
+
+    message = "linear: forward-mode differentiation and second derivatives"
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
+        jax.grad(norm)(jnp.ones((3, 4)))
+
+
+def test_dtype_promotion_of_numpy_operands():
+    x, w, _ = operands()
+    run = on_ranks(column, tp_mesh(4), (ROWS, COLUMNS), FEATURES)
+    assert_equal(run(np.asarray(x), np.asarray(w)), x @ w)

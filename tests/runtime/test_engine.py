@@ -1,0 +1,76 @@
+"""The engine is checked at import, registered once, and configured by variables."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jax_ub.runtime import engine
+
+
+def run_python(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    )
+
+
+def test_engine_of_this_jaxlib_is_taken():
+    built = tuple(engine.load().xla_ffi_api_version)
+    engine.check_ffi_api(built, engine.running_ffi_api(), jax.__version__)
+    engine.check_ffi_api((0, 1), (0, 3), "0.10.2")
+
+
+@pytest.mark.parametrize("built", [(0, 4), (1, 0)])
+def test_engine_of_a_newer_ffi_is_refused(built):
+    message = r"built for XLA FFI API .*but jax 0.10.2 has 0.3.*pip install -U jax"
+    with pytest.raises(ImportError, match=message):
+        engine.check_ffi_api(built, (0, 3), "0.10.2")
+
+
+def test_import_without_an_engine_says_how_to_build_it():
+    hidden = "import sys; sys.modules['jax_ub._cpu'] = None; import jax_ub"
+    done = run_python(hidden)
+    assert done.returncode != 0
+    assert "ImportError: jax_ub: its compiled engine jax_ub._cpu is missing." in (
+        done.stderr
+    )
+    assert "pip install ." in done.stderr
+
+
+def test_import_of_an_engine_that_does_not_fit_leaves_jax_usable():
+    program = (
+        "import sys, types\n"
+        "sys.modules['jax_ub._cpu'] = cpu = types.ModuleType('_cpu')\n"
+        "cpu.xla_ffi_api_version = (0, 99)\n"
+        "try:\n"
+        "    import jax_ub\n"
+        "except ImportError as error:\n"
+        "    assert '0.99' in str(error), error\n"
+        "import jax\n"
+        "print(jax.numpy.ones(3).sum())\n"
+    )
+    done = run_python(program)
+    assert done.stdout == "3.0\n", done.stderr
+
+
+def test_variables_reach_the_engine():
+    program = (
+        "import jax, jax_ub as ub\n"
+        "from jax_ub import _cpu\n"
+        "ub.linear(jax.numpy.ones((2, 2)), jax.numpy.ones((2, 2)))\n"
+        "print(_cpu.num_threads(), _cpu.isa())\n"
+    )
+    done = run_python(program, JAX_UB_NUM_THREADS="3", JAX_UB_ISA="portable")
+    assert done.stdout == "3 portable\n", done.stderr
+
+
+def test_registration_happens_once():
+    engine.register_targets()
+    engine.register_targets()
+    assert engine.register_targets.cache_info().misses == 1

@@ -1,0 +1,52 @@
+"""A rank that never comes: an error within the deadline, and the process goes on."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.runtime import engine
+
+METHODS = ("direct", "ring_exchange", "pipeline", "external")
+
+
+@pytest.fixture
+def short_deadline():
+    engine.register_targets()
+    engine.load().set_timeout_s(1.0)
+    yield
+    engine.load().set_timeout_s(120.0)
+
+
+def program(method):
+    def function(x, w, come):
+        return lax.cond(
+            come[0],
+            lambda: ub.all_gather_matmul(x, w, axis_name="tp", method=method),
+            lambda: lax.pcast(jnp.zeros((8, 3)), "tp", to="varying"),
+        )
+
+    specs = (P("tp"), P(None, "tp"), P("tp"))
+    return on_ranks(function, tp_mesh(4), specs, P(None, "tp"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_missing_rank_fails_the_others_within_the_deadline(method, short_deadline):
+    run = program(method)
+    x, w = small_integers(0, (8, 6)), small_integers(1, (6, 12))
+    everyone = jnp.ones(4, bool)
+    assert_equal(run(x, w, everyone), x @ w)
+    begin = time.monotonic()
+    timeout = pytest.raises(ub.errors.TimeoutError, match=r"all_gather_matmul.*rank")
+    with timeout, ub.errors.raised():
+        jax.block_until_ready(run(x, w, everyone.at[2].set(False)))
+    assert time.monotonic() - begin < 30
+    # The process goes on, with the same program and with others.
+    assert_equal(run(x, w, everyone), x @ w)
+    assert_equal(program("auto")(x, w, everyone), x @ w)
