@@ -52,9 +52,7 @@ def accumulate(
     return nnx.merge_state(main_grads, other_grads), losses.sum()
 
 
-def assemble(
-    graph: nnx.GraphDef, params: nnx.State, dtype: jnp.dtype
-) -> LanguageModel:
+def assemble(graph: nnx.GraphDef, params: nnx.State, dtype: jnp.dtype) -> LanguageModel:
     """Builds the model to call it without taking gradients."""
     kernels, others = _promoted(params)
     rounded = jax.tree.map(lambda kernel: kernel.astype(dtype), kernels)

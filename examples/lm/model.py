@@ -1,13 +1,13 @@
 """A decoder-only transformer over bytes, as one device of the mesh runs it.
 
 Between the layers an activation is sharded over its tokens, x [B, S/P, D] (sequence
-parallel). A column linear gathers the tokens and shards the features, a row linear takes
-sharded features and scatters the tokens again; in between, a device has its own attention
-heads or its own part of the MLP. Each linear is one call that overlaps the GEMM with its
-communication, forward and backward.
+parallel). A column linear gathers the tokens and shards the features, a row linear
+takes sharded features and scatters the tokens again; in between, a device has its own
+attention heads or its own part of the MLP. Each linear is one call that overlaps the
+GEMM with its communication, forward and backward.
 
-Outside `jax.shard_map` the parameters have their global shapes, and their `spec` says how
-they are sharded; inside, a module sees its device's shard.
+Outside `jax.shard_map` the parameters have their global shapes, and their `spec` says
+how they are sharded; inside, a module sees its device's shard.
 """
 
 import dataclasses
@@ -54,16 +54,17 @@ def kernel(size_in: int, size_out: int, spec: PartitionSpec, rngs: nnx.Rngs) -> 
 
 
 class ColumnLinear(nnx.Module):
-    """Gathers the tokens of x and multiplies by kernels that are sharded over features.
-
-    Args:
-        size_in: the features of x.
-        sizes_out: the features that each kernel makes; one gather serves them all.
-        method: how GEMM and communication are combined (`method` of jax_ub).
-        rngs: where the initial kernels come from.
-    """
+    """Gathers the tokens, and multiplies by kernels that are sharded over features."""
 
     def __init__(self, size_in: int, *sizes_out: int, method: str, rngs: nnx.Rngs):
+        """Makes the kernels.
+
+        Args:
+            size_in: the features of x.
+            sizes_out: the features that each kernel makes; one gather serves them all.
+            method: how GEMM and communication are combined (`method` of jax_ub).
+            rngs: where the initial kernels come from.
+        """
         self.method = method
         spec = PartitionSpec(None, "tp")
         self.kernels = nnx.List([kernel(size_in, n, spec, rngs) for n in sizes_out])
@@ -82,9 +83,10 @@ class ColumnLinear(nnx.Module):
 
 
 class RowLinear(nnx.Module):
-    """Multiplies by a kernel that is sharded over features, and scatters the tokens."""
+    """Multiplies by a kernel sharded over its rows, and scatters the tokens."""
 
     def __init__(self, size_in: int, size_out: int, *, method: str, rngs: nnx.Rngs):
+        """Makes the kernel; the arguments are those of `ColumnLinear`."""
         self.method = method
         self.kernel = kernel(size_in, size_out, PartitionSpec("tp", None), rngs)
 
@@ -105,9 +107,11 @@ class RMSNorm(nnx.Module):
     """Divides each token by its root mean square, in f32."""
 
     def __init__(self, size: int):
+        """Makes a scale of ones for `size` features."""
         self.scale = nnx.Param(jnp.ones(size), spec=PartitionSpec())
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes x [..., size]."""
         y = x.astype(jnp.float32)
         y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
         return (y * self.scale[...]).astype(x.dtype)
@@ -131,7 +135,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention in f32, which is what XLA:CPU multiplies fastest.
 
     Args:
-        q: [B, S, heads, head size], as `k` and `v`.
+        q: queries, [B, S, heads, head size].
+        k: keys, of the same shape.
+        v: values, of the same shape.
 
     Returns:
         [B, S, heads * head size], of the dtype of `q`.
@@ -146,6 +152,7 @@ class Block(nnx.Module):
     """Attention, then a SwiGLU MLP, each added to what went in."""
 
     def __init__(self, sizes: Sizes, *, method: str, rngs: nnx.Rngs):
+        """Makes four calls of linear layers, and two norms."""
         d, ff = sizes.d_model, sizes.d_ff
         self.head_size = sizes.head_size
         self.attention_norm = RMSNorm(d)
@@ -156,6 +163,7 @@ class Block(nnx.Module):
         self.down = RowLinear(ff, d, method=method, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Computes the next x [B, S/P, D]."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_size) for y in qkv)
         x = self.attention_out(attend(q, k, v), residual=x)
@@ -166,9 +174,10 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Bytes in, the logits of the next byte out."""
 
-    def __init__(self, sizes: Sizes, *, dtype: str, method: str, rngs: nnx.Rngs):
+    def __init__(self, sizes: Sizes, *, dtype: jnp.dtype, method: str, rngs: nnx.Rngs):
+        """Makes the model with f32 parameters; `dtype` is what it computes in."""
         d = sizes.d_model
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = dtype
         table = nnx.initializers.normal(1.0)(rngs.params(), (VOCABULARY, d))
         self.embedding = nnx.Param(table, spec=PartitionSpec())
         blocks = [
@@ -179,7 +188,7 @@ class LanguageModel(nnx.Module):
         self.head = ColumnLinear(d, VOCABULARY, method=method, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Computes f32 logits [B, S, vocabulary/P] from this device's tokens [B, S/P]."""
+        """Computes f32 logits [B, S, vocabulary/P] from own tokens [B, S/P]."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

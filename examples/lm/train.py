@@ -27,11 +27,23 @@ class State(NamedTuple):
 
 
 def make_mesh(dp: int, tp: int) -> Mesh:
-    """Arranges the first dp * tp devices."""
-    return Mesh(np.array(jax.devices()[: dp * tp]).reshape(dp, tp), AXES)
+    """Arranges the first dp * tp devices.
+
+    Raises:
+        SystemExit: if there are fewer.
+    """
+    devices = jax.devices()[: dp * tp]
+    if len(devices) < dp * tp:
+        raise SystemExit(
+            f"--dp {dp} times --tp {tp} needs {dp * tp} devices, but jax has "
+            f"{len(devices)}: {devices}. On CPU, unset JAX_NUM_CPU_DEVICES."
+        )
+    return Mesh(np.array(devices).reshape(dp, tp), AXES)
 
 
-def make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    learning_rate: float, num_steps: int
+) -> optax.GradientTransformation:
     """Makes Adam, warmed up over a tenth of the steps, then slowed down to nothing."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -52,13 +64,6 @@ class Trainer:
         linear_layers: (params, inputs, targets) -> gradients of the linear layers
             alone, with the calls of one step and nothing between them.
         shapes: the shapes, dtypes and shardings of the `State`.
-
-    Args:
-        sizes: of the model.
-        mesh: the batch is sharded over dp, tokens and kernels over tp.
-        method: how the linear layers communicate; "xla" is plain `jax.lax`.
-        dtype: what the model computes in; parameters and gradients are f32.
-        optimizer: works element by element, so that a device updates its own shards.
     """
 
     def __init__(
@@ -67,10 +72,19 @@ class Trainer:
         *,
         mesh: Mesh,
         method: str,
-        dtype: str,
+        dtype: jnp.dtype,
         optimizer: optax.GradientTransformation,
     ):
-        self._mesh, self._optimizer, self._dtype = mesh, optimizer, jnp.dtype(dtype)
+        """Traces the model; its programs are compiled when they are called.
+
+        Args:
+            sizes: of the model.
+            mesh: the batch is sharded over dp, tokens and kernels over tp.
+            method: how the linear layers communicate; "xla" is plain `jax.lax`.
+            dtype: what the model computes in; parameters and gradients are f32.
+            optimizer: works element by element: a device updates its own shards.
+        """
+        self._mesh, self._optimizer, self._dtype = mesh, optimizer, dtype
 
         def build(key: jax.Array) -> tuple[nnx.GraphDef, State]:
             rngs = nnx.Rngs(key)
@@ -84,7 +98,7 @@ class Trainer:
         self.shapes = jax.tree.map(
             lambda shape, sharding: shape.update(sharding=sharding), shapes, shardings
         )
-        self.init = jax.jit(lambda key: build(key)[1], out_shardings=shardings)
+        self.init = lambda key: jax.device_put(build(key)[1], shardings)
         self.step = self._on_mesh(
             self._step, specs, (specs, PartitionSpec()), donate_argnums=0
         )
@@ -125,7 +139,7 @@ class Trainer:
 
 
 def _specs(shapes: State, optimizer: optax.GradientTransformation) -> State:
-    """Finds how each array is sharded: Adam's moments as the parameter they belong to."""
+    """Finds how each array is sharded: Adam's moments as their parameters."""
     variables = jax.tree.leaves(
         shapes.params, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )

@@ -1,0 +1,169 @@
+"""The whole run: train, train a twin with XLA's own collectives beside it, compare."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import jax_ub as ub
+from lm.checkpoint import Checkpoints
+from lm.history import History, speedup
+from lm.model import Sizes
+from lm.plot import plot
+from lm.text import batch, read_standard_library
+from lm.train import State, Trainer, make_mesh, make_optimizer
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+class Run:
+    """One trainer with its state and what was measured of it."""
+
+    def __init__(self, trainer: Trainer, state: State, name: str):
+        """Starts from `state`, which the first step donates."""
+        self.trainer, self.state, self.history = trainer, state, History(name)
+
+    def step(self, number: int, data: tuple[np.ndarray, np.ndarray]) -> None:
+        """Takes one step, and its time."""
+        begin = time.perf_counter()
+        self.state, loss = self.trainer.step(self.state, *data)
+        loss = float(loss)  # waits for the step
+        self.history.steps_s.append(time.perf_counter() - begin)
+        self.history.steps.append(number)
+        self.history.losses.append(loss)
+
+    def time_linear_layers(self, data: tuple[np.ndarray, np.ndarray]) -> None:
+        """Takes the time of a step's linear layers; the first call compiles them."""
+        if not self.history.linear_s:
+            jax.block_until_ready(self.trainer.linear_layers(self.state.params, *data))
+        begin = time.perf_counter()
+        jax.block_until_ready(self.trainer.linear_layers(self.state.params, *data))
+        self.history.linear_s.append(time.perf_counter() - begin)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains as the flags say; writes the plot, its numbers, and checkpoints."""
+    begin = time.perf_counter()
+    text = read_standard_library()
+    print(
+        f"text: {len(text.train) / 1e6:.1f} MB of Python's standard library, "
+        f"entropy of byte frequencies {text.entropy:.3f} nats"
+    )
+    sizes = Sizes(args.d_model, args.d_ff, args.layers, args.heads)
+    checkpoints = args.checkpoint_dir and Checkpoints(args.checkpoint_dir, sizes)
+    first, runs = start(args, sizes, checkpoints)
+    shape = (args.microbatches, args.batch // args.microbatches, args.seq_len)
+
+    with tqdm(range(first, args.steps), unit="step", dynamic_ncols=True) as bar:
+        for step in bar:
+            data = batch(text.train, shape, (args.seed, step))
+            # Twins take turns in going first, so that noise hits both alike.
+            turns = runs if step % 2 else runs[::-1]
+            for each in turns:
+                each.step(step, data)
+            if (step - first) % args.time_linear_every == 0:
+                for each in turns:
+                    each.time_linear_layers(data)
+            bar.set_postfix_str(progress(runs, tokens=data[0].size))
+            if checkpoints and (
+                step + 1 == args.steps or (step + 1) % args.checkpoint_every == 0
+            ):
+                checkpoints.save(step + 1, runs[0].state)
+    if checkpoints:
+        checkpoints.close()
+
+    for fallback in dict.fromkeys(ub.fallbacks()):
+        print(f"not overlapped: {fallback.label}: {fallback.reason}")
+    data = batch(text.validation, (8, *shape[1:]), (args.seed,))
+    validation = float(runs[0].trainer.evaluate(runs[0].state.params, *data))
+    report(args, [each.history for each in runs], text.entropy, validation)
+    print(f"all of it took {time.perf_counter() - begin:.0f} s")
+
+
+def start(
+    args: argparse.Namespace, sizes: Sizes, checkpoints: Checkpoints | None
+) -> tuple[int, list[Run]]:
+    """Makes the run and its twin, with the same initial or restored state."""
+    mesh = make_mesh(args.dp, args.tp)
+    methods = [args.method]
+    if args.compare and args.method != "xla":
+        methods.append("xla")
+    trainers = [
+        Trainer(
+            sizes,
+            mesh=mesh,
+            method=method,
+            dtype=jnp.dtype(DTYPES[args.dtype]),
+            optimizer=make_optimizer(args.learning_rate, args.steps),
+        )
+        for method in methods
+    ]
+    first, state = 0, None
+    if args.resume is not None:
+        first, state = checkpoints.restore(args.resume, trainers[0].shapes)
+        if first >= args.steps:
+            raise SystemExit(
+                f"--resume: step {first} is done already. Give --steps above {first}."
+            )
+        print(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
+    else:
+        state = trainers[0].init(jax.random.key(args.seed))
+    # A step donates its state, so each twin has a copy of its own.
+    return first, [
+        Run(
+            trainer,
+            jax.tree.map(jnp.copy, state),
+            "xla" if method == "xla" else f"jax_ub ({method})",
+        )
+        for trainer, method in zip(trainers, methods, strict=True)
+    ]
+
+
+def progress(runs: list[Run], tokens: int) -> str:
+    """What the progress bar says."""
+    mine = runs[0].history
+    losses = [f"{each.history.name} {each.history.losses[-1]:.3f}" for each in runs]
+    return (
+        f"loss {', '.join(losses)}; {tokens / mine.steps_s[-1]:.0f} tokens/s; linear "
+        f"layers {1e3 * mine.linear_s[-1]:.0f} of {1e3 * mine.steps_s[-1]:.0f} ms"
+    )
+
+
+def report(
+    args: argparse.Namespace,
+    histories: list[History],
+    entropy: float,
+    validation: float,
+) -> None:
+    """Prints the comparison, and writes it as a picture and as numbers."""
+    mine = histories[0]
+    final = np.mean(mine.losses[-10:])
+    print(
+        f"loss {final:.3f} nats (mean of the last 10 steps), validation "
+        f"{validation:.3f}, entropy of byte frequencies {entropy:.3f}"
+    )
+    for history in histories:
+        print(f"{history.name}: {history.describe_times()}")
+    if len(histories) == 2:
+        low, median, high = speedup(*histories)
+        print(
+            f"{mine.name} is {median:.2f} times as fast as xla "
+            f"({low:.2f} to {high:.2f}: quartiles over the steps, taken in turns)"
+        )
+    path = pathlib.Path(args.plot)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot(path, histories, entropy)
+    numbers = {
+        "flags": vars(args),
+        "entropy": entropy,
+        "validation": validation,
+        "runs": [dataclasses.asdict(history) for history in histories],
+    }
+    path.with_suffix(".json").write_text(json.dumps(numbers, indent=1))
+    print(f"wrote {path} and {path.with_suffix('.json')}")

@@ -1,0 +1,137 @@
+"""Trains a byte-level language model with tensor and sequence parallelism.
+
+    python examples/train_lm.py
+
+The text is Python's own standard library. Every linear layer's GEMM and communication
+is one XLA FFI call, forward and backward. Beside it a twin is trained with XLA's own
+collectives, from the same parameters on the same text; at the end a plot compares the
+two. examples/README.md explains the flags and the code in `lm`.
+"""
+
+import argparse
+import os
+
+METHODS = (
+    "auto",
+    "direct",
+    "ring_exchange",
+    "pipeline",
+    "bulk",
+    "external",
+    "xla",
+)
+
+
+def parse_flags() -> argparse.Namespace:
+    """Reads the command line, and refuses what cannot run."""
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level language model with tensor parallelism.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tp", type=int, default=4, help="devices that share a model")
+    add("--dp", type=int, default=1, help="replicas that share a batch")
+    add("--method", choices=METHODS, default="auto", help="how linear layers overlap")
+    add("--steps", type=int, default=120)
+    add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
+    add("--batch", type=int, default=4, help="sequences in a step")
+    add("--microbatches", type=int, default=2, help="parts that a batch is taken in")
+    add("--seq-len", type=int, default=256, help="bytes in a sequence")
+    add("--d-model", type=int, default=256)
+    add("--d-ff", type=int, default=768)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=4)
+    add("--learning-rate", type=float, default=3e-3, help="its highest value")
+    add("--seed", type=int, default=0, help="of parameters and batches")
+    add(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train a twin with --method xla in turns with this model",
+    )
+    add(
+        "--time-linear-every",
+        type=int,
+        default=20,
+        metavar="STEPS",
+        help="how often the linear layers of a step are run, and timed, by themselves",
+    )
+    add("--plot", default="runs/train_lm.png", help="where the final plot goes")
+    add("--checkpoint-dir", help="where checkpoints go; without it there are none")
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    add(
+        "--resume",
+        type=int,
+        nargs="?",
+        const=-1,
+        metavar="STEP",
+        help="go on from this checkpoint, or from the latest; --tp and --dp may differ",
+    )
+    flags = parser.parse_args()
+    check(flags, parser)
+    return flags
+
+
+def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with a message that says which flag to change, and to what."""
+    for name, value in vars(flags).items():
+        if type(value) is int and value < 1 and name not in ("seed", "resume"):
+            parser.error(f"{flag(name)} {value} is too small: give at least 1")
+    for divisor, name, why in (
+        ("tp", "heads", "a device has whole attention heads"),
+        ("tp", "seq_len", "a device has an equal share of the tokens"),
+        ("tp", "d_ff", "a device has an equal share of the MLP"),
+        ("heads", "d_model", "all heads have the same size"),
+        ("microbatches", "batch", "all microbatches have the same size"),
+    ):
+        a, b = getattr(flags, divisor), getattr(flags, name)
+        if b % a:
+            parser.error(
+                f"{flag(name)} {b} is no multiple of {flag(divisor)} {a}, but {why}: "
+                f"give {flag(name)} {-(-b // a) * a}, for example"
+            )
+    if (flags.batch // flags.microbatches) % flags.dp:
+        parser.error(
+            f"a microbatch has {flags.batch // flags.microbatches} sequences, which "
+            f"--dp {flags.dp} replicas cannot share: give --batch "
+            f"{flags.dp * flags.microbatches} or a multiple of that"
+        )
+    if flags.d_model // flags.heads % 2:
+        parser.error(
+            f"--d-model {flags.d_model} gives --heads {flags.heads} an odd size, but "
+            f"rotary attention takes features in pairs: give --d-model "
+            f"{2 * flags.d_model}, for example"
+        )
+    if 256 % flags.tp:
+        parser.error(f"--tp {flags.tp} does not divide the 256 values of a byte")
+    if flags.resume is not None and not flags.checkpoint_dir:
+        parser.error("--resume needs the --checkpoint-dir to resume from")
+
+
+def flag(name: str) -> str:
+    """Spells the flag whose value has this name."""
+    return "--" + name.replace("_", "-")
+
+
+def prepare_jax(num_devices: int) -> None:
+    """Sets what jax reads when it is imported.
+
+    A CPU counts as `num_devices` devices. XLA's own collectives deadlock with fewer
+    pool threads than two a device while many steps are in flight, and its pools have
+    `NPROC` threads: four a device are enough.
+    """
+    os.environ.setdefault("NPROC", str(max(os.cpu_count(), 4 * num_devices)))
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(num_devices))
+
+
+def main() -> None:
+    """Trains as the flags say."""
+    flags = parse_flags()
+    prepare_jax(flags.dp * flags.tp)
+    from lm.run import run  # imports jax
+
+    run(flags)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm.checkpoint import Checkpoints
+from lm.model import Sizes
+from lm.text import batch, read_standard_library
+from lm.train import Trainer, make_mesh, make_optimizer
+from programs import calls, collectives
+
+ROOT = pathlib.Path(__file__).parents[2]
+SEED, STEPS, RESUMED_AT = 0, 12, 6
+
+SIZES = Sizes(d_model=32, d_ff=64, num_layers=1, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return read_standard_library()
+
+
+def trainer(*, tp=2, dp=1, method="auto", dtype="float32", sizes=SIZES):
+    return Trainer(
+        sizes,
+        mesh=make_mesh(dp, tp),
+        method=method,
+        dtype=jnp.dtype(dtype),
+        optimizer=make_optimizer(3e-2, STEPS),
+    )
+
+
+def first_state(trainer):
+    return trainer.init(jax.random.key(SEED))
+
+
+def losses(trainer, state, text, steps=range(STEPS), microbatches=2):
+    found = []
+    for step in steps:
+        inputs, targets = batch(text.train, (4, 32), (SEED, step))
+        data = [a.reshape(microbatches, -1, 32) for a in (inputs, targets)]
+        state, loss = trainer.step(state, *data)
+        found.append(float(loss))
+    return np.array(found), state
+
+
+@pytest.fixture(scope="module")
+def reference(text):
+    twin = trainer(method="xla", tp=1)
+    return losses(twin, first_state(twin), text, microbatches=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "tp", "dp", "microbatches"),
+    [
+        ("auto", 2, 1, 2),
+        ("auto", 2, 2, 1),
+        ("ring_exchange", 4, 1, 1),
+        ("xla", 2, 1, 2),
+    ],
+)
+def test_losses_do_not_depend_on_method_or_mesh(
+    method, tp, dp, microbatches, text, reference
+):
+    run = trainer(method=method, tp=tp, dp=dp)
+    found, _ = losses(run, first_state(run), text, microbatches=microbatches)
+    # Sums in another order differ by a few roundings, which Adam magnifies each step.
+    rounding = np.finfo(np.float32).eps * np.sqrt(SIZES.d_model)
+    np.testing.assert_allclose(found, reference, rtol=2**STEPS * rounding)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_follows_f32(dtype, text, reference):
+    run = trainer(dtype=dtype)
+    found, _ = losses(run, first_state(run), text)
+    tolerance = float(jnp.finfo(dtype).eps) * np.sqrt(SIZES.d_model)
+    np.testing.assert_allclose(found, reference, rtol=tolerance)
+
+
+def test_a_resumed_run_goes_on_at_another_tp(tmp_path, text, reference):
+    before, after = trainer(tp=2), trainer(tp=4)
+    saved = Checkpoints(str(tmp_path), SIZES)
+    first, state = losses(before, first_state(before), text, range(RESUMED_AT))
+    saved.save(RESUMED_AT, state)
+    saved.close()
+    step, state = Checkpoints(str(tmp_path), SIZES).restore(-1, after.shapes)
+    assert step == RESUMED_AT
+    second, _ = losses(after, state, text, range(RESUMED_AT, STEPS))
+    rounding = np.finfo(np.float32).eps * np.sqrt(SIZES.d_model)
+    np.testing.assert_allclose(
+        np.concatenate([first, second]), reference, rtol=2**STEPS * rounding
+    )
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, text):
+    run = trainer()
+    saved = Checkpoints(str(tmp_path), SIZES)
+    saved.save(1, first_state(run))
+    saved.close()
+    other = Checkpoints(str(tmp_path), Sizes(64, 64, 1, 4))
+    with pytest.raises(SystemExit, match="'d_model': 32.*Give the checkpoint's sizes"):
+        other.restore(-1, run.shapes)
+    with pytest.raises(
+        SystemExit, match=r"no checkpoint of step 7 in .* There are: \[1\]"
+    ):
+        other.restore(7, run.shapes)
+
+
+def test_every_linear_layer_is_one_call_and_nothing_else_gathers(text):
+    run = trainer()
+    data = [np.zeros((1, 4, 32), np.int32)] * 2
+    program = run.step.lower(first_state(run), *data).compile().as_text()
+    linear_layers = 4 * SIZES.num_layers + 1  # q, k, v are one, gate and up are one
+    assert sum(calls(program).values()) == 3 * linear_layers  # fprop, dgrad, wgrad
+    assert not {"all-gather", "reduce-scatter"} & set(collectives(program))
+
+
+def run_script(*flags):
+    # The script sets its own number of devices and threads: not those of the tests.
+    names = set(os.environ) - {"NPROC", "JAX_NUM_CPU_DEVICES"}
+    environment = {name: os.environ[name] for name in names}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_lm.py"), *map(str, flags)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+
+
+def test_the_script_compares_with_xla_and_draws(tmp_path):
+    plot = tmp_path / "plot.png"
+    sizes = [
+        "--tp",
+        "2",
+        "--d-model",
+        "64",
+        "--d-ff",
+        "128",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--seq-len",
+        "64",
+    ]
+    flags = ("--steps", 40, "--learning-rate", 0.02, "--plot", plot)
+    done = run_script(*sizes, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "times as fast as xla" in done.stdout
+    assert plot.stat().st_size > 10_000
+    numbers = json.loads(plot.with_suffix(".json").read_text())
+    ours, xla = (run["losses"] for run in numbers["runs"])
+    assert np.mean(ours[-5:]) < numbers["entropy"] < ours[0]
+    np.testing.assert_allclose(ours, xla, rtol=float(jnp.finfo(jnp.bfloat16).eps) * 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tp 3", "--heads 4 is no multiple of --tp 3.*give --heads 6"),
+        ("--heads 3 --tp 1", "--d-model 256 is no multiple of --heads 3"),
+        ("--microbatches 3", "--batch 4 is no multiple of --microbatches 3"),
+        ("--dp 4", "--dp 4 replicas cannot share: give --batch 8"),
+        ("--steps 0", "--steps 0 is too small"),
+        ("--d-model 12", "give --d-model 24"),
+        ("--resume", "--resume needs the --checkpoint-dir"),
+        ("--method rings", "invalid choice: 'rings'"),
+        ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
+    ],
+)
+def test_wrong_flags_are_refused(flags, message):
+    done = run_script(*flags.split())
+    assert done.returncode == 2
+    assert re.search(message, done.stderr), done.stderr
