@@ -123,11 +123,10 @@ def command(given: argparse.Namespace) -> int:
     for result in measure(chosen, dots):
         print(table.result_line(result), flush=True)
         results.append(result)
-    verdicts = goals.judge(results)
-    _print_rest(results, verdicts)
-    if given.json is not None:
-        found = document(about, chosen, dots, results, verdicts)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        if given.json is not None:  # an interrupted run keeps what it has
+            found = document(about, chosen, dots, results)
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+    _print_rest(results, goals.judge(results))
     if given.plot is not None:
         plot.draw(results, given.plot, _describe(about, chosen))
     return 0
@@ -156,7 +155,6 @@ def document(
     chosen: Options,
     dots: FastestDots,
     results: Sequence[Result],
-    verdicts: Sequence[goals.Verdict],
 ) -> dict[str, Any]:
     """The JSON of a run."""
     return {
@@ -167,7 +165,7 @@ def document(
         "results": [result.as_json() for result in results],
         "verdicts": [
             {**dataclasses.asdict(verdict), "reached": verdict.reached}
-            for verdict in verdicts
+            for verdict in goals.judge(results)
         ],
         "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
     }
