@@ -2,4 +2,5 @@
 
 from jax_ub.flax import linen as linen
 from jax_ub.flax.linear import Linear as Linear
-from jax_ub.flax.linear import MainGrad as MainGrad
+from jax_ub.flax.main_grad import MainGrad as MainGrad
+from jax_ub.flax.main_grad import with_main_grads as with_main_grads

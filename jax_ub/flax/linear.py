@@ -9,19 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
+from jax_ub.flax.main_grad import MainGrad
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import sharded_linear
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
-
-
-class MainGrad(nnx.Variable):
-    """The f32 accumulator of a kernel's gradient, which its gradient overwrites.
-
-    Its cotangent is not a gradient but its new value, `main_grad + dw`, and that of the
-    kernel beside it is zero: Flax's "overwrite with gradient" convention.
-    """
 
 
 class Linear(nnx.Module):

@@ -73,6 +73,11 @@ class DotGeneral:
 
     placement: Placement
 
+    @property
+    def kind(self) -> str:
+        """Which dimensions of the kernel are sharded: "column" or "row"."""
+        return str(self.placement.parallel)
+
     def __call__(
         self,
         lhs: jax.Array,

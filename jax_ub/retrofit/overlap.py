@@ -78,7 +78,7 @@ def overlap(
 def overlapped(model: Any) -> dict[str, str]:
     """Lists the layers that `overlap` reached: {path: "column" or "row"}."""
     return {
-        path: layer.dot_general.placement.parallel
+        path: layer.dot_general.kind
         for path, layer in _linear_layers(model)
         if isinstance(layer.dot_general, DotGeneral)
     }

@@ -102,8 +102,10 @@ class Placement:
         return P(self.axis_name if self.parallel == "column" else None)
 
     def is_local(self) -> bool:
-        """Whether the arrays at hand are one rank's: the axis is manual here."""
-        return self.axis_name in jax.sharding.get_abstract_mesh().manual_axes
+        """Whether the arrays at hand are one rank's: the axis, or all, are manual."""
+        context = jax.sharding.get_abstract_mesh()
+        manual = context.manual_axes
+        return self.axis_name in manual or 0 < len(manual) == len(context.axis_names)
 
     def find_mesh(self, *arrays) -> AnyMesh | None:
         """Finds the mesh of a call on global arrays, None where none is known.
@@ -138,9 +140,11 @@ class Placement:
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
         """Refuses a global kernel [in, out] whose sharded dimension does not divide."""
-        num_ranks = self.axis_size(mesh)
         dim = _SHARDED_DIM.get(self.parallel or "")
-        if dim is None or shape[dim] % num_ranks == 0:
+        if dim is None:
+            return
+        num_ranks = self.axis_size(mesh)
+        if shape[dim] % num_ranks == 0:
             return
         padded = math.ceil(shape[dim] / num_ranks) * num_ranks
         raise ShapeContractError(

@@ -10,10 +10,12 @@ Inside the caller's own `jax.shard_map` its arrays are one rank's shards already
 | None | `[data, tp, -]` | `[-, -]` | `[-]` | `[data, tp, -]` |
 
 `data` stands for the data axes, and is left out where they do not divide the leading
-axis. Without sequence parallelism no token axis is sharded over `tp`. Where x is
+axis. Without sequence parallelism no token axis is sharded over `tp`; a layer that is
+not parallel leaves tokens whole where `tp` does not divide them, too. Where x is
 `[tokens, features]`, its tokens lie over `(data..., tp)`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -73,6 +75,8 @@ def sharded_linear(
             "the kernel lies on one device. Call it under jax.set_mesh(mesh), pass "
             f"mesh=, or call it inside jax.shard_map over {placement.axis_name!r}."
         )
+    if placement.parallel is None:
+        placement = _plain(placement, mesh, x.shape)
     placement.check_features(kernel.shape, mesh)
     placement.check_kernel_spec(jax.typeof(kernel).sharding.spec)
     reason = why_uneven(placement, mesh, x.shape)
@@ -81,6 +85,14 @@ def sharded_linear(
     # Here as well as by the op, which cannot know an accumulator through a shard_map.
     main_grad = main_grads.prepare(placement.op, main_grad, kernel, ())
     return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad)
+
+
+def _plain(placement, mesh, x_shape):
+    """Leaves tokens whole where a layer that is not parallel cannot have them split."""
+    splits = placement.axis_name in mesh.shape
+    if splits and why_uneven(placement, mesh, x_shape) is None:
+        return placement
+    return dataclasses.replace(placement, sequence_parallel=False)
 
 
 def why_uneven(

@@ -92,6 +92,16 @@ def test_a_plain_layer_needs_no_mesh():
     assert_trees_close(model(x[0]), flax(x[0]))
 
 
+def test_a_plain_layer_takes_any_number_of_tokens_and_any_mesh():
+    x = normal(0, (3, 16))
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    for options in ({}, {"axis_name": "model"}):
+        model = Linear(16, 32, rngs=nnx.Rngs(0), **options)
+        with jax.set_mesh(mesh_of(2, 2)):
+            y = model(x)
+        assert_trees_close(y, flax(x))
+
+
 def test_a_pair_of_layers_is_two_calls_and_nothing_else():
     x = jax.device_put(normal(0, (4, 8, 16)))
     with jax.set_mesh(mesh_of(2, 2)):

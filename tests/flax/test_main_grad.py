@@ -3,12 +3,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax_models import assert_trees_close, loss, mesh_of
+from flax_models import Block, assert_trees_close, loss, mesh_of
 from operands import normal
 from programs import compiled_text, copies
 
 import jax_ub as ub
-from jax_ub.flax import Linear, MainGrad, linen
+from jax_ub.flax import Linear, MainGrad, linen, with_main_grads
 
 NUM_MICROBATCHES = 3
 
@@ -60,6 +60,25 @@ def test_microbatches_accumulate_in_place(dp, tp, types, parallel):
         assert copies(text, f"f32[{local[0]},{local[1]}]") == 0
     assert_trees_close(total.main_grad[...], expected_gradient(xs))
     assert_trees_close(kernel_gradients, jnp.zeros(NUM_MICROBATCHES))
+
+
+def test_accumulated_gradients_take_their_kernels_places():
+    def block(make, **options):
+        return Block(
+            lambda rngs: make(16, 32, rngs=rngs, **options),
+            lambda rngs: nnx.Linear(32, 16, rngs=rngs),
+            nnx.Rngs(0),
+        )
+
+    x = normal(0, (8, 16))
+    model, flax = block(Linear, main_grad=True), block(nnx.Linear)
+    differentiate = nnx.grad(loss, argnums=nnx.DiffState(0, (nnx.Param, MainGrad)))
+    gradients = differentiate(model, x)
+    gradients, main_grads = nnx.split_state(gradients, nnx.Param, MainGrad)
+    actual = with_main_grads(gradients, main_grads)
+    expected = nnx.grad(loss)(flax, x)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert_trees_close(nnx.to_pure_dict(actual), nnx.to_pure_dict(expected))
 
 
 def test_linen_keeps_the_accumulator_in_flax_own_collection():
