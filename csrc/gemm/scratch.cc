@@ -20,12 +20,8 @@ Scratch::~Scratch() {
 std::byte* Scratch::Reserve(size_t size_bytes) {
   if (size_bytes <= size_bytes_) return data_;
   const size_t rounded = (size_bytes + kHugePage - 1) / kHugePage * kHugePage;
-  void* fresh = mmap(nullptr,
-                     rounded,
-                     PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS,
-                     -1,
-                     0);
+  void* fresh = mmap(nullptr, rounded, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
   // Only advice: small pages are slower, not wrong.

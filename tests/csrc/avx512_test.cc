@@ -21,7 +21,8 @@ namespace jax_ub {
 
 // The f32 kernels of avx512, out of the same headers; a small block of K makes the
 // problems cross several.
-constinit const KernelSet kGeneral = emulated_kernels::KernelsOfF32<6, 4>("f32", 64, true);
+constinit const KernelSet kGeneral =
+    emulated_kernels::KernelsOfF32<6, 4>("f32", 64, true);
 constinit const KernelSet kPairs = [] {
   KernelSet set = emulated_kernels::KernelsOfPairs<6, 4>("pairs");
   set.k_block = 64;
@@ -58,10 +59,11 @@ TEST(emulated_pairs_are_exact_for_every_tail) {
         for (int i = 0; i < 2; ++i) {
           const int64_t outer = i == 0 ? problem.m : problem.n;
           do {
-            operands[i] = MakeOperand(
-                random, gemm->buffers, outer, k, DType::kBF16, Values::kIntegers, 1);
+            operands[i] = MakeOperand(random, gemm->buffers, outer, k, DType::kBF16,
+                                      Values::kIntegers, 1);
           } while (outer > 1 && k > 1 &&
-                   (operands[i].view.segments[0].inner_stride == 1) != (layout >> i & 1));
+                   (operands[i].view.segments[0].inner_stride == 1) !=
+                       (layout >> i & 1));
         }
         problem.a = operands[0].view;
         problem.b = operands[1].view;

@@ -1,5 +1,6 @@
 // A small test registry: TEST(Name) { CHECK(...); } in any number, linked to a program
-// that runs them all (or those whose name contains its argument) and returns how it went.
+// that runs them all (or those whose name contains its argument) and returns how it
+// went.
 #pragma once
 
 #include <cmath>
@@ -46,37 +47,37 @@ inline int RunAll(int argc, char** argv) {
 
 }  // namespace check
 
-#define TEST(name)                                                           \
-  static void name();                                                        \
-  static const bool registered_##name = check::Register(#name, name);        \
+#define TEST(name)                                                    \
+  static void name();                                                 \
+  static const bool registered_##name = check::Register(#name, name); \
   static void name()
-#define CHECK(condition)                                                     \
-  do {                                                                       \
+#define CHECK(condition)                                                      \
+  do {                                                                        \
     if (!(condition)) check::Fail(__FILE__, __LINE__, "not so: " #condition); \
   } while (false)
-#define CHECK_EQ(a, b)                                                       \
-  do {                                                                       \
-    const auto check_a = (a);                                                \
-    const auto check_b = (b);                                                \
-    if (!(check_a == check_b))                                               \
+#define CHECK_EQ(a, b)                                                        \
+  do {                                                                        \
+    const auto check_a = (a);                                                 \
+    const auto check_b = (b);                                                 \
+    if (!(check_a == check_b))                                                \
       check::Fail(__FILE__, __LINE__, #a " is ", check_a, ", not ", check_b); \
   } while (false)
-#define CHECK_NEAR(a, b, tolerance)                                          \
-  do {                                                                       \
-    const double check_a = (a), check_b = (b), check_t = (tolerance);        \
-    if (!(std::abs(check_a - check_b) <= check_t))                           \
-      check::Fail(__FILE__, __LINE__, #a " is ", check_a, ", not within ",   \
-                  check_t, " of ", check_b);                                 \
+#define CHECK_NEAR(a, b, tolerance)                                                 \
+  do {                                                                              \
+    const double check_a = (a), check_b = (b), check_t = (tolerance);               \
+    if (!(std::abs(check_a - check_b) <= check_t))                                  \
+      check::Fail(__FILE__, __LINE__, #a " is ", check_a, ", not within ", check_t, \
+                  " of ", check_b);                                                 \
   } while (false)
-#define CHECK_THROWS(statement, text)                                        \
-  do {                                                                       \
-    std::string check_what = "nothing was thrown";                           \
-    try {                                                                    \
-      statement;                                                             \
-    } catch (const std::exception& error) {                                  \
-      check_what = error.what();                                             \
-    }                                                                        \
-    if (check_what.find(text) == std::string::npos)                          \
+#define CHECK_THROWS(statement, text)                                           \
+  do {                                                                          \
+    std::string check_what = "nothing was thrown";                              \
+    try {                                                                       \
+      statement;                                                                \
+    } catch (const std::exception& error) {                                     \
+      check_what = error.what();                                                \
+    }                                                                           \
+    if (check_what.find(text) == std::string::npos)                             \
       check::Fail(__FILE__, __LINE__, "'", check_what, "' lacks '", text, "'"); \
   } while (false)
 #define CHECK_MAIN() \

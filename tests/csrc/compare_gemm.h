@@ -22,7 +22,10 @@ inline GemmSizes RandomSizes(Random& random) {
   const int64_t large = kind < 7 ? 70 : 300;
   return {.m = Pick(random, 1, kind == 0 ? 4 : large),
           .n = Pick(random, 1, kind == 1 ? 4 : large),
-          .k = Pick(random, 0, kind == 2 ? 4 : kind < 8 ? 90 : 1100),
+          .k = Pick(random, 0,
+                    kind == 2  ? 4
+                    : kind < 8 ? 90
+                               : 1100),
           .max_parts = Pick(random, 1, 5)};
 }
 
@@ -70,7 +73,8 @@ inline void CompareOne(uint64_t seed, Values values, const Isa& isa) {
   RunUnits(*PlanCpuGemm(problem, kernels, num_workers), &random);
   const int64_t num_wrong = CountWrong(*gemm, values);
   if (num_wrong != 0) {
-    check::Fail(__FILE__, __LINE__, kernels.isa, ", seed ", seed, ": ", num_wrong, " wrong");
+    check::Fail(__FILE__, __LINE__, kernels.isa, ", seed ", seed, ": ", num_wrong,
+                " wrong");
   }
 }
 

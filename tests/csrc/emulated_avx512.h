@@ -92,8 +92,10 @@ inline __m512i _mm512_srli_epi32(__m512i a, unsigned count) {
 }
 
 // dst[i] = mask[i] ? a[i] | b[i] : source[i]
-inline __m512i _mm512_mask_or_epi32(
-    __m512i source, __mmask16 mask, __m512i a, __m512i b) {
+inline __m512i _mm512_mask_or_epi32(__m512i source,
+                                    __mmask16 mask,
+                                    __m512i a,
+                                    __m512i b) {
   return EmulatedWords(
       [&](int i) { return mask >> i & 1 ? a.u[i] | b.u[i] : source.u[i]; });
 }
@@ -120,8 +122,9 @@ inline __m512 _mm512_cvtph_ps(__m256i a) {
   return EmulatedFloats([&](int i) {
     const int exponent = a.h[i] >> 10 & 31;
     const int fraction = a.h[i] & 1023;
-    float x = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                            : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+    float x = exponent == 0
+                  ? std::ldexp(static_cast<float>(fraction), -24)
+                  : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
     if (exponent == 31) x = fraction != 0 ? NAN : INFINITY;
     return a.h[i] & 0x8000 ? -x : x;
   });

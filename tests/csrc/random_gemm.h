@@ -79,7 +79,9 @@ class Buffers {
   std::vector<std::unique_ptr<std::byte[]>> all_;
 };
 
-inline std::vector<int64_t> RandomBounds(Random& random, int64_t size, int64_t max_parts) {
+inline std::vector<int64_t> RandomBounds(Random& random,
+                                         int64_t size,
+                                         int64_t max_parts) {
   std::vector<int64_t> bounds = {0, size};
   for (int64_t i = Pick(random, 1, max_parts); i > 1; --i) {
     bounds.push_back(Pick(random, 0, size));
@@ -151,14 +153,14 @@ struct RandomGemm {
   std::byte* At(int replica, int64_t m, int64_t n) const {
     const ResultView& c = problem.c;
     const auto i = std::upper_bound(c.row_bounds.begin(), c.row_bounds.end(), m) - 1;
-    const auto j = std::upper_bound(c.column_bounds.begin(), c.column_bounds.end(), n) - 1;
+    const auto j =
+        std::upper_bound(c.column_bounds.begin(), c.column_bounds.end(), n) - 1;
     const int64_t num_columns = c.column_bounds.size() - 1;
     const int64_t per_replica = (c.row_bounds.size() - 1) * num_columns;
-    const Segment& segment = c.segments[replica * per_replica +
-                                        (i - c.row_bounds.begin()) * num_columns +
-                                        (j - c.column_bounds.begin())];
-    return segment.data +
-           ((m - *i) * segment.row_stride + (n - *j)) * SizeOf(c.dtype);
+    const Segment& segment =
+        c.segments[replica * per_replica + (i - c.row_bounds.begin()) * num_columns +
+                   (j - c.column_bounds.begin())];
+    return segment.data + ((m - *i) * segment.row_stride + (n - *j)) * SizeOf(c.dtype);
   }
 };
 
@@ -167,7 +169,10 @@ struct GemmSizes {
   int64_t max_parts;
 };
 
-inline void AddResult(Random& random, RandomGemm& gemm, const GemmSizes& sizes, DType dtype) {
+inline void AddResult(Random& random,
+                      RandomGemm& gemm,
+                      const GemmSizes& sizes,
+                      DType dtype) {
   ResultView& c = gemm.problem.c;
   c.dtype = dtype;
   c.num_replicas = static_cast<int>(Pick(random, 0, 3) == 0 ? 3 : 1);
@@ -203,13 +208,13 @@ inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
         const int64_t lines = kind == 0 ? std::min<int64_t>(rows, 1) : rows;
         std::byte* data = c.segments[index].data;
         if (kind != 2) {
-          data = gemm.buffers.Add((lines > 0 ? (lines - 1) * stride + columns : 0) * bytes);
+          data = gemm.buffers.Add((lines > 0 ? (lines - 1) * stride + columns : 0) *
+                                  bytes);
         }
         addend.segments.push_back({data, stride});
         for (int64_t r = 0; r < lines; ++r) {
           for (int64_t col = 0; col < columns; ++col) {
-            Write(data + (r * stride + col) * bytes,
-                  addend.dtype,
+            Write(data + (r * stride + col) * bytes, addend.dtype,
                   RandomValue(random, values));
           }
         }
@@ -240,10 +245,10 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
   auto dtype = [&] { return static_cast<DType>(Pick(random, 0, 2)); };
   const DType a_dtype = dtype();
   const DType b_dtype = Pick(random, 0, 3) ? a_dtype : dtype();
-  RandomOperand a = MakeOperand(
-      random, gemm->buffers, sizes.m, sizes.k, a_dtype, values, sizes.max_parts);
-  RandomOperand b = MakeOperand(
-      random, gemm->buffers, sizes.n, sizes.k, b_dtype, values, sizes.max_parts);
+  RandomOperand a = MakeOperand(random, gemm->buffers, sizes.m, sizes.k, a_dtype,
+                                values, sizes.max_parts);
+  RandomOperand b = MakeOperand(random, gemm->buffers, sizes.n, sizes.k, b_dtype,
+                                values, sizes.max_parts);
   problem.a = a.view;
   problem.b = b.view;
   AddResult(random, *gemm, sizes, dtype());

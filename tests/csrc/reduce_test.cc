@@ -17,7 +17,8 @@ struct Case {
 Case MakeCase(Random& random, Buffers& buffers) {
   Case made = {Pick(random, 0, 5), Pick(random, 0, 150), {}, {}};
   auto buffer = [&](int64_t stride, DType dtype) {
-    const int64_t elements = made.rows > 0 ? (made.rows - 1) * stride + made.columns : 0;
+    const int64_t elements =
+        made.rows > 0 ? (made.rows - 1) * stride + made.columns : 0;
     std::byte* data = buffers.Add(elements * SizeOf(dtype));
     for (int64_t i = 0; i < elements; ++i) {
       Write(data + i * SizeOf(dtype), dtype, RandomValue(random, Values::kNormal));
@@ -58,7 +59,8 @@ int64_t CountWrong(const Case& made) {
   int64_t num_wrong = 0;
   for (int64_t i = 0; i < made.rows * made.columns; ++i) {
     const int64_t at = i / made.columns * made.out.row_stride + i % made.columns;
-    const float found = Read(made.out.data + at * SizeOf(made.out.dtype), made.out.dtype);
+    const float found =
+        Read(made.out.data + at * SizeOf(made.out.dtype), made.out.dtype);
     num_wrong += found != expected[i];
   }
   return num_wrong;
@@ -73,7 +75,8 @@ TEST(sums_are_those_of_f32_additions_in_rank_order_rounded_once) {
       Buffers buffers;
       const int64_t num_wrong = CountWrong(MakeCase(random, buffers));
       if (num_wrong != 0) {
-        check::Fail(__FILE__, __LINE__, isa, ", seed ", seed, ": ", num_wrong, " wrong");
+        check::Fail(__FILE__, __LINE__, isa, ", seed ", seed, ": ", num_wrong,
+                    " wrong");
       }
     }
   }
@@ -99,7 +102,8 @@ TEST(conversions_keep_every_number) {
       std::vector<uint16_t> halves(65536), back(65536);
       for (int i = 0; i < 65536; ++i) halves[i] = static_cast<uint16_t>(i);
       std::vector<float> wide(65536);
-      const ConstMatrix in = {reinterpret_cast<std::byte*>(halves.data()), 65536, dtype};
+      const ConstMatrix in = {reinterpret_cast<std::byte*>(halves.data()), 65536,
+                              dtype};
       auto* middle = reinterpret_cast<std::byte*>(wide.data());
       SumChunks({&in, 1}, 1, 65536, {middle, 65536, DType::kF32});
       const ConstMatrix from = {middle, 65536, DType::kF32};
@@ -110,7 +114,8 @@ TEST(conversions_keep_every_number) {
         const float expected = Read(in.data + 2 * i, dtype);
         const bool is_nan = std::isnan(expected);
         num_wrong += is_nan ? !std::isnan(wide[i]) : wide[i] != expected;
-        num_wrong += is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : back[i] != halves[i];
+        num_wrong +=
+            is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : back[i] != halves[i];
       }
       CHECK_EQ(num_wrong, 0);
     }
@@ -131,8 +136,8 @@ TEST(rounding_to_half_types_is_to_nearest_even_at_every_scale) {
         x = std::bit_cast<float>(bits & (Pick(random, 0, 1) ? ~0u : 0xfffff000u));
       }
       std::vector<uint16_t> found(4096);
-      const ConstMatrix in = {
-          reinterpret_cast<std::byte*>(wide.data()), 4096, DType::kF32};
+      const ConstMatrix in = {reinterpret_cast<std::byte*>(wide.data()), 4096,
+                              DType::kF32};
       auto* out = reinterpret_cast<std::byte*>(found.data());
       SumChunks({&in, 1}, 1, 4096, {out, 4096, dtype});
       int64_t num_wrong = 0;
@@ -140,7 +145,8 @@ TEST(rounding_to_half_types_is_to_nearest_even_at_every_scale) {
         uint16_t expected[2];
         Write(reinterpret_cast<std::byte*>(expected), dtype, wide[i]);
         const bool is_nan = std::isnan(wide[i]);
-        num_wrong += is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : found[i] != *expected;
+        num_wrong +=
+            is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : found[i] != *expected;
       }
       CHECK_EQ(num_wrong, 0);
     }

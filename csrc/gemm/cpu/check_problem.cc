@@ -16,7 +16,8 @@ namespace {
 void CheckBounds(const std::vector<int64_t>& bounds, int64_t size, const char* name) {
   if (bounds.size() < 2 || bounds.front() != 0 || bounds.back() != size) {
     std::string found;
-    for (int64_t bound : bounds) found += (found.empty() ? "" : ", ") + std::to_string(bound);
+    for (int64_t bound : bounds)
+      found += (found.empty() ? "" : ", ") + std::to_string(bound);
     Refuse(std::string(name) + " bounds {" + found + "} must run from 0 to " +
            std::to_string(size));
   }
@@ -30,8 +31,8 @@ void CheckBounds(const std::vector<int64_t>& bounds, int64_t size, const char* n
 
 void CheckCount(size_t found, size_t expected, const char* name) {
   if (found != expected) {
-    Refuse(std::string(name) + " has " + std::to_string(found) + " segments, expected " +
-           std::to_string(expected));
+    Refuse(std::string(name) + " has " + std::to_string(found) +
+           " segments, expected " + std::to_string(expected));
   }
 }
 
@@ -74,7 +75,8 @@ GemmProblem CheckProblem(GemmProblem problem) {
   CheckBounds(c.row_bounds, problem.m, "C's M");
   CheckBounds(c.column_bounds, problem.n, "C's N");
   if (c.num_replicas < 1) {
-    Refuse("C has " + std::to_string(c.num_replicas) + " replicas, expected at least 1");
+    Refuse("C has " + std::to_string(c.num_replicas) +
+           " replicas, expected at least 1");
   }
   const size_t num_segments =
       c.num_replicas * (c.row_bounds.size() - 1) * (c.column_bounds.size() - 1);

@@ -22,7 +22,8 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// kStep rows of B, all columns: the sums are loaded and stored once for kStep words of K.
+// kStep rows of B, all columns: the sums are loaded and stored once for kStep words of
+// K.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
@@ -85,12 +86,12 @@ void MultiplyStrip(const void* a,
   char* out = static_cast<char*>(sums);
   int64_t k = 0;
   for (; k + kStep <= num_words; k += kStep, row += kStep * b_stride) {
-    AddStep<kRows, kStep, kDType>(
-        a_word + 4 * k, a_stride, row, b_stride, columns, out, sums_stride);
+    AddStep<kRows, kStep, kDType>(a_word + 4 * k, a_stride, row, b_stride, columns, out,
+                                  sums_stride);
   }
   for (; k < num_words; ++k, row += b_stride) {
-    AddStep<kRows, 1, kDType>(
-        a_word + 4 * k, a_stride, row, b_stride, columns, out, sums_stride);
+    AddStep<kRows, 1, kDType>(a_word + 4 * k, a_stride, row, b_stride, columns, out,
+                              sums_stride);
   }
 }
 
@@ -129,7 +130,8 @@ inline void AddDots(const char* a,
     for (int m = 0; m < kRows; ++m) {
       const Vec factors = Load(a + m * a_stride + 4 * k);
 #pragma GCC unroll 8
-      for (int c = 0; c < kColumns; ++c) sum[m][c] = MultiplyAdd(factors, x[c], sum[m][c]);
+      for (int c = 0; c < kColumns; ++c)
+        sum[m][c] = MultiplyAdd(factors, x[c], sum[m][c]);
     }
   }
   const int64_t rest = num_words - k;
@@ -162,12 +164,12 @@ void MultiplyDots(const void* a,
   char* out = static_cast<char*>(sums);
   int64_t c = 0;
   for (; c + kColumns <= columns; c += kColumns, column += kColumns * b_stride) {
-    AddDots<kRows, kColumns, kDType>(
-        a_row, a_stride, column, b_stride, num_words, out + 4 * c, sums_stride);
+    AddDots<kRows, kColumns, kDType>(a_row, a_stride, column, b_stride, num_words,
+                                     out + 4 * c, sums_stride);
   }
   for (; c < columns; ++c, column += b_stride) {
-    AddDots<kRows, 1, kDType>(
-        a_row, a_stride, column, b_stride, num_words, out + 4 * c, sums_stride);
+    AddDots<kRows, 1, kDType>(a_row, a_stride, column, b_stride, num_words, out + 4 * c,
+                              sums_stride);
   }
 }
 

@@ -10,7 +10,8 @@ namespace jax_ub {
 
 namespace {
 
-// The sums of a strip stay in the first cache; several strips a worker balance the load.
+// The sums of a strip stay in the first cache; several strips a worker balance the
+// load.
 int64_t StripColumns(int64_t n, int num_workers) {
   const int64_t even = CeilDiv(n, 4 * std::max(1, num_workers));
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
@@ -38,8 +39,7 @@ void FewRowsPlan::Run(int64_t unit, Scratch& scratch) const {
   const auto& bounds = problem_.b.outer_bounds;
   const int64_t num_k_segments = problem_.b.inner_bounds.size() - 1;
   for (int64_t i = FindSegment(bounds, columns.begin);
-       i + 1 < static_cast<int64_t>(bounds.size()) && bounds[i] < columns.end;
-       ++i) {
+       i + 1 < static_cast<int64_t>(bounds.size()) && bounds[i] < columns.end; ++i) {
     for (int64_t j = 0; j < num_k_segments; ++j) AddSegment(i, j, columns, a, sums);
   }
   c_.Store(reinterpret_cast<const float*>(sums), strip_, {0, problem_.m}, columns);
@@ -87,14 +87,9 @@ void FewRowsPlan::AddSegment(int64_t column_segment,
   const FewRowsFunction* multiply = is_k_contiguous ? kernels.dots : kernels.strips;
   const int64_t stride = is_k_contiguous ? segment.outer_stride : segment.inner_stride;
   multiply[static_cast<int>(b.dtype)](
-      a + 4 * k,
-      4 * problem_.k,
-      segment.data + (own.begin - first) * segment.outer_stride * bytes,
-      stride * bytes,
-      num_k,
-      own.size(),
-      sums + 4 * (own.begin - columns.begin),
-      4 * strip_);
+      a + 4 * k, 4 * problem_.k,
+      segment.data + (own.begin - first) * segment.outer_stride * bytes, stride * bytes,
+      num_k, own.size(), sums + 4 * (own.begin - columns.begin), 4 * strip_);
 }
 
 }  // namespace jax_ub

@@ -1,4 +1,5 @@
-// Products with at most kMaxFewRows rows: units are strips of columns, B stays in place.
+// Products with at most kMaxFewRows rows: units are strips of columns, B stays in
+// place.
 #pragma once
 
 #include <cstdint>

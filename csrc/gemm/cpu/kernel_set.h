@@ -14,8 +14,7 @@ constexpr PanelPackers PackersToF32() {
   return {.transposed = {PackTransposed<DType::kF32, kPanel>,
                          PackTransposed<DType::kBF16, kPanel>,
                          PackTransposed<DType::kF16, kPanel>},
-          .copied = {PackCopied<DType::kF32, kPanel>,
-                     PackCopied<DType::kBF16, kPanel>,
+          .copied = {PackCopied<DType::kF32, kPanel>, PackCopied<DType::kBF16, kPanel>,
                      PackCopied<DType::kF16, kPanel>}};
 }
 
@@ -30,12 +29,11 @@ constexpr void AddTiles(KernelSet& set) {
 // These widen what they read: a word is one element, whatever the set's k_group is.
 template <int kRows>
 constexpr void AddFewRows(KernelSet& set) {
-  set.few_rows[kRows - 1] = {.dots = {MultiplyDots<kRows, DType::kF32>,
-                                      MultiplyDots<kRows, DType::kBF16>,
-                                      MultiplyDots<kRows, DType::kF16>},
-                             .strips = {MultiplyStrip<kRows, DType::kF32>,
-                                        MultiplyStrip<kRows, DType::kBF16>,
-                                        MultiplyStrip<kRows, DType::kF16>}};
+  set.few_rows[kRows - 1] = {
+      .dots = {MultiplyDots<kRows, DType::kF32>, MultiplyDots<kRows, DType::kBF16>,
+               MultiplyDots<kRows, DType::kF16>},
+      .strips = {MultiplyStrip<kRows, DType::kF32>, MultiplyStrip<kRows, DType::kBF16>,
+                 MultiplyStrip<kRows, DType::kF16>}};
   if constexpr (kRows > 1) AddFewRows<kRows - 1>(set);
 }
 

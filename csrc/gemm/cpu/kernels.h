@@ -1,7 +1,8 @@
 // What an instruction set provides to the GEMM: plain functions over raw pointers.
 //
 // Kernel files are compiled with their own instruction set flags, so they include only
-// this header, C headers and intrinsics, and put everything into a namespace of their own.
+// this header, C headers and intrinsics, and put everything into a namespace of their
+// own.
 //
 // A *word* is what one multiply-add consumes of K: one f32, or a pair of bf16 (two
 // consecutive k; the lower address is the lower k). Words are 32 bits in either case.
@@ -16,10 +17,12 @@ namespace jax_ub {
 inline constexpr int kMaxTileRows = 8;
 
 // sums[r * tile_columns + c] (+)= sum_k A[r, k] * B[k, c], r < rows of the function,
-// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting them.
-// B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is either
-//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
-//   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
+// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting
+// them. B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is
+// either
+//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or
+//   packed) columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place
+//   or packed)
 using TileFunction = void (*)(const void* a,
                               int64_t a_stride,
                               const void* b,
@@ -31,11 +34,8 @@ using TileFunction = void (*)(const void* a,
 // Packs a rectangle of `outer` x `num_words` words into a panel: word (o, k) goes to
 // panel + k * panel_stride + 4 * o. `stride` is the distance in bytes of two elements
 // that are neighbours along the dimension that is not contiguous in the source.
-using PackFunction = void (*)(const void* source,
-                              int64_t stride,
-                              int64_t outer,
-                              int64_t num_words,
-                              void* panel);
+using PackFunction = void (*)(
+    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel);
 
 struct Summand {
   const void* data;
@@ -53,8 +53,8 @@ using SumFunction = void (*)(const Summand* summands,
                              int64_t out_stride,
                              DType out_dtype);
 
-// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B in
-// place (see few_rows_kernel.h).
+// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B
+// in place (see few_rows_kernel.h).
 using FewRowsFunction = void (*)(const void* a,
                                  int64_t a_stride,
                                  const void* b,
@@ -73,14 +73,15 @@ struct FewRowsKernels {
 
 struct PanelPackers {
   PackFunction transposed[kNumDTypes];  // source is K contiguous
-  PackFunction copied[kNumDTypes];      // source is contiguous along the outer dimension
+  PackFunction copied[kNumDTypes];  // source is contiguous along the outer dimension
 };
 
 struct KernelSet {
   const char* isa;
   int tile_rows;
   int tile_columns;
-  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
+  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16
+                // pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
   bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];     // [rows - 1]

@@ -7,8 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// K at an odd place of a word of pairs: one half of `outer` words. A low half clears the
-// high one, which is right where K ends there.
+// K at an odd place of a word of pairs: one half of `outer` words. A low half clears
+// the high one, which is right where K ends there.
 void PackHalf(const std::byte* source,
               int64_t stride,
               int64_t outer,
@@ -37,8 +37,7 @@ Operand::Operand(const OperandView& view,
       panel_(panel),
       element_bytes_(SizeOf(view.dtype)) {
   has_rows_ = kernels.reads_a_in_place &&
-              std::all_of(view.segments.begin(),
-                          view.segments.end(),
+              std::all_of(view.segments.begin(), view.segments.end(),
                           [](const ConstSegment& s) { return s.inner_stride == 1; });
 }
 
@@ -61,11 +60,9 @@ void Operand::PackPanel(Range outer, Range k, std::byte* panel) const {
         const ConstSegment& segment = SegmentAt(i, j);
         const int64_t offset = (o - outer_bounds[i]) * segment.outer_stride +
                                (at - k_bounds[j]) * segment.inner_stride;
-        PackPiece(segment,
-                  segment.data + offset * element_bytes_,
+        PackPiece(segment, segment.data + offset * element_bytes_,
                   {o - outer.begin, o_end - outer.begin},
-                  {at - k.begin, k_end - k.begin},
-                  panel);
+                  {at - k.begin, k_end - k.begin}, panel);
       }
       at = k_end;
     }
@@ -94,17 +91,11 @@ void Operand::PackPiece(const ConstSegment& segment,
     source += k_stride;
   }
   const int64_t num_words = k.size() / kernels_.k_group;
-  pack(source,
-       is_k_contiguous ? outer_stride : k_stride,
-       outer.size(),
-       num_words,
+  pack(source, is_k_contiguous ? outer_stride : k_stride, outer.size(), num_words,
        words_at(k.begin));
   const int64_t packed = num_words * kernels_.k_group;
   if (packed < k.size()) {
-    PackHalf(source + packed * k_stride,
-             outer_stride,
-             outer.size(),
-             false,
+    PackHalf(source + packed * k_stride, outer_stride, outer.size(), false,
              words_at(k.begin + packed));
   }
 }

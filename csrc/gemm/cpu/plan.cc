@@ -8,14 +8,10 @@
 
 namespace jax_ub {
 
-namespace {
-
-
-}  // namespace
+namespace {}  // namespace
 
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
-  const KernelSet& kernels =
-      KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
+  const KernelSet& kernels = KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
   return PlanCpuGemm(std::move(problem), kernels, num_workers);
 }
 
@@ -56,8 +52,8 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
                                   CeilDiv(columns.size(), kernels_.tile_columns);
   const int64_t sum_bytes = 4 * tiles * kernels_.tile_rows * kernels_.tile_columns;
   std::byte* base = scratch.Reserve(a_bytes + b_bytes + sum_bytes);
-  const Workspace workspace = {
-      base, base + a_bytes, reinterpret_cast<float*>(base + a_bytes + b_bytes)};
+  const Workspace workspace = {base, base + a_bytes,
+                               reinterpret_cast<float*>(base + a_bytes + b_bytes)};
 
   // K = 0 still stores the addends.
   int64_t k = 0;
@@ -69,9 +65,9 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
 }
 
 void TiledPlan::RunBlock(Range rows,
-                           Range columns,
-                           Range k,
-                           const Workspace& workspace) const {
+                         Range columns,
+                         Range k,
+                         const Workspace& workspace) const {
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
   const int64_t tile_size = tile_rows * tile_columns;
@@ -94,7 +90,8 @@ void TiledPlan::RunBlock(Range rows,
         float* sums = workspace.sums;
         if (!is_one_block) {
           sums += ((c - columns.begin) / tile_columns * row_tiles +
-                   (r - rows.begin) / tile_rows) * tile_size;
+                   (r - rows.begin) / tile_rows) *
+                  tile_size;
         }
         for (int64_t i = block.begin; i < block.end; i += tile_rows) {
           const Range tile_rows_range = {i, std::min(block.end, i + tile_rows)};
@@ -130,19 +127,15 @@ void TiledPlan::PackB(Range group, Range k, std::byte* packed) const {
 }
 
 void TiledPlan::MultiplyTile(const TileOfA& a,
-                               const std::byte* b,
-                               Range rows,
-                               Range columns,
-                               Range k,
-                               float* sums) const {
+                             const std::byte* b,
+                             Range rows,
+                             Range columns,
+                             Range k,
+                             float* sums) const {
   const TileFunction* tiles =
       a_.has_rows() ? kernels_.tile_of_rows : kernels_.tile_of_columns;
-  tiles[rows.size() - 1](a.words,
-                         a.stride,
-                         b,
-                         4 * kernels_.tile_columns,
-                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2),
-                         sums,
+  tiles[rows.size() - 1](a.words, a.stride, b, 4 * kernels_.tile_columns,
+                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2), sums,
                          k.begin > 0);
   if (k.end == problem_.k) c_.Store(sums, kernels_.tile_columns, rows, columns);
 }

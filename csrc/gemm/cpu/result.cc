@@ -26,8 +26,7 @@ void Result::Store(const float* sums,
       const int64_t c_end = std::min(columns.end, column_bounds[j + 1]);
       if (r_end > r && c_end > c) {
         StorePiece(sums + (r - rows.begin) * sums_stride + (c - columns.begin),
-                   sums_stride,
-                   i * num_column_segments_ + j,
+                   sums_stride, i * num_column_segments_ + j,
                    {r - row_bounds[i], r_end - row_bounds[i]},
                    {c - column_bounds[j], c_end - column_bounds[j]});
       }
@@ -57,13 +56,9 @@ void Result::StorePiece(const float* sums,
     }
     const Segment& to = view_.segments[index];
     const int64_t bytes = SizeOf(view_.dtype);
-    kernels_.sum(summands,
-                 num_summands,
-                 rows.size(),
-                 columns.size(),
+    kernels_.sum(summands, num_summands, rows.size(), columns.size(),
                  to.data + (rows.begin * to.row_stride + columns.begin) * bytes,
-                 to.row_stride * bytes,
-                 view_.dtype);
+                 to.row_stride * bytes, view_.dtype);
   }
 }
 

@@ -7,7 +7,8 @@
 #ifdef JAX_UB_EMULATE_AVX512
 #include "emulated_avx512.h"
 #else
-// GCC 12 takes the undefined vectors inside its own header for uninitialised ones of ours.
+// GCC 12 takes the undefined vectors inside its own header for uninitialised ones of
+// ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -25,7 +26,9 @@ inline void Prefetch(const void* p) {
 inline Vec Zero() { return _mm512_setzero_ps(); }
 inline Vec Load(const void* p) { return _mm512_loadu_ps(p); }
 inline void Store(void* p, Vec v) { _mm512_storeu_ps(p, v); }
-inline Vec Broadcast(const void* p) { return _mm512_set1_ps(*static_cast<const float*>(p)); }
+inline Vec Broadcast(const void* p) {
+  return _mm512_set1_ps(*static_cast<const float*>(p));
+}
 inline Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return _mm512_fmadd_ps(a, b, sum); }
 
@@ -37,7 +40,8 @@ inline void StoreHalves(void* p, __m256i h) {
 }
 
 inline Vec LoadBF16(const void* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(p)), 16));
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(p)), 16));
 }
 
 // To nearest even; a NaN keeps its sign and becomes quiet. vcvtneps2bf16 would flush
@@ -47,8 +51,8 @@ inline void StoreBF16(void* p, Vec v) {
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i rounded = _mm512_mask_or_epi32(
-      _mm512_add_epi32(u, bias), nan, u, _mm512_set1_epi32(0x400000));
+  const __m512i rounded = _mm512_mask_or_epi32(_mm512_add_epi32(u, bias), nan, u,
+                                               _mm512_set1_epi32(0x400000));
   StoreHalves(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
@@ -58,8 +62,8 @@ inline void StoreF16(void* p, Vec v) {
 }
 
 // rows[i][j] becomes rows[j][i]. Inside each 128-bit quarter 4 x 4 words are transposed
-// with unpacks: then quarter c of u[4 * b + j] holds rows 4b .. 4b + 3 of column 4c + j.
-// Two rounds of quarter shuffles transpose that 4 x 4 grid of quarters (b, c).
+// with unpacks: then quarter c of u[4 * b + j] holds rows 4b .. 4b + 3 of column 4c +
+// j. Two rounds of quarter shuffles transpose that 4 x 4 grid of quarters (b, c).
 inline void Transpose(Vec (&rows)[kLanes]) {
   __m512i t[kLanes];
   for (int i = 0; i < kLanes; i += 2) {

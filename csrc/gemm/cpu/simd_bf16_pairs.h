@@ -1,7 +1,7 @@
 // Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h.
 //
-// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It takes
-// subnormal operands as zero and flushes subnormal results.
+// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It
+// takes subnormal operands as zero and flushes subnormal results.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -9,8 +9,8 @@
 namespace jax_ub::JAX_UB_KERNELS {
 
 inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
-  return _mm512_dpbf16_ps(
-      sum, __builtin_bit_cast(__m512bh, a), __builtin_bit_cast(__m512bh, b));
+  return _mm512_dpbf16_ps(sum, __builtin_bit_cast(__m512bh, a),
+                          __builtin_bit_cast(__m512bh, b));
 }
 
 // Word i is first[i] in its low half and second[i] in its high one.

@@ -40,10 +40,8 @@ inline Bits WidenBits(const void* p) {
 }
 
 inline void NarrowBits(void* p, Bits b) {
-  const uint16_t h[kLanes] = {static_cast<uint16_t>(b[0]),
-                              static_cast<uint16_t>(b[1]),
-                              static_cast<uint16_t>(b[2]),
-                              static_cast<uint16_t>(b[3])};
+  const uint16_t h[kLanes] = {static_cast<uint16_t>(b[0]), static_cast<uint16_t>(b[1]),
+                              static_cast<uint16_t>(b[2]), static_cast<uint16_t>(b[3])};
   memcpy(p, h, sizeof h);
 }
 
@@ -63,8 +61,8 @@ inline void StoreBF16(void* p, Vec v) {
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity and
-// NaN (exponent 31) keep their exponent of all ones instead.
+// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity
+// and NaN (exponent 31) keep their exponent of all ones instead.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
@@ -80,7 +78,8 @@ inline void StoreF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits sign = (u >> 16) & 0x8000;
   const Bits magnitude = u & 0x7fffffff;
-  const Bits normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Bits normal =
+      (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const Vec aligned = reinterpret_cast<Vec>(magnitude) + 0.5f;
   const Bits subnormal = reinterpret_cast<Bits>(aligned) - 0x3f000000;
   Bits half = Select(magnitude < (113u << 23), subnormal, normal);

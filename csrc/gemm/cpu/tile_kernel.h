@@ -2,9 +2,9 @@
 //
 //   sums[r, c] (+)= sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
 //
-// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full tile
-// (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B and one
-// broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
+// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full
+// tile (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B
+// and one broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -43,8 +43,8 @@ void Tile(const void* a,
     for (int v = 0; v < kVectors; ++v) b_vector[v] = Load(b_word + v * sizeof(Vec));
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec a_vector =
-          Broadcast(kColumnsOfA ? a_word[0] + 4 * r : a_word[kColumnsOfA ? 0 : r] + 4 * k);
+      const Vec a_vector = Broadcast(kColumnsOfA ? a_word[0] + 4 * r
+                                                 : a_word[kColumnsOfA ? 0 : r] + 4 * k);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = multiply_add(a_vector, b_vector[v], sum[r][v]);

@@ -20,12 +20,8 @@ void SumChunks(std::span<const ConstMatrix> chunks,
     const int64_t stride = chunk.row_stride * SizeOf(chunk.dtype);
     summands.push_back({chunk.data, stride, chunk.dtype});
   }
-  IsaInUse().general->sum(summands.data(),
-                          static_cast<int>(summands.size()),
-                          rows,
-                          columns,
-                          out.data,
-                          out.row_stride * SizeOf(out.dtype),
+  IsaInUse().general->sum(summands.data(), static_cast<int>(summands.size()), rows,
+                          columns, out.data, out.row_stride * SizeOf(out.dtype),
                           out.dtype);
 }
 
