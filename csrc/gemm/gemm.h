@@ -2,9 +2,8 @@
 //
 //   C[m, n] = round(sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
-// Products of bf16 and f16 operands are exact and summed in f32, in an order that
-// depends on shapes and instruction set only, never on threads: results are bitwise
-// repeatable.
+// Products of bf16 and f16 operands are exact and summed in f32, in an order that depends
+// on shapes and instruction set only, never on threads: results are bitwise repeatable.
 #pragma once
 
 #include <cstdint>

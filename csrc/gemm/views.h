@@ -23,8 +23,8 @@ struct ConstSegment {
   int64_t inner_stride = 0;
 };
 
-// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that survives
-// the product (M of A, N of B), `inner` the contracted one (K), whatever the layout is.
+// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that survives the
+// product (M of A, N of B), `inner` the contracted one (K), whatever the layout is.
 struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;

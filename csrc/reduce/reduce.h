@@ -24,9 +24,9 @@ struct Matrix {
 
 // out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
 //
-// Added in f32 in the order of `chunks` (the ranks'), rounded once: the same bits
-// whoever computes it. `out` may be the memory of a chunk, exactly. Throws
-// std::invalid_argument without chunks.
+// Added in f32 in the order of `chunks` (the ranks'), rounded once: the same bits whoever
+// computes it. `out` may be the memory of a chunk, exactly. Throws std::invalid_argument
+// without chunks.
 void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t rows,
                int64_t columns,

@@ -1,6 +1,5 @@
 // A small test registry: TEST(Name) { CHECK(...); } in any number, linked to a program
-// that runs them all (or those whose name contains its argument) and returns how it
-// went.
+// that runs them all (or those whose name contains its argument) and returns how it went.
 #pragma once
 
 #include <cmath>

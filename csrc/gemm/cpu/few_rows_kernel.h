@@ -22,8 +22,7 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// kStep rows of B, all columns: the sums are loaded and stored once for kStep words of
-// K.
+// kStep rows of B, all columns: the sums are loaded and stored once for kStep words of K.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,

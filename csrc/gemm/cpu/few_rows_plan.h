@@ -1,5 +1,4 @@
-// Products with at most kMaxFewRows rows: units are strips of columns, B stays in
-// place.
+// Products with at most kMaxFewRows rows: units are strips of columns, B stays in place.
 #pragma once
 
 #include <cstdint>

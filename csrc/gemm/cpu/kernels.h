@@ -1,8 +1,7 @@
 // What an instruction set provides to the GEMM: plain functions over raw pointers.
 //
 // Kernel files are compiled with their own instruction set flags, so they include only
-// this header, C headers and intrinsics, and put everything into a namespace of their
-// own.
+// this header, C headers and intrinsics, and put everything into a namespace of their own.
 //
 // A *word* is what one multiply-add consumes of K: one f32, or a pair of bf16 (two
 // consecutive k; the lower address is the lower k). Words are 32 bits in either case.
@@ -17,12 +16,10 @@ namespace jax_ub {
 inline constexpr int kMaxTileRows = 8;
 
 // sums[r * tile_columns + c] (+)= sum_k A[r, k] * B[k, c], r < rows of the function,
-// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting
-// them. B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is
-// either
-//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or
-//   packed) columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place
-//   or packed)
+// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting them.
+// B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is either
+//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
+//   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
 using TileFunction = void (*)(const void* a,
                               int64_t a_stride,
                               const void* b,
@@ -53,8 +50,8 @@ using SumFunction = void (*)(const Summand* summands,
                              int64_t out_stride,
                              DType out_dtype);
 
-// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B
-// in place (see few_rows_kernel.h).
+// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B in
+// place (see few_rows_kernel.h).
 using FewRowsFunction = void (*)(const void* a,
                                  int64_t a_stride,
                                  const void* b,
@@ -80,8 +77,7 @@ struct KernelSet {
   const char* isa;
   int tile_rows;
   int tile_columns;
-  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16
-                // pairs
+  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
   bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];     // [rows - 1]

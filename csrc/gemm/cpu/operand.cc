@@ -7,8 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// K at an odd place of a word of pairs: one half of `outer` words. A low half clears
-// the high one, which is right where K ends there.
+// K at an odd place of a word of pairs: one half of `outer` words. A low half clears the
+// high one, which is right where K ends there.
 void PackHalf(const std::byte* source,
               int64_t stride,
               int64_t outer,

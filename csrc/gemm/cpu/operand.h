@@ -1,5 +1,5 @@
-// Reads an operand out of its segments: in place where the micro-kernel can, packed
-// into panels of words elsewhere. Packing is where a gather or a widening happens.
+// Reads an operand out of its segments: in place where the micro-kernel can, packed into
+// panels of words elsewhere. Packing is where a gather or a widening happens.
 #pragma once
 
 #include <cstddef>
@@ -28,28 +28,27 @@ struct TileOfA {
 
 class Operand {
  public:
-  // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view`
-  // and `kernels` outlive the operand.
+  // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view` and
+  // `kernels` outlive the operand.
   Operand(const OperandView& view,
           const KernelSet& kernels,
           const PanelPackers& packers,
           int panel);
 
-  // True where tiles of A are made of rows, in place where that is possible: every
-  // segment is contiguous along K and the kernels like it.
+  // True where tiles of A are made of rows, in place where that is possible: every segment
+  // is contiguous along K and the kernels like it.
   bool has_rows() const { return has_rows_; }
 
   // Bytes of a packed panel over `k` elements of K.
   int64_t PanelBytes(int64_t k) const;
 
   // Packs outer indices `outer` (at most a panel's width) over `k` as
-  // word (o, k) at panel + 4 * (k * panel width + o). What remains of the panel's width
-  // is not written.
+  // word (o, k) at panel + 4 * (k * panel width + o). What remains of the panel's width is
+  // not written.
   void PackPanel(Range outer, Range k, std::byte* panel) const;
 
   // A tile of rows (has_rows): in place if its words lie in one segment and need no
-  // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes /
-  // panel.
+  // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes / panel.
   TileOfA ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:

@@ -15,9 +15,9 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       int num_workers);
 
-// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of
-// k_block; in each, it packs `group_columns` of B at a time and multiplies them with
-// block_rows of A, tile by tile.
+// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of k_block;
+// in each, it packs `group_columns` of B at a time and multiplies them with block_rows
+// of A, tile by tile.
 struct GemmBlocking {
   int64_t unit_rows;
   int64_t unit_columns;

@@ -7,8 +7,7 @@
 #ifdef JAX_UB_EMULATE_AVX512
 #include "emulated_avx512.h"
 #else
-// GCC 12 takes the undefined vectors inside its own header for uninitialised ones of
-// ours.
+// GCC 12 takes the undefined vectors inside its own header for uninitialised ones of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -62,8 +61,8 @@ inline void StoreF16(void* p, Vec v) {
 }
 
 // rows[i][j] becomes rows[j][i]. Inside each 128-bit quarter 4 x 4 words are transposed
-// with unpacks: then quarter c of u[4 * b + j] holds rows 4b .. 4b + 3 of column 4c +
-// j. Two rounds of quarter shuffles transpose that 4 x 4 grid of quarters (b, c).
+// with unpacks: then quarter c of u[4 * b + j] holds rows 4b .. 4b + 3 of column 4c + j.
+// Two rounds of quarter shuffles transpose that 4 x 4 grid of quarters (b, c).
 inline void Transpose(Vec (&rows)[kLanes]) {
   __m512i t[kLanes];
   for (int i = 0; i < kLanes; i += 2) {

@@ -1,7 +1,7 @@
 // Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h.
 //
-// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It
-// takes subnormal operands as zero and flushes subnormal results.
+// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It takes
+// subnormal operands as zero and flushes subnormal results.
 #pragma once
 
 #include "gemm/cpu/kernels.h"

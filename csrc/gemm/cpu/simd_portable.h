@@ -61,8 +61,8 @@ inline void StoreBF16(void* p, Vec v) {
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity
-// and NaN (exponent 31) keep their exponent of all ones instead.
+// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity and
+// NaN (exponent 31) keep their exponent of all ones instead.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;

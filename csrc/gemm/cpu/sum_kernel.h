@@ -22,8 +22,8 @@ inline void StoreAs(char* p, Vec v) {
 
 inline int64_t BytesOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
-// kVectors vectors of one row, `column` elements on: the dtype of each summand is
-// looked at once for all of them.
+// kVectors vectors of one row, `column` elements on: the dtype of each summand is looked
+// at once for all of them.
 template <DType kOut, int kVectors>
 inline void SumVectors(
     const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {

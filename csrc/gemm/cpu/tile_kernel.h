@@ -2,9 +2,9 @@
 //
 //   sums[r, c] (+)= sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
 //
-// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full
-// tile (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B
-// and one broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
+// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full tile
+// (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B and one
+// broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
 #pragma once
 
 #include "gemm/cpu/kernels.h"
