@@ -179,7 +179,11 @@ void CheckMoved(const Attributes& at,
   if (scatter > 1) contract.Divides("the operand", from.rows);
   Tensor want = from;
   want.rows = from.rows * gather / scatter;
-  if (to.dtype != from.dtype) contract.Fail("result and operand differ in dtype");
+  const bool copied = at.op == Op::kAllGather || at.op == Op::kBulkAllGather;
+  if (copied && to.dtype != from.dtype) {
+    contract.Fail("the gathered result is " + Describe(to) + ", the shard " +
+                  Describe(from));
+  }
   contract.Sized(to, "the communicated result", want);
 }
 

@@ -283,8 +283,9 @@ void AddScatter(const Calls& calls, size_t operand, size_t result, Work& work) {
   const Tensor& mine = calls[0].results[result];
   for (size_t r = 0; r < calls.size(); ++r) {
     for (int64_t b = 0; b < mine.batch; ++b) {
-      Sum sum{mine.dtype, {}, {calls[r].results[result].At(b, 0)}, 0};
+      Sum sum{calls[0].operands[operand].dtype, mine.dtype, {}, {}, 0};
       sum.num_elements = mine.rows * mine.features;
+      sum.to.push_back(calls[r].results[result].At(b, 0));
       for (const RankCall& call : calls) {
         sum.sources.push_back(
             call.operands[operand].At(b, static_cast<int64_t>(r) * mine.rows));
@@ -295,7 +296,8 @@ void AddScatter(const Calls& calls, size_t operand, size_t result, Work& work) {
 }
 
 void AddReduceToAll(const Calls& calls, Work& work) {
-  Sum sum{calls[0].results[0].dtype, {}, {}, calls[0].results[0].num_elements()};
+  const Tensor& to = calls[0].results[0];
+  Sum sum{calls[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
   for (const RankCall& call : calls) {
     sum.sources.push_back(call.operands[0].data);
     sum.to.push_back(call.results[0].data);

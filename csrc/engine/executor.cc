@@ -324,7 +324,7 @@ class RankExecution {
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
       }
-      AddBiasAndResidual(b, out.begin, parts);
+      if (HasProduct(schedule_.pattern)) AddBiasAndResidual(b, out.begin, parts);
       SumChunks(parts, out.num_rows(), out.tensor.features,
                 {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
@@ -378,12 +378,13 @@ SlotPlan PlanSlots(const Attributes& at, const RankCall& call) {
   for (const Exchange& exchange : ExchangesOf(at, call)) {
     const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
     const int64_t piece_rows = (chunk_rows + plan.num_splits - 1) / plan.num_splits;
-    const bool f32 = HasProduct(plan.pattern) && !IsGather(plan.pattern);
-    const int64_t features = f32 ? exchange.result.features : exchange.operand.features;
-    const int64_t row_bytes =
-        features * SizeOf(f32 ? DType::kF32 : exchange.operand.dtype);
-    plan.slot_bytes =
-        std::max(plan.slot_bytes, exchange.operand.batch * piece_rows * row_bytes);
+    const bool gather = IsGather(plan.pattern);
+    const Tensor& sent = gather ? exchange.operand : exchange.result;
+    int64_t element_bytes = SizeOf(exchange.operand.dtype);
+    if (!gather) element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
+    if (!gather && HasProduct(plan.pattern)) element_bytes = SizeOf(DType::kF32);
+    plan.slot_bytes = std::max(plan.slot_bytes,
+                               sent.batch * piece_rows * sent.features * element_bytes);
   }
   return plan;
 }

@@ -21,10 +21,11 @@ constexpr double kSumBytesPerUs = 3e3;
 
 void SumInto(const Sum& sum) {
   std::vector<ConstMatrix> chunks;
-  for (const std::byte* source : sum.sources) chunks.push_back({source, 0, sum.dtype});
-  SumChunks(chunks, 1, sum.num_elements, {sum.to[0], 0, sum.dtype});
+  for (const std::byte* source : sum.sources)
+    chunks.push_back({source, 0, sum.source_dtype});
+  SumChunks(chunks, 1, sum.num_elements, {sum.to[0], 0, sum.to_dtype});
   for (size_t i = 1; i < sum.to.size(); ++i) {
-    std::memcpy(sum.to[i], sum.to[0], sum.num_elements * SizeOf(sum.dtype));
+    std::memcpy(sum.to[i], sum.to[0], sum.num_elements * SizeOf(sum.to_dtype));
   }
 }
 
@@ -57,9 +58,11 @@ void Work::Add(Copy copy) {
 }
 
 void Work::Add(const Sum& sum) {
-  estimated_us_ += static_cast<double>(sum.num_elements * SizeOf(sum.dtype)) *
-                   static_cast<double>(sum.sources.size() + sum.to.size()) /
-                   kSumBytesPerUs;
+  const int64_t bytes_per_element =
+      static_cast<int64_t>(sum.sources.size()) * SizeOf(sum.source_dtype) +
+      static_cast<int64_t>(sum.to.size()) * SizeOf(sum.to_dtype);
+  estimated_us_ +=
+      static_cast<double>(sum.num_elements * bytes_per_element) / kSumBytesPerUs;
   for (int64_t begin = 0; begin < sum.num_elements;) {
     if (sum_ends_.empty() || sum_unit_elements_ == kUnitElements) {
       sum_ends_.push_back(sums_.size());
@@ -68,8 +71,8 @@ void Work::Add(const Sum& sum) {
     Sum piece = sum;
     piece.num_elements =
         std::min(sum.num_elements - begin, kUnitElements - sum_unit_elements_);
-    for (auto& source : piece.sources) source += begin * SizeOf(sum.dtype);
-    for (auto& to : piece.to) to += begin * SizeOf(sum.dtype);
+    for (auto& source : piece.sources) source += begin * SizeOf(sum.source_dtype);
+    for (auto& to : piece.to) to += begin * SizeOf(sum.to_dtype);
     begin += piece.num_elements;
     sum_unit_elements_ += piece.num_elements;
     sums_.push_back(std::move(piece));

@@ -18,7 +18,8 @@ struct Copy {
 
 // to[i] = round(sum of sources[i], in their order, in f32), the same in every `to`.
 struct Sum {
-  DType dtype = DType::kF32;
+  DType source_dtype = DType::kF32;
+  DType to_dtype = DType::kF32;
   std::vector<const std::byte*> sources;
   std::vector<std::byte*> to;
   int64_t num_elements = 0;

@@ -1,0 +1,209 @@
+// The crew: jobs are shared and bounded, runs never wait for each other.
+#include "engine/crew.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace jax_ub {
+namespace {
+
+// Crews live for ever; so do those of the tests.
+Crew& NewCrew(int num_threads) {
+  static std::mutex mutex;
+  static std::vector<Crew*> crews;
+  std::lock_guard lock(mutex);
+  crews.push_back(new Crew(num_threads));
+  return *crews.back();
+}
+
+class CountedJob : public WaitedJob {
+ public:
+  explicit CountedJob(int64_t num_units) : runs_(num_units) {}
+
+  int64_t num_units() const override { return static_cast<int64_t>(runs_.size()); }
+
+  void Run(int64_t unit, Scratch& scratch) override {
+    const int busy = ++num_busy_;
+    int most = most_busy_.load();
+    while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
+    }
+    ++runs_[unit];
+    if (unit == failing_unit) throw std::runtime_error("unit failed");
+    --num_busy_;
+  }
+
+  bool EveryUnitRanOnce() const {
+    for (const auto& runs : runs_) {
+      if (runs.load() != 1) return false;
+    }
+    return true;
+  }
+  int most_busy() const { return most_busy_.load(); }
+
+  int64_t failing_unit = -1;
+
+ private:
+  std::vector<std::atomic<int>> runs_;
+  std::atomic<int> num_busy_{0};
+  std::atomic<int> most_busy_{0};
+};
+
+// Ends when `count` threads are in it at once. Shared: the last to leave is unknown.
+class Meeting {
+ public:
+  explicit Meeting(int count) : left_(count) {}
+  void Join() {
+    std::unique_lock lock(mutex_);
+    if (--left_ == 0) all_here_.notify_all();
+    all_here_.wait(lock, [this] { return left_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;  // guards left_
+  std::condition_variable all_here_;
+  int left_;
+};
+
+TEST(EveryUnitRunsOnceWhoeverJoins) {
+  Crew& crew = NewCrew(3);
+  for (int64_t num_units : {1, 2, 7, 1000}) {
+    auto job = std::make_shared<CountedJob>(num_units);
+    crew.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+    CHECK(job->most_busy() <= 3);
+  }
+}
+
+TEST(AJobWithoutUnitsIsDone) {
+  auto job = std::make_shared<CountedJob>(0);
+  NewCrew(2).RunAndWait(job);
+  CHECK(job->EveryUnitRanOnce());
+}
+
+TEST(ManyJobsFromManyThreadsAreDone) {
+  Crew& crew = NewCrew(2);
+  std::vector<std::thread> threads;
+  std::atomic<int> num_whole{0};
+  for (int t = 0; t < 6; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) {
+        auto job = std::make_shared<CountedJob>(1 + i % 9);
+        crew.RunAndWait(job);
+        num_whole += job->EveryUnitRanOnce();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(num_whole.load(), 300);
+}
+
+TEST(NoMoreThreadsComputeThanAllowed) {
+  Crew& crew = NewCrew(2);
+  std::atomic<int> num_busy{0};
+  std::atomic<int> most_busy{0};
+  class BusyJob : public WaitedJob {
+   public:
+    BusyJob(std::atomic<int>& num_busy, std::atomic<int>& most_busy)
+        : num_busy_(num_busy), most_busy_(most_busy) {}
+    int64_t num_units() const override { return 20; }
+    void Run(int64_t unit, Scratch& scratch) override {
+      const int busy = ++num_busy_;
+      int most = most_busy_.load();
+      while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      --num_busy_;
+    }
+
+   private:
+    std::atomic<int>& num_busy_;
+    std::atomic<int>& most_busy_;
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 5; ++t) {
+    threads.emplace_back(
+        [&] { crew.RunAndWait(std::make_shared<BusyJob>(num_busy, most_busy)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(most_busy.load() <= 2);
+}
+
+TEST(ManyRunsThatWaitForEachOtherAllRun) {
+  Crew& crew = NewCrew(1);
+  constexpr int kNumRuns = 40;
+  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  for (int i = 0; i < kNumRuns; ++i) crew.Start([meeting] { meeting->Join(); });
+  meeting->Join();
+  CHECK(true);
+}
+
+TEST(RunsStartWhileEveryThreadComputes) {
+  Crew& crew = NewCrew(1);
+  const auto meeting = std::make_shared<Meeting>(3);
+  class WaitingJob : public WaitedJob {
+   public:
+    explicit WaitingJob(Meeting& meeting) : meeting_(meeting) {}
+    int64_t num_units() const override { return 1; }
+    void Run(int64_t unit, Scratch& scratch) override { meeting_.Join(); }
+
+   private:
+    Meeting& meeting_;
+  };
+  auto job = std::make_shared<WaitingJob>(*meeting);
+  std::thread helper([&] { crew.RunAndWait(job); });
+  crew.Start([meeting] { meeting->Join(); });
+  meeting->Join();
+  helper.join();
+  CHECK(true);
+}
+
+TEST(AJobIsDoneWhileRunsBlock) {
+  Crew& crew = NewCrew(2);
+  const auto meeting = std::make_shared<Meeting>(5);
+  for (int i = 0; i < 4; ++i) crew.Start([meeting] { meeting->Join(); });
+  auto job = std::make_shared<CountedJob>(100);
+  crew.RunAndWait(job);
+  CHECK(job->EveryUnitRanOnce());
+  meeting->Join();
+}
+
+TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
+  Crew& crew = NewCrew(2);
+  auto job = std::make_shared<CountedJob>(100000);
+  job->failing_unit = 3;
+  CHECK_THROWS(crew.RunAndWait(job), "unit failed");
+  CHECK(!job->EveryUnitRanOnce());
+  auto inline_job = std::make_shared<CountedJob>(10);
+  inline_job->failing_unit = 3;
+  crew.RunInline(*inline_job);
+  CHECK_THROWS(inline_job->Wait(), "unit failed");
+}
+
+TEST(ScratchIsKeptAndCounted) {
+  class GreedyJob : public WaitedJob {
+   public:
+    int64_t num_units() const override { return 1; }
+    void Run(int64_t unit, Scratch& scratch) override { scratch.Reserve(3 << 20); }
+  };
+  Crew& crew = NewCrew(1);
+  for (int i = 0; i < 20; ++i) {
+    GreedyJob job;
+    crew.RunInline(job);
+  }
+  CHECK(crew.scratch_bytes() >= 3 << 20);
+  CHECK(crew.scratch_bytes() < 6 << 20);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

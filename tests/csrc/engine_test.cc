@@ -1,0 +1,444 @@
+// Calls of all ranks through the engine: values, matching, and what happens when a rank
+// does not come, disagrees or fails.
+#include "engine/engine.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call_maker.h"
+#include "check.h"
+#include "engine/executor.h"
+#include "gemm/gemm.h"
+
+namespace jax_ub {
+namespace {
+
+using jax_ub_test::Arrays;
+using jax_ub_test::MakeCalls;
+using jax_ub_test::NumWrong;
+using jax_ub_test::Sizes;
+
+constexpr double kLongS = 60;
+
+// Engines live for ever; so do those of the tests.
+Engine& NewEngine(double timeout_s = kLongS) {
+  static std::mutex mutex;
+  static std::vector<Engine*> engines;
+  std::lock_guard lock(mutex);
+  engines.push_back(new Engine(2, timeout_s));
+  return *engines.back();
+}
+
+Attributes MakeAttributes(Op op, Method method, int num_ranks) {
+  Attributes at;
+  at.op = op;
+  at.method = method;
+  at.num_ranks = num_ranks;
+  for (int r = 0; r < num_ranks; ++r) at.ranks.push_back(100 + r);
+  at.num_splits = 2;
+  at.label = std::string(OpName(op)) + " (ub_name 'test')";
+  if (op == Op::kMatmul) {
+    at.num_ranks = 1;
+    at.ranks.clear();
+  }
+  return at;
+}
+
+// How a call ended, for whoever waits for it.
+class Outcome {
+ public:
+  Completion AsCompletion() {
+    return [state = state_](const std::exception_ptr& failure) {
+      std::lock_guard lock(state->mutex);
+      state->text = "";
+      if (failure) {
+        try {
+          std::rethrow_exception(failure);
+        } catch (const std::exception& error) {
+          state->text = error.what();
+        }
+      }
+      state->changed.notify_all();
+    };
+  }
+
+  // Empty: it succeeded.
+  std::string Wait() {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [this] { return state_->text.has_value(); });
+    return *state_->text;
+  }
+
+  bool IsPending() {
+    std::lock_guard lock(state_->mutex);
+    return !state_->text.has_value();
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;  // guards text
+    std::condition_variable changed;
+    std::optional<std::string> text;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+Outcome Submit(Engine& engine,
+               CallSite& site,
+               int64_t run_id,
+               int64_t device,
+               const RankCall& call) {
+  Outcome outcome;
+  const Completion done = outcome.AsCompletion();
+  try {
+    engine.Submit(site, run_id, device, call, done);
+  } catch (...) {
+    done(std::current_exception());
+  }
+  return outcome;
+}
+
+// Every rank on a thread of its own; what the ranks say.
+std::vector<std::string> RunAll(Engine& engine,
+                                CallSite& site,
+                                int64_t run_id,
+                                const std::vector<RankCall>& calls) {
+  std::vector<Outcome> outcomes(calls.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      const int64_t device = 100 + static_cast<int64_t>(rank);
+      outcomes[rank] = Submit(engine, site, run_id, device, calls[rank]);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::string> texts;
+  for (Outcome& outcome : outcomes) texts.push_back(outcome.Wait());
+  return texts;
+}
+
+void CheckRun(Engine& engine, const Attributes& at, const Sizes& sizes, int seed) {
+  Arrays arrays(seed);
+  CallSite site(at);
+  const std::vector<RankCall> calls = MakeCalls(at, sizes, arrays);
+  for (const std::string& text : RunAll(engine, site, seed, calls)) CHECK_EQ(text, "");
+  CHECK_EQ(NumWrong(at, calls), 0);
+}
+
+// All options of an op, one by one.
+std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
+  Attributes at = MakeAttributes(op, method, num_ranks);
+  std::vector<Attributes> variants = {at};
+  at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
+  variants.push_back(at);
+  if (op == Op::kWgrad) {
+    variants.clear();
+    for (Gather gather : {Gather::kNone, Gather::kX, Gather::kDy}) {
+      at.gather = gather;
+      at.accumulate = !at.accumulate;
+      variants.push_back(at);
+    }
+  }
+  return variants;
+}
+
+TEST(EveryOpByEveryMethodIsExact) {
+  Engine& engine = NewEngine();
+  int seed = 0;
+  for (int num_ranks : {1, 2, 3, 5, 8}) {
+    for (int op = 0; op < kNumOps; ++op) {
+      for (int method = 0; method < kNumMethods; ++method) {
+        for (const Attributes& at :
+             Variants(static_cast<Op>(op), static_cast<Method>(method), num_ranks)) {
+          const bool fused = at.op == Op::kAllGatherMatmul ||
+                             at.op == Op::kMatmulReduceScatter ||
+                             at.op == Op::kMatmulAllReduce;
+          if (fused && at.method == Method::kBulk) continue;
+          CheckRun(engine, at, {}, ++seed);
+        }
+      }
+    }
+  }
+}
+
+TEST(LargerCallsThatTheCrewSharesAreExact) {
+  Engine& engine = NewEngine();
+  for (Method method : {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {
+    for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+      CheckRun(engine, MakeAttributes(op, method, 4), {1, 65, 96, 70}, 7);
+    }
+  }
+}
+
+TEST(AnAllReduceOfFewerElementsThanRanksIsExact) {
+  Engine& engine = NewEngine();
+  for (Method method : {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {
+    CheckRun(engine, MakeAttributes(Op::kAllReduce, method, 5), {1, 1, 2, 1}, 3);
+  }
+}
+
+TEST(SlotsAreReusedFromCallToCall) {
+  Engine& engine = NewEngine();
+  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
+  CheckRun(engine, at, {}, 1);
+  const int64_t slot_bytes = engine.counters().slot_bytes;
+  CHECK(slot_bytes > 0);
+  for (int seed = 2; seed < 30; ++seed) CheckRun(engine, at, {}, seed);
+  CHECK_EQ(engine.counters().slot_bytes, slot_bytes);
+  CHECK_EQ(engine.counters().peak_slot_bytes, slot_bytes);
+}
+
+TEST(ALoopMatchesTheSameExecutionOfEveryRank) {
+  Engine& engine = NewEngine();
+  constexpr int kNumRounds = 20;
+  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  CallSite site(at);
+  Arrays arrays(1);
+  std::vector<std::vector<RankCall>> rounds;
+  for (int i = 0; i < kNumRounds; ++i) rounds.push_back(MakeCalls(at, {}, arrays));
+  // Rank 0 comes for all rounds before rank 1 comes for the first.
+  std::vector<Outcome> outcomes;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (const auto& calls : rounds) {
+      outcomes.push_back(Submit(engine, site, 5, 100 + rank, calls[rank]));
+    }
+  }
+  for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+  for (const auto& calls : rounds) CHECK_EQ(NumWrong(at, calls), 0);
+}
+
+TEST(CallSitesAndRunsAndGroupsDoNotMix) {
+  Engine& engine = NewEngine();
+  Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  at.ranks = {100, 101, 200, 201};
+  CallSite one(at);
+  CallSite other(at);
+  struct Case {
+    CallSite& site;
+    int64_t run_id;
+    int64_t first_device;
+  };
+  const std::vector<Case> cases = {
+      {one, 1, 100}, {other, 1, 100}, {one, 2, 100}, {one, 1, 200}};
+  Arrays arrays(1);
+  std::vector<std::vector<RankCall>> calls;
+  std::vector<Outcome> outcomes;
+  for (size_t i = 0; i < cases.size(); ++i) calls.push_back(MakeCalls(at, {}, arrays));
+  for (int rank = 0; rank < 2; ++rank) {
+    for (size_t i = 0; i < cases.size(); ++i) {
+      outcomes.push_back(Submit(engine, cases[i].site, cases[i].run_id,
+                                cases[i].first_device + rank, calls[i][rank]));
+    }
+  }
+  for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+  for (const auto& group : calls) CHECK_EQ(NumWrong(at, group), 0);
+}
+
+TEST(AMissingRankEndsTheOthersAtTheDeadline) {
+  Engine& engine = NewEngine(0.1);
+  CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 3));
+  Arrays arrays(1);
+  const auto calls = MakeCalls(site.attributes(), {}, arrays);
+  const auto begin = std::chrono::steady_clock::now();
+  Outcome first = Submit(engine, site, 1, 100, calls[0]);
+  Outcome third = Submit(engine, site, 1, 102, calls[2]);
+  const std::string text = first.Wait();
+  CHECK_EQ(third.Wait(), text);
+  const std::chrono::duration<double> elapsed_s =
+      std::chrono::steady_clock::now() - begin;
+  CHECK(elapsed_s.count() >= 0.1);
+  CHECK(
+      text.starts_with("CommunicatorError: jax_ub.all_reduce (ub_name 'test'): op "
+                       "all_reduce of group 0 waited 0.1 s for rank(s) 1 of 3; "
+                       "waiting: rank(s) 0, 2 (run 1, execution 0)"));
+  // The late one fails at once, and touches nothing.
+  CHECK_EQ(Submit(engine, site, 1, 101, calls[1]).Wait(), text);
+  CHECK_EQ(engine.counters().failed_gangs > 0, true);
+  // Other calls of that run and group fail too, other groups and the next run do not.
+  CallSite next(MakeAttributes(Op::kAllGather, Method::kBulk, 3));
+  CHECK_EQ(Submit(engine, next, 1, 100, calls[0]).Wait().empty(), false);
+  for (const std::string& outcome : RunAll(engine, site, 2, calls)) {
+    CHECK_EQ(outcome, "");
+  }
+  CHECK_EQ(NumWrong(site.attributes(), calls), 0);
+}
+
+TEST(AFailureEndsWhatItsGroupHasPendingInThatRun) {
+  Engine& engine = NewEngine();
+  CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
+  CallSite other(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
+  Arrays arrays(1);
+  auto calls = MakeCalls(site.attributes(), {}, arrays);
+  Outcome pending = Submit(engine, other, 1, 100, calls[0]);
+  Outcome next_run = Submit(engine, other, 2, 100, calls[0]);
+  Outcome first = Submit(engine, site, 1, 100, calls[0]);
+  CHECK(pending.IsPending());
+  RankCall wrong = calls[1];
+  wrong.results[0] = arrays.Empty(1, 1, 1);
+  const std::string text = Submit(engine, site, 1, 101, wrong).Wait();
+  CHECK(text.find("the communicated result is f32[1, 1], expected f32[1, 35]") !=
+        std::string::npos);
+  CHECK_EQ(first.Wait(), text);
+  CHECK_EQ(pending.Wait(), text);
+  CHECK(next_run.IsPending());
+  CHECK_EQ(Submit(engine, other, 2, 101, calls[1]).Wait(), "");
+  CHECK_EQ(next_run.Wait(), "");
+}
+
+TEST(RanksThatDisagreeAllSeeBothSides) {
+  Engine& engine = NewEngine();
+  CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
+  Arrays arrays(1);
+  auto calls = MakeCalls(site.attributes(), {}, arrays);
+  calls[1] = MakeCalls(site.attributes(), {2, 6, 7, 3}, arrays)[1];
+  for (const std::string& text : RunAll(engine, site, 1, calls)) {
+    CHECK_EQ(text,
+             "CommunicatorError: jax_ub.all_reduce (ub_name 'test'): ranks 0 and 1 do "
+             "not agree: operand 0 is f32[1, 35] and f32[1, 42], respectively");
+  }
+}
+
+TEST(AMethodThatAnOpDoesNotHaveIsRefusedOnEveryRank) {
+  Engine& engine = NewEngine();
+  CallSite site(MakeAttributes(Op::kAllGatherMatmul, Method::kBulk, 2));
+  Arrays arrays(1);
+  for (const std::string& text :
+       RunAll(engine, site, 1, MakeCalls(site.attributes(), {}, arrays))) {
+    CHECK(text.find("all_gather_matmul has no method bulk: use direct") !=
+          std::string::npos);
+  }
+}
+
+TEST(ADeviceOutsideTheMeshIsRefused) {
+  CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
+  Arrays arrays(1);
+  const auto calls = MakeCalls(site.attributes(), {}, arrays);
+  CHECK(Submit(NewEngine(), site, 1, 7, calls[0])
+            .Wait()
+            .find("device 7 is not among the devices") != std::string::npos);
+}
+
+TEST(AttributesThatNoOpHasAreRefused) {
+  const auto make = [](const std::function<void(Attributes&)>& change) {
+    Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+    change(at);
+    CallSite site(at);
+  };
+  CHECK_THROWS(make([](Attributes& at) { at.num_ranks = 0; }), "num_ranks is 0");
+  CHECK_THROWS(make([](Attributes& at) { at.num_ranks = 3; }),
+               "no multiple of num_ranks");
+  CHECK_THROWS(make([](Attributes& at) { at.ranks[1] = 100; }), "device 100 twice");
+  CHECK_THROWS(make([](Attributes& at) { at.ranks.clear(); }),
+               "a local op has num_ranks");
+  CHECK_THROWS(make([](Attributes& at) { at.num_kernels = 0; }), "num_kernels is 0");
+  CHECK_THROWS(make([](Attributes& at) { at.num_splits = -1; }), "num_splits is -1");
+}
+
+TEST(WrongShapesAreRefusedWithTheNumbers) {
+  struct Case {
+    Op op;
+    std::function<void(RankCall&, Arrays&)> change;
+    const char* text;
+  };
+  const std::vector<Case> cases = {
+      {Op::kAllGatherMatmul,
+       [](RankCall& call, Arrays& a) { call.operands[1] = a.New(1, 8, 3); },
+       "w is f32[8, 3], expected f32[7, 3]"},
+      {Op::kAllGatherMatmul,
+       [](RankCall& call, Arrays& a) { call.results[0] = a.Empty(2, 5, 3); },
+       "y is f32[2, 5, 3], expected f32[2, 10, 3]"},
+      {Op::kAllGatherMatmul,
+       [](RankCall& call, Arrays& a) { call.operands.pop_back(); },
+       "takes 2 operands and 1 results, got 1 and 1"},
+      {Op::kAllGatherMatmul,
+       [](RankCall& call, Arrays& a) { call.operands[1].dtype = DType::kBF16; },
+       "w is bf16[7, 3], expected f32[7, 3]"},
+      {Op::kMatmulReduceScatter,
+       [](RankCall& call, Arrays& a) { call.operands[0] = a.New(2, 9, 7); },
+       "x has 9 rows, which num_ranks = 2 does not divide"},
+      {Op::kWgrad, [](RankCall& call, Arrays& a) { call.operands[0] = a.New(2, 0, 7); },
+       "x is f32[2, 0, 7], expected f32[2, 0, 7], not empty"},
+      {Op::kAllGather,
+       [](RankCall& call, Arrays& a) { call.results[0].dtype = DType::kF16; },
+       "the gathered result is f16[2, 10, 7], the shard f32[2, 5, 7]"},
+      {Op::kReduceScatter,
+       [](RankCall& call, Arrays& a) { call.operands[0] = a.New(2, 11, 7); },
+       "the operand has 11 rows"},
+  };
+  for (const Case& one : cases) {
+    const Attributes at = MakeAttributes(one.op, Method::kDirect, 2);
+    Arrays arrays(1);
+    RankCall call = MakeCalls(at, {}, arrays)[0];
+    CheckCall(at, call);
+    one.change(call, arrays);
+    CHECK_THROWS(CheckCall(at, call), one.text);
+  }
+}
+
+TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
+  constexpr int kNumRanks = 3;
+  Engine& engine = NewEngine();
+  const Attributes at =
+      MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, kNumRanks);
+  Arrays arrays(1);
+  const auto calls = MakeCalls(at, {}, arrays);
+  const SlotPlan plan = PlanSlots(at, calls[0]);
+  InProcessCommunicator communicator(kNumRanks, plan.num_slots, plan.slot_bytes);
+  // Rank 2 never begins.
+  std::vector<std::string> texts(kNumRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        ExecuteRank(at, calls[rank], plan, rank == 0 ? 0.1 : kLongS,
+                    communicator.rank(rank), engine.crew());
+      } catch (const std::exception& error) {
+        texts[rank] = error.what();
+        communicator.rank(rank).Poison(std::current_exception());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(texts[0].find("rank 0 waited 0.1 s for the chunk of rank 2 (chunk 2)") !=
+        std::string::npos);
+  CHECK_EQ(texts[1], texts[0]);
+}
+
+TEST(ManyIndependentCallsFromFewThreadsEnd) {
+  Engine& engine = NewEngine();
+  constexpr int kNumSites = 64;
+  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  std::vector<std::unique_ptr<CallSite>> sites;
+  Arrays arrays(1);
+  std::vector<std::vector<RankCall>> calls;
+  for (int i = 0; i < kNumSites; ++i) {
+    sites.push_back(std::make_unique<CallSite>(at));
+    calls.push_back(MakeCalls(at, {}, arrays));
+  }
+  std::vector<Outcome> outcomes(2 * kNumSites);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      for (int i = 0; i < kNumSites; ++i) {
+        const int site = rank == 0 ? i : kNumSites - 1 - i;
+        outcomes[2 * site + rank] =
+            Submit(engine, *sites[site], 1, 100 + rank, calls[site][rank]);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+  for (const auto& group : calls) CHECK_EQ(NumWrong(at, group), 0);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

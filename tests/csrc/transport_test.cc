@@ -1,0 +1,183 @@
+// Slots between threads: order, reuse, wrap-around, deadlines, poison.
+#include "transport/transport.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "platform/error.h"
+#include "schedule/schedule.h"
+#include "transport/cpu/in_process.h"
+
+namespace jax_ub {
+namespace {
+
+const std::string kLabel = "all_gather_matmul (ub_name 'qkv_fprop')";
+constexpr double kLongS = 60;
+
+WaitReason Reason(int chunk, double timeout_s = kLongS) {
+  return {kLabel, chunk, timeout_s};
+}
+
+Rows OneRow(const int64_t& value) {
+  return {reinterpret_cast<const std::byte*>(&value), 1, sizeof(value), sizeof(value)};
+}
+
+// `function(rank)` on a thread per rank; what a rank throws is its text.
+std::vector<std::string> OnEveryRank(int num_ranks,
+                                     const std::function<void(int)>& function) {
+  std::vector<std::string> errors(num_ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        function(rank);
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+// Takes a rank's steps for `num_calls` calls, with a stall now and then, and counts the
+// slots that hold another value than (call, sender).
+int64_t WrongReads(InProcessCommunicator& communicator,
+                   const std::vector<Pattern>& patterns,
+                   Method method,
+                   int rank,
+                   int num_calls) {
+  Transport& transport = communicator.rank(rank);
+  std::mt19937 random(rank);
+  int64_t num_wrong = 0;
+  for (int call = 0; call < num_calls; ++call) {
+    const Schedule schedule = MakeSchedule(patterns[call % patterns.size()], method,
+                                           rank, communicator.num_ranks(), 2);
+    if (random() % 16 == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
+    }
+    for (const Step& step : schedule.steps) {
+      const int64_t value = call * 1000 + rank;
+      if (step.kind == StepKind::kPut) {
+        transport.Write(step.peer, step.slot, 0, OneRow(value));
+        transport.Signal(step.peer, step.slot);
+      } else if (step.kind == StepKind::kWait) {
+        transport.Wait(step.peer, step.slot, Reason(step.chunk));
+        int64_t got = 0;
+        std::memcpy(&got, transport.slot(step.slot), sizeof(got));
+        if (got != call * 1000 + step.peer) ++num_wrong;
+      } else if (step.kind == StepKind::kWaitFree) {
+        transport.WaitFree(step.peer, step.slot, Reason(step.chunk));
+      } else if (step.kind == StepKind::kRelease) {
+        transport.Release(step.slot);
+      }
+    }
+    transport.EndCall();
+  }
+  return num_wrong;
+}
+
+void NoWrongReads(const std::vector<Pattern>& patterns, Method method, uint32_t epoch) {
+  constexpr int kNumCalls = 300;
+  for (int num_ranks : {2, 3, 4}) {
+    InProcessCommunicator communicator(num_ranks, 4 * num_ranks, sizeof(int64_t),
+                                       epoch);
+    std::atomic<int64_t> num_wrong{0};
+    const auto errors = OnEveryRank(num_ranks, [&](int rank) {
+      num_wrong += WrongReads(communicator, patterns, method, rank, kNumCalls);
+    });
+    for (const std::string& error : errors) CHECK_EQ(error, "");
+    CHECK_EQ(num_wrong.load(), 0);
+  }
+}
+
+TEST(GathersInARowReadWhatWasSent) {
+  NoWrongReads({Pattern::kAllGather}, Method::kRingExchange, 0);
+  NoWrongReads({Pattern::kAllGather}, Method::kPipeline, 0);
+}
+
+TEST(ScattersInARowReadWhatWasSent) {
+  NoWrongReads({Pattern::kReduceScatter}, Method::kBulk, 0);
+}
+
+TEST(GathersAndScattersInAnyOrderReadWhatWasSent) {
+  NoWrongReads({Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kReduceScatter,
+                Pattern::kAllReduce, Pattern::kAllGather, Pattern::kAllReduce},
+               Method::kRingExchange, 0);
+}
+
+TEST(EpochsWrapAround) {
+  NoWrongReads({Pattern::kAllGather, Pattern::kReduceScatter}, Method::kPipeline,
+               0xffffffffu - 100);
+  NoWrongReads({Pattern::kAllGather}, Method::kRingExchange, 0x7fffffffu - 100);
+}
+
+TEST(RowsArrivePacked) {
+  InProcessCommunicator communicator(2, 1, 6);
+  const char source[] = "ab..cd..ef..";
+  const auto* data = reinterpret_cast<const std::byte*>(source);
+  communicator.rank(0).Write(1, 0, 0, {data, 3, 2, 4});
+  communicator.rank(0).Signal(1, 0);
+  communicator.rank(1).Wait(0, 0, Reason(0));
+  CHECK_EQ(std::memcmp(communicator.rank(1).slot(0), "abcdef", 6), 0);
+}
+
+TEST(APieceThatDoesNotFitIsRefused) {
+  InProcessCommunicator communicator(2, 1, 64);
+  std::vector<std::byte> data(65);
+  CHECK_THROWS(communicator.rank(0).Write(1, 0, 0, {data.data(), 1, 65, 65}),
+               "65 bytes does not fit into a slot of 64");
+}
+
+TEST(APeerThatNeverComesIsNamedAtTheDeadline) {
+  InProcessCommunicator communicator(3, 2, 8);
+  const auto begin = std::chrono::steady_clock::now();
+  CHECK_THROWS(communicator.rank(2).Wait(1, 0, Reason(7, 0.05)),
+               "CommunicatorError: jax_ub." + kLabel +
+                   ": rank 2 waited 0.05 s for the chunk of rank 1 (chunk 7)");
+  const std::chrono::duration<double> elapsed_s =
+      std::chrono::steady_clock::now() - begin;
+  CHECK(elapsed_s.count() >= 0.05);
+}
+
+TEST(ASlotThatIsNeverReleasedIsNamedAtTheDeadline) {
+  InProcessCommunicator communicator(2, 1, 8);
+  communicator.rank(0).WaitFree(1, 0, Reason(0, 0.05));
+  communicator.rank(0).Signal(1, 0);
+  communicator.rank(0).EndCall();
+  CHECK_THROWS(communicator.rank(0).WaitFree(1, 0, Reason(3, 0.05)),
+               "waited 0.05 s for the release of a slot by rank 1 (chunk 3)");
+}
+
+TEST(PoisonWakesEverybodyWithTheFirstReason) {
+  constexpr int kNumRanks = 5;
+  InProcessCommunicator communicator(kNumRanks, 1, 8);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = OnEveryRank(kNumRanks, [&](int rank) {
+    if (rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      communicator.rank(0).Poison(
+          std::make_exception_ptr(CommunicatorError("rank 0 died")));
+      communicator.rank(0).Poison(std::make_exception_ptr(CommunicatorError("later")));
+      return;
+    }
+    communicator.rank(rank).Wait(0, 0, Reason(0));
+  });
+  const std::chrono::duration<double> elapsed_s =
+      std::chrono::steady_clock::now() - begin;
+  for (int rank = 1; rank < kNumRanks; ++rank) CHECK_EQ(errors[rank], "rank 0 died");
+  CHECK(elapsed_s.count() < kLongS / 2);
+  CHECK_THROWS(communicator.rank(1).WaitFree(2, 0, Reason(0)), "rank 0 died");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
