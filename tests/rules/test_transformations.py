@@ -14,6 +14,7 @@ import jax_ub as ub
 
 ROWS, COLUMNS, FEATURES = P("tp"), P(None, "tp"), P(None, "tp")
 PAIR = (ROWS, COLUMNS, P("tp"))
+STACKED = (P(None, "tp"), COLUMNS, P("tp"))
 
 
 def column(x, w, **options):
@@ -73,6 +74,24 @@ def test_vmap_over_activations_is_one_call(axis):
     plain_gradient = jax.grad(lambda xs, w: jnp.sum(jnp.matmul(
         jnp.moveaxis(xs, axis, 0), w) ** 2), (0, 1))  # fmt: skip
     assert_equal(jax.jit(gradient)(xs, w), jax.jit(plain_gradient)(xs, w))
+
+
+@pytest.mark.parametrize("method", ["ring_exchange", "bulk"])
+def test_vmap_of_a_pair_and_its_gradients(method):
+    _, w1, w2 = operands()
+    xs = small_integers(3, (3, 8, 6))
+
+    def layers(x, w1, w2):
+        return row(column(x, w1, method=method), w2, method=method)
+
+    run = on_four(jax.vmap(layers, in_axes=(0, None, None)), P(None, "tp"), STACKED)
+
+    def loss(layers):
+        return lambda *v: jnp.sum(layers(*v) * small_integers(9, (3, 8, 6)))
+
+    step = jax.jit(jax.value_and_grad(loss(run), (0, 1, 2)))
+    expected = jax.jit(jax.value_and_grad(loss(plain), (0, 1, 2)))
+    assert_equal(step(xs, w1, w2), expected(xs, w1, w2))
 
 
 def test_vmap_over_kernels_is_a_loop():
