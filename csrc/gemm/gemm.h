@@ -3,7 +3,9 @@
 //   C[m, n] = round(sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
 // Products of bf16 and f16 operands are exact and summed in f32, in an order that depends
-// on shapes and instruction set only, never on threads: results are bitwise repeatable.
+// on the views and the instruction set only, never on threads: results are bitwise
+// repeatable. Subnormal f32 numbers, also as values of bf16, count as zero: XLA:CPU runs
+// its own arithmetic that way. Subnormal f16 numbers keep their value.
 #pragma once
 
 #include <cstdint>

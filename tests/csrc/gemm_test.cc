@@ -27,6 +27,99 @@ TEST(products_of_normal_numbers_are_close) {
   CompareWithReference(Values::kNormal, 200, 10001);
 }
 
+// All bytes of the result, replica by replica.
+std::vector<float> Elements(const RandomGemm& gemm) {
+  const GemmProblem& problem = gemm.problem;
+  std::vector<float> elements;
+  for (int replica = 0; replica < problem.c.num_replicas; ++replica) {
+    for (int64_t i = 0; i < problem.m * problem.n; ++i) {
+      const std::byte* at = gemm.At(replica, i / problem.n, i % problem.n);
+      elements.push_back(Read(at, problem.c.dtype));
+    }
+  }
+  return elements;
+}
+
+TEST(bits_depend_neither_on_the_order_of_units_nor_on_the_number_of_workers) {
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    Random random(seed);
+    const GemmSizes sizes = RandomSizes(random);
+    std::vector<float> first;
+    for (int num_workers : {1, 2, 7}) {
+      const auto gemm = MakeGemm(seed, sizes, Values::kNormal);
+      RunUnits(*PlanGemm(gemm->problem, num_workers), &random);
+      const std::vector<float> elements = Elements(*gemm);
+      if (num_workers == 1) first = elements;
+      CHECK(std::memcmp(elements.data(), first.data(), 4 * first.size()) == 0);
+    }
+  }
+}
+
+// [2, 3] x [3, 4], dense: what the refusals below spoil one by one.
+GemmProblem SmallProblem() {
+  static std::byte memory[64];
+  GemmProblem problem;
+  problem.m = 2;
+  problem.n = 4;
+  problem.k = 3;
+  problem.a = {DType::kF32, {0, 2}, {0, 3}, {{memory, 3, 1}}};
+  problem.b = {DType::kF32, {0, 4}, {0, 3}, {{memory, 1, 4}}};
+  problem.c = {DType::kF32, 1, {0, 2}, {0, 4}, {{memory, 4}}};
+  return problem;
+}
+
+TEST(views_that_disagree_with_the_sizes_are_refused) {
+  GemmProblem problem = SmallProblem();
+  problem.m = -2;
+  CHECK_THROWS(PlanGemm(problem, 1), "sizes M=-2 N=4 K=3 must not be negative");
+  problem = SmallProblem();
+  problem.k = 5;
+  CHECK_THROWS(PlanGemm(problem, 1), "A's K bounds {0, 3} must run from 0 to 5");
+  problem = SmallProblem();
+  problem.b.outer_bounds = {0, 3, 2, 4};
+  CHECK_THROWS(PlanGemm(problem, 1), "B's N bounds fall from 3 to 2");
+  problem = SmallProblem();
+  problem.c.row_bounds = {0, 1, 2};
+  CHECK_THROWS(PlanGemm(problem, 1), "C has 1 segments, expected 2");
+}
+
+TEST(segments_that_cannot_be_read_are_refused) {
+  GemmProblem problem = SmallProblem();
+  problem.a.segments[0].inner_stride = 2;
+  CHECK_THROWS(PlanGemm(problem, 1), "strides 3 and 2, one of them must be 1");
+  problem = SmallProblem();
+  problem.b.segments[0].data = nullptr;
+  CHECK_THROWS(PlanGemm(problem, 1), "B's N segment is null");
+  problem = SmallProblem();
+  problem.c.num_replicas = 0;
+  CHECK_THROWS(PlanGemm(problem, 1), "C has 0 replicas, expected at least 1");
+  problem = SmallProblem();
+  problem.addends.resize(1);
+  CHECK_THROWS(PlanGemm(problem, 1), "an addend has 0 segments, expected 1");
+  problem.addends.resize(8);
+  CHECK_THROWS(PlanGemm(problem, 1), "8 addends, at most 7 are supported");
+}
+
+TEST(an_instruction_set_that_is_not_here_is_refused) {
+  CHECK_THROWS(SetIsa("mmx"),
+               "instruction set 'mmx' is not available here; choose one of: portable");
+}
+
+TEST(subnormal_numbers_count_as_zero) {
+  const float tiny = 1e-40f;
+  const float one = 1.0f;
+  float result = 5;
+  GemmProblem problem;
+  problem.m = problem.n = problem.k = 1;
+  auto bytes = [](const float& x) { return reinterpret_cast<const std::byte*>(&x); };
+  problem.a = {DType::kF32, {0, 1}, {0, 1}, {{bytes(tiny), 1, 1}}};
+  problem.b = {DType::kF32, {0, 1}, {0, 1}, {{bytes(one), 1, 1}}};
+  problem.c = {
+      DType::kF32, 1, {0, 1}, {0, 1}, {{reinterpret_cast<std::byte*>(&result), 1}}};
+  RunUnits(*PlanGemm(problem, 1));
+  CHECK_EQ(result, 0.0f);
+}
+
 }  // namespace jax_ub
 
 CHECK_MAIN()

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "gemm/cpu/check_problem.h"
+#include "gemm/cpu/flush_subnormals.h"
 
 namespace jax_ub {
 
@@ -29,6 +30,7 @@ int64_t FewRowsPlan::num_units() const {
 }
 
 void FewRowsPlan::Run(int64_t unit, Scratch& scratch) const {
+  const FlushSubnormals flush;
   const Range columns = {unit * strip_, std::min(problem_.n, (unit + 1) * strip_)};
   const int64_t sums_bytes = RoundUp(4 * problem_.m * strip_, 64);
   std::byte* sums = scratch.Reserve(sums_bytes + 4 * problem_.m * problem_.k);

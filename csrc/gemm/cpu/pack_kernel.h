@@ -126,7 +126,8 @@ void PackTransposed(
       }
       Transpose(block);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) Store(to + (k + i) * kRowBytes + 4 * o, block[i]);
+      for (int i = 0; i < kLanes; ++i)
+        Store(to + (k + i) * kRowBytes + 4 * o, block[i]);
     }
   }
 }

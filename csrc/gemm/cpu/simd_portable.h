@@ -61,14 +61,16 @@ inline void StoreBF16(void* p, Vec v) {
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// Scaling by 2^112 rebiases the exponent and normalises subnormals exactly; infinity and
-// NaN (exponent 31) keep their exponent of all ones instead.
+// A subnormal f16 is its fraction times 2^-24. Behind the bits of 2^23 a fraction is an
+// integer, so that no step meets a subnormal f32, which the processor may flush to zero.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
-  const Vec scaled = reinterpret_cast<Vec>(magnitude) * 0x1p112f;
-  const Bits finite = reinterpret_cast<Bits>(scaled);
-  const Bits value = Select((h & 0x7c00) == 0x7c00, magnitude | 0x7f800000, finite);
+  const Bits normal = magnitude + (112u << 23);
+  const Vec fraction = reinterpret_cast<Vec>((h & 0x3ff) | 0x4b000000) - 0x1p23f;
+  const Bits subnormal = reinterpret_cast<Bits>(fraction * 0x1p-24f);
+  Bits value = Select((h & 0x7c00) == 0, subnormal, normal);
+  value = Select((h & 0x7c00) == 0x7c00, magnitude | 0x7f800000, value);
   return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
 }
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "gemm/cpu/flush_subnormals.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/views.h"
 
@@ -14,6 +15,7 @@ void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t columns,
                const Matrix& out) {
   if (chunks.empty()) throw std::invalid_argument("SumChunks: no chunks to sum");
+  const FlushSubnormals flush;
   std::vector<Summand> summands;
   summands.reserve(chunks.size());
   for (const ConstMatrix& chunk : chunks) {
