@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from lm.model import LanguageModel
@@ -43,10 +44,14 @@ def linear_layers_loss(
 
     Its value has no meaning. Its gradient takes the same calls, of the same shapes, as
     that of `language_loss`: how long they take together is how long they take there.
+    No two results are just added: their gradients would be equal, and XLA would
+    multiply by only one of them.
     """
     del targets
     x = model.embed(inputs)
     for block in model.blocks:
-        x = block.attention_out(sum(block.qkv(x)), residual=x)
-        x = block.down(sum(block.gate_up(x)), residual=x)
+        q, k, v = block.qkv(x)
+        x = block.attention_out(nnx.sigmoid(q) * k + v, residual=x)
+        gate, up = block.gate_up(x)
+        x = block.down(nnx.sigmoid(gate) * up, residual=x)
     return jnp.square(model.logits(x)).sum()

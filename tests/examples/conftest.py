@@ -1,4 +1,4 @@
-"""The example's package is found beside its script, as Python finds it for the script."""
+"""The example's package `lm` is found where its script finds it: beside itself."""
 
 import pathlib
 import sys

@@ -121,13 +121,13 @@ def test_every_linear_layer_is_one_call_and_nothing_else_gathers(text):
     assert not {"all-gather", "reduce-scatter"} & set(collectives(program))
 
 
-def run_script(*flags):
+def run_script(flags):
     # The script sets its own number of devices and threads: not those of the tests.
     names = set(os.environ) - {"NPROC", "JAX_NUM_CPU_DEVICES"}
     environment = {name: os.environ[name] for name in names}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples/train_lm.py"), *map(str, flags)],
+        [sys.executable, str(ROOT / "examples/train_lm.py"), *flags.split()],
         capture_output=True,
         text=True,
         timeout=300,
@@ -137,22 +137,9 @@ def run_script(*flags):
 
 def test_the_script_compares_with_xla_and_draws(tmp_path):
     plot = tmp_path / "plot.png"
-    sizes = [
-        "--tp",
-        "2",
-        "--d-model",
-        "64",
-        "--d-ff",
-        "128",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--seq-len",
-        "64",
-    ]
-    flags = ("--steps", 40, "--learning-rate", 0.02, "--plot", plot)
-    done = run_script(*sizes, *flags)
+    sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
+    steps = f"--steps 40 --learning-rate 0.02 --plot {plot}"
+    done = run_script(f"{sizes} {steps}")
     assert done.returncode == 0, done.stderr
     assert "times as fast as xla" in done.stdout
     assert plot.stat().st_size > 10_000
@@ -177,6 +164,6 @@ def test_the_script_compares_with_xla_and_draws(tmp_path):
     ],
 )
 def test_wrong_flags_are_refused(flags, message):
-    done = run_script(*flags.split())
+    done = run_script(flags)
     assert done.returncode == 2
     assert re.search(message, done.stderr), done.stderr
