@@ -14,16 +14,18 @@ namespace {
 // much.
 constexpr double kInlineUs = 50;
 
+}  // namespace
+
 // One gang as a job: its units, and afterwards the completion of every rank.
-class GangJob : public Job {
+class Engine::GangJob : public Job {
  public:
   GangJob(Work work,
-          std::vector<Completion> completions,
+          std::shared_ptr<Gang> gang,
           size_t last_rank,
           Crew& crew,
-          std::function<void(const std::exception_ptr&)> on_failure)
+          std::function<void(const Gang&, const std::exception_ptr&)> on_failure)
       : work_(std::move(work)),
-        completions_(std::move(completions)),
+        gang_(std::move(gang)),
         last_rank_(last_rank),
         crew_(crew),
         on_failure_(std::move(on_failure)) {}
@@ -35,23 +37,22 @@ class GangJob : public Job {
   // Completing a rank runs the rest of its program, which may wait for another rank:
   // each is completed from a thread of its own. The helper is the last rank's thread.
   void Done(std::exception_ptr failure, bool helped) override {
-    if (failure) on_failure_(failure);
-    for (size_t r = 0; r < completions_.size(); ++r) {
+    if (failure) on_failure_(*gang_, failure);
+    std::vector<Completion>& completions = gang_->completions;
+    for (size_t r = 0; r < completions.size(); ++r) {
       if (helped && r == last_rank_) continue;
-      crew_.Start([done = std::move(completions_[r]), failure] { done(failure); });
+      crew_.Start([done = std::move(completions[r]), failure] { done(failure); });
     }
-    if (helped) completions_[last_rank_](failure);
+    if (helped) completions[last_rank_](failure);
   }
 
  private:
   const Work work_;
-  std::vector<Completion> completions_;
+  const std::shared_ptr<Gang> gang_;
   const size_t last_rank_;
   Crew& crew_;
-  const std::function<void(const std::exception_ptr&)> on_failure_;
+  const std::function<void(const Gang&, const std::exception_ptr&)> on_failure_;
 };
-
-}  // namespace
 
 Engine::Engine(int num_threads, double timeout_s)
     : crew_(new Crew(num_threads)),
@@ -92,14 +93,22 @@ void Engine::Execute(std::shared_ptr<Gang> gang, int last_rank) {
     if (UsesSlots(*gang->attributes)) {
       ExecuteSlots(gang);
     } else {
-      ExecuteDirect(*gang, last_rank);
+      ExecuteDirect(gang, last_rank);
     }
   } catch (...) {
     // Before anything was begun: nobody touches the buffers.
-    GangJob(Work(), gang->completions, last_rank, *crew_,
-            [&](const std::exception_ptr& failure) { Fail(*gang, failure); })
-        .Done(std::current_exception(), true);
+    NewJob(Work(), gang, last_rank)->Done(std::current_exception(), true);
   }
+}
+
+std::shared_ptr<Engine::GangJob> Engine::NewJob(Work work,
+                                                std::shared_ptr<Gang> gang,
+                                                int last_rank) {
+  return std::make_shared<GangJob>(
+      std::move(work), std::move(gang), last_rank, *crew_,
+      [this](const Gang& failed, const std::exception_ptr& failure) {
+        Fail(failed, failure);
+      });
 }
 
 void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
@@ -109,15 +118,14 @@ void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
   }
 }
 
-void Engine::ExecuteDirect(const Gang& gang, int last_rank) {
-  auto job = std::make_shared<GangJob>(
-      PlanDirect(*gang.attributes, gang.calls, crew_->num_threads()), gang.completions,
-      last_rank, *crew_,
-      [this, gang](const std::exception_ptr& failure) { Fail(gang, failure); });
+void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
+  const auto job =
+      NewJob(PlanDirect(*gang->attributes, gang->calls, crew_->num_threads()), gang,
+             last_rank);
   if (job->estimated_us() < kInlineUs) {
     crew_->RunInline(*job);
   } else {
-    crew_->Help(std::move(job));
+    crew_->Help(job);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "engine/crew.h"
 #include "engine/gang.h"
 #include "engine/slot_pool.h"
+#include "engine/work.h"
 
 namespace jax_ub {
 
@@ -38,10 +39,12 @@ class Engine {
   Counters counters() const;
 
  private:
+  class GangJob;    // a gang as one cooperative computation
   struct SlotCall;  // a gang whose ranks run schedules
 
   void Execute(std::shared_ptr<Gang> gang, int last_rank);
-  void ExecuteDirect(const Gang& gang, int last_rank);
+  void ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank);
+  std::shared_ptr<GangJob> NewJob(Work work, std::shared_ptr<Gang> gang, int last_rank);
   void ExecuteSlots(std::shared_ptr<Gang> gang);
   void RunRank(SlotCall& slot_call, int rank);
   void Fail(const Gang& gang, const std::exception_ptr& failure);
