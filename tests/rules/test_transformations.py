@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from programs import calls, compiled_text, on_ranks, tp_mesh
+from programs import calls, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 
@@ -250,6 +250,25 @@ def test_mesh_that_is_set_instead_of_passed():
     with jax.set_mesh(tp_mesh(4)):
         run = jax.jit(jax.shard_map(pair, in_specs=PAIR, out_specs=ROWS))
         assert_equal(run(*values), plain(*values))
+
+
+def test_shard_map_inside_a_shard_map_over_the_other_axis():
+    x, w = small_integers(0, (4, 8, 6)), small_integers(1, (6, 12))
+
+    def inner(x, w):
+        specs = (P(None, "tp"), COLUMNS)
+        return jax.shard_map(
+            column, in_specs=specs, out_specs=P(None, None, "tp"), axis_names={"tp"}
+        )(x, w)
+
+    outer = jax.shard_map(
+        inner,
+        mesh=dp_tp_mesh(2, 4),
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+    )
+    assert_equal(jax.jit(outer)(x, w), x @ w)
 
 
 def test_forward_mode_is_refused():
