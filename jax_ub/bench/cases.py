@@ -21,6 +21,9 @@ ONEDNN = "onednn"
 PLAIN = "plain_gemm"
 COPY = "copy"
 
+# How the way that people write it is named where it is the fastest one.
+AS_WRITTEN = "as people write it"
+
 PEERS = (BEST, NAIVE, RING, ONEDNN)
 LIMITS = (PLAIN, COPY)
 

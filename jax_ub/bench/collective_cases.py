@@ -25,9 +25,12 @@ def all_gather_matmul(place: Place, shape: Shape) -> list[Case]:
     local_w = (shape.K, shape.N // place.num_ranks)
     dot = place.dots("nn", place.dtype, (shape.M, shape.K), local_w, place.ranks)
     build = _Build(place, shape, (_ROWS, _COLUMNS), _COLUMNS)
-    best = build.contender(
-        cases.BEST, lambda x, w: dot(peers.gather(x), w, x.dtype), str(dot)
-    )
+    ways = [
+        build.contender(
+            cases.BEST, lambda x, w: dot(peers.gather(x), w, x.dtype), str(dot)
+        ),
+        build.contender(cases.BEST, peers.naive_column, cases.AS_WRITTEN),
+    ]
     rings = [
         build.contender(cases.RING, functools.partial(peers.ring_gather_dot, dot=dot))
     ]
@@ -36,7 +39,7 @@ def all_gather_matmul(place: Place, shape: Shape) -> list[Case]:
         build.case(
             "all_gather_matmul",
             build.own(ub.all_gather_matmul),
-            [best, build.contender(cases.NAIVE, peers.naive_column), *rings],
+            [fastest(ways), build.contender(cases.NAIVE, peers.naive_column), *rings],
             ("the gathered x [M, K]", gathered),
         )
     ]
@@ -91,6 +94,7 @@ def _reduced_case(place, shape, op, function, reductions, others):
         for name, collective in reductions.items()
         for wide in ((False, True) if itemsize < 4 else (False,))
     ]
+    ways.append(build.contender(cases.BEST, naive, cases.AS_WRITTEN))
     contenders = [
         fastest(ways),
         build.contender(cases.NAIVE, naive),

@@ -183,6 +183,8 @@ class _Build:
         for way in dots.ways(self.layout, self.place.dtype):
             program = functools.partial(self._xla, way)
             contenders.append(self.contender(cases.BEST, program, str(way)))
+        as_written = self.contender(cases.BEST, self.naive(), cases.AS_WRITTEN)
+        contenders.append(as_written)
         # What the trials accumulated is not what the others start from.
         return dataclasses.replace(fastest(contenders), operands=self.operands())
 

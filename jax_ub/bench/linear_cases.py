@@ -33,6 +33,9 @@ def linear_pair(place: Place, shape: Shape) -> list[Case]:
         )
         for wide in ((False, True) if place.dtype != "float32" else (False,))
     ]
+    ways.append(
+        _contender(place, shape, cases.BEST, peers.naive_pair, cases.AS_WRITTEN)
+    )
     contenders = [
         _contender(place, shape, cases.OWN, _own_pair(place.method)),
         fastest(ways),

@@ -54,7 +54,9 @@ def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
     for panel, dtype in zip(panels[:, 0], dtypes, strict=True):
         _panel(panel, [r for r in shown if r.case.dtype == dtype])
         panel.set_title(dtype, loc="left")
-    panels[0, 0].legend(loc="upper left", ncols=len(_SERIES), fontsize=8)
+    panels[0, 0].legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_SERIES), fontsize=8
+    )
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
