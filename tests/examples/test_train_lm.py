@@ -155,7 +155,7 @@ def test_the_script_compares_with_xla_and_draws(tmp_path):
         ("--tp 3", "--heads 4 is no multiple of --tp 3.*give --heads 6"),
         ("--heads 3 --tp 1", "--d-model 256 is no multiple of --heads 3"),
         ("--microbatches 3", "--batch 4 is no multiple of --microbatches 3"),
-        ("--dp 4", "--dp 4 replicas cannot share: give --batch 8"),
+        ("--dp 4 --microbatches 2", "--dp 4 replicas cannot share: give --batch 8"),
         ("--steps 0", "--steps 0 is too small"),
         ("--d-model 12", "give --d-model 24"),
         ("--resume", "--resume needs the --checkpoint-dir"),
