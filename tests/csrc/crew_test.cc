@@ -19,7 +19,7 @@ namespace {
 // Crews live for ever; so do those of the tests.
 Crew& NewCrew(int num_threads) {
   static std::mutex mutex;
-  static std::vector<Crew*> crews;
+  static auto& crews = *new std::vector<Crew*>;
   std::lock_guard lock(mutex);
   crews.push_back(new Crew(num_threads));
   return *crews.back();

@@ -30,7 +30,7 @@ constexpr double kLongS = 60;
 // Engines live for ever; so do those of the tests.
 Engine& NewEngine(double timeout_s = kLongS) {
   static std::mutex mutex;
-  static std::vector<Engine*> engines;
+  static auto& engines = *new std::vector<Engine*>;
   std::lock_guard lock(mutex);
   engines.push_back(new Engine(2, timeout_s));
   return *engines.back();
