@@ -134,12 +134,14 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
                              Range columns,
                              Range k,
                              float* sums) const {
+  const bool is_last = k.end == problem_.k;
+  if (is_last) c_.Prefetch(rows, columns);
   const TileFunction* tiles =
       a_.has_rows() ? kernels_.tile_of_rows : kernels_.tile_of_columns;
   tiles[rows.size() - 1](a.words, a.stride, b, 4 * kernels_.tile_columns,
                          kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2), sums,
                          k.begin > 0);
-  if (k.end == problem_.k) c_.Store(sums, kernels_.tile_columns, rows, columns);
+  if (is_last) c_.Store(sums, kernels_.tile_columns, rows, columns);
 }
 
 }  // namespace jax_ub

@@ -4,6 +4,28 @@
 
 namespace jax_ub {
 
+namespace {
+
+// kWrites: 1 to own the lines, 0 to read them.
+template <int kWrites>
+void PrefetchLines(const std::byte* data,
+                   int64_t element_bytes,
+                   int64_t row_stride,
+                   Range rows,
+                   Range columns) {
+  constexpr int64_t kLine = 64;
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const std::byte* row = data + r * row_stride * element_bytes;
+    const std::byte* end = row + columns.end * element_bytes;
+    for (const std::byte* line = row + columns.begin * element_bytes; line < end;
+         line += kLine) {
+      __builtin_prefetch(line, kWrites);
+    }
+  }
+}
+
+}  // namespace
+
 Result::Result(const ResultView& view,
                const std::vector<AddendView>& addends,
                const KernelSet& kernels)
@@ -33,6 +55,31 @@ void Result::Store(const float* sums,
       c = c_end;
     }
     r = r_end;
+  }
+}
+
+void Result::Prefetch(Range rows, Range columns) const {
+  const int64_t i = FindSegment(view_.row_bounds, rows.begin);
+  const int64_t j = FindSegment(view_.column_bounds, columns.begin);
+  const Range own_rows = {
+      rows.begin - view_.row_bounds[i],
+      std::min(rows.end, view_.row_bounds[i + 1]) - view_.row_bounds[i]};
+  const Range own_columns = {
+      columns.begin - view_.column_bounds[j],
+      std::min(columns.end, view_.column_bounds[j + 1]) - view_.column_bounds[j]};
+  const int64_t num_segments = num_row_segments_ * num_column_segments_;
+  for (int replica = 0; replica < view_.num_replicas; ++replica) {
+    const int64_t index = replica * num_segments + i * num_column_segments_ + j;
+    const Segment& to = view_.segments[index];
+    PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows,
+                     own_columns);
+    for (const AddendView& addend : addends_) {
+      const AddendSegment& from = addend.segments[index];
+      // The result's own lines are on their way, a bias has long arrived.
+      if (from.data == to.data || from.row_stride == 0) continue;
+      PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
+                       own_columns);
+    }
   }
 }
 

@@ -24,6 +24,10 @@ class Result {
   // rectangle's rows at a distance of `sums_stride` elements.
   void Store(const float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
+  // Asks for the memory that Store will read and write, as far as it lies in the segment
+  // where the rectangle begins. Only a hint.
+  void Prefetch(Range rows, Range columns) const;
+
  private:
   // The part that lies in one segment, in every replica. Ranges are within the segment.
   void StorePiece(const float* sums,
