@@ -32,11 +32,6 @@ class Sizes:
     num_layers: int
     num_heads: int
 
-    @property
-    def head_size(self) -> int:
-        """The features of one attention head."""
-        return self.d_model // self.num_heads
-
 
 class Kernel(nnx.Param):
     """The kernel [in, out] of a linear layer.
@@ -154,7 +149,7 @@ class Block(nnx.Module):
     def __init__(self, sizes: Sizes, *, method: str, rngs: nnx.Rngs):
         """Makes four calls of linear layers, and two norms."""
         d, ff = sizes.d_model, sizes.d_ff
-        self.head_size = sizes.head_size
+        self.head_size = d // sizes.num_heads
         self.attention_norm = RMSNorm(d)
         self.qkv = ColumnLinear(d, d, d, d, method=method, rngs=rngs)
         self.attention_out = RowLinear(d, d, method=method, rngs=rngs)
