@@ -1,0 +1,63 @@
+"""What the handlers refuse when they are called past jax_ub's own checks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ub.runtime import engine
+
+ATTRIBUTES = {
+    "method": np.int64(0),
+    "num_ranks": np.int64(1),
+    "ranks": np.zeros(0, np.int64),
+    "num_splits": np.int64(0),
+    "label": "matmul (test)",
+    "num_pairs": np.int64(1),
+    "rhs_transposed": np.int64(0),
+    "has_bias": np.int64(0),
+    "has_residual": np.int64(0),
+}
+
+
+def matmul(x, w, result=None, **changes):
+    engine.register_targets()
+    attributes = {k: v for k, v in (ATTRIBUTES | changes).items() if v is not None}
+    result = result or jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    call = jax.ffi.ffi_call("jax_ub$matmul", result)
+    return jax.block_until_ready(jax.jit(lambda a, b: call(a, b, **attributes))(x, w))
+
+
+def test_right_attributes_are_taken():
+    assert (matmul(jnp.ones((2, 3)), jnp.ones((3, 4))) == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"method": np.int64(5)}, "matmul: attribute method is 5, expected 0 to 4"),
+        ({"num_ranks": np.int64(0)}, "attribute num_ranks is 0, expected 1 to 65536"),
+        ({"num_ranks": np.int64(2)}, "a local op has num_ranks = 2"),
+        ({"has_bias": np.int64(2)}, "attribute has_bias is 2, expected 0 to 1"),
+        ({"num_splits": np.int64(-1)}, "attribute num_splits is -1, expected 0 to"),
+        ({"num_pairs": None}, "attribute num_pairs"),
+        ({"num_pairs": np.float32(1)}, "attribute num_pairs"),
+    ],
+)
+def test_wrong_attributes_are_refused_when_the_program_is_compiled(changes, text):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+        matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), **changes)
+
+
+def test_a_dtype_that_no_op_has_is_refused():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="none of f32, bf16 and f16"):
+        matmul(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 4), jnp.int32))
+
+
+def test_a_result_of_another_size_is_refused_before_it_is_written():
+    result = jax.ShapeDtypeStruct((2, 5), jnp.float32)
+    text = re.escape("y is f32[2, 5], expected f32[2, 4]")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), result)
