@@ -1,0 +1,109 @@
+// gemm_bench [M K N ...]: the GEMM alone, for each instruction set, layout and dtype.
+//
+// Prints GF/s of one thread's CPU time (steady on a busy machine), median of rounds in
+// which all variants take turns. The peers (XLA, oneDNN) are in `python -m jax_ub bench`.
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iomanip>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gemm/gemm.h"
+
+namespace jax_ub {
+
+constexpr int kRounds = 9;
+
+struct Variant {
+  std::string name;
+  std::vector<std::vector<std::byte>> buffers;
+  std::unique_ptr<GemmPlan> plan;
+  std::vector<double> elapsed_s;
+};
+
+double ThreadCpuSeconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed.
+Variant MakeVariant(
+    int64_t m, int64_t k, int64_t n, const std::string& layout, DType dtype) {
+  Variant variant;
+  variant.name = std::string(CurrentIsa()) + " " + layout +
+                 (dtype == DType::kF32 ? " f32" : " bf16");
+  for (int64_t elements : {m * k, k * n, m * n}) {
+    // 0x3f is the upper byte of numbers near 1 in both dtypes.
+    variant.buffers.emplace_back(elements * SizeOf(dtype), std::byte{0x3f});
+  }
+  const bool a_transposed = layout[0] == 'T';
+  const bool b_transposed = layout[1] == 'T';
+  GemmProblem problem;
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.a = {
+      dtype,
+      {0, m},
+      {0, k},
+      {{variant.buffers[0].data(), a_transposed ? 1 : k, a_transposed ? m : 1}}};
+  problem.b = {
+      dtype,
+      {0, n},
+      {0, k},
+      {{variant.buffers[1].data(), b_transposed ? k : 1, b_transposed ? 1 : n}}};
+  problem.c = {dtype, 1, {0, m}, {0, n}, {{variant.buffers[2].data(), n}}};
+  variant.plan = PlanGemm(std::move(problem), 2);
+  return variant;
+}
+
+void Measure(int64_t m, int64_t k, int64_t n) {
+  std::vector<Variant> variants;
+  const std::string_view in_use = CurrentIsa();
+  for (std::string_view isa : AvailableIsas()) {
+    SetIsa(isa);
+    for (const char* layout : {"NN", "NT", "TN"}) {
+      for (DType dtype : {DType::kF32, DType::kBF16}) {
+        variants.push_back(MakeVariant(m, k, n, layout, dtype));
+      }
+    }
+  }
+  SetIsa(in_use);
+  Scratch scratch;
+  for (int round = 0; round < kRounds; ++round) {
+    for (Variant& variant : variants) {
+      const double start_s = ThreadCpuSeconds();
+      for (int64_t u = 0; u < variant.plan->num_units(); ++u) {
+        variant.plan->Run(u, scratch);
+      }
+      variant.elapsed_s.push_back(ThreadCpuSeconds() - start_s);
+    }
+  }
+  std::cout << "M=" << m << " K=" << k << " N=" << n << "\n";
+  for (Variant& variant : variants) {
+    std::sort(variant.elapsed_s.begin(), variant.elapsed_s.end());
+    const double flops = 2.0 * m * k * n;
+    std::cout << "  " << std::left << std::setw(20) << variant.name << std::right
+              << std::fixed << std::setprecision(1) << std::setw(8)
+              << flops / variant.elapsed_s[kRounds / 2] / 1e9 << " GF/s, best "
+              << flops / variant.elapsed_s.front() / 1e9 << ", "
+              << variant.plan->num_units() << " units" << std::endl;
+  }
+}
+
+}  // namespace jax_ub
+
+int main(int argc, char** argv) {
+  std::vector<int64_t> sizes;
+  for (int i = 1; i < argc; ++i) sizes.push_back(std::atoll(argv[i]));
+  if (sizes.size() < 3) sizes = {1536, 1280, 3840, 256, 1024, 4096, 1, 2048, 4096};
+  for (size_t i = 0; i + 2 < sizes.size(); i += 3) {
+    jax_ub::Measure(sizes[i], sizes[i + 1], sizes[i + 2]);
+  }
+}
