@@ -91,6 +91,33 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   }
 }
 
+// Fewer rows than a vector has words: the end of an operand, or a panel that two segments
+// share. The block is filled up with zeros, and only the words of the rows are stored.
+template <DType kDType, int kPanel>
+void PackFewRows(const char* from,
+                 int64_t stride,
+                 int64_t outer,
+                 int64_t num_words,
+                 char* to) {
+  for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
+    const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
+    Vec block[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      block[i] = i < outer ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
+                           : Zero();
+    }
+    Transpose(block);
+    float rows[kLanes][kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) Store(rows[i], block[i]);
+    for (int i = 0; i < kLanes; ++i) {
+      char* row = to + (k + i) * 4 * kPanel;
+      for (int64_t o = 0; o < outer; ++o) memcpy(row + 4 * o, &rows[i][o], 4);
+    }
+  }
+}
+
 // The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
 // kLanes x kLanes words are transposed in registers; the last block of either dimension
 // is moved back to end where the rectangle ends, and overlaps the one before.
@@ -107,7 +134,11 @@ void PackTransposed(
       return;
     }
   }
-  if (outer < kLanes || num_words < kLanes) {
+  if (outer < kLanes && num_words >= kLanes) {
+    PackFewRows<kDType, kPanel>(from, stride, outer, num_words, to);
+    return;
+  }
+  if (num_words < kLanes) {
     for (int64_t o = 0; o < outer; ++o) {
       for (int64_t k = 0; k < num_words; ++k) {
         CopyWord<kDType>(from + o * stride + k * kBytes, to + k * kRowBytes + 4 * o);
