@@ -94,18 +94,16 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
 // Fewer rows than a vector has words: the end of an operand, or a panel that two segments
 // share. The block is filled up with zeros, and only the words of the rows are stored.
 template <DType kDType, int kPanel>
-void PackFewRows(const char* from,
-                 int64_t stride,
-                 int64_t outer,
-                 int64_t num_words,
-                 char* to) {
+void PackFewRows(
+    const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
     const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
     Vec block[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
-      block[i] = i < outer ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
-                           : Zero();
+      block[i] = i < outer
+                     ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
+                     : Zero();
     }
     Transpose(block);
     float rows[kLanes][kLanes];
