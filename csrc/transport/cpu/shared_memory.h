@@ -1,0 +1,154 @@
+// Ranks in several processes of one host: symmetric memory, and what the processes say
+// to each other through it.
+//
+// Each process has one anonymous mapping with a header and, per rank of its own, an
+// area: slot flags and two *halves* of half_bytes. Every process maps all of them. Call
+// n uses the halves n % 2, and Barrier(n, 0) says that this process has ended call
+// n - 1. So whatever a process writes into a half before Barrier(n, 0) meets no reader
+// of the call before, and what it wrote before a barrier is visible behind it.
+//
+//   leader (process of rank 0)              others
+//   PostOrder(key)                          key = WaitOrder(n)
+//   stage into half(own, n); Announce(n)    the same
+//   Barrier(n, 0)                           Barrier(n, 0)
+//   announcement(p, n) of all p agree?      the same
+//   read half(any, n), store into it ...    the same
+//   Barrier(n, 1) ...                       Barrier(n, 1) ...
+//
+// A process whose connection closes without a goodbye has died: waits for it fail at
+// once, all other waits go on, so that a peer that did its part and exited does no
+// harm. Poison fails every wait of every process, with the first reason. Waits look for
+// their condition first: one whose condition holds never fails.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace jax_ub {
+
+// The ranks of one tensor-parallel group. Processes have any numbers, as in jax; where
+// the order matters (the leader, sums), it is that of each one's lowest rank.
+struct Membership {
+  std::vector<int> process_of_rank;  // [rank]
+  int process = 0;                   // the own one
+  std::string name;                  // of the communicator, for messages
+};
+
+// Where a process listens, and what it wants to hear.
+struct PeerAddress {
+  std::string address;
+  uint64_t token = 0;
+};
+
+// A listening socket in the abstract namespace, under a random name: no file. Whoever
+// connects must be of the same user and know the token.
+class Endpoint {
+ public:
+  Endpoint();
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const PeerAddress& address() const;
+
+ private:
+  friend class SharedCommunicator;
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// What a process said about a call.
+struct Announcement {
+  uint64_t signature = 0;
+  std::string text;
+};
+
+class SharedCommunicator {
+ public:
+  // A call may have this many slots; flags for them lie in each area.
+  static constexpr int kMaxSlots = 4096;
+  // Longer texts are cut.
+  static constexpr size_t kMaxAnnouncementBytes = 1024;
+
+  // Exchanges memory with every other process of the group. `peers` by process number;
+  // the own one may be left out. Throws DeadlineError, which names the processes that
+  // are missing, and CommunicatorError when one of them refused or died.
+  static std::shared_ptr<SharedCommunicator> Connect(
+      std::unique_ptr<Endpoint> endpoint,
+      Membership membership,
+      const std::map<int, PeerAddress>& peers,
+      int64_t half_bytes,
+      double timeout_s);
+
+  ~SharedCommunicator();  // Close, then gives the memory back
+  SharedCommunicator(const SharedCommunicator&) = delete;
+  SharedCommunicator& operator=(const SharedCommunicator&) = delete;
+
+  const std::string& name() const;
+  int num_ranks() const;
+  const std::vector<int>& local_ranks() const;
+  // The processes' numbers in the order of their lowest ranks. Below, `process` is a
+  // place in this order: 0 is the leader.
+  const std::vector<int>& processes() const;
+  int num_processes() const;
+  int process() const;
+  int process_of_rank(int rank) const;
+  bool is_leader() const;
+  // "rank 2 (process 1, pid 123)", "ranks 2, 3 (process 1, pid 123)".
+  std::string DescribeProcess(int process) const;
+
+  // Of any rank. Aligned to a page. Valid while this object lives, whoever has died.
+  std::byte* half(int rank, int64_t call) const;
+  int64_t half_bytes() const;  // as asked for, rounded up to a page
+  int64_t size_bytes() const;  // memory of this process: all halves, flags and header
+
+  // The leader's calls, in the order in which all shall run them, from any thread, any
+  // number ahead. Call numbers count from 0 on.
+  void PostOrder(uint64_t key);
+  // The others: the key of this call.
+  uint64_t WaitOrder(int64_t call, const WaitReason& reason);
+
+  // What peers shall compare, before Barrier(call, 0); readable from there to the next
+  // call's Barrier(call + 1, 0).
+  void Announce(int64_t call, uint64_t signature, std::string_view text);
+  Announcement announcement(int process, int64_t call) const;
+
+  // Returns when every process has come here. One thread at a time, calls and phases
+  // (0 to 15) in ascending order; a phase may be left out if all leave it out.
+  void Barrier(int64_t call, int phase, const WaitReason& reason);
+
+  // The end of a rank of this process, with slots in the halves of this call: behind
+  // Barrier(call, 0), until the next call's. Throws UnsupportedError when they do not
+  // fit.
+  Transport& rank(int local_rank, int64_t call, int num_slots, int64_t slot_bytes);
+
+  // Fails every wait in every process from now on; the first reason holds. Keeps its
+  // text and, for DeadlineError, its type.
+  void Poison(const std::exception_ptr& reason);
+  // Why this communicator is of no more use: poison, or a process that died. A peer
+  // that closed in order is none, though waits for it fail.
+  std::exception_ptr poison() const;
+  // Called once, when poison() begins to be something, from the thread that noticed;
+  // at once if it is already. May not call Close.
+  void OnPoison(std::function<void(const std::exception_ptr&)> callback);
+
+  // Says goodbye to the peers and fails the own waits that are left. Never blocks on a
+  // peer, dead, stopped or alive. The memory stays until the destructor. Idempotent.
+  void Close();
+
+ private:
+  struct State;
+  explicit SharedCommunicator(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace jax_ub
