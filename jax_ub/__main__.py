@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_ub doctor`, `python -m jax_ub bench`."""
+"""The command line: `python -m jax_ub doctor | bench | launch`."""
 
 import argparse
 import sys
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from jax_ub import doctor
 from jax_ub.bench import command as bench
 from jax_ub.errors import UbError
+from jax_ub.launch import command as launch
 
 _COMMANDS = {
     "doctor": (doctor, "says what is installed, what can run here, and why not"),
     "bench": (bench, "times every op against XLA"),
+    "launch": (launch, "runs a program in several processes on this machine"),
 }
 
 

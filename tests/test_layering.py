@@ -18,8 +18,8 @@ LAYERS = {
 }
 # Each leaf may import the leaves after it.
 LEAVES = ["reference", "methods", "shapes", "errors", "_cpu"]
-# These show and measure the library, with everything that is public.
-OUTSIDE = {"bench", "__main__", "doctor", "__init__"}
+# These show, measure and start the library, with everything that is public.
+OUTSIDE = {"bench", "launch", "__main__", "doctor", "__init__"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,0 +1,147 @@
+"""Starts one program in several processes on this machine, as a cluster would.
+
+`jax.distributed.initialize()` needs no arguments in them. Every line that they write is
+preceded by the number of its process. The first process that fails ends all others,
+with its message and exit status; so does Ctrl-C, and so does the launcher's own end,
+whatever its cause: no process is left behind.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from jax_ub.launch import supervisor
+from jax_ub.launch.environment import LaunchError, environment
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    add = parser.add_argument
+    add("-n", "--processes", type=int, default=2, metavar="N", help="default 2")
+    add(
+        "--devices-per-process",
+        type=int,
+        default=1,
+        metavar="K",
+        help="CPU devices of a process, or GPUs; default 1",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end all processes after this time, with exit status 124",
+    )
+    add(
+        "--linger",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long the other processes may go on after one failed, to say what "
+        "they saw of it; default 0",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="from the signal that ends a process to SIGKILL; default 5",
+    )
+    add("-m", dest="module", action="store_true", help="run a module, not a script")
+    add("program", metavar="script.py", help="or the name of a module, after -m")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the program")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Runs the program to its end.
+
+    Returns:
+        0 if all processes ended with 0; the exit status of the first one that did not,
+        128 + n where signal n ended it; 124 after `--timeout`.
+
+    Raises:
+        LaunchError: if the options cannot be meant.
+    """
+    _check(given)
+    with supervisor.reserve_port() as port:
+        job = {
+            "command": _command(given),
+            "environments": [
+                environment(
+                    os.environ,
+                    process=process,
+                    num_processes=given.processes,
+                    devices_per_process=given.devices_per_process,
+                    port=port,
+                )
+                for process in range(given.processes)
+            ],
+            "timeout_s": given.timeout,
+            "linger_s": given.linger,
+            "grace_s": given.grace,
+        }
+        return _supervise(job)
+
+
+def _check(given):
+    for name in ("processes", "devices_per_process"):
+        if getattr(given, name) < 1:
+            option = "-n" if name == "processes" else "--devices-per-process"
+            raise LaunchError(f"{option} {getattr(given, name)}: give at least 1.")
+    for name in ("timeout", "linger", "grace"):
+        value = getattr(given, name)
+        if value is not None and not value >= 0:
+            raise LaunchError(f"--{name} {value}: give a number of seconds.")
+    if not given.module and not os.path.exists(given.program):
+        raise LaunchError(
+            f"there is no script {given.program!r}. To run a module, put -m before it."
+        )
+
+
+def _command(given):
+    program = ["-m", given.program] if given.module else [given.program]
+    return [sys.executable, *program, *given.arguments]
+
+
+def _supervise(job):
+    """Runs the supervisor: who is killed, this process or that, the other ends all."""
+    supervisor.adopt_orphans()
+    others = supervisor.descendants()
+    process = subprocess.Popen(
+        # Isolated: it needs neither jax nor what PYTHONPATH says, and starts at once.
+        [sys.executable, "-I", "-S", supervisor.__file__],
+        stdin=subprocess.PIPE,
+        # The terminal's Ctrl-C comes here only, and is handed on once.
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with _forwarding_signals(process):
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
+        # The pipe stays open: its end is the end of this process.
+        status = process.wait()
+    supervisor.kill_descendants(others)
+    if status < 0:
+        name = supervisor.signal_name(-status)
+        print(f"launch: its supervisor was ended by {name}.", file=sys.stderr)
+    return 128 - status if status < 0 else status
+
+
+@contextlib.contextmanager
+def _forwarding_signals(process):
+    before = {
+        number: signal.signal(number, lambda number, _: process.send_signal(number))
+        for number in _FORWARDED
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

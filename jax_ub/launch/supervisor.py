@@ -1,0 +1,316 @@
+"""The process that starts the ranks, relays what they write, and ends them.
+
+The launcher runs this file as a script, so that it does without jax: it is small, has
+one thread, and starts at once. Three things see to it that no process is left behind:
+
+- its standard input is a pipe from the launcher: when that ends, it ends all ranks;
+- each rank asks the kernel for SIGKILL at the death of this process;
+- this process and the launcher adopt the orphans of what they started, and end them.
+"""
+
+import collections
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import pathlib
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TIMED_OUT = 124  # as timeout(1) has it
+_TAIL_LINES = 15
+
+
+@contextlib.contextmanager
+def reserve_port() -> Iterator[int]:
+    """Finds a free port, and keeps other programs from being given it.
+
+    The coordinator shares its port (SO_REUSEPORT), as this socket does, which does not
+    listen: nobody ever connects to it.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent died."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option, value):
+    if _libc().prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+@functools.cache
+def _libc():
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def descendants() -> frozenset[int]:
+    """The processes that this one started, and those that they did."""
+    children = collections.defaultdict(list)
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may hold anything, parentheses too.
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children[int(parent)].append(int(path.parent.name))
+    found: set[int] = set()
+    new = [os.getpid()]
+    while new:
+        new = [child for parent in new for child in children[parent]]
+        found.update(new)
+    return frozenset(found)
+
+
+def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
+    """Kills all descendants but the `spared`, those that come meanwhile too."""
+    while alive := descendants() - spared:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Relay:
+    """Writes what a process writes, line by line, each after the process's number."""
+
+    def __init__(self, source: int, target: int, prefix: bytes):
+        """Reads from the descriptor `source` without waiting."""
+        os.set_blocking(source, False)
+        self.source, self._target, self._prefix = source, target, prefix
+        self._rest = b""
+        self.num_lines = 0
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+
+    def read(self) -> bool:
+        """Relays what there is; False at the end of it."""
+        try:
+            found = os.read(self.source, 1 << 16)
+        except BlockingIOError:
+            return True
+        # A carriage return ends a line too: progress bars have no other end.
+        text = (self._rest + found).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = text.split(b"\n")
+        self._write(lines)
+        return bool(found)
+
+    def close(self) -> None:
+        """Relays what was written before the process ended, then no more."""
+        while select.select([self.source], [], [], 0)[0] and self.read():
+            pass
+        if self._rest:
+            self._write([self._rest])
+        self._rest = b""
+
+    def _write(self, lines):
+        self.num_lines += len(lines)
+        self.tail.extend(lines)
+        data = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
+        while data:
+            data = data[os.write(self._target, data) :]
+
+
+class Rank:
+    """One process of the job, in a session of its own."""
+
+    def __init__(self, index: int, command: list[str], environment: dict[str, str]):
+        """Starts it."""
+        parent = os.getpid()
+
+        def die_with_parent():
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.index = index
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # one thread: nothing can be locked
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.pidfd = os.pidfd_open(self.process.pid)
+        prefix = f"[{index}] ".encode()
+        self.stdout = Relay(self.process.stdout.fileno(), 1, prefix)
+        self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process and to those that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def __str__(self):
+        """Names the process, and says how it ended."""
+        status = self.process.returncode
+        how = f"ended with exit status {status}"
+        if status is not None and status < 0:
+            how = f"was ended by {signal_name(-status)}"
+        return f"process {self.index} (pid {self.process.pid}) {how}"
+
+
+class Supervisor:
+    """The loop: it waits for output, ends, signals and deadlines at once."""
+
+    def __init__(self, job: dict):
+        """Starts the ranks of `job`, which `command.run` describes."""
+        self._job, self._status = job, 0
+        self._failed: Rank | None = None
+        self._num_lines = 0  # when the first rank failed
+        self._ranks: list[Rank] = []
+        self._events = selectors.DefaultSelector()
+        self._deadlines: list[tuple[float, Callable[[], None]]] = []
+        self._begin = time.monotonic()
+        self._listen()
+        self._running: set[Rank] = set()
+        for index, environment in enumerate(job["environments"]):
+            self._start(index, environment)
+        if job["timeout_s"] is not None:
+            self._after(job["timeout_s"], self._time_out)
+
+    def _listen(self):
+        self._on(0, self._launcher_ended)
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing)
+        for number in _ENDED_BY:
+            signal.signal(number, lambda *_: None)
+        self._on(reading, lambda: self._interrupt(os.read(reading, 1)[0]))
+
+    def _on(self, descriptor, action):
+        self._events.register(descriptor, selectors.EVENT_READ, action)
+
+    def _after(self, seconds, action):
+        self._deadlines.append((time.monotonic() + seconds, action))
+
+    def _start(self, index, environment):
+        rank = Rank(index, self._job["command"], environment)
+        self._ranks.append(rank)
+        self._running.add(rank)
+        self._on(rank.pidfd, functools.partial(self._ended, rank))
+        for relay in (rank.stdout, rank.stderr):
+            self._on(relay.source, functools.partial(self._relay, relay))
+
+    def run(self) -> int:
+        """Waits for the end of all ranks; returns the exit status."""
+        try:
+            while self._running:
+                self._wait()
+        finally:
+            for rank in self._running:
+                rank.send(signal.SIGKILL)
+            kill_descendants()
+        self._report()
+        return self._status
+
+    def _wait(self):
+        soonest = min((when for when, _ in self._deadlines), default=None)
+        left = None if soonest is None else max(0.0, soonest - time.monotonic())
+        for key, _ in self._events.select(left):
+            key.data()
+        now = time.monotonic()
+        due = [each for each in self._deadlines if each[0] <= now]
+        self._deadlines = [each for each in self._deadlines if each[0] > now]
+        for _, action in due:
+            action()
+
+    def _relay(self, relay):
+        if not relay.read():
+            self._events.unregister(relay.source)
+
+    def _ended(self, rank):
+        status = rank.process.wait()
+        self._events.unregister(rank.pidfd)
+        self._running.discard(rank)
+        for relay in (rank.stdout, rank.stderr):
+            with contextlib.suppress(KeyError):  # it may have ended before
+                self._events.unregister(relay.source)
+            relay.close()
+        if status and not self._status:
+            self._failed = rank
+            self._num_lines = self._lines_written()
+            seconds = time.monotonic() - self._begin
+            self._say(f"{rank} after {seconds:.1f} s.")
+            self._end(128 - status if status < 0 else status)
+
+    def _end(self, status, number=signal.SIGTERM, linger_s=None):
+        """Asks those that run to end; the first reason for that stays the reason."""
+        self._status = self._status or status
+        linger_s = self._job["linger_s"] if linger_s is None else linger_s
+        self._after(linger_s, lambda: self._send(number))
+        self._after(linger_s + self._job["grace_s"], lambda: self._send(signal.SIGKILL))
+
+    def _send(self, number):
+        for rank in self._running:
+            rank.send(number)
+
+    def _interrupt(self, number):
+        if number in _ENDED_BY:
+            self._say(f"{signal_name(number)}: ending {len(self._running)} processes.")
+            self._end(128 + number, number, linger_s=0.0)
+
+    def _time_out(self):
+        running = ", ".join(str(i) for i in sorted(r.index for r in self._running))
+        limit = f"--timeout {self._job['timeout_s']:g} s"
+        self._say(f"{limit} passed before the end of process {running}.")
+        self._end(_TIMED_OUT, linger_s=0.0)
+
+    def _launcher_ended(self):
+        self._events.unregister(0)
+        self._status = self._status or 128 + signal.SIGHUP
+        self._send(signal.SIGKILL)
+
+    def _lines_written(self):
+        relays = [r for rank in self._ranks for r in (rank.stdout, rank.stderr)]
+        return sum(relay.num_lines for relay in relays)
+
+    def _report(self):
+        """Repeats the reason, if other ranks wrote something below it meanwhile."""
+        if self._failed is None or self._lines_written() == self._num_lines:
+            return
+        self._say(f"the first to fail: {self._failed}. The end of its stderr:")
+        for line in self._failed.stderr.tail:
+            self._say("  " + line.decode(errors="replace"))
+
+    def _say(self, text):
+        with contextlib.suppress(OSError):
+            os.write(2, f"launch: {text}\n".encode())
+
+
+def main() -> int:
+    """Runs the job that the launcher writes to standard input."""
+    job = json.loads(sys.stdin.buffer.readline())
+    adopt_orphans()
+    try:
+        return Supervisor(job).run()
+    except BrokenPipeError:  # nobody reads what the ranks write
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The launcher, mostly with programs that do without jax, and how all of it ends."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+import jax_ub
+
+ROOT = pathlib.Path(jax_ub.__file__).parents[1]
+
+# Says that it runs, starts a process of its own, and waits to be ended.
+WAITING = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", sys.argv[1]])
+print("waits", flush=True)
+time.sleep(300)
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "jax_ub", "launch", *map(str, arguments)]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def end_of(process, timeout=60):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def launch(*arguments):
+    return end_of(start(*arguments))
+
+
+def processes_with(token):
+    """The processes that have the token on their command line, by id."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if token.encode() in words:
+            found[int(path.parent.name)] = words
+    return found
+
+
+def is_rank(words):
+    return words[1].endswith(b"script.py")
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def waiting(script):
+    """A running job of two processes with a child each, and the token of them all."""
+    token = uuid.uuid4().hex
+    process = start("-n", 2, script(WAITING), token)
+    for _ in range(2):
+        assert "waits" in process.stdout.readline()
+    # The launcher, two ranks, a child of each; the supervisor has no arguments.
+    wait_until(lambda: len(processes_with(token)) == 5)
+    yield process, token
+    process.kill()
+    process.communicate()
+    for pid in processes_with(token):
+        os.kill(pid, signal.SIGKILL)
+
+
+def supervisor_of(process):
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        parent = path.read_text().rpartition(")")[2].split()[1]
+        if int(parent) == process.pid:
+            return int(path.parent.name)
+    raise AssertionError("no supervisor")
+
+
+def test_every_line_is_preceded_by_its_process(script):
+    text = """
+import os, sys
+print("one\\rtwo", *sys.argv[1:])
+print("three", end="")
+sys.stderr.write("four\\n")
+"""
+    status, out, err = launch("-n", 2, script(text), "--flag", "value")
+    assert status == 0
+    for process in range(2):
+        lines = [line for line in out.splitlines() if line.startswith(f"[{process}]")]
+        words = ["one", "two --flag value", "three"]
+        assert lines == [f"[{process}] {word}" for word in words]
+    assert sorted(err.splitlines()) == ["[0] four", "[1] four"]
+
+
+def test_runs_a_module():
+    status, out, _ = launch("-n", 1, "-m", "platform", "--terse")
+    assert status == 0
+    assert out.startswith("[0] Linux")
+
+
+def test_the_first_failure_ends_all_with_its_message_and_status(script):
+    text = """
+import os, sys, time
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit("this is why")
+try:
+    time.sleep(300)
+finally:
+    print("last words")
+"""
+    status, out, err = launch("-n", 3, script(text))
+    assert status == 1
+    assert "[1] this is why" in err
+    assert re.search(r"launch: process 1 \(pid \d+\) ended with exit status 1", err)
+
+
+def test_the_reason_is_repeated_below_what_others_wrote(script):
+    text = """
+import os, signal, sys, time
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit("this is why")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("other words"))
+time.sleep(300)
+"""
+    status, _, err = launch("-n", 2, "--linger", 0.5, script(text))
+    assert status == 1
+    assert err.index("other words") < err.rindex("this is why")
+    assert err.splitlines()[-1] == "launch:   this is why"
+
+
+def test_a_signal_is_named(script):
+    text = """
+import os, signal, time
+if os.environ["SLURM_PROCID"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+"""
+    status, _, err = launch("-n", 2, script(text))
+    assert status == 128 + signal.SIGKILL
+    assert re.search(r"process 1 \(pid \d+\) was ended by SIGKILL", err)
+
+
+def test_linger_lets_the_others_say_what_they_saw(script):
+    text = """
+import os, sys, time
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit(3)
+time.sleep(1)
+print("saw it")
+"""
+    status, out, _ = launch("-n", 2, "--linger", 60, script(text))
+    assert (status, out) == (3, "[0] saw it\n")
+
+
+def test_timeout_ends_even_what_ignores_signals(script):
+    text = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while True:
+    time.sleep(300)
+"""
+    status, _, err = launch("-n", 2, "--timeout", 0.5, "--grace", 0.2, script(text))
+    assert status == 124
+    assert "--timeout 0.5 s passed before the end of process 0, 1" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all(waiting, number):
+    process, token = waiting
+    process.send_signal(number)
+    status, _, err = end_of(process)
+    assert status == 128 + number
+    assert f"launch: {number.name}: ending 2 processes" in err
+    assert not processes_with(token)
+
+
+@pytest.mark.parametrize("victims", ["launcher", "supervisor", "both", "rank"])
+def test_no_process_is_left_whoever_is_killed(waiting, victims):
+    process, token = waiting
+    supervisor = supervisor_of(process)
+    rank = next(pid for pid, words in processes_with(token).items() if is_rank(words))
+    killed = {
+        "launcher": [process.pid],
+        "supervisor": [supervisor],
+        "both": [supervisor, process.pid],
+        "rank": [rank],
+    }[victims]
+    # The children of the ranks have no one left who knows them, if both are killed.
+    ends = is_rank if victims == "both" else lambda _: True
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    process.wait(60)
+    wait_until(lambda: not any(map(ends, processes_with(token).values())))
+
+
+def test_a_reader_that_goes_away_ends_all(script):
+    token = uuid.uuid4().hex
+    process = start("-n", 2, script("while True: print('more')"), token)
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    status, _, _ = end_of(process)
+    assert status == 128 + signal.SIGPIPE
+    assert not processes_with(token)
+
+
+def test_jobs_that_run_at_once_have_ports_of_their_own(script):
+    text = "import os; print(os.environ['JAX_COORDINATOR_ADDRESS'])"
+    jobs = [start("-n", 1, script(text)) for _ in range(3)]
+    ports = {end_of(job)[1] for job in jobs}
+    assert len(ports) == 3
+
+
+JAX = """
+import jax
+jax.distributed.initialize()
+mine = [d.process_index == jax.process_index() for d in jax.devices()]
+print(jax.process_index(), jax.process_count(), len(mine), sum(mine))
+"""
+
+
+def test_jax_finds_the_other_processes_without_arguments(script):
+    status, out, err = launch(
+        "-n", 3, "--devices-per-process", 2, "--timeout", 120, script(JAX)
+    )
+    assert status == 0, err
+    wanted = [f"[{process}] {process} 3 6 2" for process in range(3)]
+    assert sorted(out.splitlines()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", "0", "x.py"), "error: -n 0: give at least 1"),
+        (("--devices-per-process", "-1", "x.py"), "process -1: give at least 1"),
+        (("--timeout", "-1", "x.py"), "--timeout -1.0: give a number of seconds"),
+        (("no_such.py",), "no script 'no_such.py'. To run a module, put -m before"),
+        ((), "arguments are required: script.py"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    status, _, err = launch(*arguments)
+    assert status == 2
+    assert message in err
