@@ -73,6 +73,11 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
     return y.astype(out_dtype)
 
 
+def scaled(y: jax.Array, scale: float) -> jax.Array:
+    """Multiplies the f32 sum by `scale`."""
+    return y if scale == 1 else y * jnp.float32(scale)
+
+
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
     """Gathers rows: [..., m, K] -> [..., P*m, K]."""
     return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)

@@ -95,7 +95,7 @@ void CheckAllGatherMatmul(const Attributes& at,
                           const RankCall& call,
                           const Contract& contract) {
   const size_t n = at.num_kernels;
-  contract.Count(1 + n * (at.has_bias ? 2 : 1), n + at.return_gathered);
+  contract.Count(1 + n * (1 + at.has_bias + at.has_residual), n + at.return_gathered);
   const Tensor& x = call.operands[0];
   contract.Operand(0, "x", x);
   const int64_t rows = at.num_ranks * x.rows;
@@ -105,7 +105,11 @@ void CheckAllGatherMatmul(const Attributes& at,
     if (at.has_bias) {
       contract.Sized(call.operands[1 + n + i], "bias", Matrix(x.dtype, 1, out));
     }
-    contract.Sized(call.results[i], "y", {x.dtype, x.batch, rows, out, nullptr});
+    const Tensor y = {x.dtype, x.batch, rows, out, nullptr};
+    if (at.has_residual) {
+      contract.Sized(call.operands[FirstResidual(at) + i], "residual", y);
+    }
+    contract.Sized(call.results[i], "y", y);
   }
   if (at.return_gathered) {
     contract.Result(n, "gathered x", {x.dtype, x.batch, rows, x.features, nullptr});
@@ -204,6 +208,12 @@ void CheckBulkAllGather(const Attributes& at,
 }
 
 }  // namespace
+
+size_t FirstResidual(const Attributes& at) {
+  const size_t n = at.num_kernels;
+  if (at.op == Op::kAllGatherMatmul) return 1 + n * (at.has_bias ? 2 : 1);
+  return 2 * n + at.has_bias;
+}
 
 std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
 

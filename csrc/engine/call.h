@@ -47,6 +47,7 @@ struct Attributes {
   bool has_residual = false;
   bool return_gathered = false;
   bool accumulate = false;
+  float scale = 1;  // of the product, before anything is added to it
   Gather gather = Gather::kNone;
 };
 
@@ -74,6 +75,9 @@ struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
 };
+
+// Where the residuals begin: behind the biases.
+size_t FirstResidual(const Attributes& attributes);
 
 // Checks that operands and results are those of the op and fit each other; throws
 // ShapeError with the numbers, since a result of another size would be overrun.

@@ -39,13 +39,22 @@ GemmProblem AllGatherMatmul(const Attributes& at, const Calls& calls, int i) {
     y.AddColumns(out);
     y.Append(RowsOf(call.results[i], 0, 0));
   }
-  GemmProblem problem = Problem(std::move(a), std::move(w), std::move(y));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   if (at.has_bias) {
     AddendView bias{calls[0].operands[1 + at.num_kernels + i].dtype, {}};
     for (const RankCall& call : calls) {
       bias.segments.push_back({call.operands[1 + at.num_kernels + i].data, 0});
     }
     problem.addends.push_back(std::move(bias));
+  }
+  if (at.has_residual) {
+    const size_t index = FirstResidual(at) + i;
+    AddendView residual{calls[0].operands[index].dtype, {}};
+    for (const RankCall& call : calls) {
+      const Tensor& tensor = call.operands[index];
+      residual.segments.push_back({tensor.data, tensor.features});
+    }
+    problem.addends.push_back(std::move(residual));
   }
   return problem;
 }
@@ -116,7 +125,7 @@ GemmProblem MatmulReduceScatter(const Attributes& at, const Calls& calls) {
       y.Append(RowsOf(call.results[0], b, 0));
     }
   }
-  GemmProblem problem = Problem(std::move(a), std::move(w), std::move(y));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   AddBiasAndResidual(at, calls, problem);
   return problem;
 }
@@ -131,7 +140,7 @@ GemmProblem MatmulAllReduce(const Attributes& at, const Calls& calls) {
   y.AddRows(first.batch * first.rows);
   y.AddColumns(first.features);
   for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
-  GemmProblem problem = Problem(std::move(a), std::move(w), std::move(y));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   AddBiasAndResidual(at, calls, problem);
   return problem;
 }
@@ -180,7 +189,7 @@ GemmProblem WgradGatherX(const Attributes& at, const Calls& calls, int i) {
       }
     }
   }
-  GemmProblem problem = Problem(std::move(a), std::move(b), std::move(dw));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
   AddMainGrads(at, calls, i, problem);
   return problem;
 }
@@ -217,7 +226,7 @@ GemmProblem WgradGatherDy(const Attributes& at, const Calls& calls, int i) {
       }
     }
   }
-  GemmProblem problem = Problem(std::move(a), std::move(b), std::move(dw));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
   AddMainGrads(at, calls, i, problem);
   return problem;
 }
@@ -238,7 +247,7 @@ GemmProblem Wgrad(const Attributes& at, const RankCall& call, int i) {
   dw.AddRows(x.features);
   dw.AddColumns(dy.features);
   dw.Append(RowsOf(call.results[i], 0, 0));
-  GemmProblem problem = Problem(std::move(a), std::move(b), std::move(dw));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
   AddMainGrads(at, {call}, i, problem);
   return problem;
 }
@@ -261,7 +270,7 @@ GemmProblem Dgrad(const Attributes& at, const RankCall& call) {
   c.AddRows(dx.batch * dx.rows);
   c.AddColumns(dx.features);
   c.Append(RowsOf(dx, 0, 0));
-  return Problem(std::move(a), std::move(w), std::move(c));
+  return Problem(at.scale, std::move(a), std::move(w), std::move(c));
 }
 
 void AddGather(const Calls& calls, size_t operand, size_t result, Work& work) {

@@ -255,7 +255,8 @@ class RankExecution {
     RunWork(std::move(work), crew_);
   }
 
-  // y_i[b, row + r] = x[b, r] w_i + bias_i for the rows r of the piece.
+  // y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r] for the rows r
+  // of the piece.
   void AddGatherProducts(const Piece& x, int64_t row, Work& work) {
     if (x.num_rows() == 0) return;
     const int n = at_.num_kernels;
@@ -275,11 +276,20 @@ class RankExecution {
       w.AddInner(x.tensor.features);
       w.AddOuter(y.features);
       w.Append(KernelOf(call_.operands[1 + i], at_.rhs_transposed));
-      GemmProblem problem = Problem(std::move(a), std::move(w), std::move(c));
+      GemmProblem problem =
+          Problem(at_.scale, std::move(a), std::move(w), std::move(c));
       if (at_.has_bias) {
         const Tensor& bias = call_.operands[1 + n + i];
         problem.addends.push_back({bias.dtype, {}});
         problem.addends.back().segments.assign(y.batch, {bias.data, 0});
+      }
+      if (at_.has_residual) {
+        const Tensor& residual = call_.operands[FirstResidual(at_) + i];
+        problem.addends.push_back({residual.dtype, {}});
+        for (int64_t b = 0; b < y.batch; ++b) {
+          problem.addends.back().segments.push_back(
+              {residual.At(b, row), residual.features});
+        }
       }
       work.Add(std::move(problem), crew_.num_threads());
     }
@@ -305,7 +315,8 @@ class RankExecution {
       c.AddRows(end - begin);
       c.Append(RowsOf(partial_, b, begin));
     }
-    work.Add(Problem(std::move(a), std::move(w), std::move(c)), crew_.num_threads());
+    work.Add(Problem(at_.scale, std::move(a), std::move(w), std::move(c)),
+             crew_.num_threads());
   }
 
   // The parts of all ranks, in their order, then bias and residual; rounded once.

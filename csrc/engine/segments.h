@@ -71,8 +71,12 @@ class ResultSegments {
   ResultView view_;
 };
 
-inline GemmProblem Problem(OperandSegments a, OperandSegments b, ResultSegments c) {
+inline GemmProblem Problem(float scale,
+                           OperandSegments a,
+                           OperandSegments b,
+                           ResultSegments c) {
   GemmProblem problem;
+  problem.scale = scale;
   problem.a = a.Take();
   problem.b = b.Take();
   problem.c = c.Take();

@@ -96,6 +96,8 @@ Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
       at.num_kernels = read.Count("num_kernels");
       at.rhs_transposed = read.Flag("rhs_transposed");
       at.has_bias = read.Flag("has_bias");
+      at.has_residual = read.Flag("has_residual");
+      at.scale = read.Get<float>("scale");
       at.return_gathered = read.Flag("return_gathered");
       break;
     case Op::kMatmulReduceScatter:
@@ -105,11 +107,13 @@ Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
       at.rhs_transposed = read.Flag("rhs_transposed");
       at.has_bias = read.Flag("has_bias");
       at.has_residual = read.Flag("has_residual");
+      at.scale = read.Get<float>("scale");
       break;
     case Op::kWgrad:
       at.num_kernels = read.Count("num_outputs");
       at.accumulate = read.Flag("accumulate");
       at.gather = static_cast<Gather>(read.InRange("gather", 0, 2));
+      at.scale = read.Get<float>("scale");
       break;
     case Op::kBulkAllGather:
       at.num_kernels = read.Count("num_pairs");

@@ -1,6 +1,6 @@
 // One matrix product over segmented operands, cut into units that any thread may run.
 //
-//   C[m, n] = round(sum_k A[m, k] * B[k, n] + sum of addends[m, n])
+//   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
 // Products of bf16 and f16 operands are exact and summed in f32, in an order that depends
 // on the views and the instruction set only, never on threads: results are bitwise
@@ -22,6 +22,7 @@ struct GemmProblem {
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
+  float scale = 1;
   OperandView a;  // [M, K], outer = M
   OperandView b;  // [K, N], outer = N
   ResultView c;   // [M, N]

@@ -11,14 +11,16 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherMatmul(Call):
-    """Operands x, w_i, then bias_i; results y_i, then the gathered x if asked for."""
+    """Operands x, w_i, bias_i, residual_i; results y_i, then the gathered x."""
 
     target = "jax_ub$all_gather_matmul"
 
     num_kernels: int
     rhs_transposed: bool
     has_bias: bool
+    has_residual: bool
     return_gathered: bool
+    scale: float
     out_dtype: np.dtype
 
     def shapes(self, x, *kernels):
@@ -32,13 +34,15 @@ class AllGatherMatmul(Call):
         return results + gathered
 
     def reference(self, x, *kernels):
-        """`all_gather(x) @ w_i + bias_i`."""
-        ws, biases = kernels[: self.num_kernels], kernels[self.num_kernels :]
+        """`scale * all_gather(x) @ w_i + bias_i + residual_i`."""
+        n = self.num_kernels
         gathered = reference.all_gather(x, self.axis_name)
         ys = []
-        for w, bias in zip(ws, biases or [None] * len(ws), strict=True):
+        for i, w in enumerate(kernels[:n]):
             y = reference.dot(gathered, w, rhs_transposed=self.rhs_transposed)
-            ys.append(reference.add(y, bias, out_dtype=self.out_dtype))
+            addends = kernels[n + i :: n]
+            y = reference.scaled(y, self.scale)
+            ys.append(reference.add(y, *addends, out_dtype=self.out_dtype))
         return [*ys, gathered] if self.return_gathered else ys
 
     def options(self):
@@ -47,17 +51,37 @@ class AllGatherMatmul(Call):
             "num_kernels": self.num_kernels,
             "rhs_transposed": self.rhs_transposed,
             "has_bias": self.has_bias,
+            "has_residual": self.has_residual,
             "return_gathered": self.return_gathered,
+            "scale": np.float32(self.scale),
         }
 
+    def aliases(self, operands):
+        """Every product is written into its residual's buffer."""
+        if not self.has_residual:
+            return {}
+        first = len(operands) - self.num_kernels
+        return {
+            first + i: i
+            for i, residual in enumerate(operands[first:])
+            if residual.dtype == self.out_dtype
+        }
 
-def all_gather_matmul(
+    def is_activation(self, index):
+        """The rows that are gathered, and the residuals."""
+        behind_biases = 1 + self.num_kernels * (2 if self.has_bias else 1)
+        return index == 0 or index >= behind_biases
+
+
+def all_gather_matmul(  # noqa: PLR0913
     x: jax.Array,
     ws: tuple[jax.Array, ...],
     biases: tuple[jax.Array, ...] | None,
+    residuals: tuple[jax.Array, ...] | None = None,
     *,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    scale: float = 1.0,
     out_dtype,
     **where,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -67,8 +91,10 @@ def all_gather_matmul(
         x: activations, `[..., m, K]`: this rank's rows.
         ws: kernels, `[K, N_i]`, or `[N_i, K]` if `rhs_transposed`.
         biases: one `[N_i]` for each kernel, or None.
+        residuals: one `[..., P*m, N_i]` for each kernel, written in place; or None.
         rhs_transposed: whether the kernels are stored transposed.
         return_gathered: whether the gathered `x` is a result too.
+        scale: factor of the products, before anything is added to them.
         out_dtype: dtype of the products.
         **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
 
@@ -79,9 +105,11 @@ def all_gather_matmul(
         num_kernels=len(ws),
         rhs_transposed=rhs_transposed,
         has_bias=biases is not None,
+        has_residual=residuals is not None,
         return_gathered=return_gathered,
+        scale=float(scale),
         out_dtype=np.dtype(out_dtype),
         **where,
     )
-    results = call(x, *ws, *(biases or ()))
+    results = call(x, *ws, *(biases or ()), *(residuals or ()))
     return results[: len(ws)], results[len(ws)] if return_gathered else None

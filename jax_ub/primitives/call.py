@@ -55,8 +55,8 @@ class Call:
         """The same results, in plain `jax.lax`."""
         raise NotImplementedError
 
-    def options(self) -> dict[str, int]:
-        """The target's own attributes."""
+    def options(self) -> dict[str, int | np.float32]:
+        """The target's own attributes, i64 where they are no floats."""
         return {}
 
     def aliases(self, operands) -> dict[int, int]:
@@ -178,7 +178,10 @@ def _lower_to_reference(ctx, operands, call, reason):
 
 
 def _attributes(call: Call, ranks: Ranks) -> dict[str, object]:
-    options = {name: np.int64(value) for name, value in call.options().items()}
+    options = {
+        name: value if isinstance(value, np.float32) else np.int64(value)
+        for name, value in call.options().items()
+    }
     return {
         "method": np.int64(call.method.code),
         "num_ranks": np.int64(call.num_ranks),

@@ -1,7 +1,8 @@
 """What the targets that sum several products have in common.
 
 Operands are x_i, then w_i, then bias and residual where there are; the result is
-sum_i x_i w_i, reduced over the ranks or not, plus bias and residual, rounded once.
+scale * sum_i x_i w_i, reduced over the ranks or not, plus bias and residual, rounded
+once.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ class SummedMatmul(Call):
     rhs_transposed: bool
     has_bias: bool
     has_residual: bool
+    scale: float = 1.0
     out_dtype: np.dtype
 
     def reduced_rows(self, rows: int) -> int:
@@ -43,8 +45,8 @@ class SummedMatmul(Call):
         n = self.num_pairs
         xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
         partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
-        y = reference.add(self.reduce(partial), *addends, out_dtype=self.out_dtype)
-        return [y]
+        y = reference.scaled(self.reduce(partial), self.scale)
+        return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
     def options(self):
         """As csrc/ffi binds them."""
@@ -53,6 +55,7 @@ class SummedMatmul(Call):
             "rhs_transposed": self.rhs_transposed,
             "has_bias": self.has_bias,
             "has_residual": self.has_residual,
+            "scale": np.float32(self.scale),
         }
 
     def is_activation(self, index):
@@ -62,7 +65,7 @@ class SummedMatmul(Call):
         )
 
 
-def sum_products(
+def sum_products(  # noqa: PLR0913
     kind: type[SummedMatmul],
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],
@@ -70,6 +73,7 @@ def sum_products(
     residual: jax.Array | None,
     *,
     rhs_transposed: bool = False,
+    scale: float = 1.0,
     out_dtype,
     **where,
 ) -> jax.Array:
@@ -79,6 +83,7 @@ def sum_products(
         rhs_transposed=rhs_transposed,
         has_bias=bias is not None,
         has_residual=residual is not None,
+        scale=float(scale),
         out_dtype=np.dtype(out_dtype),
         **where,
     )

@@ -20,6 +20,7 @@ class Wgrad(Call):
     num_outputs: int
     accumulate: bool
     gather: str | None
+    scale: float
     out_dtype: np.dtype
 
     def shapes(self, x, *others):
@@ -28,15 +29,16 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def reference(self, x, *others):
-        """`main_grad_i + x.T @ dy_i`, of the gathered operands."""
+        """`main_grad_i + scale * x.T @ dy_i`, of the gathered operands."""
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
         if self.gather == "x":
             x = reference.all_gather(x, self.axis_name)
         if self.gather == "dy":
             dys = tuple(reference.all_gather(dy, self.axis_name) for dy in dys)
+        dws = (reference.scaled(reference.outer(x, dy), self.scale) for dy in dys)
         return [
-            reference.add(reference.outer(x, dy), main_grad, out_dtype=self.out_dtype)
-            for dy, main_grad in zip(dys, main_grads or [None] * len(dys), strict=True)
+            reference.add(dw, main_grad, out_dtype=self.out_dtype)
+            for dw, main_grad in zip(dws, main_grads or [None] * len(dys), strict=True)
         ]
 
     def options(self):
@@ -45,6 +47,7 @@ class Wgrad(Call):
             "num_outputs": self.num_outputs,
             "accumulate": self.accumulate,
             "gather": _GATHER[self.gather],
+            "scale": np.float32(self.scale),
         }
 
     def aliases(self, operands):
@@ -68,16 +71,18 @@ def wgrad(
     main_grads: tuple[jax.Array, ...] | None,
     *,
     gather: str | None = None,
+    scale: float = 1.0,
     out_dtype,
     **where,
 ) -> tuple[jax.Array, ...]:
-    """Sums `x^T dy_i` over all rows, and adds it to `main_grad_i`.
+    """Sums `scale * x^T dy_i` over all rows, and adds it to `main_grad_i`.
 
     Args:
         x: activations, `[..., M, K]`; `[..., M/P, K]` if `gather` is "x".
         dys: gradients, `[..., M, N_i]`; `[..., M/P, N_i]` if `gather` is "dy".
         main_grads: accumulators, `[K, N_i]`, written in place; or None.
         gather: which operand's rows lie with the peers.
+        scale: factor of the sum, before it is added.
         out_dtype: dtype of the results.
         **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
 
@@ -88,6 +93,7 @@ def wgrad(
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         gather=gather,
+        scale=float(scale),
         out_dtype=np.dtype(out_dtype),
         **where,
     )

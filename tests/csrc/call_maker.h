@@ -71,6 +71,7 @@ inline std::vector<RankCall> MakeCalls(const Attributes& at,
       case Op::kAllGatherMatmul:
         in = {arrays.New(s.batch, s.m, s.k), arrays.New(1, s.k, s.n)};
         add(at.has_bias, arrays.New(1, 1, s.n));
+        add(at.has_residual, arrays.New(s.batch, all, s.n));
         out = {arrays.Empty(s.batch, all, s.n)};
         if (at.return_gathered) out.push_back(arrays.Empty(s.batch, all, s.k));
         break;
@@ -156,7 +157,10 @@ inline float Expected(const Attributes& at,
       for (int64_t k = 0; k < in[0].features; ++k) {
         sum += Gathered(calls, 0, b, row, k) * At(in[1], 0, k, column);
       }
-      return sum + (at.has_bias ? At(in[2], 0, 0, column) : 0);
+      sum *= at.scale;
+      if (at.has_bias) sum += At(in[2], 0, 0, column);
+      if (at.has_residual) sum += At(in[2 + at.has_bias], b, row, column);
+      return sum;
     case Op::kMatmulReduceScatter:
     case Op::kMatmulAllReduce:
     case Op::kMatmul: {
@@ -169,6 +173,7 @@ inline float Expected(const Attributes& at,
           sum += At(from[0], b, first + row, k) * At(from[1], 0, k, column);
         }
       }
+      sum *= at.scale;
       if (at.has_bias) sum += At(in[2], 0, 0, column);
       if (at.has_residual) sum += At(in[2 + at.has_bias], b, row, column);
       return sum;
@@ -186,7 +191,7 @@ inline float Expected(const Attributes& at,
               (dy ? Gathered(calls, 1, batch, t, column) : At(in[1], batch, t, column));
         }
       }
-      return sum + (at.accumulate ? At(in[2], 0, row, column) : 0);
+      return at.scale * sum + (at.accumulate ? At(in[2], 0, row, column) : 0);
     case Op::kAllGather:
       return Gathered(calls, 0, b, row, column);
     case Op::kReduceScatter:

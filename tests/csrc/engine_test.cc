@@ -137,6 +137,9 @@ std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
   Attributes at = MakeAttributes(op, method, num_ranks);
   std::vector<Attributes> variants = {at};
   at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
+  // Halves of small integers are exact; bulk calls have no scale.
+  const bool is_bulk = op == Op::kBulkAllGather || op == Op::kBulkReduceScatter;
+  at.scale = is_bulk ? 1.0f : 0.5f;
   variants.push_back(at);
   if (op == Op::kWgrad) {
     variants.clear();

@@ -262,6 +262,8 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
       }
     }
   }
+  problem.scale = Pick(random, 0, 2) == 0 ? 0.5f : 1.0f;
+  for (double& sum : product) sum *= problem.scale;
   gemm->expected.assign(problem.c.num_replicas, product);
   gemm->magnitude.assign(problem.c.num_replicas, magnitude);
   bool has_own = false;

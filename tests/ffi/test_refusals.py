@@ -19,6 +19,7 @@ ATTRIBUTES = {
     "rhs_transposed": np.int64(0),
     "has_bias": np.int64(0),
     "has_residual": np.int64(0),
+    "scale": np.float32(1),
 }
 
 
@@ -44,6 +45,7 @@ def test_right_attributes_are_taken():
         ({"num_splits": np.int64(-1)}, "attribute num_splits is -1, expected 0 to"),
         ({"num_pairs": None}, "attribute num_pairs"),
         ({"num_pairs": np.float32(1)}, "attribute num_pairs"),
+        ({"scale": np.int64(1)}, "attribute scale"),
     ],
 )
 def test_wrong_attributes_are_refused_when_the_program_is_compiled(changes, text):

@@ -1,5 +1,6 @@
 import functools
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
@@ -8,6 +9,7 @@ from programs import (
     calls,
     collectives,
     compiled_text,
+    copies,
     on_ranks,
     tp_mesh,
     with_methods,
@@ -87,3 +89,92 @@ def test_is_one_call_and_no_collective(method):
     text = compiled_text(run, x, ws, biases)
     assert calls(text) == {"all_gather_matmul": 1}
     assert not collectives(text)
+
+
+def scaled_and_added(x, ws, biases, residuals, **where):
+    """With both addends, and with the residuals alone."""
+    options = {"scale": 0.5, "out_dtype": "float32", **where}
+    return (
+        product(x, ws, biases, residuals=residuals, return_gathered=True, **options),
+        product(x, ws, None, residuals=residuals, **options)[0],
+    )
+
+
+def with_residuals(num_ranks, dtype):
+    x, ws, _, biases = operands(small_integers, num_ranks, dtype)
+    rows = (2, 3 * num_ranks)
+    return x, ws, biases, tuple(small_integers(5, (*rows, w.shape[1])) for w in ws)
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+def test_scaled_product_is_added_to_its_residual(num_ranks, dtype):
+    function = functools.partial(scaled_and_added, num_ranks=num_ranks)
+    specs = (ROWS, COLUMNS, P("tp"), FEATURES)
+    out = (((FEATURES, FEATURES), P()), (FEATURES, FEATURES))
+    run = on_ranks(
+        with_methods(function, METHODS),
+        tp_mesh(num_ranks),
+        specs,
+        (out, dict.fromkeys((m.value for m in METHODS), out)),
+        check_vma=False,
+    )
+    expected, actual = run(*with_residuals(num_ranks, dtype))
+    for results in actual.values():
+        assert_equal(results, expected)
+
+
+def test_scale_is_that_of_the_product_only():
+    x, ws, biases, residuals = with_residuals(2, "float32")
+    run = on_ranks(
+        lambda *v: scaled_and_added(*v, num_ranks=2, method=Method.DIRECT)[0][0],
+        tp_mesh(2),
+        (ROWS, COLUMNS, P("tp"), FEATURES),
+        FEATURES,
+    )
+    expected = tuple(
+        (x @ w) / 2 + b + r for w, b, r in zip(ws, biases, residuals, strict=True)
+    )
+    assert_equal(run(x, ws, biases, residuals), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_residual_becomes_the_product_in_place(method):
+    x, ws, _, residuals = with_residuals(2, "float32")
+
+    def function(x, w, residual):
+        where = {"num_ranks": 2, "method": method, "out_dtype": "float32"}
+        return product(x, (w,), None, residuals=(residual,), **where)[0][0]
+
+    mesh = tp_mesh(2)
+    run = jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=(ROWS, COLUMNS, FEATURES), out_specs=FEATURES
+        ),
+        donate_argnums=2,
+    )
+    sharding = jax.sharding.NamedSharding(mesh, FEATURES)
+    residual = jax.device_put(residuals[0], sharding)
+    assert copies(compiled_text(run, x, ws[0], residual), "f32[2,6,5]") == 0
+    pointers = [s.data.unsafe_buffer_pointer() for s in residual.addressable_shards]
+    result = run(x, ws[0], residual)
+    assert_equal(result, x @ ws[0] + residuals[0])
+    assert pointers == [
+        s.data.unsafe_buffer_pointer() for s in result.addressable_shards
+    ]
+
+
+def test_vmap_folds_the_residual_with_the_rows():
+    x, ws, _, residuals = with_residuals(2, "float32")
+
+    def function(x, w, residual):
+        where = {"num_ranks": 2, "method": Method.DIRECT, "out_dtype": "float32"}
+        return product(x, (w,), None, residuals=(residual,), **where)[0][0]
+
+    run = on_ranks(
+        jax.vmap(function, in_axes=(0, None, 0)),
+        tp_mesh(2),
+        (ROWS, COLUMNS, FEATURES),
+        FEATURES,
+    )
+    assert_equal(run(x, ws[0], residuals[0]), x @ ws[0] + residuals[0])
+    assert calls(compiled_text(run, x, ws[0], residuals[0])) == {"all_gather_matmul": 1}

@@ -92,3 +92,15 @@ def test_residual_that_is_needed_elsewhere_stays_what_it_was():
     before = residual + 0
     assert_equal(function((x,), (w,), None, residual), x @ w + before)
     assert_equal(residual, before)
+
+
+@pytest.mark.parametrize("rows", [(1,), (3, 7), (300,)])
+@pytest.mark.parametrize("scale", [0.5, -2.0, 0.0])
+def test_scale_is_that_of_the_product_only(scale, rows):
+    xs, ws, bias, residual = operands(small_integers, "bfloat16", rows=rows)
+    wide = jax.tree.map(lambda array: array.astype("float32"), (xs, ws))
+    product = sum(x @ w for x, w in zip(*wide, strict=True))
+    expected = scale * product + bias.astype("float32") + residual.astype("float32")
+    for method in (Method.DIRECT, Method.XLA):
+        scaled = run(method, out_dtype="float32", scale=scale)
+        assert_equal(scaled(xs, ws, bias, residual), expected)

@@ -1,5 +1,6 @@
 import functools
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
@@ -8,6 +9,7 @@ from programs import (
     calls,
     collectives,
     compiled_text,
+    copies,
     on_ranks,
     tp_mesh,
     with_methods,
@@ -94,3 +96,45 @@ def test_is_one_call_and_no_collective(method):
     text = compiled_text(run, xs, ws, bias, residual)
     assert calls(text) == {"matmul_reduce_scatter": 1}
     assert not collectives(text)
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
+def test_scaled_sum_is_added_to_bias_and_residual(num_ranks, dtype):
+    def function(xs, ws, transposed, bias, residual, method):
+        where = {"num_ranks": num_ranks, "method": method, "out_dtype": "float32"}
+        return product(xs, ws, bias, residual, scale=0.5, **where)
+
+    run = on_ranks(with_methods(function, METHODS), tp_mesh(num_ranks), SPECS, ROWS)
+    values = operands(small_integers, num_ranks, dtype)
+    wide = jax.tree.map(lambda array: array.astype("float32"), values)
+    xs, ws, _, bias, residual = wide
+    expected = (xs[0] @ ws[0] + xs[1] @ ws[1]) / 2 + bias + residual
+    reference, actual = run(*values)
+    assert_equal(reference, expected)
+    for result in actual.values():
+        assert_equal(result, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_residual_becomes_the_result_in_place(method):
+    (x, _), (w, _), _, _, residual = operands(small_integers, 2, "float32")
+
+    def function(x, w, residual):
+        where = {"num_ranks": 2, "method": method, "out_dtype": "float32"}
+        return product((x,), (w,), None, residual, **where)
+
+    mesh, expected = tp_mesh(2), x @ w + residual
+    run = jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=(FEATURES, P("tp"), ROWS), out_specs=ROWS
+        ),
+        donate_argnums=2,
+    )
+    residual = jax.device_put(residual, jax.sharding.NamedSharding(mesh, ROWS))
+    assert copies(compiled_text(run, x, w, residual), "f32[2,3,11]") == 0
+    pointers = [s.data.unsafe_buffer_pointer() for s in residual.addressable_shards]
+    result = run(x, w, residual)
+    assert_equal(result, expected)
+    assert pointers == [
+        s.data.unsafe_buffer_pointer() for s in result.addressable_shards
+    ]

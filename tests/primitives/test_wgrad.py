@@ -99,3 +99,30 @@ def test_reads_the_peers_without_gathering(gather):
     text = compiled_text(on_ranks(function, tp_mesh(4), specs, kernel), x, dys)
     assert calls(text) == {"wgrad": 1}
     assert not collectives(text)
+
+
+@pytest.mark.parametrize("gather", [None, "x", "dy"])
+def test_scale_is_that_of_the_sum_only(gather):
+    def function(x, dys, main_grads, *, gather, num_ranks, method):
+        return wgrad(
+            x,
+            dys,
+            main_grads,
+            gather=gather,
+            scale=0.5,
+            axis_name=("tp",) if gather else (),
+            num_ranks=num_ranks if gather else 1,
+            method=method,
+            label="test",
+            out_dtype="float32",
+        )
+
+    x, dys, sums = operands(small_integers, 3, "bfloat16")
+    reference, actual = on_mesh(function, 3, gather)(x, dys, sums)
+    rows = x.astype("float32").reshape(-1, 15)
+    expected = tuple(
+        dw + rows.T @ dy.astype("float32").reshape(18, -1) / 2
+        for dy, dw in zip(dys, sums, strict=True)
+    )
+    assert_equal(reference, expected)
+    assert_equal(actual["direct"], expected)

@@ -22,7 +22,7 @@ int64_t StripColumns(int64_t n, int num_workers) {
 FewRowsPlan::FewRowsPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
     : problem_(CheckProblem(std::move(problem))),
       kernels_(kernels),
-      c_(problem_.c, problem_.addends, kernels),
+      c_(problem_, kernels),
       strip_(StripColumns(problem_.n, num_workers)) {}
 
 int64_t FewRowsPlan::num_units() const {
@@ -43,7 +43,7 @@ void FewRowsPlan::Run(int64_t unit, Scratch& scratch) const {
        i + 1 < static_cast<int64_t>(bounds.size()) && bounds[i] < columns.end; ++i) {
     for (int64_t j = 0; j < num_k_segments; ++j) AddSegment(i, j, columns, a, sums);
   }
-  c_.Store(reinterpret_cast<const float*>(sums), strip_, {0, problem_.m}, columns);
+  c_.Store(reinterpret_cast<float*>(sums), strip_, {0, problem_.m}, columns);
 }
 
 void FewRowsPlan::WidenA(std::byte* rows) const {

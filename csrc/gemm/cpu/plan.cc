@@ -31,7 +31,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
       a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
-      c_(problem_.c, problem_.addends, kernels),
+      c_(problem_, kernels),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 

@@ -24,21 +24,26 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
+// The block is a tile or a few rows, which the kernel has just left in the cache.
+void ScaleBlock(
+    float* sums, int64_t stride, int64_t rows, int64_t columns, float scale) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) sums[r * stride + c] *= scale;
+  }
+}
+
 }  // namespace
 
-Result::Result(const ResultView& view,
-               const std::vector<AddendView>& addends,
-               const KernelSet& kernels)
-    : view_(view),
-      addends_(addends),
+Result::Result(const GemmProblem& problem, const KernelSet& kernels)
+    : scale_(problem.scale),
+      view_(problem.c),
+      addends_(problem.addends),
       kernels_(kernels),
-      num_row_segments_(static_cast<int64_t>(view.row_bounds.size()) - 1),
-      num_column_segments_(static_cast<int64_t>(view.column_bounds.size()) - 1) {}
+      num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
+      num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1) {}
 
-void Result::Store(const float* sums,
-                   int64_t sums_stride,
-                   Range rows,
-                   Range columns) const {
+void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) const {
+  if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);
   const auto& row_bounds = view_.row_bounds;
   const auto& column_bounds = view_.column_bounds;
   const int64_t first_column = FindSegment(column_bounds, columns.begin);

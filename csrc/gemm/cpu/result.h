@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "gemm/cpu/kernels.h"
 #include "gemm/cpu/operand.h"
+#include "gemm/gemm.h"
 #include "gemm/views.h"
 
 namespace jax_ub {
@@ -15,14 +15,12 @@ inline constexpr int kMaxAddends = 7;
 
 class Result {
  public:
-  // All three outlive the result.
-  Result(const ResultView& view,
-         const std::vector<AddendView>& addends,
-         const KernelSet& kernels);
+  // Both outlive the result.
+  Result(const GemmProblem& problem, const KernelSet& kernels);
 
-  // result[r, c] = round(sums[r, c] + addends[r, c]) in every replica. `sums` holds the
-  // rectangle's rows at a distance of `sums_stride` elements.
-  void Store(const float* sums, int64_t sums_stride, Range rows, Range columns) const;
+  // result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica. `sums`
+  // holds the rectangle's rows at a distance of `sums_stride` elements, and is scaled.
+  void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
   // Asks for the memory that Store will read and write, as far as it lies in the segment
   // where the rectangle begins. Only a hint.
@@ -36,6 +34,7 @@ class Result {
                   Range rows,
                   Range columns) const;
 
+  const float scale_;
   const ResultView& view_;
   const std::vector<AddendView>& addends_;
   const KernelSet& kernels_;
