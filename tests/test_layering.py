@@ -10,6 +10,7 @@ PACKAGE = ROOT / "jax_ub"
 
 # Each layer may import the ones that are named with it, and every leaf.
 LAYERS = {
+    "ops": {"ops", "rules", "primitives", "runtime", "explain"},
     "flax": {"flax", "retrofit", "rules", "runtime"},
     "retrofit": {"retrofit", "rules", "runtime"},
     "rules": {"rules", "primitives", "runtime"},

@@ -110,12 +110,13 @@ def keep_if(wanted: bool, value):
 def kept(residuals: dict) -> dict:
     """The residuals by name, None where only placeholders were kept."""
     return {
-        name: None if any(map(_is_placeholder, jax.tree.leaves(value))) else value
+        name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()
     }
 
 
-def _is_placeholder(leaf):
+def is_placeholder(leaf) -> bool:
+    """Whether a residual is what `keep_if` left in the place of one."""
     return leaf.dtype == bool and leaf.size == 0
 
 

@@ -1,0 +1,1 @@
+"""Basic operations, one a file."""

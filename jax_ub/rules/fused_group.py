@@ -1,0 +1,103 @@
+"""One custom_vjp for a group of operations whose forward and backward are fused."""
+
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub.primitives import varying
+from jax_ub.rules.site import compiled, is_placeholder, is_zero, keep_if
+
+
+class Group(Protocol):
+    """Pure functions of operands, hashable, the same on every rank.
+
+    `operands` is any tree of arrays, and `needs` the tree of bools beside it that says
+    which gradients are wanted.
+    """
+
+    def forward(self, operands: Any, needs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the results, and residuals for the `needs`, by name.
+
+        The tree of the residuals depends on the operands only. What is not needed is
+        left out with `site.keep_if`.
+        """
+
+    def backward(self, residuals: dict[str, Any], cotangents: Any, needs: Any) -> Any:
+        """Returns a tree of gradients like the operands, None where there is none.
+
+        Args:
+            residuals: as the forward returned them, None for what it left out.
+            cotangents: of the results, None for one that is known to be zero.
+            needs: as in the forward.
+        """
+
+
+def fused_group(group: Group, operands: Any) -> Any:
+    """Runs the group's forward; its derivative is the group's backward.
+
+    Args:
+        group: what to run.
+        operands: a tree of arrays.
+
+    Returns:
+        The results, as the group's forward returns them.
+    """
+    return _compiled_group(group, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _group(group, operands):
+    return group.forward(operands, jax.tree.map(lambda _: False, operands))[0]
+
+
+def _group_fwd(group, operands):
+    values = jax.tree.map(lambda operand: operand.value, operands)
+    needs = jax.tree.map(lambda operand: operand.perturbed, operands)
+    results, residuals = group.forward(values, needs)
+    return results, (jax.tree.map(_like_if, needs, values), residuals)
+
+
+def _like_if(wanted, value):
+    return like(value) if wanted else keep_if(False, value)
+
+
+def _group_bwd(group, saved, cotangents):
+    likes, residuals = jax.tree.map(
+        lambda leaf: None if is_placeholder(leaf) else leaf, saved
+    )
+    cotangents = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
+    needs = jax.tree.map(lambda leaf: leaf is not None, likes, is_leaf=_is_none)
+    gradients = group.backward(residuals, cotangents, needs)
+    return (jax.tree.map(fit, likes, gradients, is_leaf=_is_none),)
+
+
+def _is_none(leaf):
+    return leaf is None
+
+
+_group.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
+_compiled_group = compiled(_group, static_argnums=0)
+
+
+def like(value: jax.Array) -> jax.Array:
+    """An empty array that keeps a value's dtype and the mesh axes it varies over."""
+    empty = jnp.zeros((0,), value.dtype)
+    return varying.promote(empty, varying.axes_of(value))
+
+
+def fit(wanted: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
+    """Makes a gradient one of a value that is `like` wanted: its dtype and its axes.
+
+    What varies over an axis that the value does not was promoted on its way; the
+    transpose of that is a sum.
+    """
+    if wanted is None or gradient is None:
+        return None
+    axes = varying.axes_of(wanted)
+    extra = tuple(sorted(varying.axes_of(gradient) - axes))
+    if extra:
+        gradient = lax.psum(gradient, extra)
+    return varying.promote(gradient.astype(wanted.dtype), axes)
