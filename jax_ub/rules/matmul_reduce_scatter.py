@@ -4,12 +4,10 @@ import jax
 
 from jax_ub import shapes
 from jax_ub.methods import Method
-from jax_ub.primitives.all_gather import all_gather
-from jax_ub.primitives.all_gather_matmul import all_gather_matmul
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fused
-from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
-from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.layer import layer
+from jax_ub.rules.row_gradients import row_gradients
 from jax_ub.rules.site import open_site, promote
 
 OP = "matmul_reduce_scatter"
@@ -74,29 +72,4 @@ def _forward(site, x, w, bias, residual):
     return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
 
 
-def _gemms(site, x, w, dy, main_grad):
-    dy = dy.astype(site.dtype)
-    # What the dgrad gathers serves the wgrad too, unless that reads it in place.
-    reuses = x is not None and site.method.copies_operands
-    dx = gathered = dw = None
-    if w is not None:
-        (dx,), gathered = all_gather_matmul(
-            dy,
-            (w,),
-            None,
-            rhs_transposed=True,
-            return_gathered=reuses,
-            out_dtype=site.dtype,
-            **site.fused,
-        )
-    elif reuses:
-        gathered = all_gather(dy, **site.alone)
-    main_grads, dtype = accumulation(site, main_grad)
-    if gathered is not None:
-        (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
-    elif x is not None:
-        (dw,) = wgrad(x, (dy,), main_grads, gather="dy", out_dtype=dtype, **site.fused)
-    return dx, dw
-
-
-_row = layer(_forward, _gemms)
+_row = layer(_forward, row_gradients)

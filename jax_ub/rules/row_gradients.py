@@ -1,0 +1,56 @@
+"""The gradients of GEMM+RS: one gather of dy serves dgrad and wgrad."""
+
+import jax
+
+from jax_ub.primitives.all_gather import all_gather
+from jax_ub.primitives.all_gather_matmul import all_gather_matmul
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules.layer import accumulation
+from jax_ub.rules.site import Site
+
+
+def row_gradients(
+    site: Site,
+    x: jax.Array | None,
+    w: jax.Array | None,
+    dy: jax.Array,
+    main_grad: jax.Array | None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Computes the gradients of `x` and of the kernel, as far as they are wanted.
+
+    Args:
+        site: the call.
+        x: activations, `[..., M, K/P]`; None if the kernel's gradient is not wanted.
+        w: kernel, `[K/P, N]`; None if the gradient of x is not wanted.
+        dy: gradient of the result, `[..., M/P, N]`: this rank's rows.
+        main_grad: what the kernel's gradient is added to, f32 `[K/P, N]`, or None.
+        residual: what the gradient of x is added to, `[..., M, K/P]`, in its buffer
+            and its dtype; or None.
+
+    Returns:
+        `[..., M, K/P]` and `[K/P, N]`, or None.
+    """
+    dy = dy.astype(site.dtype)
+    # What the dgrad gathers serves the wgrad too, unless that reads it in place.
+    reuses = x is not None and site.method.copies_operands
+    dx = gathered = dw = None
+    if w is not None:
+        (dx,), gathered = all_gather_matmul(
+            dy,
+            (w,),
+            None,
+            None if residual is None else (residual,),
+            rhs_transposed=True,
+            return_gathered=reuses,
+            out_dtype=site.dtype if residual is None else residual.dtype,
+            **site.fused,
+        )
+    elif reuses:
+        gathered = all_gather(dy, **site.alone)
+    main_grads, dtype = accumulation(site, main_grad)
+    if gathered is not None:
+        (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
+    elif x is not None:
+        (dw,) = wgrad(x, (dy,), main_grads, gather="dy", out_dtype=dtype, **site.fused)
+    return dx, dw
