@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_ub doctor | bench | launch`."""
+"""The command line: `python -m jax_ub doctor | bench | launch | simulate`."""
 
 import argparse
 import sys
@@ -8,11 +8,13 @@ from jax_ub import doctor
 from jax_ub.bench import command as bench
 from jax_ub.errors import UbError
 from jax_ub.launch import command as launch
+from jax_ub.simulate import command as simulate
 
 _COMMANDS = {
     "doctor": (doctor, "says what is installed, what can run here, and why not"),
     "bench": (bench, "times every op against XLA"),
     "launch": (launch, "runs a program in several processes on this machine"),
+    "simulate": (simulate, "says what overlapping is worth on another machine"),
 }
 
 

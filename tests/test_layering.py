@@ -15,10 +15,11 @@ LAYERS = {
     "retrofit": {"retrofit", "rules", "runtime"},
     "rules": {"rules", "primitives", "runtime"},
     "primitives": {"primitives", "runtime"},
+    "simulate": {"simulate", "runtime"},
     "runtime": {"runtime"},
 }
 # Each leaf may import the leaves after it.
-LEAVES = ["reference", "methods", "shapes", "errors", "_cpu"]
+LEAVES = ["reference", "methods", "shapes", "pictures", "errors", "_cpu"]
 # These show, measure and start the library, with everything that is public.
 OUTSIDE = {"bench", "launch", "__main__", "doctor", "__init__"}
 

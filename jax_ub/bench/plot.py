@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jax_ub import pictures
 from jax_ub.bench import cases
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import geomean
@@ -18,22 +19,8 @@ _SERIES = {
 
 
 def load_pyplot() -> Any:
-    """Imports matplotlib for files only.
-
-    Raises:
-        UnsupportedOverlapError: if it is not installed; says how to install it.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise UnsupportedOverlapError(
-            "bench: --plot draws with matplotlib, which is not installed. Install it "
-            "with: pip install 'jax_ub[bench]'"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    """Imports matplotlib, or says how to install it."""
+    return pictures.load_pyplot("bench: --plot")
 
 
 def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:

@@ -1,0 +1,50 @@
+"""What all pictures of the library share: matplotlib for files only, and colours."""
+
+from typing import Any
+
+from jax_ub.errors import UnsupportedOverlapError
+
+INK = "#22303c"
+GRID = "#d9dee3"
+# By what a rank does; the light ones are waiting, and what runs without overlap.
+COLOURS = {
+    "multiply": "#2f6fb0",
+    "put": "#e0873a",
+    "reduce": "#5b9e5f",
+    "copy": "#8f6bb3",
+    "wait": "#d7dbe0",
+    "serial": "#b8c0c8",
+    "collective": "#f0c6a3",
+}
+
+
+def load_pyplot(option: str) -> Any:
+    """Imports matplotlib for files only.
+
+    Args:
+        option: what asks for a picture, as in "bench: --plot".
+
+    Raises:
+        UnsupportedOverlapError: if it is not installed; says how to install it.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UnsupportedOverlapError(
+            f"{option} draws with matplotlib, which is not installed. Install it "
+            "with: pip install 'jax_ub[bench]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def tidy(axes: Any) -> None:
+    """Leaves of a panel's frame what is read: the time axis."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.grid(axis="x", color=GRID, lw=0.6)
+    axes.set_axisbelow(True)

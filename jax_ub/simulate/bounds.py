@@ -1,0 +1,52 @@
+"""What no schedule can beat, and what is there without one.
+
+M tokens, K contracting, N output, P ranks; F flops a second, B bytes a second on the
+wire, one direction:
+
+    gemm    2 M N K / P / F
+    wire    (P - 1) / P M K 2 / B for a gather, with N for K for a scatter; twice that
+            for an all-reduce
+    ideal   max(gemm, wire)
+    serial  the library's GEMM, then the vendor's collective
+"""
+
+import dataclasses
+
+from jax_ub.simulate.hardware import Hardware
+from jax_ub.simulate.tiles import library_seconds
+from jax_ub.simulate.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The four times, and the parts of the serial one, in seconds."""
+
+    gemm_s: float
+    wire_s: float
+    library_gemm_s: float
+    collective_s: float
+
+    @property
+    def ideal_s(self) -> float:
+        """The speed of light: everything hidden behind the longer of the two."""
+        return max(self.gemm_s, self.wire_s)
+
+    @property
+    def serial_s(self) -> float:
+        """One after the other."""
+        return self.library_gemm_s + self.collective_s
+
+
+def bounds(workload: Workload, hardware: Hardware) -> Bounds:
+    """Computes them for one rank, with every rank doing the same."""
+    part = hardware.shared_by(workload.num_ranks)
+    wire = workload.moved_bytes / part.wire_bytes_per_s
+    product = workload.has_product
+    flops = workload.gemm.flops if product else 0.0
+    library = (
+        library_seconds(part, workload.gemm, workload.itemsize) if product else 0.0
+    )
+    collective = 0.0
+    if workload.num_ranks > 1:
+        collective = wire / part.collective_share + part.collective_s
+    return Bounds(flops / part.flops_of(workload.itemsize), wire, library, collective)

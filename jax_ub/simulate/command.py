@@ -1,0 +1,177 @@
+"""`python -m jax_ub simulate`: what overlapping is worth on a machine, by the model."""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from jax_ub.errors import ShapeContractError
+from jax_ub.simulate import hardware as machines
+from jax_ub.simulate import models, plot, tables
+from jax_ub.simulate.hardware import Hardware
+
+_COLUMNS = (
+    ("layer", 5),
+    ("op", 2),
+    ("M", 6),
+    ("K", 6),
+    ("N", 6),
+    ("gemm us", 8),
+    ("wire us", 8),
+    ("serial us", 9),
+    ("ideal us", 8),
+    ("plan us", 8),
+    ("knobs", 7),
+    ("speed-up", 8),
+    ("limit", 5),
+    ("hidden", 6),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    known = ", ".join(machines.HARDWARE)
+    parser.add_argument("--tp", type=int, default=8, help="ranks (default: 8)")
+    parser.add_argument("--hardware", default="h100", help=f"{known} (default: h100)")
+    parser.add_argument(
+        "--model",
+        default="llama3-70b",
+        help=f"{', '.join(models.MODELS)} (default: llama3-70b)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="M, over all ranks (default: 8192)"
+    )
+    parser.add_argument(
+        "--layer",
+        help="whose schedule the PNG shows (default: the farthest from ideal)",
+    )
+    parser.add_argument(
+        "--gflops", type=float, help="of this host, for --hardware cpu: all cores, bf16"
+    )
+    parser.add_argument(
+        "--copy-gbs", type=float, help="GB/s this host copies, read and written"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
+    parser.add_argument("--png", type=pathlib.Path, help="draw bars and a timeline")
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Prints one line for every layer of the model, and their sum."""
+    machine = _machine(given)
+    model = models.find(given.model)
+    _check(given, model)
+    rows = [
+        tables.layer_row(model, layer, given.tokens, given.tp, machine)
+        for layer in model.layers
+    ]
+    out = sys.stdout
+    out.write(f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}\n")
+    out.write("\n".join(f"  {line}" for line in describe(machine)) + "\n\n")
+    out.write("\n".join(table(rows)) + "\n")
+    if given.json is not None:
+        document = {
+            "schema": 1,
+            "hardware": machine.__dict__,
+            "rows": [row.as_json() for row in rows],
+        }
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
+    if given.png is not None:
+        shown = _shown(given, model, rows)
+        plot.draw(rows, shown, machine, given.png)
+    return 0
+
+
+def describe(machine: Hardware) -> list[str]:
+    """The parameters, in words: nothing of it was measured on that machine."""
+    each = "a host for all ranks" if machine.is_host else "each GPU"
+    handshake, launch, collective = _us(
+        machine.handshake_s, machine.launch_s, machine.collective_s
+    )
+    return [
+        f"{machine.name}, {each}: {machine.flops_per_s / 1e12:.4g} TFLOP/s in a large "
+        f"bf16 GEMM, {machine.wire_bytes_per_s / 1e9:.4g} GB/s to the peers, one "
+        f"direction, {machine.memory_bytes_per_s / 1e12:.3g} TB/s of memory",
+        f"a put reaches {machine.wire_share:.0%} of the wire, a collective "
+        f"{machine.collective_share:.0%}; handshake {handshake} us, launch {launch} "
+        f"us, collective {collective} us; {machine.reserved_processors} "
+        "multiprocessors are kept free",
+        "serial: the library's GEMM, then the collective; ideal: the longer of the two "
+        "alone; plan: the engine's schedule, replayed",
+        "knobs: b row blocks, a chunks in a kernel, s streams",
+    ]
+
+
+def table(rows: list[tables.LayerRow]) -> list[str]:
+    """The lines, Markdown as the other tables of the project."""
+    lines = [_line([name for name, _ in _COLUMNS])]
+    lines.append("|" + "|".join("-" * (width + 2) for _, width in _COLUMNS) + "|")
+    for row in rows:
+        limits = row.bounds
+        lines.append(
+            _line(
+                [
+                    row.layer.name,
+                    row.layer.short_op,
+                    str(row.M),
+                    str(row.layer.K),
+                    str(row.layer.N),
+                    *_us(limits.gemm_s, limits.wire_s, limits.serial_s, limits.ideal_s),
+                    *_us(row.plan_s),
+                    row.plan.text,
+                    f"{row.speedup:.2f}",
+                    f"{row.limit:.2f}",
+                    f"{row.hidden:.0%}",
+                ]
+            )
+        )
+    whole = tables.total(rows)
+    sums = _us(whole.serial_s, whole.ideal_s, whole.plan_s)
+    ratios = [
+        f"{whole.serial_s / whole.plan_s:.2f}",
+        f"{whole.serial_s / whole.ideal_s:.2f}",
+    ]
+    lines.append(_line(["sum", *[""] * 6, *sums, "", *ratios, ""]))
+    return lines
+
+
+def _us(*seconds):
+    return [f"{1e6 * value:.0f}" for value in seconds]
+
+
+def _line(cells):
+    padded = (
+        f"{cell:>{width}}" for (_, width), cell in zip(_COLUMNS, cells, strict=True)
+    )
+    return f"| {' | '.join(padded)} |"
+
+
+def _machine(given):
+    machine = machines.find(given.hardware)
+    if given.gflops is None and given.copy_gbs is None:
+        return machine
+    if not machine.is_host:
+        raise ShapeContractError(
+            "simulate: --gflops and --copy-gbs are what a host measured; "
+            f"{machine.name!r} has its figures. Add --hardware cpu."
+        )
+    gflops = 1e9 * given.gflops if given.gflops else machine.flops_per_s
+    copied = 1e9 * given.copy_gbs if given.copy_gbs else machine.memory_bytes_per_s
+    return machines.host(gflops, copied)
+
+
+def _check(given, model):
+    sizes = [given.tokens, *(size for one in model.layers for size in (one.K, one.N))]
+    if given.tp < 1 or any(size < 1 or size % given.tp for size in sizes):
+        raise ShapeContractError(
+            f"simulate: {model.name} with {given.tokens} tokens does not divide into "
+            f"{given.tp} ranks. Take a --tp that divides the sizes, and a multiple of "
+            "it as --tokens."
+        )
+
+
+def _shown(given, model, rows):
+    if given.layer is None:
+        return min(rows, key=lambda row: row.share_of_ideal)
+    layer = model.layer(given.layer)
+    return next(row for row in rows if row.layer == layer)

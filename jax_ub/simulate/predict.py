@@ -1,0 +1,184 @@
+"""How long one call of the library takes, by the cost model."""
+
+import dataclasses
+
+import numpy as np
+
+from jax_ub import methods
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.methods import Method
+from jax_ub.simulate import hardware as machines
+from jax_ub.simulate import plan
+from jax_ub.simulate.bounds import bounds
+from jax_ub.simulate.hardware import Hardware
+from jax_ub.simulate.tiles import library_seconds
+from jax_ub.simulate.workload import PRODUCTS, Workload
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# What a product of its own runs beside, or behind: the communication of the layer's x.
+_COMPANIONS = {
+    "bulk_all_gather": "all_gather",
+    "bulk_reduce_scatter": "reduce_scatter",
+    "wgrad": "all_gather",
+}
+OPS = (*PRODUCTS, *_COLLECTIVES, *_COMPANIONS, "matmul")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the model says of one call; times in seconds, for one rank.
+
+    Attributes:
+        op: the op.
+        method: "auto" resolved.
+        knobs: what the schedule's best run chose, such as "b4a1s2"; empty for "xla".
+        seconds: the whole call.
+        gemm_s: its product alone, at the machine's full rate.
+        wire_s: its bytes alone, at the wire's full rate.
+        serial_s: the library's GEMM, then the vendor's collective.
+        moved_bytes: what each rank sends, and receives.
+    """
+
+    op: str
+    method: str
+    knobs: str
+    seconds: float
+    gemm_s: float
+    wire_s: float
+    serial_s: float
+    moved_bytes: float
+
+    @property
+    def exposed_s(self) -> float:
+        """What the call takes longer than its product."""
+        return self.seconds - self.gemm_s
+
+
+def predict(  # noqa: PLR0913, pinned
+    op: str,
+    method: str,
+    M: int,
+    K: int,
+    N: int,
+    P: int,
+    dtype,
+    hardware: str | Hardware = "h200",
+) -> float:
+    """Predicts the seconds of one call.
+
+    Args:
+        op: the FFI target's name without "jax_ub$", such as "all_gather_matmul".
+        method: as everywhere; "auto" takes the best schedule for the machine, "xla" is
+            the library's GEMM and the vendor's collective one after the other.
+        M: tokens over all ranks.
+        K: contracting size over all ranks; for collectives, bulk ops and a wgrad the
+            features of what is communicated.
+        N: output features over all ranks; not looked at for collectives.
+        P: ranks.
+        dtype: of the operands.
+        hardware: "a100", "h100", "h200", "b200", "cpu", or a machine of your own.
+
+    Raises:
+        UnknownNameError: if op, method or hardware are not known.
+        ShapeContractError: if a size or P is less than 1.
+    """
+    return estimate(op, method, M, K, N, P, dtype, hardware).seconds
+
+
+def estimate(  # noqa: PLR0913, the same
+    op: str,
+    method: str,
+    M: int,
+    K: int,
+    N: int,
+    P: int,
+    dtype,
+    hardware: str | Hardware = "h200",
+) -> Prediction:
+    """The same as `predict`, with the parts of the time and the bytes."""
+    if op not in OPS:
+        raise UnknownNameError(f"simulate: op {op!r} is not known. {nearest(op, OPS)}")
+    if min(M, K, N, P) < 1:
+        raise ShapeContractError(
+            f"simulate: {op} of M = {M}, K = {K}, N = {N} on P = {P} ranks. Give sizes "
+            "of at least 1."
+        )
+    chosen = methods.resolve("simulate", method, None)
+    machine = machines.find(hardware)
+    itemsize = np.dtype(dtype).itemsize
+    if op in _COMPANIONS or op == "matmul":
+        return _beside(op, chosen, (M, K, N, P), itemsize, machine)
+    width = K if op in PRODUCTS or op == "all_gather" else N
+    work = _workload(op, (M, width, N if op in PRODUCTS else K, P), itemsize, machine)
+    return _alone(work, chosen, machine)
+
+
+def _workload(op, sizes, itemsize, machine):
+    # A host's partial sums are f32 in its slots, a GPU's are rounded for the wire.
+    with_product = op in PRODUCTS and op != "all_gather_matmul"
+    partial = 4 if machine.is_host and with_product else itemsize
+    M, K, N, P = sizes
+    return Workload(op, M, K, N, P, itemsize, partial)
+
+
+def _alone(work, method, machine):
+    parts = bounds(work, machine)
+    name = _schedule_name(work, method, machine)
+    if method is Method.XLA:
+        knobs, seconds = "", parts.serial_s
+    elif machine.is_host and name == "direct" and not work.has_product:
+        knobs, seconds = "", parts.wire_s + machine.handshake_s
+    else:
+        found = plan.best(work, machine, name)
+        knobs, seconds = found.text, max(found.seconds, parts.gemm_s)
+    return Prediction(
+        op=work.op,
+        method=name,
+        knobs=knobs,
+        seconds=seconds,
+        gemm_s=parts.gemm_s,
+        wire_s=parts.wire_s,
+        serial_s=parts.serial_s,
+        moved_bytes=work.moved_bytes,
+    )
+
+
+def _schedule_name(work, method, machine):
+    name = method.value
+    if method is Method.AUTO:
+        name = plan.default_method(work.op, machine)
+    if not work.has_product and name == "direct" and not machine.is_host:
+        return Method.BULK.value
+    if work.has_product and name == "bulk":
+        return Method.RING_EXCHANGE.value  # what a layer of that method runs forward
+    return name
+
+
+def _beside(op, method, sizes, itemsize, machine):
+    """A local product, and communication that it does not depend on."""
+    M, K, N, P = sizes
+    local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
+    part = machine.shared_by(P)
+    gemm_s = local.flops / part.flops_of(itemsize)
+    library_s = library_seconds(part, local, itemsize)
+    if op == "matmul" or P == 1:
+        return Prediction(op, method.value, "", library_s, gemm_s, 0.0, library_s, 0.0)
+    companion = _COMPANIONS[op]
+    sent = _alone(
+        _workload(companion, (M, K, K, P), itemsize, machine), method, machine
+    )
+    serial = library_s + sent.serial_s
+    hidden = method is not Method.XLA and op != "wgrad" and not machine.is_host
+    seconds = max(library_s, sent.seconds) if hidden else library_s + sent.seconds
+    if machine.is_host and op == "wgrad" and method in (Method.AUTO, Method.DIRECT):
+        seconds = library_s  # the packing reads the peers
+    return Prediction(
+        op=op,
+        method=sent.method,
+        knobs=sent.knobs,
+        seconds=serial if method is Method.XLA else seconds,
+        gemm_s=gemm_s,
+        wire_s=sent.wire_s,
+        serial_s=serial,
+        moved_bytes=sent.moved_bytes,
+    )

@@ -1,0 +1,377 @@
+"""Replays the engine's schedules with a cost model: when every step begins and ends.
+
+On a GPU a rank has lanes: multiprocessors, a copy engine, and a kernel that sums. A
+step begins when what it needs is there and its lane is free; a wait blocks nobody but
+the steps that need what comes. On a host a rank is one thread, which takes one step
+after the other, and whose waits block it.
+
+For AG+GEMM in a ring and GEMM+RS this is the closed form, with c the time of a chunk on
+the wire, g that of its GEMM, t0 the begin of the first put and R the sum:
+
+    AG  T = max(P g, t0 + c + (P - 1) g, t0 + (P - 1) c + g)
+    RS  T = max(P g, (P - 1) g + c, g + (P - 1) c) + handshake + R
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from jax_ub.simulate.hardware import Hardware
+from jax_ub.simulate.tiles import Gemm, Processors
+from jax_ub.simulate.workload import Workload
+
+ALL_CHUNKS = -1
+
+
+class Step(Protocol):
+    """A step as `jax_ub._cpu` shows it."""
+
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def payload(self) -> str: ...  # noqa: D102
+    @property
+    def chunk(self) -> int: ...  # noqa: D102
+    @property
+    def split(self) -> int: ...  # noqa: D102
+    @property
+    def peer(self) -> int: ...  # noqa: D102
+    @property
+    def slot(self) -> int: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """When a rank took a step, in seconds from the begin of the call.
+
+    `lane` is "gemm", "wire" or "sum" on a GPU, and "rank" on a host, where a "wait" is
+    a span as well. `chunks` names what a kernel multiplies.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    chunks: tuple[int, ...]
+    split: int
+    peer: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """All ranks' spans."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank was done."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Knobs:
+    """What a plan may choose.
+
+    Attributes:
+        num_splits: pieces of a rank's rows, `num_splits` of the schedule.
+        aggregate: chunks that one kernel multiplies.
+        streams: streams that kernels are issued on in turn.
+    """
+
+    num_splits: int = 1
+    aggregate: int = 1
+    streams: int = 1
+
+
+def replay(
+    schedules: Sequence[Sequence[Step]],
+    workload: Workload,
+    hardware: Hardware,
+    knobs: Knobs,
+) -> Timeline:
+    """Runs schedules until every rank is done.
+
+    Args:
+        schedules: the steps of every rank; or those of one rank, which then stands for
+            all: what its peer sends it comes when it sends the same to its other peer.
+        workload: the sizes.
+        hardware: what every rank has.
+        knobs: `num_splits` is the one that the schedules were made with.
+
+    Raises:
+        ArithmeticError: if the ranks wait for each other, which the engine's schedules
+            are proven not to do.
+    """
+    flags = _Flags(mirrored=len(schedules) == 1)
+    part = hardware.shared_by(workload.num_ranks)
+    ranks = [
+        _Rank(rank, steps, workload, part, knobs, flags)
+        for rank, steps in enumerate(schedules)
+    ]
+    while any(rank.pending for rank in ranks):
+        if not any([rank.advance() for rank in ranks]):
+            raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
+    return Timeline(tuple(span for rank in ranks for span in rank.spans))
+
+
+class _Flags:
+    """When slots were filled and released: by (kind, owner, slot)."""
+
+    def __init__(self, *, mirrored: bool):
+        self._mirrored = mirrored
+        self._times: dict[tuple[str, int, int], float] = {}
+
+    def raise_at(self, kind: str, owner: int, slot: int, time: float) -> None:
+        self._times[kind, 0 if self._mirrored else owner, slot] = time
+
+    def time(self, kind: str, owner: int, slot: int) -> float | None:
+        return self._times.get((kind, 0 if self._mirrored else owner, slot))
+
+
+class _Rank:
+    """One rank on its way through its schedule."""
+
+    def __init__(
+        self,
+        rank: int,
+        steps: Sequence[Step],
+        workload: Workload,
+        hardware: Hardware,
+        knobs: Knobs,
+        flags: _Flags,
+    ):
+        self.rank = rank
+        self.spans: list[Span] = []
+        self._steps = list(steps)
+        self._next = 0
+        self._workload = workload
+        self._hardware = hardware
+        self._rows = workload.piece_rows(knobs.num_splits)
+        self._flags = flags
+        self._clock = 0.0  # of a host's rank
+        self._processors = (
+            None
+            if hardware.is_host
+            else Processors(hardware, knobs.streams, workload.itemsize)
+        )
+        self._kernels = _kernels(rank, self._steps, workload, knobs.aggregate)
+        self._lanes = {"wire": 0.0, "sum": 0.0}
+        self._published: set[int] = set()  # slots
+        # When a piece was there, by (payload, chunk or sender, split), and when a
+        # product, a sum or a copy was done.
+        self._here: dict[tuple[str, int, int], float] = {}
+        self._multiplied: dict[tuple[int, int], float] = {}
+        self._summed: dict[int, float] = {}
+        self._gathered = 0.0
+
+    @property
+    def pending(self) -> bool:
+        return self._next < len(self._steps)
+
+    def advance(self) -> bool:
+        """Takes steps until one has to wait; returns whether any was taken."""
+        before = self._next
+        while self.pending and self._take(self._next, self._steps[self._next]):
+            self._next += 1
+        return self._next > before
+
+    def _take(self, index, step):
+        if step.kind == "wait":
+            return self._wait(step)
+        if step.kind == "wait_free":
+            return self._wait_free(step)
+        if step.kind == "multiply":
+            self._multiply(index)
+        else:
+            _STEPS[step.kind](self, step)
+        return True
+
+    def _wait_free(self, step):
+        # The first call of a slot finds it free, except where operands are read in
+        # place: those may change when the peer has released them.
+        if step.slot not in self._published:
+            return True
+        released = self._flags.time("released", step.peer, step.slot)
+        if released is None:
+            return False
+        self._block(step, released)
+        return True
+
+    def _publish(self, step):
+        self._published.add(step.slot)
+        time = self._clock + self._hardware.handshake_s
+        self._flags.raise_at("arrived", step.peer, step.slot, time)
+
+    def _release(self, step):
+        time = max(self._clock, *self._multiplied.values(), 0.0)
+        self._flags.raise_at("released", self.rank, step.slot, time)
+
+    def _wait(self, step):
+        time = self._flags.time("arrived", self.rank, step.slot)
+        if time is None:
+            return False
+        whose = step.peer if step.payload == "partial" else step.chunk
+        self._here[step.payload, whose, step.split] = time
+        self._gathered = max(self._gathered, time)
+        self._block(step, time)
+        return True
+
+    def _block(self, step, until):
+        if self._hardware.is_host and until > self._clock:
+            self._span("rank", step, (step.chunk,), self._clock, until)
+            self._clock = until
+
+    def _put(self, step):
+        if step.payload == "partial":
+            ready = self._multiplied.get((step.chunk, step.split), 0.0)
+        elif step.payload == "sum" and step.chunk == self.rank:
+            ready = self._summed[step.split] + self._hardware.handshake_s
+        elif step.chunk == self.rank:
+            ready = self._first_put_s()
+        else:
+            ready = self._here[step.payload, step.chunk, step.split]
+        num_bytes = self._workload.wire_bytes(step.payload, self._rows)
+        duration = num_bytes / self._hardware.copy_bytes_per_s
+        _, end = self._on_lane("wire", step, ready, duration)
+        arrival = end
+        if step.payload == "partial" or self._hardware.is_host:
+            arrival += self._hardware.handshake_s
+        self._flags.raise_at("arrived", step.peer, step.slot, arrival)
+
+    def _first_put_s(self):
+        # A GPU copies its shard into memory that peers can read, and says so.
+        if self._hardware.is_host:
+            return 0.0
+        shard = self._workload.wire_bytes(
+            "operand", self._workload.M // self._workload.num_ranks
+        )
+        staged = 2 * shard / self._hardware.memory_bytes_per_s
+        return staged + self._hardware.handshake_s
+
+    def _multiply(self, index):
+        kernel = self._kernels[index]
+        if kernel is None:
+            return
+        step = self._steps[index]
+        everything = step.chunk == ALL_CHUNKS
+        whole = self._workload.gemm
+        if everything:
+            gemm, needed = whole, [self._gathered]
+        else:
+            gemm = self._workload.gemm_of(len(kernel) * self._rows)
+            needed = [
+                self._here.get(("operand", part.chunk, part.split), 0.0)
+                for part in kernel
+                if part.payload == "operand"
+            ]
+        at_least = 0.0
+        if self._published and not self._hardware.is_host:
+            # Read in place: the peers' part comes over the wire meanwhile.
+            at_least = self._workload.moved_bytes / self._hardware.copy_bytes_per_s
+        end = self._run(step, kernel, gemm, max(needed, default=0.0), at_least)
+        for part in kernel:
+            self._multiplied[part.chunk, part.split] = end
+        if everything:
+            for chunk in range(self._workload.num_ranks):
+                for split in range(self._num_splits()):
+                    self._multiplied[chunk, split] = end
+
+    def _num_splits(self):
+        return 1 + max(step.split for step in self._steps)
+
+    def _run(self, step, kernel, gemm: Gemm, ready, at_least):
+        chunks = tuple(part.chunk for part in kernel)
+        if self._processors is None:
+            start = max(self._clock, ready)
+            rate = self._hardware.flops_of(self._workload.itemsize)
+            end = start + self._hardware.launch_s + gemm.flops / rate
+            self._clock = end
+            self._span("rank", step, chunks, start, end)
+        else:
+            start, end = self._processors.run(ready, gemm)
+            end = max(end, start + at_least)
+            self._span("gemm", step, chunks, start, end)
+        return end
+
+    def _reduce(self, step):
+        num_bytes = self._workload.reduce_bytes(self._rows)
+        duration = (
+            num_bytes / self._hardware.memory_bytes_per_s + self._hardware.launch_s
+        )
+        parts = [
+            time
+            for (payload, _, split), time in self._here.items()
+            if payload == "partial" and split == step.split
+        ]
+        own = self._multiplied.get((self.rank, step.split), 0.0)
+        _, end = self._on_lane("sum", step, max([own, *parts]), duration)
+        self._summed[step.split] = end
+
+    def _copy(self, step):
+        # A copy engine writes where the result is; a host copies out of the slot.
+        if self._hardware.is_host:
+            num_bytes = 2 * self._workload.wire_bytes(step.payload, self._rows)
+            duration = num_bytes / self._hardware.memory_bytes_per_s
+            self._on_lane("rank", step, 0.0, duration)
+        self._gathered = max(self._gathered, self._clock)
+
+    def _on_lane(self, lane, step, ready, duration):
+        if self._hardware.is_host:
+            start = max(self._clock, ready)
+            self._clock = start + duration
+            lane = "rank"
+        else:
+            start = max(self._lanes[lane], ready)
+            self._lanes[lane] = start + duration
+        self._span(lane, step, (step.chunk,), start, start + duration)
+        return start, start + duration
+
+    def _span(self, lane, step, chunks, start, end):
+        self.spans.append(
+            Span(self.rank, lane, step.kind, chunks, step.split, step.peer, start, end)
+        )
+
+
+_STEPS = {
+    "put": _Rank._put,
+    "publish": _Rank._publish,
+    "reduce": _Rank._reduce,
+    "copy": _Rank._copy,
+    "release": _Rank._release,
+}
+
+
+def _kernels(own, steps, workload, aggregate):
+    """Which products each step's kernel computes; None where another one's does.
+
+    Up to `aggregate` chunks of the peers, next to each other in the schedule, are one
+    kernel. It is issued where the last of them has come (a gather), or with the first
+    (partial sums, which are sent when it is done). The own chunk is a kernel of its
+    own.
+    """
+    kernels: dict[int, list | None] = {}
+    group: list[int] = []
+
+    def close():
+        if group:
+            at = group[-1] if workload.gathers else group[0]
+            kernels.update(dict.fromkeys(group))
+            kernels[at] = [steps[index] for index in group]
+            group.clear()
+
+    for index, step in enumerate(steps):
+        if step.kind != "multiply":
+            continue
+        if step.chunk in (own, ALL_CHUNKS):
+            close()
+            kernels[index] = [step]
+            continue
+        if group and steps[group[0]].split != step.split:
+            close()
+        group.append(index)
+        if len(group) == aggregate:
+            close()
+    close()
+    return kernels

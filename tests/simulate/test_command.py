@@ -1,0 +1,59 @@
+"""`python -m jax_ub simulate`."""
+
+import json
+
+import pytest
+
+from jax_ub import __main__, pictures
+from jax_ub.errors import UnsupportedOverlapError
+
+
+def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    arguments = ["--tp", "8", "--hardware", "h200", "--model", "llama3-70b"]
+    assert __main__.main(["simulate", *arguments, "--json", str(found)]) == 0
+    text = capsys.readouterr().out
+    assert "each GPU: 788 TFLOP/s" in text
+    lines = [line.split() for line in text.splitlines() if line.startswith("|")]
+    assert [line[1] for line in lines[2:]] == ["qkv", "proj", "fc1", "fc2", "sum"]
+    document = json.loads(found.read_text())
+    assert document["hardware"]["name"] == "h200"
+    row = document["rows"][0]
+    assert (row["layer"], row["knobs"], round(row["plan_us"])) == ("qkv", "a1s2", 391)
+
+
+def test_a_host_takes_its_own_figures(capsys):
+    arguments = ["--hardware", "cpu", "--tp", "4", "--gflops", "500", "--copy-gbs", "8"]
+    assert __main__.main(["simulate", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "a host for all ranks: 0.5 TFLOP/s" in text
+    assert "0.008 TB/s of memory" in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--hardware", "cpu", "--layer", "fc2"]])
+def test_a_picture_is_drawn(arguments, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "found.png"
+    assert __main__.main(["simulate", *arguments, "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_matplotlib(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UnsupportedOverlapError, match=r"simulate: --png draws with"):
+        pictures.load_pyplot("simulate: --png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "llama-70b"], "model 'llama-70b' is not known. Did you mean"),
+        (["--layer", "fc3", "--png", "x.png"], "llama3-70b has no layer 'fc3'"),
+        (["--tp", "3"], "llama3-70b with 8192 tokens does not divide into 3 ranks"),
+        (["--tp", "0"], "does not divide into 0 ranks"),
+        (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, text, capsys):
+    assert __main__.main(["simulate", *arguments]) == 2
+    assert text in capsys.readouterr().err

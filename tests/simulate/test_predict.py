@@ -1,0 +1,81 @@
+"""What is predicted of single calls."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_ub import simulate
+from jax_ub.errors import ShapeContractError, UnknownNameError
+from jax_ub.methods import Method
+from jax_ub.simulate.predict import OPS
+
+SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("hardware", simulate.HARDWARE)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("method", Method)
+def test_every_op_and_method_takes_some_time(op, method, hardware):
+    found = simulate.estimate(op, method, **SIZES, hardware=hardware)
+    assert 0 < found.seconds < 60
+    assert found.seconds >= found.gemm_s
+    assert found.exposed_s == found.seconds - found.gemm_s
+    assert simulate.predict(op, method, **SIZES, hardware=hardware) == found.seconds
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bytes_are_those_of_the_others_shares(op):
+    rows = {"matmul": 0, "all_reduce": 2, "matmul_all_reduce": 2}.get(op, 1)
+    width = 10240 if op in ("matmul_reduce_scatter", "matmul_all_reduce") else 8192
+    found = simulate.estimate(op, "auto", **SIZES)
+    assert found.moved_bytes == rows * 7 / 8 * 8192 * width * 2
+
+
+def test_auto_is_the_schedule_that_suits_the_machine():
+    found = {
+        name: simulate.estimate("matmul_reduce_scatter", "auto", **SIZES, hardware=name)
+        for name in ("cpu", "h200")
+    }
+    assert found["cpu"].method == "direct"
+    assert found["h200"].method == "pipeline"
+    assert found["h200"].seconds < found["h200"].serial_s
+
+
+def test_plain_jax_does_one_after_the_other():
+    found = simulate.estimate("all_gather_matmul", "xla", **SIZES)
+    assert found.seconds == found.serial_s > found.gemm_s + found.wire_s
+
+
+def test_a_wider_dtype_takes_longer_and_moves_more():
+    narrow, wide = (
+        simulate.estimate("all_gather_matmul", "auto", 8192, 8192, 10240, 8, dtype)
+        for dtype in (ml_dtypes.bfloat16, np.float32)
+    )
+    assert wide.gemm_s == 2 * narrow.gemm_s
+    assert wide.moved_bytes == 2 * narrow.moved_bytes
+
+
+def test_a_host_has_the_figures_that_were_measured_on_it():
+    fast, slow = (
+        simulate.predict("matmul", "auto", **SIZES, hardware=simulate.host(rate, 1e10))
+        for rate in (2e12, 1e12)
+    )
+    assert slow == 2 * fast
+    known = simulate.host(1e12, 1e10, flops_f32_per_s=3e12)
+    sizes = SIZES | {"dtype": np.float32}
+    assert simulate.predict("matmul", "auto", **sizes, hardware=known) == fast * 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"op": "all_gather_matmull"}, UnknownNameError, "Did you mean 'all_gather_m"),
+        ({"method": "rings"}, UnknownNameError, "method = 'rings' is not a method"),
+        ({"hardware": "h1000"}, UnknownNameError, "hardware 'h1000' is not known. Did"),
+        ({"M": 0}, ShapeContractError, "M = 0, K = 8192, N = 10240 on P = 8 ranks"),
+    ],
+)
+def test_wrong_arguments_are_refused(changed, error, text):
+    arguments = {"op": "matmul", "method": "auto", **SIZES, **changed}
+    with pytest.raises(error, match=text):
+        simulate.predict(**arguments)

@@ -1,0 +1,101 @@
+"""The replayed schedules give the figures of a model that knows no schedules."""
+
+import functools
+import pathlib
+
+import pytest
+
+from jax_ub.simulate import hardware, models, tables
+
+MACHINE = hardware.find("h200")
+TEXT = pathlib.Path(__file__).with_name("gpu_model.md").read_text()
+
+
+def published(title):
+    """The cells of each line of one table, keyed by the columns before the figures."""
+    section = TEXT.partition(f"### {title}")[2].partition("\n###")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def us(seconds):
+    return f"{1e6 * seconds:.0f}"
+
+
+def sizes(name, layer, M, tp):
+    model = models.find(name)
+    return model, model.layer(layer.partition(" ")[0]), int(M), int(tp)
+
+
+@functools.cache
+def layer_row(name, layer, M, tp):
+    return tables.layer_row(*sizes(name, layer, M, tp), MACHINE)
+
+
+LAYERS = published("Layers")
+SUMS = published("Forward sum")
+ALL_REDUCES = published("GEMM+AR")
+CHUNKED = published("Chunked GEMM")
+
+
+def test_every_table_is_there():
+    assert [len(t) for t in (LAYERS, SUMS, ALL_REDUCES, CHUNKED)] == [108, 27, 27, 48]
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_layers_take_what_the_model_says(name):
+    for cells in (cells for cells in LAYERS if cells[0] == name):
+        row = layer_row(*cells[:4])
+        limits = row.bounds
+        assert cells[1].endswith(f"({row.layer.short_op})")
+        assert cells[4:] == [
+            *map(us, (limits.gemm_s, limits.wire_s, limits.serial_s, limits.ideal_s)),
+            us(row.plan_s),
+            row.plan.text,
+            f"{row.limit:.2f}",
+            f"{row.speedup:.2f}",
+            f"{row.share_of_ideal:.2f}",
+            f"{row.hidden:.0%}",
+        ]
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_layers_add_up_as_the_model_says(name):
+    for cells in (cells for cells in SUMS if cells[0] == name):
+        M, tp = cells[1:3]
+        layers = models.find(name).layers
+        whole = tables.total(layer_row(name, f"{o.name} ()", M, tp) for o in layers)
+        assert cells[3:] == [
+            *map(us, (whole.serial_s, whole.ideal_s, whole.plan_s)),
+            f"{whole.serial_s / whole.ideal_s:.2f}",
+            f"{whole.serial_s / whole.plan_s:.2f}",
+        ]
+
+
+@pytest.mark.parametrize("cells", ALL_REDUCES, ids=lambda cells: "-".join(cells[:3]))
+def test_all_reduces_by_row_blocks_take_what_the_model_says(cells):
+    _, layer, M, tp = sizes(cells[0], "fc2", *cells[1:3])
+    row = tables.all_reduce_row(layer, M, tp, MACHINE)
+    limits = row.bounds
+    assert cells[3:] == [
+        *map(us, (limits.gemm_s, limits.wire_s, limits.serial_s)),
+        *map(us, row.by_blocks.values()),
+        f"{limits.serial_s / row.best_s:.2f}",
+        f"{limits.serial_s / limits.ideal_s:.2f}",
+    ]
+
+
+@pytest.mark.parametrize("cells", CHUNKED, ids=lambda cells: "-".join(cells[:4]))
+def test_a_gemm_in_chunks_takes_what_the_model_says(cells):
+    _, layer, M, tp = sizes(*cells[:4])
+    row = tables.chunked_row(layer, M, tp, MACHINE)
+    assert cells[4:] == [
+        *map(us, (row.one_s, *row.by_streams.values())),
+        f"{row.cost:.2f}",
+    ]
+
+
+def test_fewer_rows_than_a_tile_are_not_cut_further():
+    layer = models.find("gpt3-175b").layer("fc2")
+    row = tables.all_reduce_row(layer, 1024, 8, MACHINE)
+    assert list(row.by_blocks) == [1, 2]
