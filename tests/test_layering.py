@@ -15,6 +15,7 @@ LAYERS = {
     "retrofit": {"retrofit", "rules", "runtime"},
     "rules": {"rules", "primitives", "runtime"},
     "primitives": {"primitives", "runtime"},
+    "explain": {"explain", "simulate", "runtime"},
     "simulate": {"simulate", "runtime"},
     "runtime": {"runtime"},
 }

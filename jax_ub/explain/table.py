@@ -1,0 +1,109 @@
+"""The table that every `explain` returns: a line for every linear or collective."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call.
+
+    Attributes:
+        scope: where it is: a name of the user's, or a path in the program.
+        op: what is computed, such as "all_gather_matmul".
+        overlapped: whether communication hides behind a GEMM, or there is none.
+        method: how it runs, such as "direct" or "xla".
+        reason: why it is not overlapped; empty where it is.
+        moved_bytes: what each rank sends in one call; None where that is not known.
+        predicted_s: seconds of one call by the cost model.
+        measured_exposed_s: seconds that ranks waited in it, on average, in a trace.
+        note: what else there is to say, such as how often it is called.
+    """
+
+    scope: str
+    op: str
+    overlapped: bool
+    method: str
+    reason: str = ""
+    moved_bytes: int | None = None
+    predicted_s: float | None = None
+    measured_exposed_s: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows in the order of the program; `print` it.
+
+    Attributes:
+        rows: the calls.
+        title: the first line.
+        notes: what is printed below the table.
+    """
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether every call is; true for none."""
+        return all(row.overlapped for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        return {**dataclasses.asdict(self), "overlapped": self.overlapped}
+
+    def __str__(self) -> str:
+        """Aligned columns; those that no row fills are left out."""
+        lines = [self.title] if self.title else []
+        if self.rows:
+            lines += _aligned([_cells(row) for row in self.rows])
+        lines += self.notes
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "where": row.scope,
+        "op": row.op,
+        "overlapped": "yes" if row.overlapped else "NO",
+        "method": row.method,
+        "sends": "" if row.moved_bytes is None else _bytes(row.moved_bytes),
+        "predicted": _seconds(row.predicted_s),
+        "exposed": _seconds(row.measured_exposed_s),
+        "why not": row.reason,
+        "note": row.note,
+    }
+
+
+def _aligned(rows: list[dict[str, str]]) -> list[str]:
+    shown = [
+        name
+        for name in rows[0]
+        if name in ("where", "op", "overlapped", "method") or any(r[name] for r in rows)
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    head = "  ".join(f"{name:<{widths[name]}}" for name in shown).rstrip()
+    rule = "  ".join("-" * widths[name] for name in shown)
+    body = [
+        "  ".join(f"{row[name]:<{widths[name]}}" for name in shown).rstrip()
+        for row in rows
+    ]
+    return [head, rule, *body]
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

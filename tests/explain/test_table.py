@@ -1,0 +1,46 @@
+"""The table that explains a program."""
+
+from jax_ub.explain import Row, Table
+
+ON = Row("up", "all_gather_matmul", True, "direct", "", 3 << 20, 1.5e-3, 2e-6)
+OFF = Row("down", "matmul_reduce_scatter", False, "xla", "no engine for cuda")
+
+
+def test_columns_are_aligned_and_say_why_not():
+    assert str(Table((ON, OFF), "mlp", ("fused: 1",))).splitlines() == [
+        "mlp",
+        "where  op                     overlapped  method  sends    predicted  exposed"
+        "  why not",
+        "-----  ---------------------  ----------  ------  -------  ---------  -------"
+        "  ------------------",
+        "up     all_gather_matmul      yes         direct  3.0 MiB  1.5 ms     2 us",
+        "down   matmul_reduce_scatter  NO          xla                              "
+        "    no engine for cuda",
+        "fused: 1",
+    ]
+
+
+def test_a_table_is_overlapped_where_every_row_is():
+    assert Table((ON,)).overlapped
+    assert not Table((ON, OFF)).overlapped
+    assert Table(()).overlapped
+    assert str(Table((), "empty")) == "empty"
+
+
+def test_sizes_and_times_have_the_unit_that_suits_them():
+    texts = [
+        str(Table((Row("", "", True, "", "", count, seconds),))).splitlines()[-1]
+        for count, seconds in [(5, 2.0), (2048, 3e-6), (5 << 30, 2e-3)]
+    ]
+    assert [" ".join(text.split()[1:]) for text in texts] == [
+        "5 B 2 s",
+        "2.0 KiB 3 us",
+        "5.0 GiB 2 ms",
+    ]
+
+
+def test_everything_is_in_the_json():
+    found = Table((ON, OFF), "mlp").as_json()
+    assert found["overlapped"] is False
+    assert found["rows"][1]["reason"] == "no engine for cuda"
+    assert found["rows"][0]["moved_bytes"] == 3 << 20
