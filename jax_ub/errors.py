@@ -23,6 +23,10 @@ class UnsupportedOverlapError(UbError, NotImplementedError):
     """The call is right, but cannot run in this way or in this place."""
 
 
+class FusionError(UbError, RuntimeError):
+    """A registered fusion does not compute what it took the place of."""
+
+
 class CommunicatorError(UbError, RuntimeError):
     """A rank did not arrive, failed, or disagreed with its peers."""
 

@@ -48,7 +48,6 @@ class OutputChannel:
     output_to_caller: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
 class Operation:
     """What `Sequential` holds: a basic operation, or a composite of several."""
 
@@ -68,16 +67,6 @@ class Operation:
     def split(self, params: Any) -> tuple[Params, ...]:
         """Deals the parameters out: one dict for each basic operation."""
         raise NotImplementedError
-
-    def __repr__(self) -> str:
-        """The constructor's call, without what is left at its default."""
-        fields = (f for f in dataclasses.fields(self) if f.repr)
-        shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields
-            if getattr(self, field.name) != field.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -115,6 +104,10 @@ class BasicOperation(Operation):
         """How errors name it."""
         return type(self).__name__
 
+    def __repr__(self) -> str:
+        """The constructor's call, without what is left at its default."""
+        return constructor_call(self)
+
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Creates the parameters, as global arrays; none by default."""
         return {}
@@ -146,8 +139,8 @@ class BasicOperation(Operation):
             params: this operation's parameters, in their own dtype.
             x: the activation.
             extra_inputs: `num_extra_inputs` arrays.
-            saves: the residuals that a backward will read. All of them are returned,
-                and others are dropped, so that nothing is computed for them alone.
+            saves: the residuals that a backward will read. Others are dropped, so that
+                nothing has to be computed for them alone.
 
         Returns:
             y, the extra outputs, and the residuals by name.
@@ -319,20 +312,33 @@ def fuse_windows(
     Args:
         ops: basic and fused operations, in forward order.
         match: sees the rest of the list, and returns the operation that takes the place
-            of its first ones, all of them basic, or None.
+            of its first ones, basic or fused, or None.
     """
     fused: list[Op] = []
     place = 0
     while place < len(ops):
         found = match(ops[place:])
         fused.append(ops[place] if found is None else found)
-        place += 1 if found is None else len(found.basic_ops)
+        end = place + 1
+        while found is not None and len(expand(ops[place:end])) < len(found.basic_ops):
+            end += 1
+        place = end
     return fused
 
 
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
     """The basic operations that a fused list stands for."""
     return tuple(basic for op in ops for basic in op.basic_ops)
+
+
+def constructor_call(op) -> str:
+    """How the dataclass `op` can be made, without what is left at its default."""
+    shown = [
+        f"{field.name}={getattr(op, field.name)!r}"
+        for field in dataclasses.fields(op)
+        if getattr(op, field.name) != field.default
+    ]
+    return f"{type(op).__name__}({', '.join(shown)})"
 
 
 def num_ranks(axis_name: str | None) -> int | None:

@@ -82,8 +82,8 @@ _group.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
 _compiled_group = compiled(_group, static_argnums=0)
 
 
-def like(value: jax.Array) -> jax.Array:
-    """An empty array that keeps a value's dtype and the mesh axes it varies over."""
+def like(value) -> jax.Array:
+    """An empty array with the dtype and the mesh axes of an array or aval."""
     empty = jnp.zeros((0,), value.dtype)
     return varying.promote(empty, varying.axes_of(value))
 

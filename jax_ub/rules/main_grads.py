@@ -32,8 +32,26 @@ def prepare(
     """
     if main_grad is None:
         return None
+    claim(op, main_grad, w)
+    return promote(op, main_grad, axes)
+
+
+def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
+    """Checks shape and dtype of a main_grad, and that no other call has it.
+
+    Raises:
+        ShapeContractError: if they do not fit, or another call has it already.
+    """
     shapes.check_main_grad(op, main_grad, w)
     _claim(op, main_grad)
+
+
+def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
+    """Checks that a main_grad varies over all mesh axes that its gradient does.
+
+    Raises:
+        ShapeContractError: if it is the same on ranks whose gradients differ.
+    """
     main_grad = _promote_over_single_ranks(main_grad, axes)
     missing = sorted(frozenset(axes) - varying.axes_of(main_grad))
     if missing:

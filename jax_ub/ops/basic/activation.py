@@ -1,0 +1,153 @@
+"""Functions of each element, or of each pair of features."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.ops.operation import BasicOperation
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Activation(BasicOperation):
+    """A function of an activation, in f32, rounded once to the dtype of x.
+
+    No parameters. Residual: "x", the input, from which the backward computes the
+    derivative anew.
+    """
+
+    def function(self, x: jax.Array) -> jax.Array:
+        """The function, of an f32 array."""
+        raise NotImplementedError
+
+    def saved(self, needs):
+        """The input."""
+        return frozenset({"x"})
+
+    def forward(self, params, x, extra_inputs, saves):
+        """The function of x."""
+        shapes.check_float(self.label, x=x)
+        return self.function(x.astype(jnp.float32)).astype(x.dtype), (), {"x": x}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """The derivative at x, times dy."""
+        return self.gradient(residuals["x"], dy).astype(dy.dtype), {}, ()
+
+    def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """The gradient of the input, in f32."""
+        _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
+        return transposed(dy.astype(jnp.float32))[0]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GELU(Activation):
+    """`x * Phi(x)`, by the tanh formula unless `approximate` is False.
+
+    Transformer Engine: `te.ops.GELU`.
+    """
+
+    _: dataclasses.KW_ONLY
+    approximate: bool = True
+
+    def function(self, x):
+        """As `jax.nn.gelu`."""
+        return jax.nn.gelu(x, approximate=self.approximate)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReLU(Activation):
+    """`max(x, 0)`.
+
+    Transformer Engine: `te.ops.ReLU`.
+    """
+
+    def function(self, x):
+        """As `jax.nn.relu`."""
+        return jax.nn.relu(x)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SiLU(Activation):
+    """`x * sigmoid(x)`.
+
+    Transformer Engine: `te.ops.SiLU`.
+    """
+
+    def function(self, x):
+        """As `jax.nn.silu`."""
+        return jax.nn.silu(x)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GatedActivation(Activation):
+    """`activation(gate) * up` of two halves of the features: `[..., 2H] -> [..., H]`.
+
+    The halves are this rank's: after a column-parallel linear of `[gate | up]`, rank 0
+    would hold gates only. Where models must not depend on the number of ranks, lay gate
+    and up out in blocks of `glu_interleave_size` features, of which each rank has whole
+    pairs.
+
+    Attributes:
+        glu_interleave_size: None for `[gate | up]`; b for blocks of b features,
+            `[gate, up, gate, up, ...]`.
+    """
+
+    _: dataclasses.KW_ONLY
+    glu_interleave_size: int | None = None
+
+    def activation(self, gate: jax.Array) -> jax.Array:
+        """The function of the gate."""
+        raise NotImplementedError
+
+    def forward(self, params, x, extra_inputs, saves):
+        """The gated activation of x.
+
+        Raises:
+            ShapeContractError: if the features do not form whole pairs of blocks.
+        """
+        block = self.glu_interleave_size
+        pair = 2 if block is None else 2 * block
+        if x.ndim < 1 or pair < 1 or x.shape[-1] % pair:
+            raise ShapeContractError(
+                f"{self.label}: x has shape {x.shape}, whose features do not divide "
+                f"into gate and up of {'equal' if block is None else block} size. Let "
+                f"the layer before it have a multiple of {max(pair, 2)} features on "
+                "every rank."
+            )
+        return super().forward(params, x, extra_inputs, saves)
+
+    def function(self, x):
+        """`activation(gate) * up`."""
+        block = self.glu_interleave_size
+        if block is None:
+            gate, up = jnp.split(x, 2, axis=-1)
+            return self.activation(gate) * up
+        pairs = x.reshape(*x.shape[:-1], -1, 2, block)
+        y = self.activation(pairs[..., 0, :]) * pairs[..., 1, :]
+        return y.reshape(*x.shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SwiGLU(GatedActivation):
+    """`silu(gate) * up`.
+
+    Transformer Engine: `te.ops.SwiGLU`.
+    """
+
+    def activation(self, gate):
+        """As `jax.nn.silu`."""
+        return jax.nn.silu(gate)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GEGLU(GatedActivation):
+    """`gelu(gate) * up`, by the tanh formula.
+
+    Transformer Engine: `te.ops.GEGLU`.
+    """
+
+    def activation(self, gate):
+        """As `jax.nn.gelu`."""
+        return jax.nn.gelu(gate)

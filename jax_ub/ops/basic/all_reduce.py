@@ -1,0 +1,59 @@
+"""The sum over the ranks."""
+
+import dataclasses
+
+from jax_ub import shapes
+from jax_ub.ops.operation import BasicOperation
+from jax_ub.primitives import varying
+from jax_ub.primitives.all_reduce import all_reduce
+from jax_ub.rules.site import open_site
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AllReduce(BasicOperation):
+    """Sums an activation of any shape over the ranks, in f32, rounded once.
+
+    Its backward is the identity where the gradient of y is already that of all ranks'
+    further computation, and a sum where each rank has only its own part of it:
+
+    | reduce_in_backward | `shard_map(check_vma=True)` | `check_vma=False` |
+    |---|---|---|
+    | None | identity: y is typed as replicated, its gradient is whole | sum, as for `jax.lax.psum` |
+    | False | identity | identity: right where the loss is differentiated inside the `shard_map`, the same on every rank |
+    | True | sum: every rank goes on with y as its own, typed as varying | sum |
+
+    Transformer Engine: `te.ops.AllReduce`, whose backward is always the identity: its
+    `reduce_in_backward` has no effect. No parameters, no residuals.
+
+    Attributes:
+        axis_name: the mesh axis to sum over.
+        reduce_in_backward: see above.
+        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+    """  # noqa: E501, a table
+
+    axis_name: str = "tp"
+    _: dataclasses.KW_ONLY
+    reduce_in_backward: bool | None = None
+    method: str | None = None
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Sums."""
+        site = open_site(self.label, self.axis_name, None, self.method)
+        shapes.check_float(self.label, x=x)
+        shapes.check_not_empty(self.label, "x", x)
+        y = all_reduce(varying.promote(x, site.axes(x)), **site.alone)
+        if self.reduce_in_backward:
+            y = varying.promote(y, site.axes(x))
+        return y, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Passes dy on, or sums it."""
+        site = open_site(self.label, self.axis_name, None, self.method)
+        sums = self.reduce_in_backward
+        if sums is None:
+            sums = not site.is_tracked
+        return all_reduce(dy, **site.alone) if sums else dy, {}, ()

@@ -1,0 +1,230 @@
+"""`x @ kernel`, tensor parallel or not; what it communicates comes first or last."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.ops.basic import linear_products as products
+from jax_ub.ops.operation import BasicOperation, Needs, Params, compute_dtype
+from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.site import Site, open_site
+
+MODES = ("column", "row")
+default_kernel_init = initializers.lecun_normal()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BasicLinear(BasicOperation):
+    """A linear map without bias.
+
+    | mode | sequence_parallel | x | kernel | y |
+    |---|---|---|---|---|
+    | None | | `[..., K]` | `[K, N]` | `[..., N]` |
+    | "column" | True | `[..., M/P, K]` | `[K, N/P]` | `[..., M, N/P]` |
+    | "column" | False | `[..., K]`, replicated | `[K, N/P]` | `[..., N/P]` |
+    | "row" | True | `[..., M, K/P]` | `[K/P, N]` | `[..., M/P, N]` |
+    | "row" | False | `[..., K/P]` | `[K/P, N]` | `[..., N]`, replicated |
+
+    By itself it communicates before or after its GEMMs, not beside them. With
+    `userbuffers_options`, `ops.fused.UserbuffersForwardLinear` and
+    `UserbuffersBackwardLinear` take its place and overlap both.
+
+    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel", and "main_grad", the
+    f32 accumulator of its gradient, where that is asked for. Residuals: "x", this
+    rank's input in the computation's dtype, "kernel" likewise, "main_grad", and "like",
+    an empty array with the type of the input.
+
+    Attributes:
+        in_features: the global number of input features, K.
+        out_features: the global number of output features, N.
+        tensor_parallel_mode: "column", "row" or None.
+        axis_name: the mesh axis that the kernel is sharded over.
+        sequence_parallel: whether the activations outside a column-row pair are sharded
+            along their tokens (axis -2).
+        userbuffers_options: `{"comm_name": name}`: the name of the overlap, as in
+            `initialize_ub(ub_cfgs=...)` without "_fprop", "_dgrad" and "_wgrad". A
+            "method" beside it goes before `method`.
+        accumulate_into_main_grad: whether the kernel's gradient is added to the
+            parameter "main_grad", whose cotangent is then its new value.
+        method: how GEMM and communication run; None is what `initialize_ub` says of the
+            `comm_name`, then `JAX_UB_METHOD`, then "auto".
+        dtype: dtype of the computation and of y; None is that of x.
+        param_dtype: dtype of the kernel.
+        kernel_init: initializer of the global kernel.
+    """
+
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    tensor_parallel_mode: str | None = None
+    axis_name: str = "tp"
+    sequence_parallel: bool = False
+    userbuffers_options: Any = None  # a mapping; kept as its items, which hash
+    accumulate_into_main_grad: bool = False
+    method: str | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., jax.Array] = default_kernel_init
+
+    overwritten = frozenset({"main_grad"})
+
+    def __post_init__(self):
+        """Checks what can be checked without a mesh.
+
+        Raises:
+            UnknownNameError: if there is no such mode, or no such option.
+            ShapeContractError: if a size is not positive, or an option does not fit.
+        """
+        mode = self.tensor_parallel_mode
+        if mode is not None and mode not in MODES:
+            raise UnknownNameError(
+                f"{self.label}: tensor_parallel_mode = {mode!r} is not a way to shard "
+                f"a kernel. {nearest(str(mode), MODES)} None does not shard it."
+            )
+        for name in ("in_features", "out_features"):
+            if getattr(self, name) < 1:
+                raise ShapeContractError(
+                    f"{self.label}: {name} = {getattr(self, name)}, but a kernel has "
+                    "at least one row and one column. Pass the global size."
+                )
+        options = _checked_options(self.label, self.userbuffers_options)
+        object.__setattr__(self, "userbuffers_options", options)
+
+    @property
+    def comm_name(self) -> str | None:
+        """The overlap's name; None where none is asked for."""
+        options = self.userbuffers_options
+        return None if options is None else dict(options)["comm_name"]
+
+    def init(self, key):
+        """Creates the global kernel, `[in_features, out_features]`, and a main_grad."""
+        shape = (self.in_features, self.out_features)
+        params = {"kernel": self.kernel_init(key, shape, self.param_dtype)}
+        if self.accumulate_into_main_grad:
+            params["main_grad"] = jnp.zeros(shape, jnp.float32)
+        return params
+
+    def specs(self):
+        """Columns over the axis, or rows, or neither."""
+        spec = {
+            None: PartitionSpec(),
+            "column": PartitionSpec(None, self.axis_name),
+            "row": PartitionSpec(self.axis_name, None),
+        }[self.tensor_parallel_mode]
+        names = ["kernel", "main_grad"][: 1 + self.accumulate_into_main_grad]
+        return {name: spec for name in names}
+
+    def claim(self, params):
+        """Claims the main_grad for this call."""
+        if self.accumulate_into_main_grad:
+            accumulators.claim(self.label, params["main_grad"], params["kernel"])
+
+    def saved(self, needs):
+        """The other factor of each product that is wanted."""
+        names = set()
+        if needs.x:
+            names |= {"kernel", "like"}
+        if self.wants_wgrad(needs):
+            names.add("x")
+        return frozenset(names | (self.overwritten & needs.params))
+
+    def wants_wgrad(self, needs: Needs) -> bool:
+        """Whether the wgrad GEMM is needed: a main_grad takes the kernel's part."""
+        name = "main_grad" if self.accumulate_into_main_grad else "kernel"
+        return name in needs.params
+
+    def site(self, dtype=None) -> Site:
+        """The call's ranks, its method and, with a `dtype`, that of its arrays.
+
+        Raises:
+            ShapeContractError: if the axis is not a manual mesh axis.
+        """
+        axis = None if self.tensor_parallel_mode is None else self.axis_name
+        method = dict(self.userbuffers_options or ()).get("method", self.method)
+        site = open_site(self.label, axis, self.comm_name, method)
+        return site if dtype is None else site.with_dtypes(dtype, dtype)
+
+    def operands(self, params: Params, x: jax.Array):
+        """Checks x and the parameters, and casts both to the computation's dtype.
+
+        Returns:
+            The site, x, the kernel, and the main_grad or None.
+
+        Raises:
+            ShapeContractError: if they do not fit each other or the mesh.
+        """
+        dtype = compute_dtype(self.dtype, x)
+        site, kernel = self.site(), params["kernel"]
+        site = site.with_dtypes(dtype, dtype)
+        self._check(site, x, kernel)
+        main_grad = None
+        if self.accumulate_into_main_grad:
+            axes = site.axes(x, kernel)
+            main_grad = accumulators.promote(site.label, params["main_grad"], axes)
+        return site, x.astype(dtype), kernel.astype(dtype), main_grad
+
+    def _check(self, site, x, kernel):
+        shapes.check_float(site.label, x=x, kernel=kernel)
+        shapes.check_rank(site.label, "x", x, 2 if self.is_sharded_by_tokens else 1)
+        shapes.check_not_empty(site.label, "x", x)
+        sharded = {None: "", "column": "out", "row": "in"}[self.tensor_parallel_mode]
+        rows, columns = self.in_features, self.out_features
+        for name, size in (("in", rows), ("out", columns)):
+            if name == sharded and size % site.num_ranks:
+                raise ShapeContractError(
+                    f"{site.label}: {name}_features = {size} do not divide into "
+                    f"{site.num_ranks} ranks. Choose a multiple of {site.num_ranks}."
+                )
+        rows //= site.num_ranks if sharded == "in" else 1
+        columns //= site.num_ranks if sharded == "out" else 1
+        shapes.check_shape(
+            site.label, "kernel", kernel, (rows, columns), "this rank's part, [in, out]"
+        )
+        shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
+        if self.tensor_parallel_mode == "row" and self.sequence_parallel:
+            shapes.check_divides(site.label, x, site.num_ranks)
+
+    @property
+    def is_sharded_by_tokens(self) -> bool:
+        """Whether input or result lie sharded along axis -2."""
+        return self.tensor_parallel_mode is not None and self.sequence_parallel
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Multiplies, after a gather of x or before a reduction of y."""
+        y, residuals = products.forward(self, params, x)
+        return y, (), residuals
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Two products, after a gather of dy or of x, before a reduction of dx."""
+        return *products.backward(self, residuals, dy, needs), ()
+
+
+def _checked_options(label, options):
+    if options is None:
+        return None
+    known = ("comm_name", "method")
+    options = dict(options) if isinstance(options, (Mapping, tuple)) else options
+    if not isinstance(options, dict) or "comm_name" not in options:
+        raise ShapeContractError(
+            f"{label}: userbuffers_options = {options!r} names no overlap. Pass "
+            'userbuffers_options={"comm_name": "qkv"}, or None for none.'
+        )
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(
+                f"{label}: userbuffers_options has no {name!r}. {nearest(name, known)}"
+            )
+    name = options["comm_name"]
+    if not isinstance(name, str) or not name:
+        raise ShapeContractError(
+            f"{label}: comm_name = {name!r} is not the name of an overlap. Pass a "
+            'string, for example "qkv".'
+        )
+    return tuple(options.items())

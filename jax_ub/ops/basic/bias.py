@@ -1,0 +1,68 @@
+"""`x + bias`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from jax_ub import shapes
+from jax_ub.ops.operation import BasicOperation, compute_dtype
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Bias(BasicOperation):
+    """Adds a vector to the features of every token.
+
+    Transformer Engine: `te.ops.Bias`. Parameter: "bias". No residuals.
+
+    Attributes:
+        size: the global number of features.
+        tensor_parallel: whether the features are sharded over `axis_name`.
+        axis_name: the mesh axis.
+        dtype: dtype of y; None is that of x.
+        param_dtype: dtype of the bias.
+        bias_init: initializer of the global bias.
+    """
+
+    size: int
+    _: dataclasses.KW_ONLY
+    tensor_parallel: bool = False
+    axis_name: str = "tp"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    bias_init: Callable[..., jax.Array] = initializers.zeros
+
+    def init(self, key):
+        """Creates the global bias, `[size]`."""
+        return {"bias": self.bias_init(key, (self.size,), self.param_dtype)}
+
+    def specs(self):
+        """Over the axis where the features are."""
+        spec = PartitionSpec(self.axis_name) if self.tensor_parallel else None
+        return {"bias": PartitionSpec() if spec is None else spec}
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Adds in f32 and rounds once."""
+        bias = params["bias"]
+        shapes.check_rank(self.label, "x", x, 1)
+        shapes.check_float(self.label, x=x, bias=bias)
+        wanted = x.shape[-1:]
+        shapes.check_shape(self.label, "bias", bias, wanted, "this rank's features")
+        y = x.astype(jnp.float32) + bias.astype(jnp.float32)
+        return y.astype(compute_dtype(self.dtype, x)), (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """dy, and its sum over all tokens in f32."""
+        d_params = {}
+        if needs.params:
+            rows = tuple(range(dy.ndim - 1))
+            d_params["bias"] = jnp.sum(dy, axis=rows, dtype=jnp.float32)
+        return dy if needs.x else None, d_params, ()

@@ -1,0 +1,32 @@
+"""`x * scale`."""
+
+import dataclasses
+
+from jax_ub import shapes
+from jax_ub.ops.operation import BasicOperation
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConstantScale(BasicOperation):
+    """Multiplies by a constant.
+
+    Transformer Engine: `te.ops.ConstantScale`. No parameters, no residuals.
+
+    Attributes:
+        scale: a Python number.
+    """
+
+    scale: float
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Scales, in the dtype of x."""
+        shapes.check_float(self.label, x=x)
+        return x * self.scale, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Scales dy."""
+        return dy * self.scale, {}, ()

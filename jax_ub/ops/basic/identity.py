@@ -1,0 +1,25 @@
+"""Nothing."""
+
+import dataclasses
+
+from jax_ub.ops.operation import BasicOperation
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Identity(BasicOperation):
+    """Passes x on.
+
+    Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
+    """
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Returns x."""
+        return x, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Returns dy."""
+        return dy, {}, ()

@@ -1,0 +1,150 @@
+"""The products of a `BasicLinear`, and what is communicated before or after them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub import reference
+from jax_ub.ops.operation import Needs, Params, Residuals
+from jax_ub.primitives import varying
+from jax_ub.primitives.all_gather import all_gather
+from jax_ub.primitives.all_reduce import all_reduce
+from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.reduce_scatter import reduce_scatter
+from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules.fused_group import like
+
+if TYPE_CHECKING:
+    from jax_ub.ops.basic.basic_linear import BasicLinear
+
+
+def forward(
+    op: BasicLinear,
+    params: Params,
+    x: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, Residuals]:
+    """Computes `x @ kernel + bias + residual`, each added once, in f32.
+
+    Args:
+        op: the linear; see its table of layouts.
+        params: its parameters.
+        x: its input.
+        bias: `[N]`, this rank's features of the result.
+        residual: of the result's shape. Where nothing is reduced, the result is written
+            into its buffer, if that is free.
+
+    Returns:
+        y, and the residuals of `op`.
+    """
+    site, value, kernel, main_grad = op.operands(params, x)
+    residuals = {"kernel": kernel, "like": like(x), "x": value}
+    if main_grad is not None:
+        residuals["main_grad"] = main_grad
+    if x.ndim > 1:
+        return _forward(op, site, value, kernel, bias, residual), residuals
+    residual = None if residual is None else residual[None]
+    return _forward(op, site, value[None], kernel, bias, residual)[0], residuals
+
+
+def _forward(op, site, x, kernel, bias, residual):
+    if op.tensor_parallel_mode == "column" and op.sequence_parallel:
+        x = all_gather(x, **site.alone)
+    if op.tensor_parallel_mode != "row":
+        return _matmul(site, x, kernel, bias, residual)
+    partial = _matmul(site, x, kernel, out_dtype=jnp.float32)
+    adds = bias is not None or residual is not None
+    dtype = jnp.float32 if adds else site.dtype
+    if op.sequence_parallel:
+        y = reduce_scatter(partial, out_dtype=dtype, **site.alone)
+    else:
+        y = all_reduce(partial, **site.alone)
+    return reference.add(y, bias, residual, out_dtype=site.dtype)
+
+
+def backward(
+    op: BasicLinear,
+    residuals: Residuals,
+    dy: jax.Array,
+    needs: Needs,
+    *,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array | None, Params]:
+    """Computes the gradients of x and of the kernel, as far as they are needed.
+
+    Args:
+        op: the linear.
+        residuals: what `op.saved(needs)` names.
+        dy: gradient of the result.
+        needs: what to compute.
+        residual: added to the gradient of x, of its shape. Where that gradient is not
+            reduced, it is written into its buffer, if that is free.
+
+    Returns:
+        dx or None, and the kernel's gradient, or main_grad's new value, by name.
+    """
+    x, kernel = residuals.get("x"), residuals.get("kernel")
+    factor = x if kernel is None else kernel
+    site = op.site(factor.dtype) if factor is not None else op.site(dy.dtype)
+    dy = dy.astype(site.dtype)
+    is_vector = dy.ndim == 1
+    if is_vector:
+        dy, x = dy[None], None if x is None else x[None]
+        residual = None if residual is None else residual[None]
+    if op.tensor_parallel_mode == "row":
+        dy = _full_gradient(op, site, dy)
+    dx, d_params = None, {}
+    if needs.x:
+        dx = _dgrad(op, site, dy, kernel, residual, residuals["like"])
+        dx = dx[0] if is_vector else dx
+    if op.wants_wgrad(needs):
+        main_grad = residuals.get("main_grad")
+        name = "kernel" if main_grad is None else "main_grad"
+        d_params[name] = _wgrad(op, site, x, dy, main_grad)
+    return dx, d_params
+
+
+def _full_gradient(op, site, dy):
+    if op.sequence_parallel:
+        return all_gather(dy, **site.alone)
+    return dy if site.is_tracked else all_reduce(dy, **site.alone)
+
+
+def _dgrad(op, site, dy, kernel, residual, x_like):
+    if not _reduces_dgrad(op, site, x_like):
+        return _matmul(site, dy, kernel, None, residual, rhs_transposed=True)
+    partial = _matmul(site, dy, kernel, rhs_transposed=True, out_dtype=jnp.float32)
+    dtype = site.dtype if residual is None else jnp.float32
+    if op.sequence_parallel:
+        dx = reduce_scatter(partial, out_dtype=dtype, **site.alone)
+    else:
+        dx = all_reduce(partial, **site.alone)
+    return reference.add(dx, residual, out_dtype=site.dtype)
+
+
+def _reduces_dgrad(op, site, x_like):
+    if op.tensor_parallel_mode != "column":
+        return False
+    # Without sequence parallelism, an x that is typed as replicated has the sum of the
+    # ranks' parts as its gradient. Elsewhere the ranks' gradients add up to it, as
+    # JAX's convention has it.
+    is_replicated = not frozenset(site.axis_name) & varying.axes_of(x_like)
+    return op.sequence_parallel or (site.is_tracked and is_replicated)
+
+
+def _wgrad(op, site, x, dy, main_grad):
+    if op.tensor_parallel_mode == "column" and op.sequence_parallel:
+        x = all_gather(x, **site.alone)
+    dtype = op.param_dtype if main_grad is None else jnp.float32
+    main_grads = None if main_grad is None else (main_grad,)
+    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)[0]
+
+
+def _matmul(site, x, kernel, bias=None, residual=None, **options):
+    options = {"out_dtype": site.dtype, **options}
+    return matmul((x,), (kernel,), bias, residual, **options, **site.local)

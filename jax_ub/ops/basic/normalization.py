@@ -1,0 +1,170 @@
+"""Normalization of every token's features."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.ops.operation import BasicOperation, Needs, Params, Residuals, compute_dtype
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Normalization(BasicOperation):
+    """What both norms share: `normalized * scale [+ bias]`, in f32, rounded once.
+
+    Parameters are Flax's, "scale" and, for LayerNorm, "bias", the same on every rank;
+    all features of a token are on one rank. Residuals: "x", "rstd" `[..., 1]` in f32,
+    "scale", and for LayerNorm "mean" `[..., 1]` in f32.
+
+    Attributes:
+        normalized_shape: the number of features.
+        eps: added to the variance, or the mean square, before its root.
+        zero_centered_gamma: whether "scale" is initialized to zeros, and 1 is added.
+        dtype: dtype of y; None is that of x.
+        param_dtype: dtype of the parameters.
+        scale_init: initializer of "scale"; None is ones, or zeros if zero-centered.
+    """
+
+    normalized_shape: int
+    _: dataclasses.KW_ONLY
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Callable[..., jax.Array] | None = None
+
+    def init(self, key):
+        """Creates "scale", `[normalized_shape]`."""
+        default = initializers.zeros if self.zero_centered_gamma else initializers.ones
+        make = default if self.scale_init is None else self.scale_init
+        return {"scale": make(key, (self.normalized_shape,), self.param_dtype)}
+
+    def specs(self):
+        """The same on every rank."""
+        return {"scale": PartitionSpec()}
+
+    def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
+        """What is subtracted ("mean") and multiplied ("rstd"), of x in f32."""
+        raise NotImplementedError
+
+    def saved(self, needs):
+        """What the normalized activation is made of again."""
+        always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
+        return frozenset(always | ({"scale"} if needs.x else set()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics' names."""
+        return ("rstd",)
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Normalizes and scales."""
+        scale = params["scale"]
+        shapes.check_rank(self.label, "x", x, 1)
+        shapes.check_float(self.label, x=x, scale=scale)
+        if x.shape[-1] != self.normalized_shape or scale.shape != x.shape[-1:]:
+            raise ShapeContractError(
+                f"{self.label}: x {x.shape} has {x.shape[-1]} features, but the "
+                f"parameters are for {self.normalized_shape}. All features of a token "
+                "must be on one rank: shard tokens (axis -2), not features."
+            )
+        statistics = self.statistics(x.astype(jnp.float32))
+        y = _normalized(x, statistics) * self._gain(scale)
+        if "bias" in params:
+            y = y + params["bias"].astype(jnp.float32)
+        residuals = {"x": x, "scale": scale, **statistics}
+        return y.astype(compute_dtype(self.dtype, x)), (), residuals
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes the gradients of `gradients`, in dtypes that fit dy."""
+        dx, d_params = self.gradients(residuals, dy, needs)
+        return dx, d_params, ()
+
+    def gradients(
+        self, residuals: Residuals, dy: jax.Array, needs: Needs
+    ) -> tuple[jax.Array | None, Params]:
+        """The gradients of x and of the parameters, in f32."""
+        dy = dy.astype(jnp.float32)
+        rows = tuple(range(dy.ndim - 1))
+        d_params = {}
+        if "bias" in needs.params:
+            d_params["bias"] = jnp.sum(dy, axis=rows)
+        if not needs.x and "scale" not in needs.params:
+            return None, d_params
+        normalized = _normalized(residuals["x"], residuals)
+        if "scale" in needs.params:
+            d_params["scale"] = jnp.sum(dy * normalized, axis=rows)
+        if not needs.x:
+            return None, d_params
+        d_normalized = dy * self._gain(residuals["scale"])
+        # The statistics are means over the features: their gradients are too.
+        along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
+        dx = d_normalized - normalized * along
+        if "mean" in residuals:
+            dx = dx - jnp.mean(d_normalized, axis=-1, keepdims=True)
+        return dx * residuals["rstd"], d_params
+
+    def _gain(self, scale):
+        scale = scale.astype(jnp.float32)
+        return 1 + scale if self.zero_centered_gamma else scale
+
+
+def _normalized(x, statistics):
+    x = x.astype(jnp.float32)
+    if "mean" in statistics:
+        x = x - statistics["mean"]
+    return x * statistics["rstd"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RMSNorm(Normalization):
+    """Divides by the root of the mean square.
+
+    Transformer Engine: `te.ops.RMSNorm`.
+    """
+
+    def statistics(self, x):
+        """1 / sqrt(mean of squares + eps)."""
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return {"rstd": lax.rsqrt(mean_square + self.eps)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerNorm(Normalization):
+    """Subtracts the mean and divides by the standard deviation.
+
+    Transformer Engine: `te.ops.LayerNorm`.
+
+    Attributes:
+        bias_init: initializer of "bias".
+    """
+
+    _: dataclasses.KW_ONLY
+    bias_init: Callable[..., jax.Array] = initializers.zeros
+
+    def init(self, key):
+        """Creates "scale" and "bias", `[normalized_shape]`."""
+        bias = self.bias_init(key, (self.normalized_shape,), self.param_dtype)
+        return {**super().init(key), "bias": bias}
+
+    def specs(self):
+        """The same on every rank."""
+        return {**super().specs(), "bias": PartitionSpec()}
+
+    @property
+    def names(self):
+        """Both moments."""
+        return ("mean", "rstd")
+
+    def statistics(self, x):
+        """The mean, and 1 / sqrt(variance + eps)."""
+        mean = jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+        return {"mean": mean, "rstd": lax.rsqrt(variance + self.eps)}

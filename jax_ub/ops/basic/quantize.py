@@ -1,0 +1,68 @@
+"""Rounding to what FP8 can represent."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub import shapes
+from jax_ub.ops.operation import BasicOperation
+from jax_ub.primitives import mesh
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Quantize(BasicOperation):
+    """Rounds an activation, or its gradient, to FP8 and back: *fake* quantization.
+
+    The result keeps its dtype and is made of values that FP8 with one scale for the
+    tensor can represent, so a model meets FP8's rounding; bytes and GEMMs stay as wide
+    as they were. The scale is that of the largest value now (current scaling), and the
+    gradient passes the rounding as it is (straight-through).
+
+    Transformer Engine: `te.ops.Quantize`, which hands a quantized tensor to the next
+    operation. No parameters, no residuals.
+
+    Attributes:
+        forward_quantized: whether the activation is rounded.
+        backward_quantized: whether the gradient is.
+        dtype: FP8 type of the activation.
+        grad_dtype: FP8 type of the gradient.
+        axis_name: mesh axes whose ranks share one scale; None gives each rank its own.
+    """
+
+    forward_quantized: bool = True
+    backward_quantized: bool = False
+    _: dataclasses.KW_ONLY
+    dtype: Any = jnp.float8_e4m3fn
+    grad_dtype: Any = jnp.float8_e5m2
+    axis_name: str | tuple[str, ...] | None = None
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Rounds x, if asked for."""
+        shapes.check_float(self.label, x=x)
+        shapes.check_not_empty(self.label, "x", x)
+        y = self._rounded(x, self.dtype) if self.forward_quantized else x
+        return y, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Rounds dy, if asked for."""
+        dx = self._rounded(dy, self.grad_dtype) if self.backward_quantized else dy
+        return dx, {}, ()
+
+    def _rounded(self, x: jax.Array, dtype) -> jax.Array:
+        value = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(value))
+        axes = mesh.axis_tuple(self.axis_name)
+        if axes:
+            largest = lax.pmax(largest, axes)
+        limit = float(jnp.finfo(dtype).max)
+        scale = jnp.where(largest > 0, largest / limit, 1.0)
+        # The quotient of the largest may round up past the limit.
+        quantized = jnp.clip(value / scale, -limit, limit).astype(dtype)
+        return (quantized.astype(jnp.float32) * scale).astype(x.dtype)

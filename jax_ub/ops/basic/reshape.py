@@ -1,0 +1,51 @@
+"""Another shape."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from jax_ub.errors import ShapeContractError
+from jax_ub.ops.operation import BasicOperation
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Reshape(BasicOperation):
+    """Gives x another shape: that of this rank's shard, where x is sharded.
+
+    Transformer Engine: `te.ops.Reshape`. No parameters. Residual: "shape", an empty
+    array `[0, *x.shape]`.
+
+    Attributes:
+        shape: the new shape; one size may be -1, which takes what is left.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self):
+        """Keeps the shape as a tuple, which hashes."""
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    def saved(self, needs):
+        """Where x's shape is remembered."""
+        return frozenset({"shape"})
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Reshapes.
+
+        Raises:
+            ShapeContractError: if the number of elements differs.
+        """
+        known = math.prod(size for size in self.shape if size != -1)
+        fits = x.size == known if -1 not in self.shape else known and not x.size % known
+        if not fits or self.shape.count(-1) > 1:
+            raise ShapeContractError(
+                f"{self.label}: x has shape {x.shape}, {x.size} elements, which do not "
+                f"fit shape = {self.shape}. Leave at most one size to -1, and let the "
+                "others' product divide the elements."
+            )
+        return x.reshape(self.shape), (), {"shape": jnp.zeros((0, *x.shape), jnp.int8)}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Reshapes back."""
+        return dy.reshape(residuals["shape"].shape[1:]), {}, ()

@@ -1,0 +1,220 @@
+"""Fuses a list of operations, and runs it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from jax_ub.errors import FusionError, ShapeContractError
+from jax_ub.ops import registry
+from jax_ub.ops.channels import Port, describe, find_routes
+from jax_ub.ops.group import FusibleGroup, make_groups
+from jax_ub.ops.operation import Fusion, Op, Operation, expand
+from jax_ub.rules.fused_group import fused_group
+
+
+class OperationFuser:
+    """A fixed list of operations, fused and differentiated.
+
+    Three passes over the list try every registered fusion: one of forward and backward
+    together, one of the forward and one of the backward. What they choose may depend on
+    the mesh, which is in reach inside `jax.shard_map` and under `jax.set_mesh`.
+
+    Transformer Engine: `te.ops.OperationFuser`.
+
+    Attributes:
+        ops: the operations, as they were given.
+        basic_ops: the basic operations that they stand for.
+        routes: the ways of extra inputs and outputs.
+    """
+
+    def __init__(self, ops: Iterable[Operation]):
+        """Expands the operations and connects their channels.
+
+        Raises:
+            ShapeContractError: if one is no operation, or channels do not fit.
+            UnknownNameError: if a channel has no producer.
+        """
+        self.ops = tuple(ops)
+        for place, op in enumerate(self.ops):
+            if not isinstance(op, Operation):
+                raise ShapeContractError(
+                    f"OperationFuser: entry {place} is a {type(op).__name__}, not an "
+                    "operation. Pass instances of the operations in jax_ub.ops."
+                )
+        self.basic_ops = tuple(basic for op in self.ops for basic in op.basic_ops)
+        self.routes = find_routes(self.basic_ops)
+
+    @property
+    def forward_ops(self) -> list[Op]:
+        """What computes the results, in forward order."""
+        return self.fused("joint", "forward")
+
+    @property
+    def backward_ops(self) -> list[Op]:
+        """What computes the gradients, in forward order too."""
+        return self.fused("joint", "backward")
+
+    def fused(self, *passes: str) -> list[Op]:
+        """The list after some passes.
+
+        Raises:
+            FusionError: if a fusion returns something that is not the same operations.
+        """
+        lists = [after for _, _, after in self.steps(*passes)]
+        return lists[-1] if lists else list(self.basic_ops)
+
+    def steps(self, *passes: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
+        """Every fusion of some passes, the list that it saw and the one it returned.
+
+        Raises:
+            FusionError: if a fusion returns something that is not the same operations.
+        """
+        ops: list[Op] = list(self.basic_ops)
+        for name in passes:
+            for fusion in registry.fusions(name):
+                before, ops = ops, list(fusion(list(ops)))
+                self._check(fusion, ops)
+                yield fusion, before, ops
+
+    def _check(self, fusion, ops):
+        name = getattr(fusion, "__qualname__", repr(fusion))
+        if expand(ops) != self.basic_ops:
+            raise FusionError(
+                f"OperationFuser: the fusion {name} returned {list(expand(ops))}, but "
+                f"was given {list(self.basic_ops)}. A fused operation's basic_ops must "
+                "be the ones it takes the place of, in their order."
+            )
+        place = 0
+        for op in ops:
+            last = place + len(op.basic_ops)
+            for sources in self.routes.sources[place:last]:
+                for source in sources:
+                    if isinstance(source, tuple) and source[0] in range(place, last):
+                        raise FusionError(
+                            f"OperationFuser: the fusion {name} covers both ends of a "
+                            f"channel that begins at "
+                            f"{describe(self.basic_ops, source[0])}. Extra inputs come "
+                            "from outside a window: fuse less."
+                        )
+            place = last
+
+    @property
+    def groups(self) -> tuple[FusibleGroup, ...]:
+        """The runs of operations that are differentiated as one."""
+        return make_groups(self.forward_ops, self.backward_ops, self.routes)
+
+    def __call__(
+        self,
+        params: Any,
+        x: jax.Array,
+        *extra_inputs: jax.Array,
+        key: jax.Array | None = None,
+        deterministic: bool = False,
+    ) -> Any:
+        """Runs the operations.
+
+        Args:
+            params: one entry for each operation, as `Sequential.init` makes them.
+            x: the input; inside `jax.shard_map`, this rank's shard.
+            *extra_inputs: those of the operations that have no channel, in order.
+            key: PRNG key for operations that draw numbers.
+            deterministic: whether those pass x on instead, so that no key is needed.
+
+        Returns:
+            y; or a tuple of y and the extra outputs that go to the caller.
+
+        Raises:
+            ShapeContractError: if parameters, inputs or shapes do not fit.
+            UnsupportedOverlapError: if a method that was named cannot run here.
+        """
+        dealt = self._split(params)
+        keys = self._keys(key, deterministic)
+        self._check_extra_inputs(extra_inputs)
+        for op, own in zip(self.basic_ops, dealt, strict=True):
+            op.claim(own)
+        ports: dict[Port, jax.Array] = {}
+        for group in self.groups:
+            first, last = group.first, group.first + len(group.basic_ops)
+            operands = {
+                "x": x,
+                "params": dealt[first:last],
+                "extra_inputs": self._gather(group, extra_inputs, ports),
+                "keys": keys[first:last],
+            }
+            x, outputs = fused_group(group, operands)
+            for i, row in enumerate(outputs, first):
+                ports.update({(i, j): array for j, array in enumerate(row)})
+        public = [
+            ports[i, j]
+            for i, row in enumerate(self.routes.is_public)
+            for j, is_public in enumerate(row)
+            if is_public
+        ]
+        return (x, *public) if public else x
+
+    def _gather(self, group, extra_inputs, ports):
+        """The extra inputs of a group's operations, None where its own outputs go."""
+        rows = []
+        for place, own in enumerate(group.sources, group.first):
+            row: list[jax.Array | None] = []
+            for source, is_own in zip(self.routes.sources[place], own, strict=True):
+                if is_own is not None:
+                    row.append(None)
+                elif isinstance(source, tuple):
+                    row.append(ports[source])
+                else:
+                    row.append(extra_inputs[source])
+            rows.append(tuple(row))
+        return tuple(rows)
+
+    def _split(self, params):
+        """Deals the parameters out to the basic operations, and checks their names."""
+        if not isinstance(params, (tuple, list)) or len(params) != len(self.ops):
+            found = f"{len(params)} entries" if hasattr(params, "__len__") else "none"
+            raise ShapeContractError(
+                f"OperationFuser: params is a {type(params).__name__} of {found}, but "
+                f"there are {len(self.ops)} operations. Pass the tuple that init(key) "
+                "returns, with one entry for each."
+            )
+        dealt = [
+            dict(part)
+            for op, own in zip(self.ops, params, strict=True)
+            for part in op.split(own)
+        ]
+        for place, (op, own) in enumerate(zip(self.basic_ops, dealt, strict=True)):
+            wanted = set(op.specs())
+            if set(own) != wanted:
+                raise ShapeContractError(
+                    f"{describe(self.basic_ops, place)}: params has {sorted(own)}, but "
+                    f"it takes {sorted(wanted)}. Pass what init(key) returns."
+                )
+        return tuple(dealt)
+
+    def _keys(self, key, deterministic):
+        takers = [place for place, op in enumerate(self.basic_ops) if op.takes_key]
+        if takers and key is None and not deterministic:
+            raise ShapeContractError(
+                f"{describe(self.basic_ops, takers[0])}: it draws random numbers, but "
+                "key = None. Pass key=jax.random.key(...), another one every step, or "
+                "deterministic=True."
+            )
+        draws = [] if deterministic else takers
+        return tuple(
+            jax.random.fold_in(key, place) if place in draws else None
+            for place in range(len(self.basic_ops))
+        )
+
+    def _check_extra_inputs(self, extra_inputs):
+        wanted = self.routes.num_extra_inputs
+        if len(extra_inputs) != wanted:
+            takers = [
+                describe(self.basic_ops, place)
+                for place, row in enumerate(self.routes.sources)
+                if any(isinstance(source, int) for source in row)
+            ]
+            raise ShapeContractError(
+                f"OperationFuser: {len(extra_inputs)} extra inputs, but the operations "
+                f"take {wanted}: {', '.join(takers) or 'none'}. Pass one for each, in "
+                "their order, after x."
+            )
