@@ -36,4 +36,10 @@ class DeadlineError : public CommunicatorError {
   using CommunicatorError::CommunicatorError;
 };
 
+// The operating system refused something: which call, and why.
+class SystemError : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace jax_ub

@@ -409,7 +409,7 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(texts[0].find("rank 0 waited 0.1 s for the chunk of rank 2 (chunk 2)") !=
+  CHECK(texts[0].find("rank 0 waited 0.1 s for chunk 2 of rank 2") !=
         std::string::npos);
   CHECK_EQ(texts[1], texts[0]);
 }

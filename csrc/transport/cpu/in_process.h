@@ -1,13 +1,13 @@
-// Ranks that are threads of one process: slots are plain memory, flags are atomics.
+// Ranks that are threads of one process: the areas are plain memory.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "transport/cpu/fate.h"
+#include "transport/cpu/slots.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
@@ -19,45 +19,28 @@ class InProcessCommunicator {
                         int num_slots,
                         int64_t slot_bytes,
                         uint32_t first_epoch = 0);
-  ~InProcessCommunicator();
+  InProcessCommunicator(const InProcessCommunicator&) = delete;
+  InProcessCommunicator& operator=(const InProcessCommunicator&) = delete;
 
-  int num_ranks() const { return static_cast<int>(ranks_.size()); }
+  int num_ranks() const { return static_cast<int>(areas_.size()); }
   int num_slots() const { return num_slots_; }
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t size_bytes() const { return num_ranks() * num_slots_ * slot_bytes_; }
 
   // The end of a rank; lives as long as the communicator.
-  Transport& rank(int rank);
+  Transport& rank(int rank) { return *ends_[rank]; }
 
  private:
-  class End;
-
-  // On a cache line of its own: a rank spins on it while another one writes its own.
-  struct alignas(64) Flags {
-    std::atomic<uint32_t> arrived{0};
-    std::atomic<uint32_t> released{0};
-  };
-
-  struct Rank {
-    std::unique_ptr<std::byte[]> memory;  // [slot][slot_bytes]
-    std::unique_ptr<Flags[]> flags;       // [slot]
-    std::unique_ptr<End> end;
-    // Where the rank's thread sleeps when what it waits for takes long.
-    std::atomic<bool> asleep{false};
-    std::mutex mutex;
-    std::condition_variable wake;
-  };
-
-  void WakeAll();
-  void ThrowIfPoisoned();
+  void Poison(const std::exception_ptr& reason);
 
   const int num_slots_;
   const int64_t slot_bytes_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
-
-  std::atomic<bool> poisoned_{false};
-  std::mutex poison_mutex_;
-  std::exception_ptr poison_;  // guarded by poison_mutex_
+  std::unique_ptr<std::byte[]> memory_;    // [rank][slot][slot_bytes]
+  std::unique_ptr<SlotFlags[]> flags_;     // [rank][slot]
+  std::unique_ptr<Doorbell[]> doorbells_;  // [rank]
+  std::vector<RankArea> areas_;            // [rank]
+  Fate fate_;
+  std::vector<std::unique_ptr<SlotEnd>> ends_;  // [rank]
 };
 
 }  // namespace jax_ub

@@ -31,53 +31,34 @@
 #include <string_view>
 #include <vector>
 
+#include "platform/file_descriptor.h"
+#include "transport/cpu/group.h"
+#include "transport/cpu/layout.h"
+#include "transport/cpu/lockstep.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
-
-// The ranks of one tensor-parallel group. Processes have any numbers, as in jax; where
-// the order matters (the leader, sums), it is that of each one's lowest rank.
-struct Membership {
-  std::vector<int> process_of_rank;  // [rank]
-  int process = 0;                   // the own one
-  std::string name;                  // of the communicator, for messages
-};
-
-// Where a process listens, and what it wants to hear.
-struct PeerAddress {
-  std::string address;
-  uint64_t token = 0;
-};
 
 // A listening socket in the abstract namespace, under a random name: no file. Whoever
 // connects must be of the same user and know the token.
 class Endpoint {
  public:
   Endpoint();
-  ~Endpoint();
-  Endpoint(const Endpoint&) = delete;
-  Endpoint& operator=(const Endpoint&) = delete;
 
-  const PeerAddress& address() const;
+  const PeerAddress& address() const { return address_; }
+  const FileDescriptor& listener() const { return listener_; }
 
  private:
-  friend class SharedCommunicator;
-  struct State;
-  std::unique_ptr<State> state_;
-};
-
-// What a process said about a call.
-struct Announcement {
-  uint64_t signature = 0;
-  std::string text;
+  PeerAddress address_;
+  FileDescriptor listener_;
 };
 
 class SharedCommunicator {
  public:
   // A call may have this many slots; flags for them lie in each area.
-  static constexpr int kMaxSlots = 4096;
+  static constexpr int kMaxSlots = AreaHeader::kMaxSlots;
   // Longer texts are cut.
-  static constexpr size_t kMaxAnnouncementBytes = 1024;
+  static constexpr size_t kMaxAnnouncementBytes = AnnouncementRecord::kMaxBytes;
 
   // Exchanges memory with every other process of the group. `peers` by process number;
   // the own one may be left out. Throws DeadlineError, which names the processes that

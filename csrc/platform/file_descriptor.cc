@@ -1,0 +1,86 @@
+#include "platform/file_descriptor.h"
+
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <fstream>
+#include <system_error>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+void FileDescriptorTraits::Close(int descriptor) noexcept {
+  // Linux has released it even when close is interrupted.
+  static_cast<void>(close(descriptor));
+}
+
+void ThrowSystemError(const std::string& what, int error) {
+  throw SystemError(what + ": " + std::generic_category().message(error));
+}
+
+FileDescriptor NewEvent() {
+  FileDescriptor event(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event) ThrowSystemError("eventfd", errno);
+  return event;
+}
+
+void NotifyEvent(const FileDescriptor& event) noexcept {
+  const uint64_t one = 1;
+  // It fails only when the count is full: then the event is readable already.
+  [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
+}
+
+FileDescriptor WatchProcess(pid_t pid) {
+#if defined(SYS_pidfd_open)
+  if (pid > 0) {
+    return FileDescriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+  }
+#endif
+  return FileDescriptor();
+}
+
+std::string DescribeIfStopped(pid_t pid) {
+  // "123 (the name, which may hold anything) T ...".
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string line((std::istreambuf_iterator<char>(file)), {});
+  const size_t name_end = line.rfind(") ");
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return "";
+  const char state = line[name_end + 2];
+  return state == 'T' || state == 't' ? " (it is stopped)" : "";
+}
+
+bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until) {
+  for (;;) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(until - Deadline::Clock::now());
+    constexpr int64_t kLongestMs = 1 << 30;
+    const int timeout_ms =
+        static_cast<int>(std::clamp<int64_t>(left.count(), 0, kLongestMs));
+    const int found = poll(descriptors.data(), descriptors.size(), timeout_ms);
+    if (found > 0) return true;
+    if (found < 0 && errno != EINTR) ThrowSystemError("poll", errno);
+    if (found == 0 && timeout_ms < kLongestMs) return false;
+  }
+}
+
+void Poll(std::vector<pollfd>& descriptors) {
+  while (!Poll(descriptors, Deadline::Clock::time_point::max())) {
+  }
+}
+
+uint64_t RandomBits() {
+  uint64_t bits = 0;
+  // Not interrupted below 256 bytes.
+  if (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) {
+    ThrowSystemError("getrandom", errno);
+  }
+  return bits;
+}
+
+}  // namespace jax_ub

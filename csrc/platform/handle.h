@@ -1,0 +1,37 @@
+// What the operating system lends, owned from the line that gets it.
+#pragma once
+
+#include <utility>
+
+namespace jax_ub {
+
+// `Traits` has Value, kNone of that type, and a static Close(Value) noexcept.
+template <typename Traits>
+class UniqueHandle {
+ public:
+  using Value = typename Traits::Value;
+
+  UniqueHandle() = default;
+  explicit UniqueHandle(Value value) : value_(value) {}
+  ~UniqueHandle() { reset(); }
+  UniqueHandle(UniqueHandle&& other) noexcept : value_(other.release()) {}
+  UniqueHandle& operator=(UniqueHandle&& other) noexcept {
+    if (this != &other) {
+      reset();
+      value_ = other.release();
+    }
+    return *this;
+  }
+
+  const Value& get() const { return value_; }
+  explicit operator bool() const { return !(value_ == Traits::kNone); }
+  Value release() { return std::exchange(value_, Traits::kNone); }
+  void reset() {
+    if (*this) Traits::Close(release());
+  }
+
+ private:
+  Value value_ = Traits::kNone;
+};
+
+}  // namespace jax_ub

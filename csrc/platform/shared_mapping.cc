@@ -1,0 +1,102 @@
+#include "platform/shared_mapping.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "platform/error.h"
+
+// Newer than the oldest headers that this compiles with.
+#if !defined(MFD_NOEXEC_SEAL)
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#if !defined(MADV_POPULATE_READ)
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace jax_ub {
+
+namespace {
+
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+std::string Bytes(int64_t size_bytes) { return std::to_string(size_bytes) + " bytes"; }
+
+FileDescriptor NewMemory() {
+  const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int descriptor = memfd_create("jax_ub", flags | MFD_NOEXEC_SEAL);
+  // Kernels before 6.3 do not know it.
+  if (descriptor < 0 && errno == EINVAL) descriptor = memfd_create("jax_ub", flags);
+  FileDescriptor memory(descriptor);
+  if (!memory) ThrowSystemError("memfd_create", errno);
+  return memory;
+}
+
+}  // namespace
+
+void MappingTraits::Close(MappedRange mapping) noexcept {
+  static_cast<void>(munmap(mapping.data, mapping.size));
+}
+
+SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
+    : descriptor_(std::move(descriptor)) {
+  const size_t size = static_cast<size_t>(size_bytes);
+  void* data =
+      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
+  if (data == MAP_FAILED) ThrowSystemError("mmap of " + Bytes(size_bytes), errno);
+  mapping_ = UniqueHandle<MappingTraits>(
+      {.data = static_cast<std::byte*>(data), .size = size});
+  // Hints. Large copies meet fewer misses of the TLB in huge pages; and a child of fork
+  // that outlives this process keeps nothing.
+  static_cast<void>(madvise(data, size, MADV_HUGEPAGE));
+  static_cast<void>(madvise(data, size, MADV_DONTFORK));
+}
+
+SharedMapping SharedMapping::Create(int64_t size_bytes) {
+  FileDescriptor memory = NewMemory();
+  if (fchmod(memory.get(), S_IRUSR | S_IWUSR) != 0) ThrowSystemError("fchmod", errno);
+  if (ftruncate(memory.get(), size_bytes) != 0) {
+    ThrowSystemError("ftruncate to " + Bytes(size_bytes), errno);
+  }
+  SharedMapping mapping(std::move(memory), size_bytes);
+  // Touching it first gives huge pages where fallocate would not, near this processor;
+  // fallocate is what promises that every page is there.
+  static_cast<void>(
+      madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_WRITE));
+  int failed = 0;
+  do {
+    failed = posix_fallocate(mapping.descriptor().get(), 0, size_bytes);
+  } while (failed == EINTR);
+  if (failed != 0) ThrowSystemError("fallocate of " + Bytes(size_bytes), failed);
+  if (fcntl(mapping.descriptor().get(), F_ADD_SEALS, kSizeSeals | F_SEAL_SEAL) != 0) {
+    ThrowSystemError("sealing memory", errno);
+  }
+  return mapping;
+}
+
+SharedMapping SharedMapping::Map(FileDescriptor memory, int64_t size_bytes) {
+  const int seals = fcntl(memory.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSizeSeals) != kSizeSeals) {
+    throw SystemError("memory whose size is not sealed");
+  }
+  struct stat status = {};
+  if (fstat(memory.get(), &status) != 0) ThrowSystemError("fstat", errno);
+  if (status.st_size != size_bytes) {
+    throw SystemError("memory of " + Bytes(status.st_size) + " instead of " +
+                      Bytes(size_bytes));
+  }
+  SharedMapping mapping(std::move(memory), size_bytes);
+  mapping.CloseDescriptor();
+  static_cast<void>(
+      madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_READ));
+  return mapping;
+}
+
+}  // namespace jax_ub

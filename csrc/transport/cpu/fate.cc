@@ -1,0 +1,60 @@
+#include "transport/cpu/fate.h"
+
+#include <sstream>
+#include <utility>
+
+#include "platform/error.h"
+#include "platform/file_descriptor.h"
+
+namespace jax_ub {
+
+Fate::Fate(std::vector<Member> members)
+    : members_(std::move(members)),
+      gone_(new std::atomic<const std::string*>[members_.size()]) {
+  for (size_t process = 0; process < members_.size(); ++process) {
+    gone_[process].store(nullptr);
+  }
+}
+
+bool Fate::Poison(const std::exception_ptr& reason) {
+  std::lock_guard lock(mutex_);
+  if (poison_) return false;
+  poison_ = reason;
+  poisoned_.store(true);
+  return true;
+}
+
+std::exception_ptr Fate::poison() const {
+  std::lock_guard lock(mutex_);
+  return poison_;
+}
+
+void Fate::SetGone(int process, const std::string& how) {
+  std::lock_guard lock(mutex_);
+  if (IsGone(process)) return;
+  hows_.push_back(std::make_unique<const std::string>(how));
+  gone_[process].store(hows_.back().get());
+}
+
+std::string Fate::DescribeGone(int process) const {
+  return members_[process].name + " " + *gone_[process].load();
+}
+
+std::string Fate::DescribeState(int process) const {
+  return DescribeIfStopped(members_[process].pid);
+}
+
+void Fate::Throw(int gone, const WaitReason& reason, const Waiting& waiting) const {
+  if (const std::exception_ptr first = poison()) std::rethrow_exception(first);
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub." << reason.label << ": ";
+  if (gone != kNobody) {
+    text << DescribeGone(gone) << "; " << waiting.who << " waited for " << waiting.what;
+    throw CommunicatorError(text.str());
+  }
+  text << waiting.who << " waited " << reason.timeout_s << " s for " << waiting.what
+       << ". JAX_UB_TIMEOUT_S sets the seconds.";
+  throw DeadlineError(text.str());
+}
+
+}  // namespace jax_ub

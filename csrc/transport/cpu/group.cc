@@ -1,0 +1,56 @@
+#include "transport/cpu/group.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace jax_ub {
+
+namespace {
+
+std::string ProcessText(int number, pid_t pid) {
+  std::string text = " (process " + std::to_string(number);
+  if (pid != 0) text += ", pid " + std::to_string(pid);
+  return text + ")";
+}
+
+}  // namespace
+
+Group::Group(const Membership& membership) : name_(membership.name) {
+  for (size_t rank = 0; rank < membership.process_of_rank.size(); ++rank) {
+    const int number = membership.process_of_rank[rank];
+    const auto found = std::find(numbers_.begin(), numbers_.end(), number);
+    const auto place = static_cast<int>(found - numbers_.begin());
+    if (found == numbers_.end()) {
+      numbers_.push_back(number);
+      ranks_.emplace_back();
+      if (number == membership.process) own_ = place;
+    }
+    place_of_rank_.push_back(place);
+    ranks_[place].push_back(static_cast<int>(rank));
+  }
+  if (own_ < 0) {
+    throw std::invalid_argument("jax_ub." + name_ + ": process " +
+                                std::to_string(membership.process) +
+                                " has no rank in this group");
+  }
+}
+
+std::string Group::Describe(int place, pid_t pid) const {
+  const std::vector<int>& ranks = ranks_[place];
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text + ProcessText(numbers_[place], pid);
+}
+
+std::string Group::DescribeRank(int rank, pid_t pid) const {
+  return "rank " + std::to_string(rank) +
+         ProcessText(numbers_[place_of_rank_[rank]], pid);
+}
+
+std::string Group::ErrorPrefix() const {
+  return "CommunicatorError: jax_ub." + name_ + ": ";
+}
+
+}  // namespace jax_ub

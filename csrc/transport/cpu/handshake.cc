@@ -1,0 +1,276 @@
+#include "transport/cpu/handshake.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "platform/error.h"
+#include "platform/unix_socket.h"
+#include "transport/cpu/layout.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Raised with every change of what processes share or say.
+constexpr int kProtocol = 1;
+
+// How soon a listener whose queue was full is dialed again.
+constexpr std::chrono::milliseconds kRedial(10);
+
+std::string SetupText(const Group& group, int64_t half_bytes) {
+  std::ostringstream text;
+  text << "'" << group.name() << "' with ranks of processes";
+  for (int rank = 0; rank < group.num_ranks(); ++rank) {
+    text << (rank == 0 ? " " : ", ") << group.numbers()[group.place_of_rank(rank)];
+  }
+  text << ", halves of " << half_bytes << " bytes, protocol " << kProtocol << "."
+       << sizeof(ProcessHeader) << "." << sizeof(AreaHeader);
+  return text.str().substr(0, Hello::kMaxSetup - 1);
+}
+
+}  // namespace
+
+Handshake::Handshake(const FileDescriptor& listener,
+                     uint64_t token,
+                     const Group& group,
+                     const std::map<int, PeerAddress>& peers,
+                     const SharedMapping& memory,
+                     int64_t half_bytes)
+    : listener_(listener),
+      token_(token),
+      group_(group),
+      peers_(peers),
+      memory_(memory),
+      half_bytes_(half_bytes),
+      setup_(SetupText(group, half_bytes)),
+      stages_(group.num_processes(), Stage::kUndialed),
+      partners_(group.num_processes()) {
+  for (int place = 0; place < group.num_processes(); ++place) {
+    if (place != group.own() && peers.count(group.numbers()[place]) == 0) {
+      Fail("no address of " + group.Describe(place, 0) + " was given");
+    }
+  }
+}
+
+std::vector<Partner> Handshake::Run(double timeout_s) {
+  const Deadline deadline = Deadline::After(timeout_s);
+  try {
+    return RunUntil(deadline);
+  } catch (const DeadlineError& error) {
+    TellFailure(MessageKind::kDeadlinePoison, error.what());
+    throw;
+  } catch (const CommunicatorError& error) {
+    TellFailure(MessageKind::kPoison, error.what());
+    throw;
+  } catch (const SystemError& error) {
+    const std::string text = group_.ErrorPrefix() + error.what();
+    TellFailure(MessageKind::kPoison, text);
+    throw CommunicatorError(text);
+  }
+}
+
+std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
+  const int num_processes = group_.num_processes();
+  const auto is_done = [&] {
+    for (int place = 0; place < num_processes; ++place) {
+      if (IsWaited(place)) return false;
+    }
+    return true;
+  };
+  while (!is_done()) {
+    if (deadline.Expired()) FailOverdue(deadline.timeout_s());
+    const bool dialed = DialAll();
+    std::vector<pollfd> polled = {{listener_.get(), POLLIN, 0}};
+    const size_t num_strangers = strangers_.size();
+    for (const FileDescriptor& stranger : strangers_) {
+      polled.push_back({stranger.get(), POLLIN, 0});
+    }
+    for (const Partner& partner : partners_) {
+      // Poll passes over descriptors that are none.
+      const int descriptor = partner.has_left ? -1 : partner.connection.get();
+      polled.push_back({descriptor, POLLIN, 0});
+    }
+    Poll(polled, dialed ? deadline.time()
+                        : std::min(deadline.time(), Deadline::Clock::now() + kRedial));
+    for (int place = 0; place < num_processes; ++place) {
+      if (polled[1 + num_strangers + place].revents != 0) HearPartner(place);
+    }
+    for (size_t i = num_strangers; i > 0; --i) {
+      if (polled[i].revents != 0) HearStranger(i - 1);
+    }
+    if (polled[0].revents != 0) AcceptAll();
+  }
+  return std::move(partners_);
+}
+
+// False when some shall be dialed again.
+bool Handshake::DialAll() {
+  bool dialed = true;
+  for (int place = 0; place < group_.num_processes(); ++place) {
+    if (place == group_.own() || stages_[place] != Stage::kUndialed) continue;
+    DialOne(place);
+    if (stages_[place] == Stage::kUndialed) dialed = false;
+  }
+  return dialed;
+}
+
+void Handshake::DialOne(int place) {
+  FileDescriptor connection;
+  switch (Dial(peers_.at(group_.numbers()[place]).address, &connection)) {
+    case DialResult::kBusy:
+      return;
+    case DialResult::kNobody:
+      Fail(group_.Describe(place, 0) + " failed or ended before it connected");
+    case DialResult::kConnected:
+      break;
+  }
+  const Credentials credentials = PeerCredentials(connection);
+  if (credentials.uid != geteuid()) {
+    Fail(group_.Describe(place, 0) + " is of user " + std::to_string(credentials.uid) +
+         ", this process of user " + std::to_string(geteuid()));
+  }
+  Partner& partner = partners_[place];
+  partner.seen_pid = credentials.pid;
+  partner.connection = std::move(connection);
+  if (place > group_.own()) {
+    stages_[place] = Stage::kLifeline;
+    return;
+  }
+  // A peer that has just died is heard of as an end of the connection.
+  SendHello(partner.connection, HelloTo(place), memory_.descriptor());
+  stages_[place] = Stage::kGreeted;
+}
+
+void Handshake::AcceptAll() {
+  while (FileDescriptor connection = Accept(listener_)) {
+    if (PeerCredentials(connection).uid == geteuid()) {
+      strangers_.push_back(std::move(connection));
+    } else {
+      ++num_refused_;
+    }
+  }
+}
+
+// Only a process that says the own token is believed anything.
+void Handshake::HearStranger(size_t index) {
+  Message message = ReceiveMessage(strangers_[index]);
+  if (message.arrival == Arrival::kNothing) return;
+  FileDescriptor connection = std::move(strangers_[index]);
+  strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
+  if (message.arrival == Arrival::kEnd) return;  // a lifeline that is needed no more
+  Hello hello;
+  const bool is_hello = ReadHello(message, &hello);
+  const std::vector<int>& numbers = group_.numbers();
+  const auto place = static_cast<int>(
+      std::find(numbers.begin(), numbers.end(), hello.process) - numbers.begin());
+  if (!is_hello || hello.token != token_ || place <= group_.own() ||
+      place >= group_.num_processes() || !IsWaited(place)) {
+    ++num_refused_;
+    return;
+  }
+  Partner& partner = partners_[place];
+  partner.seen_pid = PeerCredentials(connection).pid;
+  partner.connection = std::move(connection);
+  stages_[place] = Stage::kGreeted;
+  Check(place, hello);
+  SendHello(partner.connection, HelloTo(place), memory_.descriptor());
+  Connect(place, hello, std::move(message.passed));
+}
+
+void Handshake::HearPartner(int place) {
+  Partner& partner = partners_[place];
+  Message message = ReceiveMessage(partner.connection);
+  if (message.arrival == Arrival::kNothing) return;
+  if (message.arrival == Arrival::kEnd) {
+    Fail(group_.Describe(place, partner.pid) +
+         (stages_[place] == Stage::kConnected
+              ? " died before all had connected"
+              : " refused this process, failed or ended before it connected"));
+  }
+  switch (message.kind) {
+    case MessageKind::kPoison:
+      throw CommunicatorError(message.body);
+    case MessageKind::kDeadlinePoison:
+      throw DeadlineError(message.body);
+    case MessageKind::kGoodbye:
+      partner.has_left = true;
+      return;
+    case MessageKind::kHello:
+      break;
+  }
+  Hello hello;
+  if (stages_[place] != Stage::kGreeted || !ReadHello(message, &hello) ||
+      hello.token != token_) {
+    Fail(group_.Describe(place, 0) + " answered with a wrong token");
+  }
+  Check(place, hello);
+  Connect(place, hello, std::move(message.passed));
+}
+
+void Handshake::Check(int place, const Hello& hello) {
+  partners_[place].pid = hello.pid;
+  if (hello.setup != setup_) {
+    Fail(group_.Describe(place, hello.pid) + " has " + hello.setup + "; " +
+         group_.Describe(group_.own(), getpid()) + " has " + setup_);
+  }
+}
+
+void Handshake::Connect(int place, const Hello& hello, FileDescriptor memory) {
+  if (!memory) {
+    Fail(group_.Describe(place, hello.pid) +
+         " passed no memory: are this process's descriptors used up (ulimit -n)?");
+  }
+  partners_[place].memory = SharedMapping::Map(std::move(memory), MemoryBytesOf(place));
+  stages_[place] = Stage::kConnected;
+}
+
+Hello Handshake::HelloTo(int place) const {
+  Hello hello;
+  const int number = group_.numbers()[place];
+  hello.token = peers_.at(number).token;
+  hello.process = group_.numbers()[group_.own()];
+  hello.pid = getpid();
+  std::memcpy(hello.setup, setup_.data(), setup_.size());
+  return hello;
+}
+
+int64_t Handshake::MemoryBytesOf(int place) const {
+  return Layout(half_bytes_)
+      .size_bytes(static_cast<int>(group_.ranks_of(place).size()));
+}
+
+// To those that know this process, and to those that only hold a lifeline to it.
+void Handshake::TellFailure(MessageKind kind, const std::string& text) {
+  for (const Partner& partner : partners_) {
+    if (partner.connection) SendMessage(partner.connection, kind, text);
+  }
+  for (const FileDescriptor& stranger : strangers_) SendMessage(stranger, kind, text);
+}
+
+void Handshake::Fail(const std::string& text) const {
+  throw CommunicatorError(group_.ErrorPrefix() + text);
+}
+
+void Handshake::FailOverdue(double timeout_s) const {
+  std::ostringstream text;
+  text << group_.ErrorPrefix() << group_.Describe(group_.own(), getpid()) << " waited "
+       << timeout_s << " s for ";
+  bool is_first = true;
+  for (int place = 0; place < group_.num_processes(); ++place) {
+    if (!IsWaited(place)) continue;
+    text << (is_first ? "" : " and ") << group_.Describe(place, 0);
+    is_first = false;
+  }
+  text << " to connect";
+  if (num_refused_ > 0) {
+    text << "; " << num_refused_ << " connections of other users or without the token "
+         << "were refused";
+  }
+  throw DeadlineError(text.str());
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,84 @@
+// How the processes of a group find each other: each one dials those before it, and
+// passes the descriptor of its memory on.
+//
+//   dialer                                   listener
+//   connect                                  accept; of the same user?
+//   Hello(listener's token), memory  ----->  its own token, its own setup?
+//   its own token, its own setup?    <-----  Hello(dialer's token), memory
+//
+// Each one also dials those behind it, and says nothing: the kernel closes such a
+// *lifeline* when the endpoint there closes, so that a process that died before it
+// connected is not waited for. Whoever fails tells those that it knows.
+#pragma once
+
+#include <sys/types.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "platform/deadline.h"
+#include "platform/file_descriptor.h"
+#include "platform/shared_mapping.h"
+#include "transport/cpu/group.h"
+#include "transport/cpu/message.h"
+
+namespace jax_ub {
+
+struct Partner {
+  FileDescriptor connection;
+  SharedMapping memory;
+  int pid = 0;            // as it knows itself, for messages
+  pid_t seen_pid = 0;     // as seen from here; 0: it is not
+  bool has_left = false;  // said goodbye already
+};
+
+class Handshake {
+ public:
+  // `peers` by process number; `memory` is the own one. All of them outlive it.
+  Handshake(const FileDescriptor& listener,
+            uint64_t token,
+            const Group& group,
+            const std::map<int, PeerAddress>& peers,
+            const SharedMapping& memory,
+            int64_t half_bytes);
+
+  // Returns [place], the own one empty. Throws CommunicatorError and DeadlineError.
+  std::vector<Partner> Run(double timeout_s);
+
+ private:
+  // Lower places are dialed and then greeted; higher ones have a lifeline until they
+  // dial. All end as connected.
+  enum class Stage { kUndialed, kLifeline, kGreeted, kConnected };
+
+  std::vector<Partner> RunUntil(const Deadline& deadline);
+  bool DialAll();
+  void DialOne(int place);
+  void AcceptAll();
+  void HearStranger(size_t index);
+  void HearPartner(int place);
+  void Check(int place, const Hello& hello);
+  void Connect(int place, const Hello& hello, FileDescriptor memory);
+  Hello HelloTo(int place) const;
+  int64_t MemoryBytesOf(int place) const;
+  bool IsWaited(int place) const {
+    return place != group_.own() && stages_[place] != Stage::kConnected;
+  }
+  void TellFailure(MessageKind kind, const std::string& text);
+  [[noreturn]] void Fail(const std::string& text) const;
+  [[noreturn]] void FailOverdue(double timeout_s) const;
+
+  const FileDescriptor& listener_;
+  const uint64_t token_;
+  const Group& group_;
+  const std::map<int, PeerAddress>& peers_;
+  const SharedMapping& memory_;
+  const int64_t half_bytes_;
+  const std::string setup_;
+  std::vector<Stage> stages_;              // [place]
+  std::vector<Partner> partners_;          // [place]
+  std::vector<FileDescriptor> strangers_;  // accepted, have said nothing yet
+  int num_refused_ = 0;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,81 @@
+// What lies where in the memory that a process shares with its peers:
+//
+//   header | area of its first rank | area of its second rank | ...
+//   area:    doorbell | slot flags | half 0 | half 1
+//
+// Zeros are its first state. Everything begins at a multiple of kAlignment.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/cpu/doorbell.h"
+#include "transport/cpu/slots.h"
+
+namespace jax_ub {
+
+// Atomics in memory of several processes work when they are what the processor has.
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+// What one process tells the others about a call.
+struct AnnouncementRecord {
+  static constexpr size_t kMaxBytes = 1024;
+  uint64_t signature = 0;
+  uint64_t size_bytes = 0;
+  char text[kMaxBytes] = {};
+};
+
+struct ProcessHeader {
+  // Calls that the leader may have posted ahead of the slowest process.
+  static constexpr uint64_t kNumOrders = 64;
+
+  Doorbell doorbell;  // where the process's thread sleeps
+  // The last barrier that the process came to.
+  alignas(64) std::atomic<uint64_t> progress{0};
+  // The leader's: keys of the calls, call n at n % kNumOrders.
+  alignas(64) std::atomic<uint64_t> num_posted{0};
+  std::atomic<uint64_t> orders[kNumOrders] = {};
+  alignas(64) AnnouncementRecord announcements[2];  // [call % 2]
+};
+
+struct AreaHeader {
+  static constexpr int kMaxSlots = 4096;
+  Doorbell doorbell;
+  SlotFlags flags[kMaxSlots];
+};
+
+class Layout {
+ public:
+  static constexpr int64_t kAlignment = 4096;  // a page, for most
+
+  explicit Layout(int64_t half_bytes) : half_bytes_(Align(half_bytes)) {}
+
+  int64_t half_bytes() const { return half_bytes_; }
+  int64_t size_bytes(int num_ranks) const {
+    return Align(sizeof(ProcessHeader)) + num_ranks * area_bytes();
+  }
+
+  ProcessHeader* header(std::byte* memory) const {
+    return reinterpret_cast<ProcessHeader*>(memory);
+  }
+  // Of the process's n-th rank.
+  AreaHeader* area(std::byte* memory, int n) const {
+    return reinterpret_cast<AreaHeader*>(memory + Align(sizeof(ProcessHeader)) +
+                                         n * area_bytes());
+  }
+  // Half 0; half 1 follows it.
+  std::byte* halves(std::byte* memory, int n) const {
+    return reinterpret_cast<std::byte*>(area(memory, n)) + Align(sizeof(AreaHeader));
+  }
+
+ private:
+  static constexpr int64_t Align(int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  int64_t area_bytes() const { return Align(sizeof(AreaHeader)) + 2 * half_bytes_; }
+
+  int64_t half_bytes_;
+};
+
+}  // namespace jax_ub

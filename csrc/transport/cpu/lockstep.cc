@@ -1,0 +1,138 @@
+#include "transport/cpu/lockstep.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr int kNumPhases = 16;
+
+// Barriers in the order in which they are reached; 0 is before the first.
+uint64_t Place(int64_t call, int phase) {
+  return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
+}
+
+// The calls below this one were ended, or their order at least read.
+uint64_t CallsBegun(uint64_t place) {
+  return place == 0 ? 0 : (place - 1) / kNumPhases + 1;
+}
+
+}  // namespace
+
+Lockstep::Lockstep(std::vector<ProcessHeader*> headers, int own, const Fate& fate)
+    : headers_(std::move(headers)), own_(own), fate_(fate) {}
+
+void Lockstep::RingOthers() {
+  for (size_t p = 0; p < headers_.size(); ++p) {
+    if (static_cast<int>(p) != own_) Ring(headers_[p]->doorbell);
+  }
+}
+
+void Lockstep::PostOrder(uint64_t key) {
+  std::lock_guard lock(order_mutex_);
+  unposted_.push_back(key);
+  PostWhatFits();
+}
+
+// An entry is overwritten when every process has begun the call it was for, and so has
+// read it: progress is stored behind that read and loaded before the entry is written.
+void Lockstep::PostWhatFits() {
+  ProcessHeader& own = *headers_[own_];
+  uint64_t num_read = UINT64_MAX;
+  for (const ProcessHeader* header : headers_) {
+    num_read = std::min(num_read, CallsBegun(header->progress.load()));
+  }
+  bool posted = false;
+  uint64_t next = own.num_posted.load();
+  for (; !unposted_.empty() && next < num_read + ProcessHeader::kNumOrders; ++next) {
+    own.orders[next % ProcessHeader::kNumOrders].store(unposted_.front());
+    unposted_.pop_front();
+    posted = true;
+  }
+  if (!posted) return;
+  own.num_posted.store(next);  // releases the entries
+  RingOthers();
+}
+
+uint64_t Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
+  const ProcessHeader& leader = *headers_[0];
+  const auto place = static_cast<uint64_t>(call);
+  fate_.Await(
+      headers_[own_]->doorbell, reason,
+      [&] { return leader.num_posted.load() > place; },
+      [&] { return fate_.IsGone(0) ? 0 : Fate::kNobody; },
+      [&] {
+        return Waiting{fate_.name(own_), fate_.name(0) + fate_.DescribeState(0) +
+                                             " to say which call is next"};
+      });
+  return leader.orders[place % ProcessHeader::kNumOrders].load();
+}
+
+// Read by the others between their Barrier(call, 0) and Barrier(call + 1, 0), which is
+// before this process comes to call + 2, the next that writes here.
+void Lockstep::Announce(int64_t call, uint64_t signature, std::string_view text) {
+  AnnouncementRecord& record = headers_[own_]->announcements[call % 2];
+  record.signature = signature;
+  record.size_bytes = std::min(text.size(), AnnouncementRecord::kMaxBytes);
+  std::memcpy(record.text, text.data(), record.size_bytes);
+}
+
+Announcement Lockstep::announcement(int process, int64_t call) const {
+  const AnnouncementRecord& record = headers_[process]->announcements[call % 2];
+  const uint64_t size = record.size_bytes;
+  return {record.signature,
+          {record.text, std::min<uint64_t>(size, AnnouncementRecord::kMaxBytes)}};
+}
+
+// The store releases all that this process wrote, and comes behind all it read; each
+// load acquires what a peer wrote.
+void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
+  if (phase < 0 || phase >= kNumPhases) {
+    throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
+  }
+  const uint64_t place = Place(call, phase);
+  ProcessHeader& own = *headers_[own_];
+  own.progress.store(place);
+  RingOthers();
+  const auto is_missing = [&](size_t p) {
+    return static_cast<int64_t>(headers_[p]->progress.load() - place) < 0;
+  };
+  const size_t num_processes = headers_.size();
+  size_t first_missing = 0;
+  fate_.Await(
+      own.doorbell, reason,
+      [&] {
+        while (first_missing < num_processes && !is_missing(first_missing)) {
+          ++first_missing;
+        }
+        return first_missing == num_processes;
+      },
+      [&] {
+        for (size_t p = first_missing; p < num_processes; ++p) {
+          // Gone before it is looked for again: what it stored before it left counts.
+          if (fate_.IsGone(static_cast<int>(p)) && is_missing(p)) {
+            return static_cast<int>(p);
+          }
+        }
+        return Fate::kNobody;
+      },
+      [&] {
+        std::string missing;
+        for (size_t p = first_missing; p < num_processes; ++p) {
+          if (!is_missing(p)) continue;
+          missing += missing.empty() ? "" : " and ";
+          missing += fate_.name(static_cast<int>(p));
+          missing += fate_.DescribeState(static_cast<int>(p));
+        }
+        return Waiting{fate_.name(own_), missing};
+      });
+  std::lock_guard lock(order_mutex_);
+  if (!unposted_.empty()) PostWhatFits();
+}
+
+}  // namespace jax_ub

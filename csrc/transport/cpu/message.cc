@@ -1,0 +1,61 @@
+#include "transport/cpu/message.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <type_traits>
+
+namespace jax_ub {
+
+namespace {
+
+constexpr size_t kMaxBody = 8192;
+
+}  // namespace
+
+static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) <= kMaxBody);
+
+bool SendMessage(const FileDescriptor& connection,
+                 MessageKind kind,
+                 std::string_view body,
+                 const FileDescriptor* passed) {
+  std::array<std::byte, sizeof(kind) + kMaxBody> bytes;
+  const size_t size = std::min(body.size(), kMaxBody);
+  std::memcpy(bytes.data(), &kind, sizeof(kind));
+  std::memcpy(bytes.data() + sizeof(kind), body.data(), size);
+  return Send(connection, {bytes.data(), sizeof(kind) + size}, passed);
+}
+
+Message ReceiveMessage(const FileDescriptor& connection) {
+  std::array<std::byte, sizeof(MessageKind) + kMaxBody> bytes;
+  Received received = Receive(connection, bytes);
+  Message message;
+  message.arrival = received.arrival;
+  if (received.arrival != Arrival::kMessage) return message;
+  // Only a stranger sends less.
+  if (received.size < sizeof(MessageKind)) return message;
+  std::memcpy(&message.kind, bytes.data(), sizeof(MessageKind));
+  message.body.assign(reinterpret_cast<const char*>(bytes.data()) + sizeof(MessageKind),
+                      received.size - sizeof(MessageKind));
+  message.passed = std::move(received.passed);
+  return message;
+}
+
+bool SendHello(const FileDescriptor& connection,
+               const Hello& hello,
+               const FileDescriptor& memory) {
+  return SendMessage(connection, MessageKind::kHello,
+                     {reinterpret_cast<const char*>(&hello), sizeof(hello)}, &memory);
+}
+
+bool ReadHello(const Message& message, Hello* hello) {
+  if (message.arrival != Arrival::kMessage || message.kind != MessageKind::kHello ||
+      message.body.size() != sizeof(Hello)) {
+    return false;
+  }
+  std::memcpy(hello, message.body.data(), sizeof(Hello));
+  hello->setup[Hello::kMaxSetup - 1] = '\0';
+  return true;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,49 @@
+// What processes tell each other over their sockets.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "platform/file_descriptor.h"
+#include "platform/unix_socket.h"
+
+namespace jax_ub {
+
+enum class MessageKind : uint32_t {
+  kHello = 0x6a617875,  // "who I am; here is my memory"
+  kPoison,              // "it failed, because ..."
+  kDeadlinePoison,      // "I waited too long, for ..."
+  kGoodbye,             // "I have done my part and leave"
+};
+
+// The body of kHello. Of one host, so of one byte order.
+struct Hello {
+  static constexpr size_t kMaxSetup = 2048;
+  uint64_t token = 0;          // the receiver's: what bootstrap told the sender alone
+  int32_t process = 0;         // number
+  int32_t pid = 0;             // as the process knows itself
+  char setup[kMaxSetup] = {};  // must be equal: names what both sides shall share
+};
+
+struct Message {
+  Arrival arrival = Arrival::kNothing;
+  MessageKind kind = MessageKind::kGoodbye;  // if one has arrived
+  std::string body;
+  FileDescriptor passed;
+};
+
+// False when the peer is gone. Longer bodies are cut.
+bool SendMessage(const FileDescriptor& connection,
+                 MessageKind kind,
+                 std::string_view body,
+                 const FileDescriptor* passed = nullptr);
+Message ReceiveMessage(const FileDescriptor& connection);
+
+bool SendHello(const FileDescriptor& connection,
+               const Hello& hello,
+               const FileDescriptor& memory);
+// False when the message is none.
+bool ReadHello(const Message& message, Hello* hello);
+
+}  // namespace jax_ub

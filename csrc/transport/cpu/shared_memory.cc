@@ -1,0 +1,342 @@
+#include "transport/cpu/shared_memory.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <utility>
+
+#include "platform/error.h"
+#include "platform/shared_mapping.h"
+#include "platform/unix_socket.h"
+#include "transport/cpu/fate.h"
+#include "transport/cpu/handshake.h"
+#include "transport/cpu/peers.h"
+#include "transport/cpu/slots.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr std::string_view kErrorBegins = "CommunicatorError: ";
+
+// Slots begin on cache lines of their own.
+constexpr int64_t kSlotAlignment = 64;
+
+struct Reason {
+  MessageKind kind = MessageKind::kPoison;
+  std::string text;
+};
+
+Reason ReasonOf(const std::exception_ptr& reason) {
+  try {
+    std::rethrow_exception(reason);
+  } catch (const DeadlineError& error) {
+    return {MessageKind::kDeadlinePoison, error.what()};
+  } catch (const std::exception& error) {
+    return {MessageKind::kPoison, error.what()};
+  }
+}
+
+std::string RandomName() {
+  char text[48];
+  std::snprintf(text, sizeof(text), "jax_ub-%016llx%016llx",
+                static_cast<unsigned long long>(RandomBits()),
+                static_cast<unsigned long long>(RandomBits()));
+  return text;
+}
+
+}  // namespace
+
+Endpoint::Endpoint()
+    : address_{.address = RandomName(), .token = RandomBits()},
+      listener_(ListenAt(address_.address)) {}
+
+struct SharedCommunicator::State {
+  State(Group its_group,
+        Layout its_layout,
+        SharedMapping its_memory,
+        std::vector<Partner> its_partners);
+  ~State();
+
+  void Hear(const PeerNews& news);
+  void Poison(const std::exception_ptr& reason, bool tell_peers);
+  void SetFailure(const std::exception_ptr& reason);
+  void WakeOwn();
+  void Close();
+
+  const pid_t owner = getpid();
+  const Group group;
+  const Layout layout;
+  std::vector<SharedMapping> memories;  // [process]
+  Fate fate;
+  Lockstep lockstep;
+  std::vector<RankArea> areas;                 // [rank]
+  std::vector<std::unique_ptr<SlotEnd>> ends;  // [rank]; none of other processes
+  std::atomic<bool> is_closed{false};
+
+  mutable std::mutex mutex;  // guards the two below
+  std::exception_ptr failure;
+  std::function<void(const std::exception_ptr&)> on_poison;
+
+  std::unique_ptr<Peers> peers;  // the last: its thread uses what is above
+};
+
+namespace {
+
+std::vector<Fate::Member> MembersOf(const Group& group,
+                                    const std::vector<Partner>& partners) {
+  std::vector<Fate::Member> members;
+  for (int p = 0; p < group.num_processes(); ++p) {
+    const bool is_own = p == group.own();
+    members.push_back(
+        {group.Describe(p, is_own ? getpid() : partners[p].pid), partners[p].seen_pid});
+  }
+  return members;
+}
+
+std::vector<SharedMapping> MemoriesOf(const Group& group,
+                                      SharedMapping own,
+                                      std::vector<Partner>& partners) {
+  std::vector<SharedMapping> memories;
+  for (int p = 0; p < group.num_processes(); ++p) {
+    memories.push_back(std::move(p == group.own() ? own : partners[p].memory));
+  }
+  return memories;
+}
+
+std::vector<ProcessHeader*> HeadersOf(const Layout& layout,
+                                      const std::vector<SharedMapping>& memories) {
+  std::vector<ProcessHeader*> headers;
+  for (const SharedMapping& memory : memories) {
+    headers.push_back(layout.header(memory.data()));
+  }
+  return headers;
+}
+
+}  // namespace
+
+SharedCommunicator::State::State(Group its_group,
+                                 Layout its_layout,
+                                 SharedMapping its_memory,
+                                 std::vector<Partner> its_partners)
+    : group(std::move(its_group)),
+      layout(its_layout),
+      memories(MemoriesOf(group, std::move(its_memory), its_partners)),
+      fate(MembersOf(group, its_partners)),
+      lockstep(HeadersOf(layout, memories), group.own(), fate),
+      areas(group.num_ranks()),
+      ends(group.num_ranks()) {
+  for (int p = 0; p < group.num_processes(); ++p) {
+    const pid_t pid = p == group.own() ? getpid() : its_partners[p].pid;
+    const std::vector<int>& ranks = group.ranks_of(p);
+    for (int n = 0; n < static_cast<int>(ranks.size()); ++n) {
+      std::byte* memory = memories[p].data();
+      areas[ranks[n]] = {.doorbell = &layout.area(memory, n)->doorbell,
+                         .flags = layout.area(memory, n)->flags,
+                         .memory = layout.halves(memory, n),
+                         .process = p,
+                         .name = group.DescribeRank(ranks[n], pid)};
+    }
+  }
+  for (const int rank : group.ranks_of(group.own())) {
+    ends[rank] = std::make_unique<SlotEnd>(
+        rank, areas, fate,
+        [this](const std::exception_ptr& reason) { Poison(reason, true); }, 0);
+  }
+  std::vector<Peer> connected;
+  for (int p = 0; p < group.num_processes(); ++p) {
+    if (p == group.own()) continue;
+    if (its_partners[p].has_left) {
+      fate.SetGone(p, "closed its communicator");
+    } else {
+      // A process that is its own peer, in tests, does not outlive itself.
+      const pid_t seen = its_partners[p].seen_pid;
+      connected.push_back(
+          {p, std::move(its_partners[p].connection), seen == owner ? 0 : seen});
+    }
+  }
+  peers = std::make_unique<Peers>(std::move(connected),
+                                  [this](const PeerNews& news) { Hear(news); });
+}
+
+SharedCommunicator::State::~State() {
+  if (getpid() == owner) {
+    Close();
+    return;
+  }
+  // A child of fork has no part in this: its parent goes on.
+  peers->Forget();
+  for (SharedMapping& memory : memories) memory.Forget();
+}
+
+void SharedCommunicator::State::WakeOwn() {
+  lockstep.WakeOwn();
+  for (const int rank : group.ranks_of(group.own())) Ring(*areas[rank].doorbell);
+}
+
+void SharedCommunicator::State::Hear(const PeerNews& news) {
+  switch (news.kind) {
+    case PeerNews::kPoisoned:
+      return Poison(std::make_exception_ptr(CommunicatorError(news.text)), false);
+    case PeerNews::kPoisonedByDeadline:
+      return Poison(std::make_exception_ptr(DeadlineError(news.text)), false);
+    case PeerNews::kClosed:
+      fate.SetGone(news.process, news.text);
+      return WakeOwn();
+    case PeerNews::kLost:
+      fate.SetGone(news.process, news.text);
+      WakeOwn();
+      return SetFailure(std::make_exception_ptr(
+          CommunicatorError(group.ErrorPrefix() + fate.DescribeGone(news.process))));
+  }
+}
+
+void SharedCommunicator::State::Poison(const std::exception_ptr& reason,
+                                       bool tell_peers) {
+  if (!fate.Poison(reason)) return;
+  WakeOwn();
+  if (tell_peers) {
+    Reason told = ReasonOf(reason);
+    if (!told.text.starts_with(kErrorBegins)) {
+      told.text =
+          group.ErrorPrefix() + fate.name(group.own()) + " failed: " + told.text;
+    }
+    peers->Say(told.kind, told.text);
+  }
+  SetFailure(reason);
+}
+
+void SharedCommunicator::State::SetFailure(const std::exception_ptr& reason) {
+  std::function<void(const std::exception_ptr&)> callback;
+  {
+    std::lock_guard lock(mutex);
+    if (failure) return;
+    failure = reason;
+    callback = std::move(on_poison);
+  }
+  if (callback) callback(reason);
+}
+
+void SharedCommunicator::State::Close() {
+  if (is_closed.exchange(true)) return;
+  peers->Say(MessageKind::kGoodbye, "");
+  Poison(
+      std::make_exception_ptr(CommunicatorError(
+          group.ErrorPrefix() + fate.name(group.own()) + " closed its communicator")),
+      false);
+  peers->Close();
+}
+
+std::shared_ptr<SharedCommunicator> SharedCommunicator::Connect(
+    std::unique_ptr<Endpoint> endpoint,
+    Membership membership,
+    const std::map<int, PeerAddress>& peers,
+    int64_t half_bytes,
+    double timeout_s) {
+  Group group(membership);
+  const Layout layout(half_bytes);
+  SharedMapping memory = SharedMapping::Create(
+      layout.size_bytes(static_cast<int>(group.ranks_of(group.own()).size())));
+  Handshake handshake(endpoint->listener(), endpoint->address().token, group, peers,
+                      memory, layout.half_bytes());
+  std::vector<Partner> partners = handshake.Run(timeout_s);
+  memory.CloseDescriptor();
+  return std::shared_ptr<SharedCommunicator>(
+      new SharedCommunicator(std::make_unique<State>(
+          std::move(group), layout, std::move(memory), std::move(partners))));
+}
+
+SharedCommunicator::SharedCommunicator(std::unique_ptr<State> state)
+    : state_(std::move(state)) {}
+
+SharedCommunicator::~SharedCommunicator() = default;
+
+const std::string& SharedCommunicator::name() const { return state_->group.name(); }
+int SharedCommunicator::num_ranks() const { return state_->group.num_ranks(); }
+const std::vector<int>& SharedCommunicator::local_ranks() const {
+  return state_->group.ranks_of(process());
+}
+const std::vector<int>& SharedCommunicator::processes() const {
+  return state_->group.numbers();
+}
+int SharedCommunicator::num_processes() const { return state_->group.num_processes(); }
+int SharedCommunicator::process() const { return state_->group.own(); }
+int SharedCommunicator::process_of_rank(int rank) const {
+  return state_->group.place_of_rank(rank);
+}
+bool SharedCommunicator::is_leader() const { return process() == 0; }
+std::string SharedCommunicator::DescribeProcess(int process) const {
+  return state_->fate.name(process);
+}
+
+std::byte* SharedCommunicator::half(int rank, int64_t call) const {
+  return state_->areas[rank].memory + call % 2 * half_bytes();
+}
+int64_t SharedCommunicator::half_bytes() const { return state_->layout.half_bytes(); }
+int64_t SharedCommunicator::size_bytes() const {
+  return state_->memories[process()].size_bytes();
+}
+
+void SharedCommunicator::PostOrder(uint64_t key) { state_->lockstep.PostOrder(key); }
+uint64_t SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
+  return state_->lockstep.WaitOrder(call, reason);
+}
+void SharedCommunicator::Announce(int64_t call,
+                                  uint64_t signature,
+                                  std::string_view text) {
+  state_->lockstep.Announce(call, signature, text);
+}
+Announcement SharedCommunicator::announcement(int process, int64_t call) const {
+  return state_->lockstep.announcement(process, call);
+}
+void SharedCommunicator::Barrier(int64_t call, int phase, const WaitReason& reason) {
+  state_->lockstep.Barrier(call, phase, reason);
+}
+
+Transport& SharedCommunicator::rank(int local_rank,
+                                    int64_t call,
+                                    int num_slots,
+                                    int64_t slot_bytes) {
+  const int64_t aligned =
+      (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+  if (num_slots > kMaxSlots || num_slots * aligned > half_bytes()) {
+    throw UnsupportedError(
+        "jax_ub." + name() + ": " + std::to_string(num_slots) + " slots of " +
+        std::to_string(slot_bytes) + " bytes do not fit into a half of " +
+        std::to_string(half_bytes()) + " bytes with " + std::to_string(kMaxSlots) +
+        " flags: give initialize_ub a larger shape, or the name fewer num_splits");
+  }
+  SlotEnd& end = *state_->ends[local_rank];
+  end.Place(call % 2 * half_bytes(), num_slots, aligned);
+  return end;
+}
+
+void SharedCommunicator::Poison(const std::exception_ptr& reason) {
+  state_->Poison(reason, true);
+}
+
+std::exception_ptr SharedCommunicator::poison() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->failure;
+}
+
+void SharedCommunicator::OnPoison(
+    std::function<void(const std::exception_ptr&)> callback) {
+  std::exception_ptr reason;
+  {
+    std::lock_guard lock(state_->mutex);
+    reason = state_->failure;
+    if (!reason) {
+      state_->on_poison = std::move(callback);
+      return;
+    }
+  }
+  callback(reason);
+}
+
+void SharedCommunicator::Close() { state_->Close(); }
+
+}  // namespace jax_ub

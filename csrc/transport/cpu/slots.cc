@@ -1,0 +1,103 @@
+#include "transport/cpu/slots.h"
+
+#include <cstring>
+#include <utility>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+bool IsReached(const std::atomic<uint32_t>& flag, uint32_t epoch) {
+  return static_cast<int32_t>(flag.load() - epoch) >= 0;
+}
+
+std::string ChunkOf(const WaitReason& reason) {
+  return "chunk " + std::to_string(reason.chunk);
+}
+
+}  // namespace
+
+SlotEnd::SlotEnd(int rank,
+                 const std::vector<RankArea>& areas,
+                 Fate& fate,
+                 std::function<void(const std::exception_ptr&)> poison,
+                 uint32_t first_epoch)
+    : rank_(rank),
+      areas_(areas),
+      fate_(fate),
+      poison_(std::move(poison)),
+      first_epoch_(first_epoch) {}
+
+void SlotEnd::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
+  offset_ = offset;
+  slot_bytes_ = slot_bytes;
+  // Those that no call has used yet are where all ranks' flags begin.
+  if (static_cast<size_t>(num_slots) > uses_.size()) {
+    uses_.resize(num_slots, Use{first_epoch_, false, false});
+  }
+}
+
+void SlotEnd::Write(int peer, int slot, int64_t offset, const Rows& rows) {
+  const int64_t end = offset + rows.num_rows * rows.row_bytes;
+  if (end > slot_bytes_) {
+    throw Error("jax_ub: a piece of " + std::to_string(end) +
+                " bytes does not fit into a slot of " + std::to_string(slot_bytes_));
+  }
+  std::byte* to = SlotOf(peer, slot) + offset;
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    std::memcpy(to + row * rows.row_bytes, rows.data + row * rows.stride_bytes,
+                rows.row_bytes);
+  }
+}
+
+// The store releases what Write wrote; the load in the peer's Wait acquires it.
+void SlotEnd::Signal(int peer, int slot) {
+  uses_[slot].put = true;
+  areas_[peer].flags[slot].arrived.store(uses_[slot].epoch + 1);
+  Ring(*areas_[peer].doorbell);
+}
+
+void SlotEnd::Wait(int peer, int slot, const WaitReason& reason) {
+  uses_[slot].received = true;
+  WaitFor(areas_[rank_].flags[slot].arrived, uses_[slot].epoch + 1, peer, reason,
+          [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
+}
+
+// The store comes behind what this rank read of the slot; whoever writes it next has
+// loaded the new epoch before.
+void SlotEnd::Release(int slot) {
+  uses_[slot].received = true;
+  areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
+  // Whoever writes the slot next: that is for the next schedule to say.
+  for (const RankArea& area : areas_) Ring(*area.doorbell);
+}
+
+void SlotEnd::WaitFree(int peer, int slot, const WaitReason& reason) {
+  const uint32_t epoch = uses_[slot].epoch + (uses_[slot].put ? 1 : 0);
+  WaitFor(areas_[peer].flags[slot].released, epoch, peer, reason,
+          [&] { return NameOf(peer) + " to release the slot of " + ChunkOf(reason); });
+}
+
+void SlotEnd::EndCall() {
+  for (Use& use : uses_) {
+    if (use.put || use.received) ++use.epoch;
+    use.put = use.received = false;
+  }
+}
+
+template <typename What>
+void SlotEnd::WaitFor(const std::atomic<uint32_t>& flag,
+                      uint32_t epoch,
+                      int peer,
+                      const WaitReason& reason,
+                      const What& what) {
+  const int process = areas_[peer].process;
+  fate_.Await(
+      *areas_[rank_].doorbell, reason, [&] { return IsReached(flag, epoch); },
+      [&] { return fate_.IsGone(process) ? process : Fate::kNobody; },
+      [&] { return Waiting{areas_[rank_].name, what()}; });
+}
+
+}  // namespace jax_ub

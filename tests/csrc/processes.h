@@ -1,0 +1,190 @@
+// Tests in several processes: forks them before any thread exists, lets them find each
+// other, and has what each one says, by a deadline.
+#pragma once
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "transport/cpu/shared_memory.h"
+
+namespace jax_ub {
+
+// Memory that the processes of a test share: addresses, and a word to wait for.
+class Bulletin {
+ public:
+  static constexpr int kMaxProcesses = 8;
+
+  Bulletin()
+      : board_(new (mmap(nullptr,
+                         sizeof(Board),
+                         PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_ANONYMOUS,
+                         -1,
+                         0)) Board) {}
+  ~Bulletin() { munmap(board_, sizeof(Board)); }
+  Bulletin(const Bulletin&) = delete;
+
+  void Publish(int process, const PeerAddress& address) {
+    std::strcpy(board_->entries[process].address, address.address.c_str());
+    board_->entries[process].token = address.token;
+    ++board_->entries[process].num_published;
+  }
+  // Of the `round`-th endpoints of `num_processes`.
+  std::map<int, PeerAddress> Read(int num_processes, int round = 1) {
+    std::map<int, PeerAddress> addresses;
+    for (int p = 0; p < num_processes; ++p) {
+      while (board_->entries[p].num_published < round) std::this_thread::yield();
+      addresses[p] = {board_->entries[p].address, board_->entries[p].token};
+    }
+    return addresses;
+  }
+
+  std::atomic<int>& word() { return board_->word; }
+  void WaitForWord(int value) {
+    while (board_->word < value) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+ private:
+  struct Board {
+    struct {
+      char address[64];
+      uint64_t token;
+      std::atomic<int> num_published{0};
+    } entries[kMaxProcesses];
+    std::atomic<int> word{0};
+  };
+  Board* const board_;
+};
+
+// Runs `function(process)` in processes of their own.
+class Processes {
+ public:
+  Processes(int num_processes, const std::function<void(int)>& function) {
+    for (int p = 0; p < num_processes; ++p) {
+      int ends[2];
+      if (pipe(ends) != 0) throw std::runtime_error("pipe");
+      const pid_t pid = fork();
+      if (pid == 0) RunChild(p, function, ends[1]);
+      close(ends[1]);
+      children_.push_back({pid, ends[0]});
+    }
+  }
+  ~Processes() {
+    for (const Child& child : children_) {
+      if (!child.is_reaped) Reap(child.pid, SIGKILL);
+      close(child.output);
+    }
+  }
+
+  pid_t pid(int process) const { return children_[process].pid; }
+  void Signal(int process, int signal) { kill(children_[process].pid, signal); }
+
+  // What a process threw, or which of its checks failed; "" when nothing; or how it
+  // ended otherwise. Those that are late are killed.
+  std::vector<std::string> Join(double timeout_s = 30) {
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+    std::vector<std::string> texts;
+    for (Child& child : children_) texts.push_back(JoinOne(child, end));
+    return texts;
+  }
+
+ private:
+  struct Child {
+    pid_t pid = 0;
+    int output = -1;
+    bool is_reaped = false;
+  };
+
+  [[noreturn]] static void RunChild(int process,
+                                    const std::function<void(int)>& function,
+                                    int output) {
+    check::num_failures = 0;
+    std::string text;
+    try {
+      function(process);
+    } catch (const std::exception& error) {
+      text = error.what();
+    }
+    if (check::num_failures != 0) {
+      text += "[" + std::to_string(check::num_failures) + " checks failed]";
+    }
+    text += '\0';
+    [[maybe_unused]] const ssize_t written = write(output, text.data(), text.size());
+    _exit(0);
+  }
+
+  template <typename Time>
+  static std::string JoinOne(Child& child, Time end) {
+    std::string text;
+    for (;;) {
+      const std::chrono::duration<double, std::milli> left =
+          end - std::chrono::steady_clock::now();
+      pollfd polled = {child.output, POLLIN, 0};
+      if (poll(&polled, 1, left.count() > 0 ? static_cast<int>(left.count()) + 1 : 0) ==
+          0) {
+        text = "[late]";
+        break;
+      }
+      char buffer[4096];
+      const ssize_t size = read(child.output, buffer, sizeof(buffer));
+      if (size <= 0) break;
+      text.append(buffer, static_cast<size_t>(size));
+    }
+    child.is_reaped = true;
+    const int status = Reap(child.pid, text == "[late]" ? SIGKILL : 0);
+    if (text == "[late]") return text;
+    if (!text.empty() && text.back() == '\0') return text.substr(0, text.size() - 1);
+    return text + "[ended by signal " + std::to_string(WTERMSIG(status)) + "]";
+  }
+
+  static int Reap(pid_t pid, int signal) {
+    if (signal != 0) kill(pid, signal);
+    int status = 0;
+    waitpid(pid, &status, 0);
+    return status;
+  }
+
+  std::vector<Child> children_;
+};
+
+// Connects as `process` of a group. `round` counts the test's connections.
+inline std::shared_ptr<SharedCommunicator> ConnectAs(
+    int process,
+    Bulletin& bulletin,
+    const std::vector<int>& process_of_rank,
+    int64_t half_bytes = 4096,
+    double timeout_s = 20,
+    int round = 1) {
+  auto endpoint = std::make_unique<Endpoint>();
+  bulletin.Publish(process, endpoint->address());
+  int num_processes = 0;
+  for (const int p : process_of_rank) num_processes = std::max(num_processes, p + 1);
+  return SharedCommunicator::Connect(
+      std::move(endpoint), {process_of_rank, process, "tp"},
+      bulletin.Read(num_processes, round), half_bytes, timeout_s);
+}
+
+inline double SecondsSince(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+}  // namespace jax_ub
