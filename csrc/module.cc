@@ -76,6 +76,53 @@ nb::dict Counters() {
   return dict;
 }
 
+void StartTrace(int64_t events_per_thread) {
+  if (events_per_thread < 1) {
+    throw nb::value_error(("events_per_thread is " + std::to_string(events_per_thread) +
+                           ", expected at least 1")
+                              .c_str());
+  }
+  jax_ub::ProcessEngine().tracer().Start(events_per_thread);
+}
+
+nb::tuple SpanOf(const jax_ub::TraceEvent& event) {
+  const std::string_view kind = jax_ub::TraceKindName(event.kind);
+  const std::string_view payload = jax_ub::PayloadName(event.payload);
+  return nb::make_tuple(event.begin_ns, event.end_ns, event.call,
+                        nb::str(kind.data(), kind.size()), event.rank, event.chunk,
+                        event.split, event.peer,
+                        nb::str(payload.data(), payload.size()));
+}
+
+nb::dict ReadTrace() {
+  const jax_ub::Trace trace = jax_ub::ProcessEngine().tracer().Read();
+  nb::list calls;
+  for (const jax_ub::TraceCall& call : trace.calls) {
+    nb::dict dict;
+    dict["label"] = call.label;
+    dict["op"] = std::string(jax_ub::OpName(call.op));
+    dict["method"] = std::string(jax_ub::MethodName(call.method));
+    dict["num_ranks"] = call.num_ranks;
+    dict["num_splits"] = call.num_splits;
+    dict["devices"] = call.devices;
+    dict["operands"] = call.operands;
+    calls.append(dict);
+  }
+  nb::list threads;
+  int64_t num_dropped = trace.num_dropped_calls;
+  for (const jax_ub::TraceThread& thread : trace.threads) {
+    nb::list spans;
+    for (const jax_ub::TraceEvent& event : thread.events) spans.append(SpanOf(event));
+    threads.append(spans);
+    num_dropped += thread.num_dropped;
+  }
+  nb::dict dict;
+  dict["calls"] = calls;
+  dict["threads"] = threads;
+  dict["num_dropped"] = num_dropped;
+  return dict;
+}
+
 // The name in `names` (of enumerators 0 .. count - 1) that is `wanted`.
 template <typename Enum>
 Enum Named(const char* what,
@@ -145,6 +192,10 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
   m.def("counters", &Counters);
+
+  m.def("start_trace", &StartTrace, nb::arg("events_per_thread") = 1 << 16);
+  m.def("stop_trace", [] { jax_ub::ProcessEngine().tracer().Stop(); });
+  m.def("read_trace", &ReadTrace);
 
   nb::class_<jax_ub::Step>(m, "Step")
       .def_prop_ro(

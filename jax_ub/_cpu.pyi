@@ -23,6 +23,28 @@ class Counters(TypedDict):
     slot_bytes: int
     peak_slot_bytes: int
 
+# begin and end in nanoseconds of the system's monotonic clock, call, kind, rank, chunk,
+# split, peer, payload. -1: none, or all of them.
+Span = tuple[int, int, int, str, int, int, int, int, str]
+
+class TracedCall(TypedDict):
+    """One execution of a call by the ranks of a group."""
+
+    label: str
+    op: str
+    method: str
+    num_ranks: int
+    num_splits: int
+    devices: list[int]
+    operands: str
+
+class Trace(TypedDict):
+    """What this process did since the trace was started."""
+
+    calls: list[TracedCall]
+    threads: list[list[Span]]
+    num_dropped: int
+
 class Step:
     """What a rank does at one point of a schedule.
 
@@ -89,6 +111,19 @@ def num_threads() -> int:
 
 def counters() -> Counters:
     """Returns what this process did so far."""
+
+def start_trace(events_per_thread: int = ...) -> None:
+    """Forgets the trace and begins a new one.
+
+    Raises:
+        ValueError: fewer than one event.
+    """
+
+def stop_trace() -> None:
+    """Records nothing more."""
+
+def read_trace() -> Trace:
+    """Returns what was recorded since the last start."""
 
 def schedule(
     op: str, method: str, rank: int, num_ranks: int, num_splits: int

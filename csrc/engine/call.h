@@ -74,6 +74,7 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
+  int64_t submitted_ns = 0;  // when it arrived, where that is traced
 };
 
 // Where the residuals begin: behind the biases.

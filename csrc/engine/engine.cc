@@ -40,6 +40,8 @@ class Engine::GangJob : public Job {
     if (failure) on_failure_(*gang_, failure);
     std::vector<Completion>& completions = gang_->completions;
     for (size_t r = 0; r < completions.size(); ++r) {
+      gang_->trace.OfRank(static_cast<int>(r))
+          .Since(gang_->calls[r].submitted_ns, TraceKind::kCall);
       if (helped && r == last_rank_) continue;
       crew_.Start([done = std::move(completions[r]), failure] { done(failure); });
     }
@@ -64,6 +66,7 @@ void Engine::Submit(
     CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done) {
   const Attributes& at = site.attributes();
   ++num_calls_[static_cast<size_t>(at.op)];
+  call.submitted_ns = TraceNow(&tracer_);
   if (site.is_local()) {
     CheckCall(at, call);
     auto gang = std::make_shared<Gang>();
@@ -71,7 +74,7 @@ void Engine::Submit(
     gang->run_id = run_id;
     gang->calls.push_back(std::move(call));
     gang->completions.push_back(std::move(done));
-    return Execute(std::move(gang), 0);
+    return Execute(std::move(gang), 0, device);
   }
   std::shared_ptr<Gang> gang;
   int rank = 0;
@@ -84,11 +87,34 @@ void Engine::Submit(
     board_->PoisonGroupOf(site, run_id, device, std::current_exception());
     throw;
   }
-  if (gang) Execute(std::move(gang), rank);
+  if (gang) Execute(std::move(gang), rank, device);
 }
 
-void Engine::Execute(std::shared_ptr<Gang> gang, int last_rank) {
+// `device` is that of a local call.
+void Engine::BeginTrace(Gang& gang, int64_t device) {
+  if (!tracer_.enabled()) return;
+  const Attributes& at = *gang.attributes;
+  TraceCall call{at.label, at.op, at.method, at.num_ranks, 0, {device}, ""};
+  call.num_splits = static_cast<int>(at.num_splits);
+  if (!at.ranks.empty()) {
+    const auto first = at.ranks.begin() + gang.group * at.num_ranks;
+    call.devices.assign(first, first + at.num_ranks);
+  }
+  for (const Tensor& operand : gang.calls[0].operands) {
+    if (!call.operands.empty()) call.operands += ' ';
+    call.operands += Describe(operand);
+  }
+  const int32_t number = tracer_.BeginCall(std::move(call));
+  if (number == kNone) return;
+  gang.trace = {&tracer_, number, kNone};
+  for (int r = 0; r < at.num_ranks; ++r) {
+    gang.trace.OfRank(r).Since(gang.calls[r].submitted_ns, TraceKind::kGather);
+  }
+}
+
+void Engine::Execute(std::shared_ptr<Gang> gang, int last_rank, int64_t device) {
   try {
+    BeginTrace(*gang, device);
     CheckAgreement(*gang);
     if (UsesSlots(*gang->attributes)) {
       ExecuteSlots(gang);
@@ -119,9 +145,9 @@ void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
 }
 
 void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
-  const auto job =
-      NewJob(PlanDirect(*gang->attributes, gang->calls, crew_->num_threads()), gang,
-             last_rank);
+  Work work = PlanDirect(*gang->attributes, gang->calls, crew_->num_threads());
+  work.set_trace(gang->trace, {});
+  const auto job = NewJob(std::move(work), gang, last_rank);
   if (job->estimated_us() < kInlineUs) {
     crew_->RunInline(*job);
   } else {
@@ -156,8 +182,9 @@ void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
       gang, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
       board_->timeout_s());
   if (at.op == Op::kBulkAllGather || at.op == Op::kBulkReduceScatter) {
-    slot_call->products =
-        std::make_shared<WorkJob>(PlanProducts(at, gang->calls, crew_->num_threads()));
+    Work work = PlanProducts(at, gang->calls, crew_->num_threads());
+    work.set_trace(gang->trace, {});
+    slot_call->products = std::make_shared<WorkJob>(std::move(work));
   }
   for (int rank = 0; rank < at.num_ranks; ++rank) {
     crew_->Start([this, slot_call, rank] { RunRank(*slot_call, rank); });
@@ -171,7 +198,7 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
   std::exception_ptr failure;
   try {
     ExecuteRank(*gang.attributes, gang.calls[rank], slot_call.plan, slot_call.timeout_s,
-                slot_call.communicator->rank(rank), *crew_);
+                slot_call.communicator->rank(rank), *crew_, gang.trace.OfRank(rank));
   } catch (...) {
     failure = std::current_exception();
     slot_call.communicator->rank(rank).Poison(failure);
@@ -184,6 +211,7 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
       failure = std::current_exception();
     }
   }
+  gang.trace.OfRank(rank).Since(gang.calls[rank].submitted_ns, TraceKind::kCall);
   Completion done = gang.completions[rank];
   if (slot_call.num_running.fetch_sub(1) == 1) {
     if (slot_call.failed) {

@@ -11,6 +11,7 @@
 #include "engine/crew.h"
 #include "engine/gang.h"
 #include "engine/slot_pool.h"
+#include "engine/trace.h"
 #include "engine/work.h"
 
 namespace jax_ub {
@@ -36,22 +37,25 @@ class Engine {
 
   Crew& crew() { return *crew_; }
   Board& board() { return *board_; }
+  Tracer& tracer() { return tracer_; }
   Counters counters() const;
 
  private:
   class GangJob;    // a gang as one cooperative computation
   struct SlotCall;  // a gang whose ranks run schedules
 
-  void Execute(std::shared_ptr<Gang> gang, int last_rank);
+  void Execute(std::shared_ptr<Gang> gang, int last_rank, int64_t device);
   void ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank);
   std::shared_ptr<GangJob> NewJob(Work work, std::shared_ptr<Gang> gang, int last_rank);
   void ExecuteSlots(std::shared_ptr<Gang> gang);
   void RunRank(SlotCall& slot_call, int rank);
   void Fail(const Gang& gang, const std::exception_ptr& failure);
+  void BeginTrace(Gang& gang, int64_t device);
 
   Crew* const crew_;
   Board* const board_;
   SlotPool slots_;
+  Tracer tracer_;
   std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
   std::atomic<int64_t> num_failed_gangs_{0};
 };

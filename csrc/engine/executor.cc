@@ -138,7 +138,8 @@ class RankExecution {
                 const Schedule& schedule,
                 double timeout_s,
                 Transport& transport,
-                Crew& crew)
+                Crew& crew,
+                const TraceContext& trace)
       : at_(at),
         call_(call),
         exchange_(exchange),
@@ -146,6 +147,7 @@ class RankExecution {
         timeout_s_(timeout_s),
         transport_(transport),
         crew_(crew),
+        trace_(trace),
         held_(3 * schedule.num_ranks * schedule.num_splits, kNone) {
     if (HasProduct(schedule.pattern) && !IsGather(schedule.pattern)) {
       partial_memory_.emplace(DType::kF32, exchange.operand.batch, exchange.num_rows,
@@ -162,6 +164,8 @@ class RankExecution {
  private:
   void Take(const Step& step) {
     const WaitReason reason{at_.label, step.chunk, timeout_s_};
+    // Kinds of steps and of spans have the same numbers.
+    const TraceScope scope(trace_, static_cast<TraceKind>(step.kind), step);
     switch (step.kind) {
       case StepKind::kMultiply:
         return Multiply(step);
@@ -252,6 +256,7 @@ class RankExecution {
       const RowRange rows = RowsOfChunk(step);
       AddPartialProduct(rows.begin, rows.end, work);
     }
+    work.set_trace(trace_, step);
     RunWork(std::move(work), crew_);
   }
 
@@ -360,6 +365,7 @@ class RankExecution {
   const double timeout_s_;
   Transport& transport_;
   Crew& crew_;
+  const TraceContext& trace_;
   std::vector<int> held_;  // [payload][chunk, or sender of a part][split] -> slot
   std::optional<OwnedTensor> partial_memory_;
   Tensor partial_;
@@ -405,7 +411,8 @@ void ExecuteRank(const Attributes& at,
                  const SlotPlan& plan,
                  double timeout_s,
                  Transport& transport,
-                 Crew& crew) {
+                 Crew& crew,
+                 const TraceContext& trace) {
   const Schedule schedule = MakeSchedule(plan.pattern, at.method, transport.rank(),
                                          transport.num_ranks(), plan.num_splits);
   const bool whole = at.op == Op::kWgrad ||
@@ -417,7 +424,8 @@ void ExecuteRank(const Attributes& at,
       gathered.emplace_back(like.dtype, like.batch, like.rows, like.features);
       exchange.gathered = gathered.back().tensor();
     }
-    RankExecution(at, call, exchange, schedule, timeout_s, transport, crew).Run();
+    RankExecution(at, call, exchange, schedule, timeout_s, transport, crew, trace)
+        .Run();
   }
   if (at.op != Op::kWgrad) return;
   RankCall local = call;
@@ -425,7 +433,10 @@ void ExecuteRank(const Attributes& at,
   for (size_t i = 0; i < gathered.size(); ++i) {
     local.operands[first + i] = gathered[i].tensor();
   }
-  RunWork(PlanProducts(at, {local}, crew.num_threads()), crew);
+  Work work = PlanProducts(at, {local}, crew.num_threads());
+  work.set_trace(trace, {});
+  const TraceScope scope(trace, TraceKind::kMultiply, {});
+  RunWork(std::move(work), crew);
 }
 
 }  // namespace jax_ub

@@ -6,6 +6,7 @@
 
 #include "engine/call.h"
 #include "engine/crew.h"
+#include "engine/trace.h"
 #include "engine/work.h"
 #include "schedule/schedule.h"
 #include "transport/transport.h"
@@ -33,7 +34,8 @@ void ExecuteRank(const Attributes& attributes,
                  const SlotPlan& plan,
                  double timeout_s,
                  Transport& transport,
-                 Crew& crew);
+                 Crew& crew,
+                 const TraceContext& trace);
 
 // Work as a job that its rank waits for.
 class WorkJob : public WaitedJob {

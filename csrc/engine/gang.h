@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/trace.h"
 #include "platform/deadline.h"
 
 namespace jax_ub {
@@ -36,6 +37,7 @@ struct Gang {
   std::vector<RankCall> calls;  // [rank]
   std::vector<Completion> completions;  // [rank]; empty: has not arrived
   int num_arrived = 0;
+  TraceContext trace;
   Deadline deadline = Deadline::After(0);
 };
 

@@ -89,9 +89,13 @@ void Work::Run(int64_t unit, Scratch& scratch) const {
   const auto plan = std::upper_bound(plan_ends_.begin(), plan_ends_.end(), unit);
   const size_t i = plan - plan_ends_.begin();
   const int64_t rest = unit - (i == 0 ? 0 : plan_ends_[i - 1]);
-  if (plan != plan_ends_.end()) return plans_[i]->Run(rest, scratch);
+  if (plan != plan_ends_.end()) {
+    const TraceScope scope(trace_, TraceKind::kUnit, step_);
+    return plans_[i]->Run(rest, scratch);
+  }
   size_t block = static_cast<size_t>(rest);
   if (block < copy_ends_.size()) {
+    const TraceScope scope(trace_, TraceKind::kCopy, step_);
     for (size_t c = block == 0 ? 0 : copy_ends_[block - 1]; c < copy_ends_[block];
          ++c) {
       std::memcpy(copies_[c].to, copies_[c].from, copies_[c].size_bytes);
@@ -99,6 +103,7 @@ void Work::Run(int64_t unit, Scratch& scratch) const {
     return;
   }
   block -= copy_ends_.size();
+  const TraceScope scope(trace_, TraceKind::kReduce, step_);
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
     SumInto(sums_[s]);
   }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/trace.h"
 #include "gemm/gemm.h"
 
 namespace jax_ub {
@@ -35,6 +36,12 @@ class Work {
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
+  // Whose spans the units are, and of which step.
+  void set_trace(const TraceContext& context, const Step& step) {
+    trace_ = context;
+    step_ = step;
+  }
+
   // Rough, for one thread: only decides whether waking others is worth it.
   double estimated_us() const { return estimated_us_; }
 
@@ -49,6 +56,8 @@ class Work {
   int64_t copy_unit_bytes_ = 0;  // of the last unit
   int64_t sum_unit_elements_ = 0;
   double estimated_us_ = 0;
+  TraceContext trace_;
+  Step step_;
 };
 
 }  // namespace jax_ub

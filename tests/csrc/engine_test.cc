@@ -401,7 +401,7 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
     threads.emplace_back([&, rank] {
       try {
         ExecuteRank(at, calls[rank], plan, rank == 0 ? 0.1 : kLongS,
-                    communicator.rank(rank), engine.crew());
+                    communicator.rank(rank), engine.crew(), {});
       } catch (const std::exception& error) {
         texts[rank] = error.what();
         communicator.rank(rank).Poison(std::current_exception());

@@ -1,0 +1,158 @@
+#include "engine/trace.h"
+
+#include <chrono>
+#include <functional>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+namespace jax_ub {
+
+namespace {
+
+constexpr std::array<std::string_view, kNumTraceKinds> kNames = {
+    "multiply", "copy",      "reduce", "put",    "publish", "wait",
+    "release",  "wait_free", "call",   "gather", "barrier", "unit"};
+
+int64_t Now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+std::string_view TraceKindName(TraceKind kind) {
+  return kNames[static_cast<size_t>(kind)];
+}
+
+// One thread writes it. A reader sees the events below `size`, if the generation is the
+// one that it asks for; the writer begins anew only in a later one.
+struct Tracer::Buffer {
+  explicit Buffer(std::thread::id id) : owner(id) {}
+
+  const std::thread::id owner;
+  std::atomic<int64_t> generation{0};
+  std::atomic<int64_t> size{0};
+  std::atomic<int64_t> num_dropped{0};
+  std::vector<TraceEvent> events;  // grows only between generations
+};
+
+Tracer::Tracer() = default;
+
+Tracer::~Tracer() {
+  for (auto& buffer : buffers_) delete buffer.load();
+}
+
+void Tracer::Start(int64_t events_per_thread) {
+  std::lock_guard lock(mutex_);
+  calls_.clear();
+  num_dropped_calls_ = 0;
+  num_homeless_ = 0;
+  events_per_thread_ = events_per_thread;
+  ++generation_;
+  enabled_.store(true, std::memory_order_release);
+}
+
+int32_t Tracer::BeginCall(TraceCall call) {
+  std::lock_guard lock(mutex_);
+  if (static_cast<int64_t>(calls_.size()) == kMaxCalls) {
+    ++num_dropped_calls_;
+    return kNone;
+  }
+  calls_.push_back(std::move(call));
+  return static_cast<int32_t>(calls_.size()) - 1;
+}
+
+Tracer::Buffer* Tracer::OwnBuffer() {
+  const std::thread::id self = std::this_thread::get_id();
+  const size_t first = std::hash<std::thread::id>()(self);
+  for (size_t i = 0; i < kNumThreads; ++i) {
+    std::atomic<Buffer*>& place = buffers_[(first + i) % kNumThreads];
+    Buffer* buffer = place.load(std::memory_order_acquire);
+    if (buffer == nullptr) {
+      auto mine = std::make_unique<Buffer>(self);
+      if (place.compare_exchange_strong(buffer, mine.get())) return mine.release();
+    }
+    if (buffer->owner == self) return buffer;
+  }
+  return nullptr;
+}
+
+void Tracer::Record(const TraceEvent& event) {
+  Buffer* const buffer = OwnBuffer();
+  if (buffer == nullptr) {
+    ++num_homeless_;
+    return;
+  }
+  const int64_t generation = generation_.load(std::memory_order_acquire);
+  if (buffer->generation.load(std::memory_order_relaxed) != generation) {
+    buffer->size.store(0, std::memory_order_relaxed);
+    buffer->num_dropped.store(0, std::memory_order_relaxed);
+    buffer->events.resize(events_per_thread_.load());
+    buffer->generation.store(generation, std::memory_order_release);
+  }
+  const int64_t size = buffer->size.load(std::memory_order_relaxed);
+  if (size == static_cast<int64_t>(buffer->events.size())) {
+    buffer->num_dropped.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  buffer->events[size] = event;
+  buffer->size.store(size + 1, std::memory_order_release);
+}
+
+Trace Tracer::Read() const {
+  std::lock_guard lock(mutex_);
+  Trace trace;
+  trace.calls = calls_;
+  trace.num_dropped_calls = num_dropped_calls_;
+  for (const auto& place : buffers_) {
+    const Buffer* const buffer = place.load(std::memory_order_acquire);
+    if (buffer == nullptr) continue;
+    if (buffer->generation.load(std::memory_order_acquire) != generation_) continue;
+    const int64_t size = buffer->size.load(std::memory_order_acquire);
+    TraceThread thread;
+    thread.num_dropped = buffer->num_dropped.load(std::memory_order_relaxed);
+    thread.events.assign(buffer->events.begin(), buffer->events.begin() + size);
+    trace.threads.push_back(std::move(thread));
+  }
+  if (num_homeless_ > 0) trace.threads.push_back({num_homeless_, {}});
+  return trace;
+}
+
+int64_t TraceNow(const Tracer* tracer) {
+  return tracer != nullptr && tracer->enabled() ? Now() : 0;
+}
+
+void TraceContext::Since(int64_t begin_ns, TraceKind kind) const {
+  if (tracer == nullptr || begin_ns == 0) return;
+  TraceEvent event;
+  event.begin_ns = begin_ns;
+  event.end_ns = Now();
+  event.call = call;
+  event.rank = rank;
+  event.kind = kind;
+  tracer->Record(event);
+}
+
+TraceScope::TraceScope(const TraceContext& context, TraceKind kind, const Step& step)
+    : tracer_(context.tracer) {
+  if (tracer_ == nullptr) return;
+  event_.begin_ns = Now();
+  event_.call = context.call;
+  event_.rank = context.rank;
+  event_.chunk = static_cast<int16_t>(step.chunk);
+  event_.split = static_cast<int16_t>(step.split);
+  event_.peer = static_cast<int16_t>(step.peer);
+  event_.slot = static_cast<int16_t>(step.slot);
+  event_.kind = kind;
+  event_.payload = step.payload;
+}
+
+TraceScope::~TraceScope() {
+  if (tracer_ == nullptr) return;
+  event_.end_ns = Now();
+  tracer_->Record(event_);
+}
+
+}  // namespace jax_ub

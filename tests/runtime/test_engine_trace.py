@@ -1,0 +1,60 @@
+"""The engine's recorder, as Python sees it."""
+
+import jax
+import numpy as np
+import pytest
+from jax import P
+
+import jax_ub as ub
+from jax_ub import _cpu
+
+SHAPES = ((16, 8), (8, 12))
+
+
+def run(method, num_ranks=2):
+    mesh = jax.make_mesh((num_ranks,), ("tp",), devices=jax.devices()[:num_ranks])
+    program = jax.jit(
+        jax.shard_map(
+            lambda x, w: ub.all_gather_matmul(
+                x, w, axis_name="tp", method=method, ub_name="traced"
+            ),
+            mesh=mesh,
+            in_specs=(P("tp"), P(None, "tp")),
+            out_specs=P(None, "tp"),
+        )
+    )
+    jax.block_until_ready(program(*(np.ones(shape, np.float32) for shape in SHAPES)))
+
+
+def test_a_call_is_named_and_its_steps_are_those_of_the_schedule():
+    _cpu.start_trace()
+    run("ring_exchange")
+    _cpu.stop_trace()
+    trace = _cpu.read_trace()
+    [call] = trace["calls"]
+    assert call["label"] == "all_gather_matmul (ub_name 'traced')"
+    assert (call["op"], call["method"]) == ("all_gather_matmul", "ring_exchange")
+    assert (call["num_ranks"], call["devices"]) == (2, [0, 1])
+    assert call["operands"] == "f32[8, 8] f32[8, 6]"
+    assert trace["num_dropped"] == 0
+    spans = [span for thread in trace["threads"] for span in thread]
+    steps = _cpu.schedule("all_gather_matmul", "ring_exchange", 1, 2, 1)
+    taken = [(s[3], s[5], s[7]) for s in sorted(spans) if s[4] == 1]
+    around = ("call", "gather", "unit")
+    assert [one for one in taken if one[0] not in around] == [
+        (step.kind, step.chunk, step.peer) for step in steps
+    ]
+    assert all(begin <= end for begin, end, *_ in spans)
+
+
+def test_what_is_off_records_nothing():
+    _cpu.start_trace()
+    _cpu.stop_trace()
+    run("direct")
+    trace = _cpu.read_trace()
+    assert (trace["calls"], trace["threads"]) == ([], [])
+
+
+def test_room_for_no_events_is_refused():
+    with pytest.raises(ValueError, match="events_per_thread is 0, expected at least 1"):
+        _cpu.start_trace(0)
