@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax import P
+from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import _cpu
@@ -11,17 +12,14 @@ from jax_ub import _cpu
 SHAPES = ((16, 8), (8, 12))
 
 
-def run(method, num_ranks=2):
-    mesh = jax.make_mesh((num_ranks,), ("tp",), devices=jax.devices()[:num_ranks])
-    program = jax.jit(
-        jax.shard_map(
-            lambda x, w: ub.all_gather_matmul(
-                x, w, axis_name="tp", method=method, ub_name="traced"
-            ),
-            mesh=mesh,
-            in_specs=(P("tp"), P(None, "tp")),
-            out_specs=P(None, "tp"),
-        )
+def run(method):
+    program = on_ranks(
+        lambda x, w: ub.all_gather_matmul(
+            x, w, axis_name="tp", method=method, ub_name="traced"
+        ),
+        tp_mesh(2),
+        (P("tp"), P(None, "tp")),
+        P(None, "tp"),
     )
     jax.block_until_ready(program(*(np.ones(shape, np.float32) for shape in SHAPES)))
 
