@@ -21,6 +21,9 @@ from jax_ub.ops.basic.reduce_scatter import ReduceScatter as ReduceScatter
 from jax_ub.ops.basic.reshape import Reshape as Reshape
 from jax_ub.ops.fuser import OperationFuser as OperationFuser
 from jax_ub.ops.linear import Linear as Linear
+from jax_ub.ops.main_grads import gradients_of_main_grads as gradients_of_main_grads
+from jax_ub.ops.main_grads import merge_main_grads as merge_main_grads
+from jax_ub.ops.main_grads import split_main_grads as split_main_grads
 from jax_ub.ops.operation import BasicOperation as BasicOperation
 from jax_ub.ops.operation import FusedOperation as FusedOperation
 from jax_ub.ops.registry import register_backward_fusion as register_backward_fusion

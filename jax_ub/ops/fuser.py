@@ -8,7 +8,8 @@ import jax
 from jax_ub.errors import FusionError, ShapeContractError
 from jax_ub.ops import registry
 from jax_ub.ops.channels import Port, describe, find_routes
-from jax_ub.ops.group import FusibleGroup, make_groups
+from jax_ub.ops.group import FusibleGroup
+from jax_ub.ops.grouping import make_groups
 from jax_ub.ops.operation import Fusion, Op, Operation, expand
 from jax_ub.rules.fused_group import fused_group
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import jax
 
 from jax_ub.errors import UbError
-from jax_ub.ops.channels import Port, Routes
+from jax_ub.ops.channels import Port
 from jax_ub.ops.operation import (
     BasicOperation,
     FusedOperation,
     Needs,
-    Op,
-    backward_of,
+    Residuals,
     expand,
 )
 from jax_ub.rules.fused_group import fit, like
@@ -40,8 +39,8 @@ class FusibleGroup:
         is_result: for each operation and extra output, whether it is wanted outside.
     """
 
-    forward_ops: tuple[Op, ...]
-    backward_ops: tuple[Op, ...]
+    forward_ops: tuple[FusedOperation, ...]
+    backward_ops: tuple[FusedOperation, ...]
     first: int
     sources: tuple[tuple[Port | None, ...], ...]
     is_result: tuple[tuple[bool, ...], ...]
@@ -55,7 +54,8 @@ class FusibleGroup:
         """Runs the forward windows, one after another."""
         op_needs = self._op_needs(needs)
         saves = self._saves(op_needs)
-        x, residuals = operands["x"], []
+        x = operands["x"]
+        residuals: list[Residuals] = []
         ports: dict[Port, jax.Array | None] = {}
         for first, op in _windows(self.forward_ops):
             last = first + len(op.basic_ops)
@@ -64,7 +64,8 @@ class FusibleGroup:
                 self._extra_inputs(operands, ports, i) for i in range(first, last)
             )
             with self._named(first, op):
-                x, outputs, saved = _forward(op, params, x, extras, saves[first:last])
+                save = tuple(saves[first:last])
+                x, outputs, saved = op.forward(params, x, extras, save)
             residuals.extend(saved)
             for i, arrays in enumerate(outputs, first):
                 ports.update({(i, j): array for j, array in enumerate(arrays)})
@@ -106,7 +107,9 @@ class FusibleGroup:
     def _saves(self, op_needs) -> list[frozenset[str]]:
         saves: list[frozenset[str]] = []
         for first, op in _windows(self.backward_ops):
-            saves.extend(_saved(op, op_needs[first : first + len(op.basic_ops)]))
+            needs = tuple(op_needs[first : first + len(op.basic_ops)])
+            nothing = (frozenset[str](),) * len(needs)
+            saves.extend(op.saved(needs) if any(needs) else nothing)
         return saves
 
     def _kept(self, residuals, saves):
@@ -226,48 +229,7 @@ class FusibleGroup:
             ) from error
 
 
-def make_groups(
-    forward_ops: Sequence[Op], backward_ops: Sequence[Op], routes: Routes
-) -> tuple[FusibleGroup, ...]:
-    """Cuts two lists over the same basic operations where windows of both end."""
-    forward, backward = _windows(forward_ops), _windows(backward_ops)
-    total = len(expand(forward_ops))
-    cuts = sorted({first for first, _ in forward} & {first for first, _ in backward})
-    return tuple(
-        _group(forward, backward, routes, first, last)
-        for first, last in zip(cuts, [*cuts[1:], total], strict=True)
-    )
-
-
-def _group(forward, backward, routes, first, last):
-    inside = range(first, last)
-    sources = tuple(
-        tuple(
-            (source[0] - first, source[1])
-            if isinstance(source, tuple) and source[0] in inside
-            else None
-            for source in routes.sources[i]
-        )
-        for i in inside
-    )
-    taken_later = {source for row in routes.sources[last:] for source in row}
-    is_result = tuple(
-        tuple(
-            public or (i, j) in taken_later
-            for j, public in enumerate(routes.is_public[i])
-        )
-        for i in inside
-    )
-    return FusibleGroup(
-        tuple(op for place, op in forward if place in inside),
-        tuple(op for place, op in backward if place in inside),
-        first,
-        sources,
-        is_result,
-    )
-
-
-def _windows(ops: Sequence[Op]) -> list[tuple[int, Op]]:
+def _windows(ops: Sequence[FusedOperation]) -> list[tuple[int, FusedOperation]]:
     """Each operation with the place of its first basic one."""
     windows, place = [], 0
     for op in ops:
@@ -282,30 +244,12 @@ def _with_key(operands, place):
     return params if key is None else {**params, "key": key}
 
 
-def _forward(op: Op, params, x, extras, saves):
-    if isinstance(op, FusedOperation):
-        return op.forward(params, x, extras, tuple(saves))
-    y, outputs, residuals = op.forward(params[0], x, extras[0], saves[0])
-    return y, (outputs,), (residuals,)
-
-
-def _saved(op: Op, needs: Sequence[Needs]) -> tuple[frozenset[str], ...]:
-    if not any(needs):
-        return (frozenset(),) * len(needs)
-    if isinstance(op, FusedOperation):
-        return op.saved(tuple(needs))
-    return (op.saved(needs[0]),)
-
-
-def _backward(op: Op, residuals, dy, d_extras, needs):
-    if isinstance(op, FusedOperation):
-        arrived = dy is not None or any(d is not None for row in d_extras for d in row)
-        if any(needs) and arrived:
-            return op.backward(residuals, dy, d_extras, needs)
-        # Nothing to compute: what each operation would say.
-        return FusedOperation.backward(op, residuals, dy, d_extras, needs)
-    dx, params, inputs = backward_of(op, residuals[0], dy, d_extras[0], needs[0])
-    return dx, (params,), (inputs,)
+def _backward(op, residuals, dy, d_extras, needs):
+    arrived = dy is not None or any(d is not None for row in d_extras for d in row)
+    if any(needs) and arrived:
+        return op.backward(residuals, dy, d_extras, needs)
+    # With nothing to compute, each basic operation says what it keeps.
+    return FusedOperation.backward(op, residuals, dy, d_extras, needs)
 
 
 def _placeholder():

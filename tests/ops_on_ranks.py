@@ -1,0 +1,63 @@
+"""How tests run operations on ranks, with their gradients."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import on_ranks, tp_mesh
+
+RANKS_AND_DTYPES = [
+    (p, dtype) for dtype in ("float32", "bfloat16", "float16") for p in (1, 2, 3, 4, 8)
+]
+TOKENS, FEATURES = P("tp"), P(None, "tp")
+
+
+def integers_like(params, seed: int = 0):
+    """Small integers in the places of parameters."""
+    leaves, tree = jax.tree.flatten(params)
+    drawn = [
+        small_integers(seed + i, leaf.shape, leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def value_and_gradients(function, weights):
+    """A jitted function of (params, x, ...): y, and gradients of sum(weights * y)."""
+
+    def loss(*operands):
+        y = function(*operands)
+        return jnp.sum((y * weights).astype(jnp.float32)), y
+
+    def step(*operands):
+        places = tuple(range(len(operands)))
+        gradients, y = jax.grad(loss, places, has_aux=True)(*operands)
+        return y, gradients
+
+    return jax.jit(step)
+
+
+def assert_are_plain(cases, plain, num_ranks, x, **options):
+    """Compares Sequentials on small integers with plain JAX, and their gradients.
+
+    Args:
+        cases: what runs in `jax.shard_map`, and how input and result are sharded.
+        plain: the same function of global (params, x).
+        num_ranks: the size of the mesh.
+        x: the global input.
+        **options: of `shard_map`.
+    """
+    mesh = tp_mesh(num_ranks)
+    params = integers_like(cases[0][0].init(jax.random.key(0)))
+    shape = jax.eval_shape(plain, params, x)
+    weights = small_integers(99, shape.shape, shape.dtype)
+    steps = [
+        value_and_gradients(
+            on_ranks(seq, mesh, (seq.specs(), x_spec), y_spec, **options), weights
+        )
+        for seq, x_spec, y_spec in cases
+    ]
+    every = jax.jit(lambda *operands: [step(*operands) for step in steps])
+    expected = value_and_gradients(plain, weights)(params, x)
+    for actual in every(params, x):
+        assert_equal(actual, expected)
