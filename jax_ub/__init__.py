@@ -1,8 +1,17 @@
 """jax_ub: GEMMs that overlap with their communication, as XLA FFI calls."""
 
 from jax_ub import errors as errors
+from jax_ub import overlap_config as overlap_config
+from jax_ub.initialize import destroy_ub as destroy_ub
+from jax_ub.initialize import get_ub as get_ub
+from jax_ub.initialize import initialize_ub as initialize_ub
+from jax_ub.initialize import is_ub_initialized as is_ub_initialized
 from jax_ub.methods import Method as Method
 from jax_ub.methods import fallbacks as fallbacks
+from jax_ub.overlap_config import CommOverlapType as CommOverlapType
+from jax_ub.overlap_config import (
+    UserBufferQuantizationMode as UserBufferQuantizationMode,
+)
 from jax_ub.retrofit.dot_general import dot_general as dot_general
 from jax_ub.retrofit.overlap import overlap as overlap
 from jax_ub.retrofit.overlap import overlapped as overlapped
@@ -17,3 +26,5 @@ from jax_ub.rules.matmul_reduce_scatter import (
 from jax_ub.rules.wgrad_accumulate import wgrad_accumulate as wgrad_accumulate
 from jax_ub.runtime.engine import register_targets as register_targets
 from jax_ub.runtime.exporting import export_safety_checks as export_safety_checks
+from jax_ub.runtime.overlaps import CommOverlap as CommOverlap
+from jax_ub.runtime.overlaps import CommOverlapP2P as CommOverlapP2P

@@ -19,6 +19,24 @@ class UnknownNameError(UbError, ValueError):
     """A name (of a method, a kind, a configuration) that jax_ub does not know."""
 
 
+class UnknownOverlapError(UnknownNameError, KeyError):
+    """`get_ub` has no overlap of that name."""
+
+    __str__ = Exception.__str__  # KeyError's would quote the text
+
+
+class ConfigurationError(UbError, ValueError):
+    """What `initialize_ub` is given is out of range, or contradicts itself."""
+
+
+class ConfigurationTypeError(ConfigurationError, TypeError):
+    """What `initialize_ub` is given is of another type."""
+
+
+class LifecycleError(UbError, RuntimeError):
+    """`initialize_ub` was called twice, or not at all."""
+
+
 class UnsupportedOverlapError(UbError, NotImplementedError):
     """The call is right, but cannot run in this way or in this place."""
 

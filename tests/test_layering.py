@@ -17,10 +17,19 @@ LAYERS = {
     "primitives": {"primitives", "runtime"},
     "explain": {"explain", "simulate", "runtime"},
     "simulate": {"simulate", "runtime"},
+    "initialize": {"initialize", "primitives", "runtime"},
     "runtime": {"runtime"},
 }
 # Each leaf may import the leaves after it.
-LEAVES = ["reference", "methods", "shapes", "pictures", "errors", "_cpu"]
+LEAVES = [
+    "reference",
+    "overlap_config",
+    "methods",
+    "shapes",
+    "pictures",
+    "errors",
+    "_cpu",
+]
 # These show, measure and start the library, with everything that is public.
 OUTSIDE = {"bench", "launch", "__main__", "doctor", "__init__"}
 

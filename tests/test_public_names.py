@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 import jax_ub as ub
@@ -18,13 +19,17 @@ SIGNATURES = {
     "all_reduce": "x, *, axis_name",
     "dgrad_add": "dy, w, residual",
     "wgrad_accumulate": "x, dy, main_grad",
+    "initialize_ub": "shape, tp_size, use_fp8=False, quantization_modes=None, "
+    "dtype=jnp.bfloat16, ub_cfgs=None, bootstrap_backend=None, *, mesh=None, "
+    'axis_name="tp"',
+    "get_ub": "name, use_fp8=False",
     "linear": "x, w, b=None, *, parallel=None, axis_name=None, "
     "sequence_parallel=True, ub_name=None, method=None, main_grad=None",
 }
 
 
 def pinned(text):
-    namespace: dict = {}
+    namespace: dict = {"jnp": jnp}
     exec(f"def function({text}): pass", namespace)
     return inspect.signature(namespace["function"])
 

@@ -89,7 +89,7 @@ class Linear(nnx.Module):
                 layers; otherwise a column layer gathers nothing and a row layer
                 all-reduces.
             method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-            ub_name: the layer's name in error texts.
+            ub_name: the layer's name: in errors, and in `initialize_ub`.
             main_grad: whether the kernel's gradient is accumulated into `main_grad`.
 
         Raises:

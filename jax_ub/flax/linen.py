@@ -37,7 +37,7 @@ class Linear(nn.Module):
             all axes but `axis_name`, where their product divides it.
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        ub_name: the layer's name in error texts.
+        ub_name: the layer's name: in errors, and in `initialize_ub`.
         main_grad: whether the kernel's gradient is accumulated into the f32 variable
             `main_grad` of the collection "_overwrite_with_gradient", whose cotangent is
             its new value; that of the kernel is zero.

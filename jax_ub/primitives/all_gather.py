@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -17,6 +17,10 @@ class AllGather(Call):
     def shapes(self, x):
         """All ranks' rows."""
         return [((*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1]), x.dtype)]
+
+    def communicated(self, x):
+        """All ranks' rows of x."""
+        return shapes.num_rows(x) * self.num_ranks, x.shape[-1]
 
     def reference(self, x):
         """`jax.lax.all_gather`."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -32,6 +32,10 @@ class AllGatherMatmul(Call):
         ]
         gathered = [((*rows, x.shape[-1]), x.dtype)] if self.return_gathered else []
         return results + gathered
+
+    def communicated(self, x, *others):
+        """All ranks' rows of x."""
+        return shapes.num_rows(x) * self.num_ranks, x.shape[-1]
 
     def reference(self, x, *kernels):
         """`scale * all_gather(x) @ w_i + bias_i + residual_i`."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -25,6 +25,11 @@ class BulkAllGather(Call):
             ((*dy.shape[:-1], w.shape[0]), jnp.dtype(jnp.float32)),
             ((*shard.shape[:-2], rows, shard.shape[-1]), shard.dtype),
         ]
+
+    def communicated(self, *operands):
+        """All ranks' rows of the shard."""
+        shard = operands[-1]
+        return shapes.num_rows(shard) * self.num_ranks, shard.shape[-1]
 
     def reference(self, *operands):
         """`sum_i dy_i @ w_i.T`, and `all_gather(shard)`."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -27,6 +27,10 @@ class BulkReduceScatter(Call):
         scattered = (*partial.shape[:-2], rows, partial.shape[-1])
         dws = [((x.shape[-1], dy.shape[-1]), self.dw_dtype) for dy in dys]
         return [*dws, (scattered, self.scattered_dtype)]
+
+    def communicated(self, *operands):
+        """The partial."""
+        return shapes.num_rows(operands[-1]), operands[-1].shape[-1]
 
     def reference(self, x, *others):
         """`main_grad_i + x.T @ dy_i`, and `psum_scatter(partial)`."""

@@ -22,7 +22,7 @@ from jax_ub.methods import Method
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
-from jax_ub.runtime import engine
+from jax_ub.runtime import engine, overlaps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,10 @@ class Call:
     def aliases(self, operands) -> dict[int, int]:
         """Which operand's buffer becomes which result's."""
         return {}
+
+    def communicated(self, *operands) -> tuple[int, int]:
+        """Rows and features of what is gathered, or summed over the ranks."""
+        raise NotImplementedError
 
     def is_activation(self, index: int) -> bool:
         """Whether operand `index` is `[..., rows, features]`, with free batch axes."""
@@ -116,6 +120,9 @@ def _run(call, *operands):
 
 
 def _abstract_eval(*operands, call):
+    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
+    if domain is not None:
+        domain.check_capacity(call.label, *call.communicated(*operands))
     axes = varying.axes_of(*operands)
     if call.replicates:
         axes -= frozenset(call.axis_name)

@@ -72,10 +72,11 @@ def find_ranks(
             "it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
-    return Ranks(_table(mesh, axes), _spans_processes(mesh))
+    return Ranks(rank_table(mesh, axes), _spans_processes(mesh))
 
 
-def _table(mesh, axes):
+def rank_table(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """The global device ids of a mesh, group by group, in the order of the ranks."""
     ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(mesh.devices)
     places = [mesh.axis_names.index(axis) for axis in axes]
     # The group axis last: every row of the table is one group, in the order of ranks.

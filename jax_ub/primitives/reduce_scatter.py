@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -21,6 +21,10 @@ class ReduceScatter(Call):
         """The own rows."""
         rows = x.shape[-2] // self.num_ranks
         return [((*x.shape[:-2], rows, x.shape[-1]), self.out_dtype)]
+
+    def communicated(self, x):
+        """What is summed."""
+        return shapes.num_rows(x), x.shape[-1] if x.shape else 1
 
     def reference(self, x):
         """`jax.lax.psum_scatter` in f32."""

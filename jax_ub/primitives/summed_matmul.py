@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference
+from jax_ub import reference, shapes
 from jax_ub.primitives.call import Call
 
 
@@ -39,6 +39,11 @@ class SummedMatmul(Call):
         columns = w.shape[0 if self.rhs_transposed else 1]
         rows = self.reduced_rows(x.shape[-2])
         return [((*x.shape[:-2], rows, columns), self.out_dtype)]
+
+    def communicated(self, x, *others):
+        """The sum of the products, before it is reduced."""
+        w = others[self.num_pairs - 1]
+        return shapes.num_rows(x), w.shape[0 if self.rhs_transposed else 1]
 
     def reference(self, *operands):
         """The sum of the products, reduced, plus the addends."""

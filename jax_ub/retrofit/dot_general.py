@@ -40,7 +40,7 @@ def dot_general(
         sequence_parallel: whether tokens are sharded over `axis_name` between layers;
             otherwise a column layer gathers nothing and a row layer all-reduces.
         data_axes: the mesh axes over the leading axis of x; None takes all the others.
-        ub_name: the layer's name in error texts.
+        ub_name: the layer's name: in errors, and in `initialize_ub`.
 
     Returns:
         A hashable callable with the signature of `jax.lax.dot_general`.

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.placement import kind_of_spec, resolve_kind, sharding_of
+from jax_ub.runtime.overlaps import LayerPath
 
 
 def overlap(
@@ -66,7 +67,7 @@ def overlap(
             method=method,
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
-            ub_name=path,
+            ub_name=LayerPath(path),
         )
         chosen[path].placement.check_kernel_spec(_spec(layer), _num_in(layer))
     # Only now, so that a refused call leaves the model as it was.

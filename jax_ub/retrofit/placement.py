@@ -61,7 +61,7 @@ class Placement:
         sequence_parallel: whether tokens are sharded over `axis_name` where features
             are not.
         method: how the layer runs; None is `JAX_UB_METHOD`, or "auto".
-        ub_name: the layer's name in error texts.
+        ub_name: the layer's name: in errors, and in `initialize_ub`.
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`.

@@ -51,7 +51,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             one gather.
         axis_name: the mesh axis, of size P, to gather over.
         bias: `[N/P]`, or a tuple of one for each kernel.
-        ub_name: the call's name in error texts.
+        ub_name: the call's name: in errors, and in `initialize_ub`.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         return_gathered: whether the gathered `x` is returned too.
         out_dtype: dtype of the product; None is that of `x`.

@@ -29,6 +29,7 @@ def column_gradients(
     Returns:
         `[..., M/P, K]` or None, and `[K, N_i]` by the index of the kernel.
     """
+    site = site.dgrad
     ws, main_grads = residuals["ws"], residuals["main_grads"]
     if ws is not None:
         ws = tuple(ws[i] for i in dys)

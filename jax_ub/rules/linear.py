@@ -58,7 +58,7 @@ def linear(  # noqa: PLR0913, pinned
         axis_name: the mesh axis, of size P, that it is sharded over.
         sequence_parallel: whether the activations outside a column-row pair are sharded
             along their rows (axis -2).
-        ub_name: the call's name in error texts.
+        ub_name: the call's name: in errors, and in `initialize_ub`.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape: its
             cotangent is `main_grad + dw`, written in place where its buffer is free,
@@ -135,7 +135,7 @@ def _local_gemms(site, x, w, dy, main_grad):
 
 def _replicated_gemms(site, x, w, dy, main_grad):
     # Every rank has the part of x's gradient that its own columns contribute.
-    return _dgrad(site, summed, site.fused, w, dy), _wgrad(site, x, dy, main_grad)
+    return _dgrad(site, summed, site.dgrad.fused, w, dy), _wgrad(site, x, dy, main_grad)
 
 
 def _dgrad(site, product, where, w, dy):

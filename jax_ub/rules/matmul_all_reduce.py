@@ -45,7 +45,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         axis_name: the mesh axis, of size P, to reduce over.
         bias: `[N]`, the same on every rank.
         residual: `[..., M, N]`, the same on every rank.
-        ub_name: the call's name in error texts.
+        ub_name: the call's name: in errors, and in `initialize_ub`.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         out_dtype: dtype of the result; None is that of `x`.
         main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent

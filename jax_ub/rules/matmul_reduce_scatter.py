@@ -37,7 +37,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         axis_name: the mesh axis, of size P, to reduce over.
         bias: `[N]`, added once.
         residual: `[..., M/P, N]`, added to this rank's rows.
-        ub_name: the call's name in error texts.
+        ub_name: the call's name: in errors, and in `initialize_ub`.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         out_dtype: dtype of the result; None is that of `x`.
         main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent

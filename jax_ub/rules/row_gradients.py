@@ -33,8 +33,8 @@ def row_gradients(
     """
     dy = dy.astype(site.dtype)
     # What the dgrad gathers serves the wgrad too, unless that reads it in place.
-    reuses = x is not None and site.method.copies_operands
-    dx = gathered = dw = None
+    reuses = x is not None and site.dgrad.method.copies_operands
+    dx = gathered = None
     if w is not None:
         (dx,), gathered = all_gather_matmul(
             dy,
@@ -44,13 +44,16 @@ def row_gradients(
             rhs_transposed=True,
             return_gathered=reuses,
             out_dtype=site.dtype if residual is None else residual.dtype,
-            **site.fused,
+            **site.dgrad.fused,
         )
-    elif reuses:
+    if x is None:
+        return dx, None
+    site = site.wgrad
+    if gathered is None and site.method.copies_operands:
         gathered = all_gather(dy, **site.alone)
     main_grads, dtype = accumulation(site, main_grad)
     if gathered is not None:
         (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
-    elif x is not None:
+    else:
         (dw,) = wgrad(x, (dy,), main_grads, gather="dy", out_dtype=dtype, **site.fused)
     return dx, dw

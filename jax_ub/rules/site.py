@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_ub import methods
 from jax_ub.methods import Method
+from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.primitives import mesh, varying
-from jax_ub.runtime import settings
+from jax_ub.rules.named import Way, ways_of
+from jax_ub.runtime import overlaps, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Site:
     is_tracked: bool  # whether shard_map types values by the axes they vary over
     dtype: np.dtype | None = None  # of the operands
     out_dtype: np.dtype | None = None  # of the result
+    num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
+    dgrad_way: Way | None = None  # as its name is configured; None is as the forward
+    wgrad_way: Way | None = None  # None is as the dgrad
 
     def with_dtypes(self, dtype, out_dtype) -> "Site":
         """The same call, for operands and a result of these dtypes."""
@@ -34,49 +40,90 @@ class Site:
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
+    @property
+    def dgrad(self) -> "Site":
+        """The same call, as the gradient of its activations runs."""
+        return self._as(self.dgrad_way)
+
+    @property
+    def wgrad(self) -> "Site":
+        """The same call, as the gradient of its kernel runs on its own."""
+        return self._as(self.wgrad_way or self.dgrad_way)
+
+    def _as(self, way):
+        if way is None:
+            return self
+        return dataclasses.replace(self, method=way.method, num_splits=way.num_splits)
+
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""
         own = self.axis_name if self.is_tracked else ()
         return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
 
-    def over_ranks(self, method: Method) -> dict[str, object]:
+    def over_ranks(self, method: Method) -> dict[str, Any]:
         """Where a call of a primitive that communicates runs."""
         return {
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
             "method": method,
+            "num_splits": self.num_splits if method is Method.PIPELINE else 0,
             "label": self.label,
         }
 
     @property
-    def fused(self) -> dict[str, object]:
+    def fused(self) -> dict[str, Any]:
         """Where a GEMM with its communication runs."""
         return self.over_ranks(self.method.forward)
 
     @property
-    def bulk(self) -> dict[str, object]:
+    def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
         return self.over_ranks(Method.BULK)
 
     @property
-    def alone(self) -> dict[str, object]:
+    def alone(self) -> dict[str, Any]:
         """Where communication without a GEMM runs."""
         return self.over_ranks(self.method.alone)
 
     @property
-    def local(self) -> dict[str, object]:
+    def local(self) -> dict[str, Any]:
         """Where a GEMM without communication runs."""
         return {"method": self.method.alone, "label": self.label}
 
 
-def open_site(op: str, axis_name, ub_name: str | None, method) -> Site:
-    """Finds the ranks and the method of a call."""
+def open_site(
+    op: str, axis_name, ub_name: str | None, method, *, like: str | None = None
+) -> Site:
+    """Finds the ranks and the methods of a call.
+
+    The call's own method comes first, then what its name is configured with, then
+    `JAX_UB_METHOD`.
+
+    Args:
+        op: what the call is called in errors.
+        axis_name: its mesh axis, or None.
+        ub_name: its name in `initialize_ub`, or None.
+        method: what the call itself asks for, or None.
+        like: the function that communicates as this call does; None is `op`.
+    """
     label = op if ub_name is None else f"{op} (ub_name {ub_name!r})"
     chosen = methods.resolve(label, method, settings.method())
     axes = mesh.axis_tuple(axis_name)
     num_ranks = mesh.axis_size(label, axis_name) if axis_name is not None else 1
-    tracked = varying.is_tracked(axes)
-    return Site(op, label, axes, num_ranks, chosen, tracked)
+    site = Site(op, label, axes, num_ranks, chosen, varying.is_tracked(axes))
+    found = overlaps.find(label, axes, num_ranks, ub_name)
+    if method is not None or not found:
+        return site
+    ways = ways_of(like or op, label, found)
+    forward = ways.get(FPROP, Way(chosen))
+    return dataclasses.replace(
+        site,
+        method=forward.method,
+        num_splits=forward.num_splits,
+        # A pass without a configuration keeps what the call would do without a name.
+        dgrad_way=ways.get(DGRAD, Way(chosen)),
+        wgrad_way=ways.get(WGRAD),
+    )
 
 
 def promote(operands, axes):

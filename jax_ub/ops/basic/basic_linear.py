@@ -19,6 +19,14 @@ from jax_ub.rules.site import Site, open_site
 MODES = ("column", "row")
 default_kernel_init = initializers.lecun_normal()
 
+# By mode and sequence parallelism, the function that communicates as the op does.
+_LIKE: dict[tuple[str | None, bool], str] = {
+    ("column", True): "all_gather_matmul",
+    ("column", False): "linear",
+    ("row", True): "matmul_reduce_scatter",
+    ("row", False): "matmul_all_reduce",
+}
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BasicLinear(BasicOperation):
@@ -148,7 +156,8 @@ class BasicLinear(BasicOperation):
         """
         axis = None if self.tensor_parallel_mode is None else self.axis_name
         method = dict(self.userbuffers_options or ()).get("method", self.method)
-        site = open_site(self.label, axis, self.comm_name, method)
+        like = _LIKE.get((self.tensor_parallel_mode, self.sequence_parallel))
+        site = open_site(self.label, axis, self.comm_name, method, like=like)
         return site if dtype is None else site.with_dtypes(dtype, dtype)
 
     def operands(self, params: Params, x: jax.Array):

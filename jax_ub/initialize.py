@@ -1,0 +1,300 @@
+"""`initialize_ub` and `destroy_ub`: the life of the named overlaps and their buffers.
+
+Transformer Engine: `module.base.initialize_ub`. Everything is checked before anything
+is made, and all processes agree on the outcome, so that a call that fails leaves
+nothing behind on any of them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ub import shapes
+from jax_ub.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    LifecycleError,
+)
+from jax_ub.methods import Method
+from jax_ub.overlap_config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+)
+from jax_ub.overlap_config.resolve import read_entries, resolve
+from jax_ub.primitives.mesh import axis_tuple, rank_table
+from jax_ub.runtime import overlaps
+from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
+
+_Modes = Sequence[UserBufferQuantizationMode]
+
+
+def initialize_ub(  # noqa: PLR0913, pinned
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: _Modes | None = None,
+    dtype=jnp.bfloat16,
+    ub_cfgs: Mapping | Sequence[Mapping] | None = None,
+    bootstrap_backend: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "tp",
+) -> None:
+    """Makes the named overlaps of one mesh axis, and the buffers they communicate in.
+
+    Calls and layers with a `ub_name` then run as the overlaps of that name are
+    configured, forward and backward, and groups of ranks that lie in several processes
+    of a host are connected. All processes of the mesh call it, with the same arguments,
+    before they trace what uses it.
+
+    Args:
+        shape: the capacity, `[T, H]`: tokens of all ranks together, with all batch
+            axes, and features. Calls may communicate up to T * H elements.
+        tp_size: P, the size of `axis_name`.
+        use_fp8: the same as `quantization_modes=[FP8]`.
+        quantization_modes: for which operands there are overlaps, `NONE`, `FP8` or
+            both; None follows `use_fp8`.
+        dtype: of the unquantised operands.
+        ub_cfgs: by name, what differs from Transformer Engine's defaults; or a list of
+            that, one for each mode. `ub.overlap_config.from_te` reads Megatron's files.
+        bootstrap_backend: how processes find each other: None or "jax", "mpi",
+            or "file:<directory>".
+        mesh: the mesh; None takes that of `jax.set_mesh`, else groups of `tp_size`
+            consecutive devices.
+        axis_name: the mesh axis of the ranks. Several axes may be alive at once.
+
+    Raises:
+        ConfigurationError: if a value is out of range, or does not fit another.
+        ConfigurationTypeError: if a value is of another type.
+        UnknownNameError: if a name, a key, a method or a backend is unknown.
+        LifecycleError: if the axis is initialised already.
+        CommunicatorError: if another process refused, or differs.
+        TimeoutError: if processes were missing when the deadline passed.
+    """
+    axes = axis_tuple(axis_name)
+    _check_not_initialized(axes)
+    domain = _domain(
+        axes,
+        shape,
+        tp_size,
+        _read_modes(use_fp8, quantization_modes),
+        dtype,
+        ub_cfgs,
+        mesh,
+    )
+    overlaps.add(domain)
+
+
+def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
+    """Returns what `initialize_ub` made.
+
+    Programs that were compiled with it and cross processes cannot run any more; trace
+    them anew after the next `initialize_ub`.
+
+    Args:
+        axis_name: which axis; None means all of them. One that was not initialised, or
+            is destroyed already, is nothing to do.
+    """
+    wanted = None if axis_name is None else axis_tuple(axis_name)
+    for domain in overlaps.domains():
+        if wanted in (None, domain.axis_name):
+            overlaps.remove(domain.axis_name)
+
+
+def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
+    """Says whether `initialize_ub` was called, for this axis or for any."""
+    wanted = None if axis_name is None else axis_tuple(axis_name)
+    return any(wanted in (None, domain.axis_name) for domain in overlaps.domains())
+
+
+def get_ub(
+    name: str,
+    use_fp8: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Overlap:
+    """Returns one named overlap, to look at.
+
+    Args:
+        name: its name, such as "qkv_fprop".
+        use_fp8: whether the one for FP8 operands.
+        axis_name: its axis; None where only one has the name.
+
+    Raises:
+        LifecycleError: if nothing was initialised.
+        UnknownOverlapError: if there is no such overlap; a `KeyError` too.
+    """
+    return overlaps.get(name, use_fp8, axis_tuple(axis_name) or None)
+
+
+def _check_not_initialized(axes):
+    if not axes:
+        raise ConfigurationError(
+            "initialize_ub: axis_name = None. Pass the mesh axis of the ranks."
+        )
+    if is_ub_initialized(axes):
+        raise LifecycleError(
+            f"initialize_ub: axis {axes} is initialised already. Call ub.destroy_ub() "
+            "first; another axis name may be initialised beside it."
+        )
+
+
+def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
+    if not modes:
+        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
+    if not isinstance(modes, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: quantization_modes = {modes!r} is a "
+            f"{type(modes).__name__}. Pass a list, such as "
+            "[ub.UserBufferQuantizationMode.NONE]."
+        )
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise ConfigurationTypeError(
+                f"initialize_ub: quantization_modes has {mode!r}, which is no "
+                "ub.UserBufferQuantizationMode. Use its NONE and FP8."
+            )
+    if len(set(modes)) != len(modes) or (use_fp8 and overlaps.FP8 not in modes):
+        raise ConfigurationError(
+            f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
+            f"{use_fp8}. Name every mode once, and leave use_fp8 out."
+        )
+    return tuple(modes)
+
+
+def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
+    """Checks everything that one process can check by itself."""
+    shape, tp_size = _read_shape(shape), _read_size("tp_size", tp_size)
+    dtype = _read_dtype(dtype)
+    table = rank_table(_read_mesh(mesh, axes, tp_size), axes)
+    found = {}
+    for mode, cfgs in zip(modes, _per_mode(ub_cfgs, modes), strict=True):
+        entries = read_entries(cfgs)
+        for name, config in resolve(entries, tp_size, mode).items():
+            found[name, mode] = _overlap(
+                name, config, mode, axes, tp_size, shape, dtype, name in entries
+            )
+    groups = tuple(map(tuple, table.reshape(-1, tp_size).tolist()))
+    return Domain(axes, tp_size, shape, dtype, modes, found, groups)
+
+
+def _read_shape(shape):
+    try:
+        tokens, hidden = shape
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"initialize_ub: shape = {shape!r} is not [T, H], the tokens of all ranks "
+            "together and their features."
+        ) from None
+    return _read_size("shape[0]", tokens), _read_size("shape[1]", hidden)
+
+
+def _read_size(name, value):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigurationTypeError(
+            f"initialize_ub: {name} = {value!r} is a {type(value).__name__}, not an "
+            "integer."
+        )
+    if value < 1:
+        raise ConfigurationError(f"initialize_ub: {name} = {value} is not positive.")
+    return int(value)
+
+
+def _read_dtype(dtype):
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in shapes.FLOATS:
+        raise ConfigurationError(
+            f"initialize_ub: dtype = {dtype!r} is none of float32, bfloat16 and "
+            "float16. FP8 buffers are a quantization mode: quantization_modes=[FP8]."
+        )
+    return found
+
+
+def _read_mesh(mesh, axes, tp_size) -> Mesh:
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            return _consecutive(axes, tp_size)
+    if not isinstance(mesh, Mesh):
+        raise ConfigurationTypeError(
+            f"initialize_ub: mesh = {mesh!r} is a {type(mesh).__name__}, but the "
+            "devices must be known. Pass a jax.sharding.Mesh."
+        )
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing:
+        raise ConfigurationError(
+            f"initialize_ub: the mesh has the axes {tuple(mesh.axis_names)}, not "
+            f"{missing[0]!r}. Pass the one of the ranks as axis_name=."
+        )
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if size != tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
+            f"{size} devices. Both must be equal."
+        )
+    return mesh
+
+
+def _consecutive(axes, tp_size):
+    devices = jax.devices()
+    if len(axes) > 1 or len(devices) % tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: {len(devices)} devices do not make groups of tp_size = "
+            f"{tp_size} on {axes}. Pass mesh=."
+        )
+    groups = np.array(devices).reshape(-1, tp_size)
+    return Mesh(groups, (f"replicas of {axes[0]}", *axes))
+
+
+def _per_mode(ub_cfgs, modes):
+    if ub_cfgs is None or isinstance(ub_cfgs, Mapping):
+        return [ub_cfgs] * len(modes)
+    if not isinstance(ub_cfgs, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: ub_cfgs = {ub_cfgs!r} is a {type(ub_cfgs).__name__}. Pass "
+            "a dictionary of names, or a list with one for each quantization mode."
+        )
+    if len(ub_cfgs) != len(modes):
+        raise ConfigurationError(
+            f"initialize_ub: ub_cfgs has {len(ub_cfgs)} dictionaries for {len(modes)} "
+            "quantization modes. Pass one for each, or a single one for all."
+        )
+    return ub_cfgs
+
+
+def _overlap(  # noqa: PLR0913, one for each attribute
+    name: str,
+    config: OverlapConfig,
+    mode: UserBufferQuantizationMode,
+    axes: tuple[str, ...],
+    tp_size: int,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    is_configured: bool,
+) -> Overlap:
+    is_ring = config.method == Method.RING_EXCHANGE.value
+    rows = shape[0]
+    if is_ring and config.comm_type is CommOverlapType.RS:
+        # Every rank keeps its own products, and what the others send of its rows.
+        rows = -(-rows * (2 * tp_size - 1) // tp_size)
+    is_fp8 = mode is overlaps.FP8 and config.fp8_buf
+    return (CommOverlapP2P if is_ring else CommOverlap)(
+        name=name,
+        method=config.method,
+        comm_type=config.comm_type,
+        config=config,
+        buffer_shape=(rows, shape[1]),
+        buffer_dtype=jnp.dtype(jnp.uint8) if is_fp8 else dtype,
+        mode=mode,
+        axis_name=axes,
+        tp_size=tp_size,
+        is_configured=is_configured,
+    )

@@ -1,0 +1,219 @@
+"""What a named overlap is configured with, and what each key may be."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+
+from jax_ub.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    UnknownNameError,
+    nearest,
+)
+from jax_ub.methods import Method
+
+# Transformer Engine's: 32 blocks report one collective to its flags.
+_MOST_SM = 32
+# The largest cluster of thread blocks that every GPU since Hopper launches.
+_CGA_SIZES = (1, 2, 4, 8)
+# CUDA's stream priorities: a smaller number goes first.
+HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
+_MOST_SPLITS = 1 << 16
+
+
+class CommOverlapType(enum.Enum):
+    """What a named overlap communicates; the names are Transformer Engine's."""
+
+    AG = "AG"
+    RS = "RS"
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """What the buffers of a named overlap hold; the names are Transformer Engine's."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapConfig(Mapping):
+    """The configuration of one named overlap: attributes, and a mapping by key.
+
+    `method` and `num_splits` act everywhere; the others are what a GPU's
+    kernels and streams are launched with, checked and kept on a CPU.
+    """
+
+    method: str
+    comm_type: CommOverlapType
+    num_splits: int
+    aggregate: bool
+    num_sm: int
+    cga_size: int
+    set_sm_margin: bool
+    use_ce: bool
+    fp8_buf: bool
+    comm_priority: int
+    gemm_priority: int
+    pipeline_rs_overlap_first_gemm: bool
+
+    @property
+    def is_reduce_scatter(self) -> bool:
+        """Whether it reduce-scatters; else it gathers."""
+        return self.comm_type is CommOverlapType.RS
+
+    @property
+    def atomic_gemm(self) -> bool:
+        """Always False: cuBLAS 13 has no atomic GEMM."""
+        return False
+
+    def __getitem__(self, key: str):
+        """The value of a key, as Transformer Engine's dictionaries have it."""
+        if key not in KEYS:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys."""
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(KEYS)
+
+    def __hash__(self) -> int:
+        """Hashes every field."""
+        return hash(tuple(self.values()))
+
+
+def _flag(value):
+    # Megatron's files have 0 and 1.
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise TypeError
+
+
+def _whole(low, high):
+    def read(value):
+        if type(value) is not int:
+            raise TypeError
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _one_of(*values):
+    def read(value):
+        if type(value) is not int:
+            raise TypeError
+        if value not in values:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _method(value):
+    if value is None:
+        return Method.AUTO.value
+    if isinstance(value, Method):
+        return value.value
+    if not isinstance(value, str):
+        raise TypeError
+    return Method(value).value
+
+
+def _comm_type(value):
+    if isinstance(value, CommOverlapType):
+        return value
+    if not isinstance(value, str):
+        raise TypeError
+    return CommOverlapType(value.upper())
+
+
+_METHODS = ", ".join(f'"{method.value}"' for method in Method)
+_FLAG = (_flag, "True or False (or 1 or 0)")
+_PRIORITY = (
+    _whole(HIGHEST_PRIORITY, LOWEST_PRIORITY),
+    f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
+)
+
+# By key: what reads a value, and what it may be in words.
+KEYS = {
+    "method": (_method, f"one of {_METHODS}; None is auto"),
+    "comm_type": (_comm_type, '"AG" or "RS"'),
+    "is_reduce_scatter": _FLAG,
+    "num_splits": (_whole(1, _MOST_SPLITS), f"an integer, 1 to {_MOST_SPLITS}"),
+    "aggregate": _FLAG,
+    "num_sm": (_whole(1, _MOST_SM), f"an integer, 1 to {_MOST_SM}"),
+    "cga_size": (_one_of(*_CGA_SIZES), "1, 2, 4 or 8"),
+    "set_sm_margin": _FLAG,
+    "use_ce": _FLAG,
+    "fp8_buf": _FLAG,
+    "comm_priority": _PRIORITY,
+    "gemm_priority": _PRIORITY,
+    "pipeline_rs_overlap_first_gemm": _FLAG,
+    "atomic_gemm": _FLAG,
+}
+
+
+def read_entry(name: str, entry: object) -> dict[str, object]:
+    """Checks what a user gives for one name, key by key.
+
+    Args:
+        name: the overlap's name, for errors.
+        entry: a mapping of `KEYS`; another `OverlapConfig` is one too.
+
+    Returns:
+        The same, in the types of `OverlapConfig`, with `comm_type` in the place of
+        `is_reduce_scatter`, and without `atomic_gemm`.
+
+    Raises:
+        ConfigurationTypeError: if it is no mapping, or a value is of another type.
+        UnknownNameError: if a key or a method is unknown.
+        ConfigurationError: if a value is out of range; and for `atomic_gemm`.
+    """
+    if not isinstance(entry, Mapping):
+        raise ConfigurationTypeError(
+            f"ub_cfgs[{name!r}] = {entry!r} is a {type(entry).__name__}, not a "
+            'dictionary of keys and values, such as {"method": "pipeline"}.'
+        )
+    read = {key: _read_value(name, key, value) for key, value in entry.items()}
+    if read.pop("atomic_gemm", False):
+        raise ConfigurationError(
+            f'ub_cfgs[{name!r}]["atomic_gemm"] = True: cuBLAS 13 has no atomic GEMM, '
+            "which this would need. Leave it out; the other methods overlap as well."
+        )
+    return _with_comm_type(name, read)
+
+
+def _read_value(name, key, value):
+    if key not in KEYS:
+        raise UnknownNameError(
+            f"ub_cfgs[{name!r}] has no key {key!r}. {nearest(str(key), KEYS)}"
+        )
+    read, words = KEYS[key]
+    try:
+        return read(value)
+    except (TypeError, ValueError) as error:
+        found = f"ub_cfgs[{name!r}][{key!r}] = {value!r} is not"
+        if key == "method" and isinstance(value, str):
+            known = nearest(value, [method.value for method in Method])
+            raise UnknownNameError(f"{found} a method. {known}") from None
+        if isinstance(error, TypeError):
+            raise ConfigurationTypeError(f"{found} {words}.") from None
+        raise ConfigurationError(f"{found} {words}.") from None
+
+
+def _with_comm_type(name, read):
+    if "is_reduce_scatter" not in read:
+        return read
+    scatters = read.pop("is_reduce_scatter")
+    comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
+    if read.setdefault("comm_type", comm_type) is not comm_type:
+        raise ConfigurationError(
+            f"ub_cfgs[{name!r}] has is_reduce_scatter = {scatters}, but comm_type = "
+            f'"{read["comm_type"].value}". Leave one of them out.'
+        )
+    return read

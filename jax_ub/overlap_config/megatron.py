@@ -1,0 +1,98 @@
+"""Reads the `tp-comm-overlap` files of Megatron-LM, NeMo and Transformer Engine."""
+
+import importlib
+import os
+import pathlib
+import types
+from collections.abc import Mapping
+
+from jax_ub.errors import ConfigurationError, ConfigurationTypeError
+from jax_ub.methods import Method
+from jax_ub.overlap_config.config import CommOverlapType
+from jax_ub.overlap_config.names import NAMES
+from jax_ub.overlap_config.resolve import read_entries
+
+# What Transformer Engine reads of only some overlaps, and passes over elsewhere.
+_READ_BY = {
+    "num_splits": lambda method, gathers: method is Method.PIPELINE,
+    "aggregate": lambda method, gathers: method is Method.RING_EXCHANGE and gathers,
+    "use_ce": lambda method, gathers: method is Method.RING_EXCHANGE,
+    "pipeline_rs_overlap_first_gemm": lambda method, gathers: (
+        method is Method.PIPELINE and not gathers
+    ),
+    "fp8_buf": lambda method, gathers: not gathers and method is not Method.BULK,
+}
+
+
+def from_te(
+    source: Mapping | str | os.PathLike,
+) -> dict[str, dict[str, object]]:
+    """Reads a `tp-comm-overlap` configuration for `initialize_ub(ub_cfgs=...)`.
+
+    Keys that Transformer Engine accepts and passes over, such as `fp8_buf` of an
+    all-gather, are left out; everything else is checked and kept.
+
+    Args:
+        source: the dictionary, the text of a YAML file, or the path of one.
+
+    Returns:
+        By name, the keys and values.
+
+    Raises:
+        UnknownNameError: if a name, a key or a method is unknown.
+        ConfigurationError: if a value is out of range, or the file is missing or no
+            YAML.
+        ConfigurationTypeError: if it is no dictionary of dictionaries.
+        ImportError: if YAML is given and PyYAML is not installed.
+    """
+    found = source if isinstance(source, Mapping) else _read_yaml(source)
+    entries = read_entries({} if found is None else found)
+    return {name: _what_is_read(name, entry) for name, entry in entries.items()}
+
+
+def _what_is_read(name, entry):
+    default, comm_type = NAMES.get(name, (Method.AUTO, entry.get("comm_type")))
+    method = Method(entry.get("method", default.value))
+    gathers = comm_type is CommOverlapType.AG
+    if name in NAMES and default is Method.BULK and method is not Method.BULK:
+        gathers = False
+    return {
+        key: value
+        for key, value in entry.items()
+        if key not in _READ_BY or _READ_BY[key](method, gathers)
+    }
+
+
+def _read_yaml(source):
+    yaml = _yaml()
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigurationTypeError(
+            f"overlap_config.from_te: {source!r} is a {type(source).__name__}. Pass a "
+            "dictionary, YAML text, or the path of a YAML file."
+        )
+    text = source
+    if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
+        try:
+            text = pathlib.Path(source).read_text()
+        except OSError as error:
+            raise ConfigurationError(
+                f"overlap_config.from_te: cannot read {str(source)!r}: "
+                f"{error.strerror}. Pass the path of a YAML file, its text, or a "
+                "dictionary."
+            ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(
+            f"overlap_config.from_te: this is no YAML: {error}"
+        ) from error
+
+
+def _yaml() -> types.ModuleType:
+    try:
+        return importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "jax_ub.overlap_config.from_te: PyYAML is not installed. Install it (pip "
+            "install pyyaml), or pass a dictionary."
+        ) from error

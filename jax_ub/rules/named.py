@@ -1,0 +1,86 @@
+"""What `initialize_ub` configured for the name of a call: how each pass runs.
+
+| op | fprop | dgrad | wgrad |
+|---|---|---|---|
+| all_gather_matmul | AG | AG(x) beside it (bulk), or RS | RS(dx) beside it (bulk) |
+| matmul_reduce_scatter | RS | AG | AG, where the dgrad has not gathered dy |
+| matmul_all_reduce | RS | local | local |
+| linear, column, not sequence parallel | local | RS | local |
+"""
+
+import dataclasses
+
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.methods import Method
+from jax_ub.overlap_config import CommOverlapType
+from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
+from jax_ub.runtime.overlaps import Overlap
+
+_AG, _RS = CommOverlapType.AG, CommOverlapType.RS
+# By op and pass: what it may communicate. A pass that is missing does not.
+_COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
+    "all_gather_matmul": {FPROP: (_AG,), DGRAD: (_AG, _RS), WGRAD: (_RS,)},
+    "matmul_reduce_scatter": {FPROP: (_RS,), DGRAD: (_AG,), WGRAD: (_AG,)},
+    "matmul_all_reduce": {FPROP: (_RS,)},
+    "linear": {DGRAD: (_RS,)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How one pass of a call runs."""
+
+    method: Method
+    num_splits: int = 0  # 0 is the engine's choice
+
+
+def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
+    """Reads how the passes of a call run from the overlaps of its name.
+
+    Args:
+        op: the op's name.
+        label: the call, for errors.
+        found: its overlaps by pass, from `overlaps.find`.
+
+    Returns:
+        By pass; those that are missing run as the call would without a name.
+
+    Raises:
+        UnsupportedOverlapError: if the op cannot run what its name is configured for.
+    """
+    ways = {}
+    for direction, possible in _COMMUNICATES.get(op, {}).items():
+        overlap = found.get(direction)
+        if overlap is None:
+            continue
+        _check(label, op, direction, possible, overlap)
+        # A wgrad that nobody configured goes along with its dgrad.
+        if direction != WGRAD or overlap.is_configured:
+            config = overlap.config
+            ways[direction] = Way(Method(config.method), config.num_splits)
+    return ways
+
+
+def _check(label, op, direction, possible, overlap: Overlap):
+    is_bulk = overlap.method == Method.BULK.value
+    if overlap.comm_type in possible and is_bulk == _is_beside(
+        op, direction, overlap.comm_type
+    ):
+        return
+    wanted = " or ".join(
+        f"{one.value} ({'bulk' if _is_beside(op, direction, one) else 'not bulk'})"
+        for one in possible
+    )
+    raise UnsupportedOverlapError(
+        f"{label}: overlap {overlap.name!r} is configured for "
+        f'{overlap.comm_type.value} with method "{overlap.method}", but the '
+        f"{direction} of {op} communicates {wanted}. Use another ub_name, configure "
+        f"{overlap.name!r} for it, or pass method=."
+    )
+
+
+def _is_beside(op, direction, comm_type):
+    """Whether the pass communicates beside a GEMM that does not depend on it."""
+    if op != "all_gather_matmul":
+        return False
+    return (direction, comm_type) in ((DGRAD, _AG), (WGRAD, _RS))

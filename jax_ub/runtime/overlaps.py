@@ -1,0 +1,231 @@
+"""The registry of named overlaps: what `initialize_ub` made, by mesh axis.
+
+The library's only mutable module state besides the connections between processes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jax_ub.errors import (
+    LifecycleError,
+    ShapeContractError,
+    UnknownNameError,
+    UnknownOverlapError,
+    UnsupportedOverlapError,
+    nearest,
+)
+from jax_ub.overlap_config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+    names,
+)
+
+NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
+
+
+class LayerPath(str):
+    """A layer's place in its model: a label, unless an overlap has just this name."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """One named overlap: how the calls of its name communicate, and in which buffer."""
+
+    name: str
+    method: str
+    comm_type: CommOverlapType
+    config: OverlapConfig
+    buffer_shape: tuple[int, ...]
+    buffer_dtype: np.dtype
+    mode: UserBufferQuantizationMode
+    axis_name: tuple[str, ...]
+    tp_size: int
+    is_configured: bool  # by the user; else it has Transformer Engine's defaults
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the buffer at capacity; names that do not run together share it."""
+        return math.prod(self.buffer_shape) * self.buffer_dtype.itemsize
+
+
+class CommOverlap(Overlap):
+    """An overlap whose ranks communicate all together, as collectives do."""
+
+
+class CommOverlapP2P(Overlap):
+    """An overlap whose chunks go from rank to rank: `ring_exchange`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """One call of `initialize_ub`: the overlaps on one mesh axis."""
+
+    axis_name: tuple[str, ...]
+    tp_size: int
+    shape: tuple[int, int]  # [T, H]
+    dtype: np.dtype
+    modes: tuple[UserBufferQuantizationMode, ...]
+    overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
+    groups: tuple[tuple[int, ...], ...]  # global device ids, in the order of ranks
+
+    def names(self) -> list[str]:
+        """The names, each once."""
+        return list(dict.fromkeys(name for name, _ in self.overlaps))
+
+    def check_capacity(self, label: str, rows: int, features: int) -> None:
+        """Refuses a call that communicates more than the buffers hold.
+
+        Args:
+            label: the call.
+            rows: tokens of all ranks together, with all batch axes.
+            features: of each.
+
+        Raises:
+            ShapeContractError: says the shape to initialise with.
+        """
+        tokens, hidden = self.shape
+        if rows * features <= tokens * hidden:
+            return
+        wanted = (-(-rows * features // hidden), hidden)
+        if features > hidden:
+            wanted = (max(rows, -(-tokens * hidden // features)), features)
+        axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
+        raise ShapeContractError(
+            f"{label}: it communicates {rows} tokens of {features} features, "
+            f"{rows * features} elements, but the buffers of axis {axes!r} were "
+            f"initialised for {tokens} of {hidden}, {tokens * hidden}. Call "
+            f'initialize_ub(shape={wanted}, ...), or pass method="xla".'
+        )
+
+
+_DOMAINS: dict[tuple[str, ...], Domain] = {}
+
+
+def add(domain: Domain) -> None:
+    """Makes the overlaps of an axis known; there are none yet."""
+    _DOMAINS[domain.axis_name] = domain
+
+
+def remove(axis_name: tuple[str, ...]) -> None:
+    """Forgets the overlaps of an axis."""
+    del _DOMAINS[axis_name]
+
+
+def domains() -> tuple[Domain, ...]:
+    """All that is initialised, in the order of their calls."""
+    return tuple(_DOMAINS.values())
+
+
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Domain | None:
+    """What was initialised for an axis of this name and size."""
+    domain = _DOMAINS.get(axis_name)
+    return domain if domain is not None and domain.tp_size == num_ranks else None
+
+
+def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
+    """Finds one overlap for `get_ub`.
+
+    Raises:
+        LifecycleError: if nothing was initialised.
+        UnknownOverlapError: if there is none of that name, or one on several axes.
+    """
+    if not _DOMAINS:
+        raise LifecycleError(
+            f"get_ub({name!r}): nothing was initialised. Call ub.initialize_ub first."
+        )
+    mode = FP8 if use_fp8 else NONE
+    places = [d for d in domains() if axis_name in (None, d.axis_name)]
+    found = [d.overlaps[name, mode] for d in places if (name, mode) in d.overlaps]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        axes = ", ".join(repr(one.axis_name) for one in found)
+        raise UnknownOverlapError(
+            f"get_ub({name!r}): several axes have it: {axes}. Pass axis_name=."
+        )
+    raise UnknownOverlapError(_missing(name, use_fp8, places))
+
+
+def _missing(name, use_fp8, places):
+    if not places:
+        return f"get_ub({name!r}): there are only the axes {list(_DOMAINS)}."
+    known = [one for domain in places for one in domain.names()]
+    if name in known:
+        modes = sorted({mode.name for domain in places for mode in domain.modes})
+        return (
+            f"get_ub({name!r}, use_fp8={use_fp8}): it was initialised for "
+            f"quantization_modes {modes} only."
+        )
+    return f"get_ub({name!r}): no overlap has that name. {nearest(name, known)}"
+
+
+def find(
+    label: str,
+    axis_name: tuple[str, ...],
+    num_ranks: int,
+    ub_name: str | None,
+) -> dict[str, Overlap]:
+    """Finds the overlaps of a call by its `ub_name`.
+
+    Args:
+        label: the call, for errors.
+        axis_name: its mesh axis.
+        num_ranks: the size of that axis.
+        ub_name: "qkv" finds "qkv_fprop", "qkv_dgrad" and "qkv_wgrad", as far as there
+            are such; the full name of one finds all of its layer, and a name without
+            a pass is a forward's.
+
+    Returns:
+        By pass, "fprop", "dgrad" and "wgrad". Empty where the axis was not initialised:
+        there a name is a mere label.
+
+    Raises:
+        UnknownNameError: if the axis was initialised, but has no such name.
+        UnsupportedOverlapError: if it was initialised for another number of ranks, or
+            for FP8 buffers only.
+    """
+    domain = _DOMAINS.get(axis_name)
+    if domain is None or ub_name is None:
+        return {}
+    layer = names.split_name(ub_name)[0]
+    found = {}
+    for direction in names.PASSES:
+        overlap = domain.overlaps.get((f"{layer}_{direction}", NONE))
+        if overlap is None and direction == names.FPROP:
+            overlap = domain.overlaps.get((layer, NONE))
+        if overlap is not None:
+            found[direction] = overlap
+    if found:
+        _check_size(label, domain, num_ranks)
+    elif not isinstance(ub_name, LayerPath):
+        _refuse(label, domain, ub_name, layer)
+    return found
+
+
+def _check_size(label, domain, num_ranks):
+    if domain.tp_size != num_ranks:
+        raise UnsupportedOverlapError(
+            f"{label}: axis {domain.axis_name} has {num_ranks} ranks here, but "
+            f"initialize_ub was called for {domain.tp_size}. Use another axis name for "
+            "the other mesh, and initialise that too."
+        )
+
+
+def _refuse(label, domain, ub_name, layer):
+    known = dict.fromkeys(names.split_name(name)[0] for name in domain.names())
+    if layer in known:
+        raise UnsupportedOverlapError(
+            f"{label}: {ub_name!r} was initialised for FP8 buffers only, but the "
+            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
+        )
+    raise UnknownNameError(
+        f"{label}: axis {domain.axis_name} has no overlap {ub_name!r}. "
+        f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
+        "leave ub_name out."
+    )

@@ -1,0 +1,122 @@
+import dataclasses
+
+import pytest
+
+import jax_ub as ub
+from jax_ub.methods import Method
+from jax_ub.overlap_config import CommOverlapType
+from jax_ub.overlap_config.config import KEYS, OverlapConfig, read_entry
+from jax_ub.overlap_config.names import method_defaults
+
+BAD_VALUES = {
+    "method": [7, "rings"],
+    "comm_type": ["AR", 3],
+    "is_reduce_scatter": [2, "yes"],
+    "num_splits": [0, -1, 1.0, True, "4"],
+    "aggregate": [None, 3],
+    "num_sm": [0, 33, 2.5, True],
+    "cga_size": [0, 3, 16, "2"],
+    "set_sm_margin": ["on", 2],
+    "use_ce": [None, 2],
+    "fp8_buf": ["no", -1],
+    "comm_priority": [1, -6, "high"],
+    "gemm_priority": [1, -6, 0.0],
+    "pipeline_rs_overlap_first_gemm": ["", 5],
+    "atomic_gemm": ["no", 2],
+}
+
+
+def config(**changes):
+    fields = {
+        "method": "ring_exchange",
+        "comm_type": CommOverlapType.AG,
+        **method_defaults(Method.RING_EXCHANGE, CommOverlapType.AG, 4),
+        **changes,
+    }
+    return OverlapConfig(**fields)
+
+
+def test_every_key_has_a_value_that_it_refuses():
+    assert set(BAD_VALUES) == set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, values in BAD_VALUES.items() for value in values],
+)
+def test_a_value_that_is_wrong_is_refused_with_what_it_may_be(key, value):
+    with pytest.raises(ValueError, match=rf"\['{key}'\] = .* is not") as caught:
+        read_entry("qkv_fprop", {key: value})
+    assert "qkv_fprop" in str(caught.value)
+
+
+def test_a_value_of_another_type_is_a_type_error_too():
+    with pytest.raises(TypeError, match="is not an integer, 1 to 32"):
+        read_entry("qkv_fprop", {"num_sm": "many"})
+
+
+def test_a_misspelt_key_names_the_nearest():
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'num_sm'?"):
+        read_entry("qkv_fprop", {"num_smm": 1})
+
+
+def test_a_misspelt_method_names_the_nearest():
+    with pytest.raises(
+        ub.errors.UnknownNameError, match="'pipelin' is not a method.*'pipeline'?"
+    ):
+        read_entry("qkv_fprop", {"method": "pipelin"})
+
+
+def test_an_entry_that_is_no_dictionary_is_refused():
+    with pytest.raises(TypeError, match="'bulk' is a str, not a dictionary"):
+        read_entry("qkv_fprop", "bulk")
+
+
+@pytest.mark.parametrize("value", [True, 1])
+def test_an_atomic_gemm_is_refused_with_the_reason(value):
+    with pytest.raises(ub.errors.ConfigurationError, match="cuBLAS 13 has no atomic"):
+        read_entry("qkv_fprop", {"atomic_gemm": value})
+
+
+@pytest.mark.parametrize("value", [False, 0])
+def test_no_atomic_gemm_is_what_there_is(value):
+    assert read_entry("qkv_fprop", {"atomic_gemm": value}) == {}
+
+
+def test_megatrons_zeros_and_ones_are_flags():
+    read = read_entry("qkv_fprop", {"aggregate": 1, "set_sm_margin": 0})
+    assert read == {"aggregate": True, "set_sm_margin": False}
+    assert all(isinstance(value, bool) for value in read.values())
+
+
+def test_no_method_is_the_automatic_one():
+    assert read_entry("qkv_fprop", {"method": None}) == {"method": "auto"}
+    assert read_entry("qkv_fprop", {"method": Method.DIRECT}) == {"method": "direct"}
+
+
+def test_is_reduce_scatter_says_the_type_of_communication():
+    rs = {"comm_type": CommOverlapType.RS}
+    assert read_entry("own", {"is_reduce_scatter": 1}) == rs
+    assert read_entry("own", {"comm_type": "rs", "is_reduce_scatter": True}) == rs
+    with pytest.raises(ub.errors.ConfigurationError, match="Leave one of them out"):
+        read_entry("own", {"comm_type": "AG", "is_reduce_scatter": True})
+
+
+def test_a_configuration_is_a_mapping_and_hashable_over_every_field():
+    one = config()
+    assert dict(one)["num_splits"] == one.num_splits == 4
+    assert one["is_reduce_scatter"] is False
+    assert set(one) == set(KEYS)
+    assert len(one) == len(KEYS)
+    assert one == config()
+    assert hash(one) == hash(config())
+    for field in dataclasses.fields(one):
+        if field.type is int or field.type is bool:
+            changed = config(**{field.name: getattr(one, field.name) + 1})
+            assert hash(changed) != hash(one), field.name
+            assert changed != one, field.name
+
+
+def test_a_configuration_has_no_other_keys():
+    with pytest.raises(KeyError):
+        config()["keys"]

@@ -1,0 +1,111 @@
+import importlib
+
+import pytest
+
+import jax_ub as ub
+from jax_ub.overlap_config import UserBufferQuantizationMode, from_te, megatron
+from jax_ub.overlap_config.resolve import read_entries, resolve
+
+# In the form of Megatron's and NeMo's files, with what those set and what TE ignores.
+FILE = """
+# Bulk overlap with AllGather / ReduceScatter
+qkv_dgrad:
+  method: bulk
+  num_sm: 4
+  cga_size: 2
+  set_sm_margin: 0
+qkv_wgrad:
+  method: bulk
+  num_sm: 8
+  cga_size: 2
+  set_sm_margin: 0
+fc1_dgrad: {method: ring_exchange, aggregate: 0, fp8_buf: 0}
+
+# Ring-exchange overlap with AllGather
+qkv_fprop:
+  method: ring_exchange
+  aggregate: 1
+  num_splits: 4
+  fp8_buf: false
+  atomic_gemm: 0
+proj_dgrad: {method: ring_exchange, aggregate: 0}
+
+# Chunked-collective overlap with ReduceScatter
+proj_fprop:
+  method: pipeline
+  num_sm: 24
+  cga_size: 2
+  num_splits: 4
+  set_sm_margin: 1
+  fp8_buf: 1
+fc2_fprop: {method: ring_exchange, num_splits: 4, aggregate: 0}
+"""
+
+
+def check(found):
+    assert found["qkv_dgrad"]["set_sm_margin"] is False
+    assert found["qkv_fprop"] == {"method": "ring_exchange", "aggregate": True}
+    assert found["proj_fprop"]["fp8_buf"] is True
+    assert found["fc2_fprop"] == {"method": "ring_exchange"}
+    assert found["fc1_dgrad"] == {"method": "ring_exchange", "fp8_buf": False}
+    for mode in UserBufferQuantizationMode:
+        configs = resolve(read_entries(found), 8, mode)
+        assert "fc1_wgrad" not in configs
+        assert configs["qkv_wgrad"].num_sm == 8
+        assert configs["proj_fprop"].num_splits == 4
+
+
+def test_a_file_is_read_unchanged(tmp_path):
+    path = tmp_path / "tp_comm_overlap.yaml"
+    path.write_text(FILE)
+    check(from_te(path))
+    check(from_te(str(path)))
+
+
+def test_text_and_dictionaries_are_read_too():
+    check(from_te(FILE))
+    check(from_te(importlib.import_module("yaml").safe_load(FILE)))
+
+
+@pytest.mark.parametrize("text", ["{}", "\n", "# nothing: here\n"])
+def test_an_empty_file_configures_nothing(text):
+    source = {} if text == "{}" else text
+    assert from_te(source) == {}
+
+
+def test_a_misspelt_name_in_a_file_is_refused():
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'qkv_fprop'?"):
+        from_te("qkv_fprob: {method: bulk}")
+
+
+def test_an_atomic_gemm_in_a_file_is_refused():
+    with pytest.raises(ub.errors.ConfigurationError, match="cuBLAS 13"):
+        from_te("qkv_fprop: {method: ring_exchange, atomic_gemm: 1}")
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ub.errors.ConfigurationError, match="cannot read .*none.yaml"):
+        from_te(tmp_path / "none.yaml")
+
+
+def test_what_is_no_yaml_is_refused():
+    with pytest.raises(ub.errors.ConfigurationError, match="this is no YAML"):
+        from_te("qkv_fprop: {method: [}")
+
+
+def test_another_type_is_refused():
+    with pytest.raises(ub.errors.ConfigurationTypeError, match="7 is a int"):
+        from_te(7)
+
+
+def test_a_missing_pyyaml_is_an_error_that_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(megatron.importlib, "import_module", missing)
+    with pytest.raises(ImportError, match="pip install pyyaml"):
+        from_te(FILE)
+    check(from_te(YAML_FREE))
+
+
+YAML_FREE = importlib.import_module("yaml").safe_load(FILE)

@@ -1,0 +1,187 @@
+import copy
+
+import pytest
+
+import jax_ub as ub
+from jax_ub.methods import Method
+from jax_ub.overlap_config import CommOverlapType, UserBufferQuantizationMode
+from jax_ub.overlap_config.names import NAMES
+from jax_ub.overlap_config.resolve import read_entries, resolve
+
+AG, RS = CommOverlapType.AG, CommOverlapType.RS
+NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
+
+
+def resolved(ub_cfgs=None, num_ranks=8, mode=NONE):
+    return resolve(read_entries(ub_cfgs), num_ranks, mode)
+
+
+# Transformer Engine's table: names, method, type, num_sm, cga_size, margin, splits.
+DEFAULTS = [
+    (("qkv_fprop", "fc1_fprop"), "ring_exchange", AG, 1, 1, False, 8),
+    (("proj_dgrad", "fc2_dgrad"), "ring_exchange", AG, 1, 1, False, 8),
+    (("proj_fprop", "fc2_fprop"), "pipeline", RS, 16, 2, True, 4),
+    (("qkv_dgrad", "fc1_dgrad"), "bulk", AG, 16, 2, True, 4),
+    (("qkv_wgrad", "fc1_wgrad"), "bulk", RS, 16, 2, True, 4),
+    (("proj_wgrad", "fc2_wgrad"), "external", AG, 16, 2, True, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [(name, row) for row in DEFAULTS for name in row[0]]
+)
+def test_defaults_are_transformer_engines(name, row):
+    config = resolved()[name]
+    assert (config.method, config.comm_type) == row[1:3]
+    assert (config.num_sm, config.cga_size) == row[3:5]
+    assert (config.set_sm_margin, config.num_splits) == row[5:]
+    assert config.fp8_buf is (config.comm_type is AG)
+    assert config.use_ce
+    assert not config.aggregate
+    assert (config.comm_priority, config.gemm_priority) == (-5, 0)
+
+
+def test_there_are_twelve_names():
+    assert len(resolved()) == len(NAMES) == 12
+
+
+def test_another_method_brings_its_own_defaults():
+    config = resolved({"proj_fprop": {"method": "ring_exchange"}})["proj_fprop"]
+    assert (config.num_sm, config.cga_size, config.num_splits) == (1, 1, 8)
+    assert not config.set_sm_margin
+    config = resolved({"qkv_fprop": {"method": "pipeline", "num_sm": 4}})["qkv_fprop"]
+    assert (config.num_sm, config.cga_size, config.num_splits) == (4, 2, 4)
+    assert config.set_sm_margin
+
+
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "direct", None])
+@pytest.mark.parametrize("layer", ["qkv", "fc1"])
+def test_a_dgrad_that_is_not_bulk_scatters_and_displaces_its_wgrad(layer, method):
+    found = resolved({f"{layer}_dgrad": {"method": method}})
+    assert found[f"{layer}_dgrad"].comm_type is RS
+    assert found[f"{layer}_dgrad"].fp8_buf is False
+    assert f"{layer}_wgrad" not in found
+    assert len(found) == 11
+
+
+def test_a_displaced_wgrad_may_not_be_configured():
+    with pytest.raises(ub.errors.ConfigurationError, match="nothing to communicate"):
+        resolved({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 4}})
+
+
+def test_a_bulk_dgrad_keeps_its_wgrad():
+    found = resolved({"qkv_dgrad": {"method": "bulk"}, "qkv_wgrad": {"num_sm": 4}})
+    assert found["qkv_wgrad"].num_sm == 4
+
+
+def test_one_modes_overrides_do_not_reach_the_next():
+    given = {"qkv_dgrad": {"method": "ring_exchange"}}
+    before = copy.deepcopy(given), copy.deepcopy(NAMES)
+    first, second = (resolved(given, mode=mode) for mode in (NONE, FP8))
+    third = resolved(None, mode=FP8)
+    assert first == second
+    assert "qkv_wgrad" in third
+    assert third["qkv_dgrad"].method == "bulk"
+    assert (given, NAMES) == before
+
+
+def test_a_misspelt_name_names_the_nearest():
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'proj_fprop'?"):
+        resolved({"proj_fprp": {"method": "pipeline"}})
+
+
+def test_a_free_name_says_what_it_communicates():
+    found = resolved({"mla_fprop": {"comm_type": "AG"}, "head": {"comm_type": "RS"}})
+    assert found["mla_fprop"].method == "ring_exchange"
+    assert found["head"].method == "pipeline"
+    assert len(found) == 14
+
+
+def test_a_free_bulk_dgrad_has_a_wgrad_beside_it():
+    dgrad = {"comm_type": "AG", "method": "bulk"}
+    wgrad = {"comm_type": "RS"}
+    assert resolved({"a_dgrad": dgrad, "a_wgrad": wgrad})["a_wgrad"].method == "bulk"
+    for alone in ({"a_dgrad": dgrad}, {"a_wgrad": wgrad}):
+        with pytest.raises(ub.errors.ConfigurationError, match="Configure both"):
+            resolved(alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("qkv_fprop", "bulk"),
+        ("proj_fprop", "bulk"),
+        ("qkv_wgrad", "pipeline"),
+        ("proj_wgrad", "ring_exchange"),
+        ("proj_wgrad", "bulk"),
+    ],
+)
+def test_a_method_that_the_pass_cannot_run_is_refused(name, method):
+    with pytest.raises(ub.errors.ConfigurationError, match=f'no method "{method}"'):
+        resolved({name: {"method": method}})
+
+
+def test_the_type_of_a_known_name_cannot_be_another():
+    with pytest.raises(ub.errors.ConfigurationError, match='it is "AG", not "RS"'):
+        resolved({"qkv_fprop": {"comm_type": "RS"}})
+    assert resolved({"qkv_fprop": {"is_reduce_scatter": 0}})
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("qkv_fprop", {"num_splits": 2}),
+        ("qkv_dgrad", {"num_splits": 8}),
+        ("proj_fprop", {"aggregate": True}),
+        ("proj_fprop", {"method": "ring_exchange", "aggregate": True}),
+        ("proj_fprop", {"use_ce": False}),
+        ("qkv_fprop", {"pipeline_rs_overlap_first_gemm": True}),
+        ("qkv_fprop", {"method": "pipeline", "pipeline_rs_overlap_first_gemm": True}),
+    ],
+)
+def test_a_key_that_does_nothing_here_is_refused(name, entry):
+    with pytest.raises(ub.errors.ConfigurationError, match="does nothing with method"):
+        resolved({name: entry})
+
+
+def test_a_key_that_asks_for_nothing_is_accepted():
+    found = resolved({"proj_fprop": {"aggregate": 0, "use_ce": 1, "num_splits": 2}})
+    assert found["proj_fprop"].num_splits == 2
+    assert resolved({"qkv_fprop": {"aggregate": 1}})["qkv_fprop"].aggregate
+
+
+def test_aggregation_needs_pairs_of_ranks():
+    with pytest.raises(ub.errors.ConfigurationError, match="joins pairs of ranks"):
+        resolved({"qkv_fprop": {"aggregate": True}}, num_ranks=3)
+
+
+def test_what_an_fp8_gemm_gathers_is_fp8():
+    given = {"qkv_fprop": {"fp8_buf": False}}
+    assert resolved(given)["qkv_fprop"].fp8_buf is False
+    with pytest.raises(ub.errors.ConfigurationError, match="gathers is FP8"):
+        resolved(given, mode=FP8)
+
+
+def test_partial_sums_may_travel_in_fp8_but_are_not_summed_in_it():
+    given = {"proj_fprop": {"fp8_buf": True}}
+    assert resolved(given, mode=FP8)["proj_fprop"].fp8_buf
+    with pytest.raises(ub.errors.ConfigurationError, match="never made in FP8"):
+        resolved({"qkv_wgrad": {"fp8_buf": True}}, mode=FP8)
+
+
+@pytest.mark.parametrize("given", [7, "qkv_fprop", [{}]])
+def test_configurations_that_are_no_dictionary_are_refused(given):
+    with pytest.raises(ub.errors.ConfigurationTypeError, match="not a dictionary"):
+        read_entries(given)
+
+
+@pytest.mark.parametrize("name", [7, ""])
+def test_names_are_strings(name):
+    with pytest.raises(ub.errors.ConfigurationTypeError, match="names are strings"):
+        read_entries({name: {}})
+
+
+def test_every_method_can_be_configured_somewhere():
+    for method in Method:
+        name = "qkv_dgrad" if method is Method.BULK else "qkv_fprop"
+        assert resolved({name: {"method": method}})[name].method == method.value

@@ -1,0 +1,319 @@
+"""Calls with a `ub_name` run as `initialize_ub` configured it, forward and backward."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import P
+from operands import assert_equal, small_integers
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.methods import Method
+from jax_ub.runtime import settings
+
+COLUMN = (P("tp"), P(None, "tp"))
+ROW = (P(None, "tp"), P("tp"))
+CODES = {method.code: method.value for method in Method if method is not Method.XLA}
+CODES[0] = "direct"
+
+
+def initialize(**cfgs):
+    ub.initialize_ub((64, 32), 4, dtype=jnp.float32, ub_cfgs=cfgs, mesh=tp_mesh(4))
+
+
+def column(**options):
+    def function(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", **options)
+
+    return on_ranks(function, tp_mesh(4), COLUMN, P(None, "tp"))
+
+
+def row(**options):
+    def function(x, w):
+        return ub.matmul_reduce_scatter(x, w, axis_name="tp", **options)
+
+    return on_ranks(function, tp_mesh(4), ROW, P("tp"))
+
+
+def operands():
+    return small_integers(0, (64, 32)), small_integers(1, (32, 16))
+
+
+def with_gradients(function, *argnums):
+    def run(x, w):
+        y, pullback = jax.vjp(
+            lambda *changed: call(function, x, w, argnums, changed),
+            *[(x, w)[i] for i in argnums],
+        )
+        return y, pullback(y)
+
+    return jax.jit(run)
+
+
+def call(function, x, w, argnums, changed):
+    given = [x, w]
+    for place, value in zip(argnums, changed, strict=True):
+        given[place] = value
+    return function(*given)
+
+
+def lowered(function, *argnums):
+    """How often each target is called with which method: {"target method": n}."""
+    text = with_gradients(function, *argnums).lower(*operands()).as_text()
+    found = re.findall(
+        r"@jax_ub\$(\w+)\(.*?method = (\d)[^}]*?num_splits = (\d+)", text
+    )
+    return collections.Counter(
+        f"{target} {CODES[int(method)]}" + (f" {splits}" if splits != "0" else "")
+        for target, method, splits in found
+    )
+
+
+def test_the_defaults_of_a_column_layer_are_transformer_engines():
+    initialize()
+    assert lowered(column(ub_name="qkv"), 0, 1) == {
+        "all_gather_matmul ring_exchange": 1,
+        "bulk_all_gather bulk": 1,
+        "bulk_reduce_scatter bulk": 1,
+    }
+
+
+def test_the_defaults_of_a_row_layer_are_transformer_engines():
+    initialize()
+    assert lowered(row(ub_name="proj"), 0, 1) == {
+        "matmul_reduce_scatter pipeline 4": 1,
+        "all_gather_matmul ring_exchange": 1,
+        "wgrad direct": 1,
+    }
+
+
+def test_each_pass_has_its_own_method():
+    initialize(
+        fc1_fprop={"method": "pipeline", "num_splits": 3},
+        fc1_dgrad={"method": "ring_exchange"},
+    )
+    assert lowered(column(ub_name="fc1"), 0, 1) == {
+        "all_gather_matmul pipeline 3": 1,
+        "matmul_reduce_scatter ring_exchange": 1,
+        "all_gather direct": 1,
+        "wgrad direct": 1,
+    }
+
+
+def test_a_direct_dgrad_lets_the_wgrad_read_in_place():
+    initialize(fc1_dgrad={"method": "direct"}, fc2_dgrad={"method": None})
+    assert lowered(column(ub_name="fc1"), 0, 1) == {
+        "all_gather_matmul ring_exchange": 1,
+        "matmul_reduce_scatter direct": 1,
+        "wgrad direct": 1,
+    }
+    assert lowered(row(ub_name="fc2"), 0, 1) == {
+        "matmul_reduce_scatter pipeline 4": 1,
+        "all_gather_matmul direct": 1,
+        "wgrad direct": 1,
+    }
+
+
+def test_a_wgrad_that_was_configured_gathers_by_itself_where_no_dgrad_did():
+    initialize(proj_wgrad={"method": "external"}, proj_dgrad={"method": "direct"})
+    assert lowered(row(ub_name="proj"), 1)["all_gather direct"] == 1
+    assert lowered(row(ub_name="proj"), 0, 1)["all_gather direct"] == 1
+    ub.destroy_ub()
+    initialize(proj_wgrad={"method": "direct"})
+    assert lowered(row(ub_name="proj"), 1)["all_gather direct"] == 0
+
+
+def test_free_names_and_full_names_are_found():
+    initialize(
+        mla_fprop={"comm_type": "AG", "method": "external"},
+        head={"comm_type": "RS", "method": "ring_exchange"},
+    )
+    assert lowered(column(ub_name="mla"), 0)["all_gather_matmul external"] == 1
+    assert lowered(row(ub_name="head"), 0)["matmul_reduce_scatter ring_exchange"] == 1
+    assert lowered(column(ub_name="qkv_fprop"), 0)["bulk_all_gather bulk"] == 0
+    assert lowered(column(ub_name="qkv_fprop"), 0, 1)["bulk_all_gather bulk"] == 1
+
+
+def test_the_calls_own_method_comes_first():
+    initialize()
+    found = lowered(column(ub_name="qkv", method="direct"), 0, 1)
+    assert found == {
+        "all_gather_matmul direct": 1,
+        "matmul_reduce_scatter direct": 1,
+        "wgrad direct": 1,
+    }
+
+
+def test_the_name_comes_before_the_environment(monkeypatch):
+    monkeypatch.setattr(settings, "method", lambda: "external")
+    initialize(head={"comm_type": "RS", "method": "pipeline", "num_splits": 2})
+    found = lowered(row(ub_name="head"), 0)
+    # Only the forward of "head" is configured.
+    assert found == {
+        "matmul_reduce_scatter pipeline 2": 1,
+        "all_gather_matmul external": 1,
+    }
+    assert lowered(row(), 0)["matmul_reduce_scatter external"] == 1
+
+
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external", "xla"])
+def test_results_and_gradients_do_not_depend_on_the_configuration(method):
+    initialize(
+        qkv_fprop={"method": method},
+        qkv_dgrad={"method": method},
+        proj_fprop={"method": method},
+        proj_dgrad={"method": method},
+    )
+    for layer, name in ((column, "qkv"), (row, "proj")):
+        expected = with_gradients(layer(method="xla"), 0, 1)(*operands())
+        assert_equal(with_gradients(layer(ub_name=name), 0, 1)(*operands()), expected)
+        dw = with_gradients(layer(method="xla"), 1)(*operands())
+        assert_equal(with_gradients(layer(ub_name=name), 1)(*operands()), dw)
+
+
+def test_the_default_configuration_has_the_right_results():
+    initialize()
+    for layer, name in ((column, "fc1"), (row, "fc2")):
+        for wanted in ((0, 1), (0,), (1,)):
+            expected = with_gradients(layer(method="xla"), *wanted)(*operands())
+            actual = with_gradients(layer(ub_name=name), *wanted)(*operands())
+            assert_equal(actual, expected)
+
+
+def test_a_name_is_a_mere_label_where_nothing_was_initialised():
+    assert lowered(column(ub_name="anything"), 0)["all_gather_matmul direct"] == 1
+
+
+def test_an_unknown_name_is_refused_once_its_axis_is_initialised():
+    initialize()
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'qkv'?"):
+        lowered(column(ub_name="qvk"), 0)
+    with pytest.raises(ub.errors.UnknownNameError, match="no overlap 'qvk'"):
+        lowered(column(ub_name="qvk", method="direct"), 0)
+
+
+def test_a_name_of_the_other_kind_is_refused():
+    initialize()
+    with pytest.raises(
+        ub.errors.UnsupportedOverlapError,
+        match="'proj_fprop' is configured for RS .*communicates AG",
+    ):
+        lowered(column(ub_name="proj"), 0)
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="communicates RS"):
+        lowered(row(ub_name="qkv"), 0)
+    assert lowered(column(ub_name="proj", method="direct"), 0)
+
+
+def test_a_name_for_fp8_alone_does_not_serve_other_operands():
+    ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="FP8 buffers only"):
+        lowered(column(ub_name="qkv"), 0)
+
+
+def test_a_name_does_not_serve_an_axis_of_another_size():
+    ub.initialize_ub((64, 32), 8, mesh=tp_mesh(8))
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="4 ranks here.*for 8"):
+        lowered(column(ub_name="qkv"), 0)
+    assert lowered(column(), 0)["all_gather_matmul direct"] == 1
+
+
+def test_a_layer_without_sequence_parallelism_runs_what_fits():
+    def function(x, w):
+        return ub.linear(
+            x,
+            w,
+            parallel="column",
+            axis_name="tp",
+            sequence_parallel=False,
+            ub_name="qkv",
+        )
+
+    layer = on_ranks(function, tp_mesh(4), (P(), P(None, "tp")), P(None, "tp"))
+    initialize()
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="dgrad of linear"):
+        lowered(layer, 0)
+    ub.destroy_ub()
+    initialize(qkv_dgrad={"method": "pipeline", "num_splits": 2})
+    assert lowered(layer, 0)["matmul_all_reduce pipeline 2"] == 1
+
+
+def test_a_row_layer_without_sequence_parallelism_reduces_as_configured():
+    def function(x, w):
+        return ub.matmul_all_reduce(x, w, axis_name="tp", ub_name="proj")
+
+    layer = on_ranks(function, tp_mesh(4), ROW, P())
+    initialize(proj_fprop={"method": "ring_exchange"})
+    assert lowered(layer, 0)["matmul_all_reduce ring_exchange"] == 1
+
+
+def test_shape_is_the_capacity():
+    initialize()
+    x, w = operands()
+    layer = column(ub_name="qkv")
+    for rows in (4, 32, 64):
+        layer(x[:rows], w)
+    more = jnp.concatenate([x, x[:4]])
+    with pytest.raises(
+        ub.errors.ShapeContractError, match=r"initialize_ub\(shape=\(68, 32\)"
+    ):
+        layer(more, w)
+    # Unnamed calls communicate in the same buffers; plain jax.lax needs none.
+    with pytest.raises(ub.errors.ShapeContractError, match="68 tokens of 32"):
+        column()(more, w)
+    column(method="xla")(more, w)
+
+
+def test_capacity_counts_elements_so_that_fewer_tokens_may_be_wider():
+    initialize()
+    column()(jnp.ones((32, 64)), jnp.ones((64, 8)))
+    with pytest.raises(
+        ub.errors.ShapeContractError, match=r"initialize_ub\(shape=\(64, 64\)"
+    ):
+        column()(jnp.ones((64, 64)), jnp.ones((64, 8)))
+
+
+def test_the_width_of_a_scattered_result_counts():
+    initialize()
+    with pytest.raises(ub.errors.ShapeContractError, match="64 tokens of 36"):
+        row()(jnp.ones((64, 16)), jnp.ones((16, 36)))
+    row()(jnp.ones((64, 64)), jnp.ones((64, 32)))
+
+
+def test_vmapped_calls_count_their_batch():
+    initialize()
+
+    def function(x, w):
+        one = jax.vmap(
+            lambda x: ub.all_gather_matmul(x, w, axis_name="tp"), in_axes=0, out_axes=0
+        )
+        return one(x)
+
+    layer = on_ranks(
+        function, tp_mesh(4), (P(None, "tp"), P(None, "tp")), P(None, None, "tp")
+    )
+    layer(jnp.ones((2, 32, 32)), jnp.ones((32, 8)))
+    with pytest.raises(ub.errors.ShapeContractError, match="96 tokens of 32"):
+        layer(jnp.ones((3, 32, 32)), jnp.ones((32, 8)))
+
+
+def test_sums_are_within_the_capacity_too():
+    initialize()
+    function = on_ranks(
+        lambda x: ub.all_reduce(x, axis_name="tp"), tp_mesh(4), P(), P()
+    )
+    function(jnp.ones((64, 32)))
+    with pytest.raises(ub.errors.ShapeContractError, match="68 tokens of 32"):
+        function(jnp.ones((68, 32)))
+
+
+def test_layers_that_overlap_named_keep_their_paths_as_labels():
+    nnx = pytest.importorskip("flax.nnx")
+    initialize()
+    mesh = tp_mesh(4)
+    with jax.set_mesh(mesh):
+        model = nnx.Dict(up=nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
+    ub.overlap(model, rules={"up": "column"}, mesh=mesh)
+    model["up"](jnp.ones((1, 64, 32)))

@@ -1,0 +1,218 @@
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from programs import dp_tp_mesh, tp_mesh
+
+import jax_ub as ub
+from jax_ub.runtime import overlaps
+
+NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
+SHAPE = (64, 32)
+
+
+def test_a_base_overlap_and_a_ring_have_their_own_types():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    assert type(ub.get_ub("qkv_fprop")) is ub.CommOverlapP2P
+    for name in ("proj_fprop", "qkv_dgrad", "proj_wgrad"):
+        assert type(ub.get_ub(name)) is ub.CommOverlap
+
+
+def test_an_overlap_can_be_looked_at_but_not_changed():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    found = ub.get_ub("proj_fprop")
+    assert (found.name, found.method) == ("proj_fprop", "pipeline")
+    assert found.comm_type is ub.CommOverlapType.RS
+    assert found.config["num_sm"] == 16
+    assert found.buffer_shape == SHAPE
+    assert found.buffer_dtype == jnp.bfloat16
+    assert found.size_bytes == 64 * 32 * 2
+    with pytest.raises(AttributeError):
+        found.method = "bulk"
+
+
+def test_a_ring_that_scatters_has_room_for_what_arrives():
+    cfgs = {"proj_fprop": {"method": "ring_exchange"}}
+    ub.initialize_ub(SHAPE, 4, ub_cfgs=cfgs, mesh=tp_mesh(4))
+    assert ub.get_ub("proj_fprop").buffer_shape == (64 * 7 // 4, 32)
+    assert ub.get_ub("qkv_fprop").buffer_shape == SHAPE
+
+
+def test_fp8_buffers_have_one_byte_an_element():
+    cfgs = {"proj_fprop": {"fp8_buf": True}}
+    ub.initialize_ub(
+        SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
+    )
+    for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad", "proj_wgrad"):
+        assert ub.get_ub(name, use_fp8=True).buffer_dtype == np.uint8
+        assert ub.get_ub(name).buffer_dtype == jnp.bfloat16
+    for name in ("fc2_fprop", "qkv_wgrad"):
+        assert ub.get_ub(name, use_fp8=True).buffer_dtype == jnp.bfloat16
+
+
+def test_use_fp8_is_the_fp8_mode_alone():
+    ub.initialize_ub(SHAPE, 4, use_fp8=True, mesh=tp_mesh(4))
+    assert ub.get_ub("qkv_fprop", True).mode is FP8
+    with pytest.raises(KeyError, match=r"quantization_modes \['FP8'\] only"):
+        ub.get_ub("qkv_fprop")
+
+
+def test_every_mode_has_the_configuration_of_its_own():
+    cfgs = [{"qkv_dgrad": {"method": "pipeline"}}, {}]
+    ub.initialize_ub(
+        SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
+    )
+    assert ub.get_ub("qkv_dgrad").method == "pipeline"
+    assert ub.get_ub("qkv_dgrad", use_fp8=True).method == "bulk"
+    assert ub.get_ub("qkv_wgrad", use_fp8=True).method == "bulk"
+    with pytest.raises(KeyError, match="qkv_wgrad"):
+        ub.get_ub("qkv_wgrad")
+
+
+def test_a_dgrad_override_holds_in_every_mode():
+    cfgs = {"fc1_dgrad": {"method": "ring_exchange"}}
+    ub.initialize_ub(
+        SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
+    )
+    for use_fp8 in (False, True):
+        assert ub.get_ub("fc1_dgrad", use_fp8).comm_type is ub.CommOverlapType.RS
+        with pytest.raises(ub.errors.UnknownOverlapError):
+            ub.get_ub("fc1_wgrad", use_fp8)
+
+
+def test_a_second_call_is_refused_until_the_first_is_destroyed():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    with pytest.raises(RuntimeError, match="initialised already. Call ub.destroy_ub"):
+        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    ub.destroy_ub()
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+
+
+def test_a_call_that_fails_leaves_nothing_behind():
+    wrong = {"qkv_fprop": {"num_sm": 99}}
+    with pytest.raises(ub.errors.ConfigurationError, match="is not an integer"):
+        ub.initialize_ub(SHAPE, 4, ub_cfgs=wrong, mesh=tp_mesh(4))
+    assert not ub.is_ub_initialized()
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+
+
+def test_several_axes_are_alive_at_once():
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    mesh = Mesh(devices, ("outer", "inner"))
+    ub.initialize_ub(SHAPE, 4, mesh=mesh, axis_name="inner")
+    ub.initialize_ub((128, 16), 2, mesh=mesh, axis_name="outer")
+    ub.initialize_ub(SHAPE, 8, mesh=mesh, axis_name=("outer", "inner"))
+    assert ub.get_ub("qkv_fprop", axis_name="outer").buffer_shape == (128, 16)
+    assert ub.get_ub("qkv_fprop", axis_name=("outer", "inner")).tp_size == 8
+    with pytest.raises(ub.errors.UnknownOverlapError, match="several axes have it"):
+        ub.get_ub("qkv_fprop")
+    with pytest.raises(ub.errors.UnknownOverlapError, match="only the axes"):
+        ub.get_ub("qkv_fprop", axis_name="tp")
+    ub.destroy_ub("inner")
+    assert ub.is_ub_initialized("outer")
+    assert not ub.is_ub_initialized("inner")
+    ub.destroy_ub()
+    assert not ub.is_ub_initialized()
+
+
+def test_destroying_nothing_is_nothing():
+    ub.destroy_ub()
+    ub.destroy_ub("tp")
+
+
+def test_get_ub_before_is_an_error():
+    with pytest.raises(RuntimeError, match="nothing was initialised"):
+        ub.get_ub("qkv_fprop")
+
+
+def test_an_unknown_name_names_the_nearest():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    with pytest.raises(KeyError, match="Did you mean 'qkv_fprop'?") as caught:
+        ub.get_ub("qkv_fprob")
+    assert not str(caught.value).startswith('"')
+
+
+def test_without_a_mesh_consecutive_devices_are_a_group():
+    ub.initialize_ub(SHAPE, 4)
+    groups = overlaps.domains()[0].groups
+    ids = [device.id for device in jax.devices()]
+    assert groups == tuple(tuple(ids[i : i + 4]) for i in range(0, len(ids), 4))
+
+
+def test_the_mesh_that_is_set_is_taken():
+    with jax.set_mesh(dp_tp_mesh(2, 3)):
+        ub.initialize_ub(SHAPE, 3)
+    assert overlaps.domains()[0].groups == ((0, 1, 2), (3, 4, 5))
+
+
+def test_groups_follow_the_order_of_the_mesh():
+    devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2).T
+    ub.initialize_ub(SHAPE, 2, mesh=Mesh(devices, ("tp", "dp")))
+    assert overlaps.domains()[0].groups == ((2, 0), (3, 1))
+
+
+def test_init_and_destroy_do_not_grow():
+    mesh = tp_mesh(4)
+
+    def rounds(count):
+        for _ in range(count):
+            ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=mesh)
+            ub.destroy_ub()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = rounds(20)
+    assert rounds(1000) <= before + 20
+
+
+REFUSALS = {
+    "a shape of one number": (dict(shape=(64,)), ValueError, r"is not \[T, H\]"),
+    "no shape": (dict(shape=64), ValueError, r"is not \[T, H\]"),
+    "no tokens": (dict(shape=(0, 32)), ValueError, "is not positive"),
+    "half a token": (dict(shape=(64.5, 32)), TypeError, "not an integer"),
+    "no rank": (dict(tp_size=0), ValueError, "is not positive"),
+    "a true rank": (dict(tp_size=True), TypeError, "not an integer"),
+    "another tp_size": (dict(tp_size=2), ValueError, "the mesh has 4 devices"),
+    "another axis": (dict(axis_name="model"), ValueError, "not 'model'"),
+    "no axis": (dict(axis_name=None), ValueError, "axis_name = None"),
+    "an abstract mesh": (
+        dict(mesh=jax.sharding.AbstractMesh((4,), ("tp",))),
+        TypeError,
+        "Pass a jax.sharding.Mesh",
+    ),
+    "a mode by name": (dict(quantization_modes=["FP8"]), TypeError, "which is no"),
+    "a mode alone": (dict(quantization_modes=FP8), TypeError, "Pass a list"),
+    "a mode twice": (dict(quantization_modes=[FP8, FP8]), ValueError, "every mode"),
+    "fp8 without its mode": (
+        dict(use_fp8=True, quantization_modes=[NONE]),
+        ValueError,
+        "leave use_fp8 out",
+    ),
+    "an integer dtype": (dict(dtype=jnp.int8), ValueError, "none of float32"),
+    "no dtype": (dict(dtype="bytes!"), ValueError, "none of float32"),
+    "too few configurations": (dict(ub_cfgs=[{}, {}]), ValueError, "2 dictionaries"),
+    "no configurations": (dict(ub_cfgs=7), TypeError, "Pass a dictionary of names"),
+    "a misspelt name": (
+        dict(ub_cfgs={"qvk_fprop": {}}),
+        ValueError,
+        "Did you mean 'qkv_fprop'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_refused(case):
+    changes, kind, text = REFUSALS[case]
+    given = {"shape": SHAPE, "tp_size": 4, "mesh": tp_mesh(4), **changes}
+    with pytest.raises(kind, match=text) as caught:
+        ub.initialize_ub(**given)
+    assert isinstance(caught.value, ub.errors.UbError)
+    assert not ub.is_ub_initialized()
+
+
+def test_devices_that_make_no_groups_are_refused():
+    with pytest.raises(ub.errors.ConfigurationError, match="do not make groups"):
+        ub.initialize_ub(SHAPE, 5)
