@@ -1,6 +1,7 @@
 """Trains a byte-level language model with tensor and sequence parallelism.
 
     python examples/train_lm.py
+    python -m jax_ub launch -n 4 examples/train_lm.py --distributed
 
 The text is Python's own standard library. Every linear layer's GEMM and communication
 is one XLA FFI call, forward and backward. Beside it a twin is trained with XLA's own
@@ -31,6 +32,11 @@ def parse_flags() -> argparse.Namespace:
     add = parser.add_argument
     add("--tp", type=int, default=4, help="devices that share a model")
     add("--dp", type=int, default=1, help="replicas that share a batch")
+    add(
+        "--distributed",
+        action="store_true",
+        help="the devices lie in several processes; docs/processes.md starts them",
+    )
     add("--method", choices=METHODS, default="auto", help="how linear layers overlap")
     add("--steps", type=int, default=100)
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
@@ -114,7 +120,7 @@ def flag(name: str) -> str:
 
 
 def prepare_jax(num_devices: int) -> None:
-    """Sets what jax reads when it is imported.
+    """Sets what jax reads when it is imported, unless a launcher has set it.
 
     A CPU counts as `num_devices` devices. XLA's own collectives deadlock with fewer
     pool threads than two a device while many steps are in flight, and its pools have

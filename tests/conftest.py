@@ -1,20 +1,38 @@
-"""Sixteen CPU devices for every test, and enough threads to launch programs on them."""
+"""Sixteen CPU devices for every test, and enough threads to launch programs on them.
+
+In several processes (`layouts.py`) the launcher says how many devices each has.
+"""
 
 import os
+import random
 
 # jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
 os.environ.setdefault("NPROC", "32")
 
 import jax
+import layouts
 import pytest
 
 import jax_ub
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 16)
+if layouts.LAYOUT is None:
+    jax.config.update("jax_num_cpu_devices", 16)
+else:
+    jax.distributed.initialize()
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_initialized():
     yield
     jax_ub.destroy_ub()
+
+
+def pytest_collection_modifyitems(items):
+    """Takes the part of the tests that `layouts.PART` asks for, in every process."""
+    if layouts.PART is None:
+        return
+    part, num_parts = map(int, layouts.PART.split("/"))
+    # Shuffled, so that no parameter falls into one part only.
+    order = random.Random(0).sample(range(len(items)), len(items))
+    items[:] = [items[i] for i in sorted(order[part::num_parts])]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from layouts import visible, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,16 +43,19 @@ def assert_equal(actual, expected) -> None:
 
 def _assert_equal_leaf(actual, expected):
     assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(
-        np.asarray(actual, np.float32), np.asarray(expected, np.float32)
-    )
+    for found, wanted in _parts(actual, expected):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def assert_close(actual, expected, num_products: int) -> None:
     """Asks two arrays to differ by no more than rounding."""
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float32),
-        np.asarray(expected, np.float32),
-        rtol=0,
-        atol=tolerance(actual.dtype, num_products),
-    )
+    for found, wanted in _parts(actual, expected):
+        atol = tolerance(actual.dtype, num_products)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def _parts(actual, expected):
+    assert actual.shape == expected.shape
+    expected = whole(expected)
+    for place, found in visible(actual):
+        yield np.asarray(found, np.float32), np.asarray(expected[place], np.float32)

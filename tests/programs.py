@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from layouts import devices
 
 from jax_ub.methods import Method
 
@@ -16,13 +17,13 @@ CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat
 
 def tp_mesh(num_ranks: int) -> Mesh:
     """The first devices on one axis, "tp"."""
-    return Mesh(np.array(jax.devices()[:num_ranks]), ("tp",))
+    return Mesh(np.array(devices(num_ranks)), ("tp",))
 
 
 def dp_tp_mesh(num_groups: int, num_ranks: int) -> Mesh:
     """Groups of ranks on the axes "dp" and "tp"."""
-    devices = np.array(jax.devices()[: num_groups * num_ranks])
-    return Mesh(devices.reshape(num_groups, num_ranks), ("dp", "tp"))
+    ranks = np.array(devices(num_groups * num_ranks))
+    return Mesh(ranks.reshape(num_groups, num_ranks), ("dp", "tp"))
 
 
 def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = True):

@@ -47,11 +47,19 @@ class Run:
         self.history.linear_s.append(time.perf_counter() - begin)
 
 
+def say(*words: object) -> None:
+    """Prints in one process of several."""
+    if jax.process_index() == 0:
+        print(*words)
+
+
 def run(args: argparse.Namespace) -> None:
     """Trains as the flags say; writes the plot, its numbers, and checkpoints."""
     begin = time.perf_counter()
+    if args.distributed:
+        jax.distributed.initialize()
     text = read_standard_library()
-    print(
+    say(
         f"text: {len(text.train) / 1e6:.1f} MB of Python's standard library, "
         f"entropy of byte frequencies {text.entropy:.3f} nats"
     )
@@ -60,7 +68,9 @@ def run(args: argparse.Namespace) -> None:
     first, runs = start(args, sizes, checkpoints)
     shape = (args.microbatches, args.batch // args.microbatches, args.seq_len)
 
-    with tqdm(range(first, args.steps), unit="step", dynamic_ncols=True) as bar:
+    quiet = jax.process_index() > 0
+    steps = range(first, args.steps)
+    with tqdm(steps, unit="step", dynamic_ncols=True, disable=quiet) as bar:
         for step in bar:
             data = batch(text.train, shape, (args.seed, step))
             # Twins take turns in going first, so that noise hits both alike.
@@ -79,11 +89,11 @@ def run(args: argparse.Namespace) -> None:
         checkpoints.close()
 
     for fallback in dict.fromkeys(ub.fallbacks()):
-        print(f"not overlapped: {fallback.label}: {fallback.reason}")
+        say(f"not overlapped: {fallback.label}: {fallback.reason}")
     data = batch(text.validation, (8, *shape[1:]), (args.seed,))
     validation = float(runs[0].trainer.evaluate(runs[0].state.params, *data))
     report(args, [each.history for each in runs], text.entropy, validation)
-    print(f"all of it took {time.perf_counter() - begin:.0f} s")
+    say(f"all of it took {time.perf_counter() - begin:.0f} s")
 
 
 def start(
@@ -91,6 +101,10 @@ def start(
 ) -> tuple[int, list[Run]]:
     """Makes the run and its twin, with the same initial or restored state."""
     mesh = make_mesh(args.dp, args.tp)
+    # What a call communicates at most: the activations of a microbatch's replica.
+    num_tokens = args.batch // args.microbatches // args.dp * args.seq_len
+    if hasattr(ub, "initialize_ub"):
+        ub.initialize_ub((num_tokens, args.d_model), args.tp, mesh=mesh)
     methods = [args.method]
     if args.compare and args.method != "xla":
         methods.append("xla")
@@ -111,7 +125,7 @@ def start(
             raise SystemExit(
                 f"--resume: step {first} is done already. Give --steps above {first}."
             )
-        print(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
+        say(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
     else:
         state = trainers[0].init(jax.random.key(args.seed))
     # A step donates its state, so each twin has a copy of its own.
@@ -144,18 +158,20 @@ def report(
     """Prints the comparison, and writes it as a picture and as numbers."""
     mine = histories[0]
     final = np.mean(mine.losses[-10:])
-    print(
+    say(
         f"loss {final:.3f} nats (mean of the last 10 steps), validation "
         f"{validation:.3f}, entropy of byte frequencies {entropy:.3f}"
     )
     for history in histories:
-        print(f"{history.name}: {history.describe_times()}")
+        say(f"{history.name}: {history.describe_times()}")
     if len(histories) == 2:
         low, median, high = speedup(*histories)
-        print(
+        say(
             f"{mine.name} is {median:.2f} times as fast as xla "
             f"({low:.2f} to {high:.2f}: quartiles over the steps, taken in turns)"
         )
+    if jax.process_index() > 0:
+        return
     path = pathlib.Path(args.plot)
     path.parent.mkdir(parents=True, exist_ok=True)
     plot(path, histories, entropy)
@@ -166,4 +182,4 @@ def report(
         "runs": [dataclasses.asdict(history) for history in histories],
     }
     path.with_suffix(".json").write_text(json.dumps(numbers, indent=1))
-    print(f"wrote {path} and {path.with_suffix('.json')}")
+    say(f"wrote {path} and {path.with_suffix('.json')}")

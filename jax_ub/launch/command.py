@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="CPU devices of a process, or GPUs; default 1",
     )
     add(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="H",
+        help="let the processes play this many hosts, which share no memory; default 1",
+    )
+    add(
         "--timeout",
         type=float,
         metavar="SECONDS",
@@ -79,6 +86,7 @@ def run(given: argparse.Namespace) -> int:
                     num_processes=given.processes,
                     devices_per_process=given.devices_per_process,
                     port=port,
+                    num_hosts=given.hosts,
                 )
                 for process in range(given.processes)
             ],
@@ -94,6 +102,11 @@ def _check(given):
         if getattr(given, name) < 1:
             option = "-n" if name == "processes" else "--devices-per-process"
             raise LaunchError(f"{option} {getattr(given, name)}: give at least 1.")
+    if given.hosts < 1 or given.processes % given.hosts:
+        raise LaunchError(
+            f"--hosts {given.hosts} cannot share -n {given.processes} processes "
+            "equally. Give a divisor of that."
+        )
     for name in ("timeout", "linger", "grace"):
         value = getattr(given, name)
         if value is not None and not value >= 0:

@@ -19,6 +19,7 @@ def environment(
     num_processes: int,
     devices_per_process: int,
     port: int,
+    num_hosts: int = 1,
 ) -> dict[str, str]:
     """The environment in which `jax.distributed.initialize()` needs no arguments.
 
@@ -31,6 +32,7 @@ def environment(
         num_processes: how many there are, all on this machine.
         devices_per_process: CPU devices of each, or GPUs.
         port: of the coordinator, which is process 0.
+        num_hosts: how many hosts the processes play, in equal parts.
 
     Raises:
         LaunchError: if `XLA_FLAGS` sets another number of devices.
@@ -62,6 +64,8 @@ def environment(
         "SLURM_PROCID": str(process),
         "SLURM_LOCALID": str(process),
     }
+    if num_hosts > 1:
+        ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
     result = {**defaults, **given, **ours, **_past_proxies(given, "127.0.0.1")}
     # JAX looks for Open MPI first: an mpirun that started the launcher is not ours.
     result.pop("OMPI_MCA_orte_hnp_uri", None)

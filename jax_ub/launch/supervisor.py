@@ -205,6 +205,11 @@ class Supervisor:
     def _on(self, descriptor, action):
         self._events.register(descriptor, selectors.EVENT_READ, action)
 
+    def _ignore(self, descriptor):
+        # A process and its output end in either order, or at once.
+        with contextlib.suppress(KeyError):
+            self._events.unregister(descriptor)
+
     def _after(self, seconds, action):
         self._deadlines.append((time.monotonic() + seconds, action))
 
@@ -241,15 +246,14 @@ class Supervisor:
 
     def _relay(self, relay):
         if not relay.read():
-            self._events.unregister(relay.source)
+            self._ignore(relay.source)
 
     def _ended(self, rank):
         status = rank.process.wait()
-        self._events.unregister(rank.pidfd)
+        self._ignore(rank.pidfd)
         self._running.discard(rank)
         for relay in (rank.stdout, rank.stderr):
-            with contextlib.suppress(KeyError):  # it may have ended before
-                self._events.unregister(relay.source)
+            self._ignore(relay.source)
             relay.close()
         if status and not self._status:
             self._failed = rank
@@ -281,7 +285,7 @@ class Supervisor:
         self._end(_TIMED_OUT, linger_s=0.0)
 
     def _launcher_ended(self):
-        self._events.unregister(0)
+        self._ignore(0)
         self._status = self._status or 128 + signal.SIGHUP
         self._send(signal.SIGKILL)
 
@@ -293,7 +297,8 @@ class Supervisor:
         """Repeats the reason, if other ranks wrote something below it meanwhile."""
         if self._failed is None or self._lines_written() == self._num_lines:
             return
-        self._say(f"the first to fail: {self._failed}. The end of its stderr:")
+        tail = " The end of its stderr:" if self._failed.stderr.tail else ""
+        self._say(f"the first to fail: {self._failed}.{tail}")
         for line in self._failed.stderr.tail:
             self._say("  " + line.decode(errors="replace"))
 

@@ -1,5 +1,6 @@
 """The launcher, mostly with programs that do without jax, and how all of it ends."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -98,10 +99,12 @@ def waiting(script):
 
 
 def supervisor_of(process):
+    """The launcher's only child."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        parent = path.read_text().rpartition(")")[2].split()[1]
-        if int(parent) == process.pid:
-            return int(path.parent.name)
+        with contextlib.suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == process.pid:
+                return int(path.parent.name)
     raise AssertionError("no supervisor")
 
 
@@ -198,7 +201,7 @@ def test_a_signal_ends_all(waiting, number):
     process, token = waiting
     process.send_signal(number)
     status, _, err = end_of(process)
-    assert status == 128 + number
+    assert status == 128 + number, err
     assert f"launch: {number.name}: ending 2 processes" in err
     assert not processes_with(token)
 
@@ -262,6 +265,7 @@ def test_jax_finds_the_other_processes_without_arguments(script):
     [
         (("-n", "0", "x.py"), "error: -n 0: give at least 1"),
         (("--devices-per-process", "-1", "x.py"), "process -1: give at least 1"),
+        (("-n", "3", "--hosts", "2", "x.py"), "--hosts 2 cannot share -n 3 processes"),
         (("--timeout", "-1", "x.py"), "--timeout -1.0: give a number of seconds"),
         (("no_such.py",), "no script 'no_such.py'. To run a module, put -m before"),
         ((), "arguments are required: script.py"),

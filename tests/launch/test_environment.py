@@ -40,6 +40,12 @@ def test_reaches_the_coordinator_past_a_proxy():
     assert "no_proxy" not in of_process(0)
 
 
+def test_processes_play_hosts():
+    hosts = [of_process(p, num_hosts=2)["JAX_UB_HOST_ID"] for p in range(4)]
+    assert hosts == ["host0", "host0", "host1", "host1"]
+    assert "JAX_UB_HOST_ID" not in of_process(0)
+
+
 def test_another_number_of_devices_is_refused():
     given = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     with pytest.raises(LaunchError, match="out of XLA_FLAGS and pass --devices"):

@@ -1,0 +1,161 @@
+"""Trains on a mesh of several hosts: tensor parallel inside, data parallel between.
+
+    srun python examples/multihost.py                                 # under Slurm
+    python -m jax_ub launch -n 4 --hosts 2 examples/multihost.py      # on one machine
+
+Started in another way, every process says which one it is: --coordinator,
+--num-processes and --process-id. docs/processes.md has the job files.
+
+Processes may have one device or several. Devices of a host share its memory, so that a
+linear layer's GEMM and communication overlap there; between hosts XLA sums gradients.
+"""
+
+import argparse
+import hashlib
+import os
+import socket
+
+# jaxlib's thread pools: four threads a device, before jax is imported.
+os.environ.setdefault("NPROC", "64")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ub as ub
+
+# Tokens are sharded over the devices of a host, the batch over hosts; kernels over the
+# devices of a host, and the same on all hosts.
+TOKENS = P("dp", "tp")
+KERNELS = {"up": P(None, "tp"), "down": P("tp"), "scale": P()}
+
+
+def parse_flags() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="of process 0; not under Slurm")
+    add("--num-processes", type=int, help="not under Slurm")
+    add("--process-id", type=int, help="not under Slurm")
+    add("--tp", type=int, help="devices that share a model; default those of a host")
+    add("--steps", type=int, default=20)
+    add("--batch", type=int, default=4, help="sequences of a step on each replica")
+    add("--seq-len", type=int, default=128)
+    add("--d-model", type=int, default=128)
+    add("--layers", type=int, default=2)
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    """Prints in process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def devices_by_host() -> list[list[jax.Device]]:
+    """Asks every process for the name of its host."""
+    name = os.environ.get("JAX_UB_HOST_ID") or socket.gethostname()
+    digest = hashlib.sha256(name.encode()).digest()[:4]
+    hosts = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
+    found: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        host = int(hosts.reshape(-1)[device.process_index])
+        found.setdefault(host, []).append(device)
+    return list(found.values())
+
+
+def make_mesh(tp: int | None) -> Mesh:
+    """Arranges the devices: every row of the mesh, a tp group, lies in one host.
+
+    Raises:
+        SystemExit: if the hosts' devices cannot be cut into groups of `tp`.
+    """
+    hosts = devices_by_host()
+    sizes = [len(host) for host in hosts]
+    tp = tp or min(sizes)
+    if any(size % tp for size in sizes):
+        raise SystemExit(f"--tp {tp} does not divide the hosts' devices: {sizes}")
+    groups = np.array([device for host in hosts for device in host]).reshape(-1, tp)
+    say(f"{len(hosts)} hosts with {sizes} devices: dp={len(groups)}, tp={tp}")
+    return Mesh(groups, ("dp", "tp"))
+
+
+def loss_on_device(params: list[dict], x: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The mean squared error, the same on all devices; x is this device's tokens."""
+    y = x
+    for layer in params:
+        h = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * layer["scale"]
+        h = ub.linear(h, layer["up"], parallel="column", axis_name="tp")
+        y = y + ub.linear(jax.nn.gelu(h), layer["down"], parallel="row", axis_name="tp")
+    return lax.pmean(jnp.mean((y - wanted) ** 2), ("dp", "tp"))
+
+
+def make_params(mesh: Mesh, num_layers: int, width: int) -> list[dict]:
+    """Makes the same parameters on every replica, each device its own shards."""
+
+    def make(key):
+        up, down = jax.random.split(key)
+        return {
+            "up": jax.random.normal(up, (width, 4 * width)) / width**0.5,
+            "down": jax.random.normal(down, (4 * width, width)) / width / 2,
+            "scale": jnp.ones(width),
+        }
+
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in KERNELS.items()}
+    keys = jax.random.split(jax.random.key(0), num_layers)
+    return [jax.jit(make, out_shardings=shardings)(key) for key in keys]
+
+
+def make_batch(mesh: Mesh, flags: argparse.Namespace, step: int) -> list[jax.Array]:
+    """Makes only what this process's devices need: here, reversed features to learn."""
+    shape = (flags.batch * mesh.shape["dp"], flags.seq_len, flags.d_model)
+
+    def read(index):
+        values = np.random.default_rng(step).standard_normal(shape, np.float32)
+        return values[index]
+
+    sharding = NamedSharding(mesh, TOKENS)
+    x = jax.make_array_from_callback(shape, sharding, read)
+    wanted = jax.make_array_from_callback(shape, sharding, lambda i: read(i)[..., ::-1])
+    return [x, wanted]
+
+
+def main() -> None:
+    """Trains; process 0 prints the losses."""
+    flags = parse_flags()
+    jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    mesh = make_mesh(flags.tp)
+    num_tokens = flags.batch * flags.seq_len  # of a replica
+    if hasattr(ub, "initialize_ub"):
+        ub.initialize_ub((num_tokens, flags.d_model), mesh.shape["tp"], mesh=mesh)
+    params = make_params(mesh, flags.layers, flags.d_model)
+    loss = jax.shard_map(
+        loss_on_device,
+        mesh=mesh,
+        in_specs=([KERNELS] * flags.layers, TOKENS, TOKENS),
+        out_specs=P(),
+    )
+
+    @jax.jit
+    def step(params, x, wanted):
+        value, gradients = jax.value_and_grad(loss)(params, x, wanted)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
+
+    for number in range(flags.steps):
+        params, value = step(params, *make_batch(mesh, flags, number))
+        with ub.errors.raised():
+            value = float(value)  # waits for the step
+        if number % 5 == 0 or number == flags.steps - 1:
+            say(f"step {number}: loss {value:.4f}")
+    for fallback in dict.fromkeys(ub.fallbacks()):
+        say(f"not overlapped: {fallback.label}: {fallback.reason}")
+
+
+if __name__ == "__main__":
+    main()
