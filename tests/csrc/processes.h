@@ -124,7 +124,8 @@ class Processes {
       text = error.what();
     }
     if (check::num_failures != 0) {
-      text += "[" + std::to_string(check::num_failures) + " checks failed]";
+      text.append("[").append(std::to_string(check::num_failures));
+      text.append(" checks failed]");
     }
     text += '\0';
     [[maybe_unused]] const ssize_t written = write(output, text.data(), text.size());

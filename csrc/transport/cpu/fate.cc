@@ -29,6 +29,10 @@ std::exception_ptr Fate::poison() const {
   return poison_;
 }
 
+void Fate::ThrowIfPoisoned() const {
+  if (poisoned_.load()) std::rethrow_exception(poison());
+}
+
 void Fate::SetGone(int process, const std::string& how) {
   std::lock_guard lock(mutex_);
   if (IsGone(process)) return;
@@ -45,7 +49,7 @@ std::string Fate::DescribeState(int process) const {
 }
 
 void Fate::Throw(int gone, const WaitReason& reason, const Waiting& waiting) const {
-  if (const std::exception_ptr first = poison()) std::rethrow_exception(first);
+  ThrowIfPoisoned();
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (gone != kNobody) {

@@ -37,6 +37,7 @@ class Fate {
   bool Poison(const std::exception_ptr& reason);
   // nullptr while there is none.
   std::exception_ptr poison() const;
+  void ThrowIfPoisoned() const;
 
   // `how` a process left: "died". What comes first holds.
   void SetGone(int process, const std::string& how);

@@ -95,6 +95,8 @@ void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
   }
+  // A process that has failed does not come: the others would go on without its part.
+  fate_.ThrowIfPoisoned();
   const uint64_t place = Place(call, phase);
   ProcessHeader& own = *headers_[own_];
   own.progress.store(place);

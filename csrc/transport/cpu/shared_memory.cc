@@ -63,7 +63,8 @@ struct SharedCommunicator::State {
 
   void Hear(const PeerNews& news);
   void Poison(const std::exception_ptr& reason, bool tell_peers);
-  void SetFailure(const std::exception_ptr& reason);
+  void Lose(int process, const std::string& how);
+  std::function<void()> SetFailure(const std::exception_ptr& reason);
   void WakeOwn();
   void Close();
 
@@ -187,16 +188,18 @@ void SharedCommunicator::State::Hear(const PeerNews& news) {
       fate.SetGone(news.process, news.text);
       return WakeOwn();
     case PeerNews::kLost:
-      fate.SetGone(news.process, news.text);
-      WakeOwn();
-      return SetFailure(std::make_exception_ptr(
-          CommunicatorError(group.ErrorPrefix() + fate.DescribeGone(news.process))));
+      return Lose(news.process, news.text);
   }
 }
 
 void SharedCommunicator::State::Poison(const std::exception_ptr& reason,
                                        bool tell_peers) {
-  if (!fate.Poison(reason)) return;
+  std::function<void()> call_back;
+  {
+    std::lock_guard lock(mutex);
+    if (!fate.Poison(reason)) return;
+    call_back = SetFailure(reason);
+  }
   WakeOwn();
   if (tell_peers) {
     Reason told = ReasonOf(reason);
@@ -206,18 +209,29 @@ void SharedCommunicator::State::Poison(const std::exception_ptr& reason,
     }
     peers->Say(told.kind, told.text);
   }
-  SetFailure(reason);
+  call_back();
 }
 
-void SharedCommunicator::State::SetFailure(const std::exception_ptr& reason) {
-  std::function<void(const std::exception_ptr&)> callback;
+void SharedCommunicator::State::Lose(int process, const std::string& how) {
+  std::function<void()> call_back;
   {
     std::lock_guard lock(mutex);
-    if (failure) return;
-    failure = reason;
-    callback = std::move(on_poison);
+    fate.SetGone(process, how);
+    call_back = SetFailure(std::make_exception_ptr(
+        CommunicatorError(group.ErrorPrefix() + fate.DescribeGone(process))));
   }
-  if (callback) callback(reason);
+  WakeOwn();
+  call_back();
+}
+
+// With the mutex held, so that whoever has seen its wait fail finds the failure here.
+// What it returns is to be called without.
+std::function<void()> SharedCommunicator::State::SetFailure(
+    const std::exception_ptr& reason) {
+  if (failure) return [] {};
+  failure = reason;
+  if (!on_poison) return [] {};
+  return [reason, callback = std::move(on_poison)] { callback(reason); };
 }
 
 void SharedCommunicator::State::Close() {

@@ -104,7 +104,8 @@ class SharedCommunicator {
   Announcement announcement(int process, int64_t call) const;
 
   // Returns when every process has come here. One thread at a time, calls and phases
-  // (0 to 15) in ascending order; a phase may be left out if all leave it out.
+  // (0 to 15) in ascending order; a phase may be left out if all leave it out. Throws
+  // without having come when there is poison.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
   // The end of a rank of this process, with slots in the halves of this call: behind
@@ -115,11 +116,12 @@ class SharedCommunicator {
   // Fails every wait in every process from now on; the first reason holds. Keeps its
   // text and, for DeadlineError, its type.
   void Poison(const std::exception_ptr& reason);
-  // Why this communicator is of no more use: poison, or a process that died. A peer
+  // Why this communicator is of no more use: poison, a process that died, Close. A peer
   // that closed in order is none, though waits for it fail.
   std::exception_ptr poison() const;
   // Called once, when poison() begins to be something, from the thread that noticed;
-  // at once if it is already. May not call Close.
+  // at once if it is already; from a peer's message not after Close. It may not call
+  // Close, nor hold the last reference to this object.
   void OnPoison(std::function<void(const std::exception_ptr&)> callback);
 
   // Says goodbye to the peers and fails the own waits that are left. Never blocks on a
