@@ -42,13 +42,18 @@ def check_operands(op: str, x, w, *, x_name: str = "x", w_name: str = "w") -> No
     """Checks what every GEMM asks of its two operands but their sizes."""
     check_float(op, **{x_name: x, w_name: w})
     check_dtypes(op, **{x_name: x, w_name: w})
+    check_kernel(op, w_name, w)
+    check_not_empty(op, x_name, x)
+
+
+def check_kernel(op: str, name: str, w) -> None:
+    """Refuses what is no matrix, or an empty one."""
     if w.ndim != 2:
         raise ShapeContractError(
-            f"{op}: {w_name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
+            f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
             "it to two dimensions."
         )
-    for name, array in ((x_name, x), (w_name, w)):
-        check_not_empty(op, name, array)
+    check_not_empty(op, name, w)
 
 
 def check_dtypes(op: str, **pair) -> None:

@@ -1,5 +1,6 @@
 """Fusible operations, by the names of Transformer Engine."""
 
+from jax_ub.ops import fused as fused
 from jax_ub.ops.basic.activation import GEGLU as GEGLU
 from jax_ub.ops.basic.activation import GELU as GELU
 from jax_ub.ops.basic.activation import ReLU as ReLU

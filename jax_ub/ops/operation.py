@@ -224,7 +224,7 @@ class FusedOperation:
     so no channel may begin and end in it.
     """
 
-    basic_ops: tuple[BasicOperation, ...]
+    basic_ops: tuple[Any, ...]  # basic operations, whose types a subclass knows
 
     @classmethod
     def refusals(cls, ops: Sequence["Op"]) -> dict[int, str]:

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 
 def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
     """Sums dy [..., M, N] over all rows in f32, in the dtype of the bias [N]."""
-    if bias is None:
-        return None
-    rows = tuple(range(dy.ndim - 1))
-    return jnp.sum(dy, axis=rows, dtype=jnp.float32).astype(bias.dtype)
+    return None if bias is None else row_sum(dy).astype(bias.dtype)
+
+
+def row_sum(dy: jax.Array) -> jax.Array:
+    """Sums dy [..., M, N] over all rows: f32 [N]."""
+    return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32)

@@ -64,5 +64,5 @@ def _emptied(array):
 def accumulation(site, *main_grads: jax.Array | None):
     """The accumulators of a wgrad, or None, and the dtype of its results."""
     if main_grads[0] is None:
-        return None, site.dtype
+        return None, site.dw_dtype or site.dtype
     return main_grads, jnp.float32

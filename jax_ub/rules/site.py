@@ -33,6 +33,7 @@ class Site:
     num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
+    dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
 
     def with_dtypes(self, dtype, out_dtype) -> "Site":
         """The same call, for operands and a result of these dtypes."""
@@ -54,6 +55,10 @@ class Site:
         if way is None:
             return self
         return dataclasses.replace(self, method=way.method, num_splits=way.num_splits)
+
+    def with_dw_dtype(self, dtype) -> "Site":
+        """The same call, for a gradient of the kernel of this dtype."""
+        return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""

@@ -28,8 +28,10 @@ def forward(
     *,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    scale: float = 1.0,
+    out_dtype=None,
 ) -> tuple[jax.Array, Residuals]:
-    """Computes `x @ kernel + bias + residual`, each added once, in f32.
+    """Computes `scale * x @ kernel + bias + residual`, each added once, in f32.
 
     Args:
         op: the linear; see its table of layouts.
@@ -38,33 +40,38 @@ def forward(
         bias: `[N]`, this rank's features of the result.
         residual: of the result's shape. Where nothing is reduced, the result is written
             into its buffer, if that is free.
+        scale: factor of the product.
+        out_dtype: dtype of y; None is that of the computation.
 
     Returns:
         y, and the residuals of `op`.
     """
     site, value, kernel, main_grad = op.operands(params, x)
+    site = site.with_dtypes(site.dtype, site.dtype if out_dtype is None else out_dtype)
     residuals = {"kernel": kernel, "like": like(x), "x": value}
     if main_grad is not None:
         residuals["main_grad"] = main_grad
     if x.ndim > 1:
-        return _forward(op, site, value, kernel, bias, residual), residuals
+        return _forward(op, site, value, kernel, bias, residual, scale), residuals
     residual = None if residual is None else residual[None]
-    return _forward(op, site, value[None], kernel, bias, residual)[0], residuals
+    y = _forward(op, site, value[None], kernel, bias, residual, scale)
+    return y[0], residuals
 
 
-def _forward(op, site, x, kernel, bias, residual):
+def _forward(op, site, x, kernel, bias, residual, scale):  # noqa: PLR0913
     if op.tensor_parallel_mode == "column" and op.sequence_parallel:
         x = all_gather(x, **site.alone)
     if op.tensor_parallel_mode != "row":
-        return _matmul(site, x, kernel, bias, residual)
-    partial = _matmul(site, x, kernel, out_dtype=jnp.float32)
+        options = {"scale": scale, "out_dtype": site.out_dtype}
+        return _matmul(site, x, kernel, bias, residual, **options)
+    partial = _matmul(site, x, kernel, scale=scale, out_dtype=jnp.float32)
     adds = bias is not None or residual is not None
-    dtype = jnp.float32 if adds else site.dtype
+    dtype = jnp.float32 if adds else site.out_dtype
     if op.sequence_parallel:
         y = reduce_scatter(partial, out_dtype=dtype, **site.alone)
     else:
         y = all_reduce(partial, **site.alone)
-    return reference.add(y, bias, residual, out_dtype=site.dtype)
+    return reference.add(y, bias, residual, out_dtype=site.out_dtype)
 
 
 def backward(
@@ -74,6 +81,7 @@ def backward(
     needs: Needs,
     *,
     residual: jax.Array | None = None,
+    scale: float = 1.0,
 ) -> tuple[jax.Array | None, Params]:
     """Computes the gradients of x and of the kernel, as far as they are needed.
 
@@ -82,8 +90,10 @@ def backward(
         residuals: what `op.saved(needs)` names.
         dy: gradient of the result.
         needs: what to compute.
-        residual: added to the gradient of x, of its shape. Where that gradient is not
-            reduced, it is written into its buffer, if that is free.
+        residual: added to the gradient of x, of its shape; the sum has its dtype.
+            Where that gradient is not reduced, it is written into its buffer, if that
+            is free.
+        scale: factor of both products.
 
     Returns:
         dx or None, and the kernel's gradient, or main_grad's new value, by name.
@@ -91,6 +101,8 @@ def backward(
     x, kernel = residuals.get("x"), residuals.get("kernel")
     factor = x if kernel is None else kernel
     site = op.site(factor.dtype) if factor is not None else op.site(dy.dtype)
+    if residual is not None:
+        site = site.with_dtypes(site.dtype, residual.dtype)
     dy = dy.astype(site.dtype)
     is_vector = dy.ndim == 1
     if is_vector:
@@ -100,12 +112,12 @@ def backward(
         dy = _full_gradient(op, site, dy)
     dx, d_params = None, {}
     if needs.x:
-        dx = _dgrad(op, site, dy, kernel, residual, residuals["like"])
+        dx = _dgrad(op, site, dy, kernel, residual, scale, residuals["like"])
         dx = dx[0] if is_vector else dx
     if op.wants_wgrad(needs):
         main_grad = residuals.get("main_grad")
         name = "kernel" if main_grad is None else "main_grad"
-        d_params[name] = _wgrad(op, site, x, dy, main_grad)
+        d_params[name] = _wgrad(op, site, x, dy, main_grad, scale)
     return dx, d_params
 
 
@@ -115,16 +127,18 @@ def _full_gradient(op, site, dy):
     return dy if site.is_tracked else all_reduce(dy, **site.alone)
 
 
-def _dgrad(op, site, dy, kernel, residual, x_like):
+def _dgrad(op, site, dy, kernel, residual, scale, x_like):  # noqa: PLR0913
+    options = {"rhs_transposed": True, "scale": scale}
     if not _reduces_dgrad(op, site, x_like):
-        return _matmul(site, dy, kernel, None, residual, rhs_transposed=True)
-    partial = _matmul(site, dy, kernel, rhs_transposed=True, out_dtype=jnp.float32)
-    dtype = site.dtype if residual is None else jnp.float32
+        options["out_dtype"] = site.out_dtype
+        return _matmul(site, dy, kernel, None, residual, **options)
+    partial = _matmul(site, dy, kernel, out_dtype=jnp.float32, **options)
+    dtype = site.out_dtype if residual is None else jnp.float32
     if op.sequence_parallel:
         dx = reduce_scatter(partial, out_dtype=dtype, **site.alone)
     else:
         dx = all_reduce(partial, **site.alone)
-    return reference.add(dx, residual, out_dtype=site.dtype)
+    return reference.add(dx, residual, out_dtype=site.out_dtype)
 
 
 def _reduces_dgrad(op, site, x_like):
@@ -137,14 +151,14 @@ def _reduces_dgrad(op, site, x_like):
     return op.sequence_parallel or (site.is_tracked and is_replicated)
 
 
-def _wgrad(op, site, x, dy, main_grad):
+def _wgrad(op, site, x, dy, main_grad, scale):  # noqa: PLR0913
     if op.tensor_parallel_mode == "column" and op.sequence_parallel:
         x = all_gather(x, **site.alone)
     dtype = op.param_dtype if main_grad is None else jnp.float32
     main_grads = None if main_grad is None else (main_grad,)
-    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)[0]
+    options = {"scale": scale, "out_dtype": dtype}
+    return wgrad(x, (dy,), main_grads, **options, **site.local)[0]
 
 
 def _matmul(site, x, kernel, bias=None, residual=None, **options):
-    options = {"out_dtype": site.dtype, **options}
     return matmul((x,), (kernel,), bias, residual, **options, **site.local)

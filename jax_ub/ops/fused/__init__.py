@@ -1,0 +1,51 @@
+"""Fused operations: each file has one, and the scan that puts it into a list.
+
+They are registered here, in Transformer Engine's order: what comes first takes an
+operation away from what comes later.
+"""
+
+from jax_ub.ops.fused.backward_activation_bias import (
+    BackwardActivationBias as BackwardActivationBias,
+)
+from jax_ub.ops.fused.backward_add_rmsnorm import (
+    BackwardAddRMSNorm as BackwardAddRMSNorm,
+)
+from jax_ub.ops.fused.backward_linear_add import BackwardLinearAdd as BackwardLinearAdd
+from jax_ub.ops.fused.backward_linear_scale import (
+    BackwardLinearScale as BackwardLinearScale,
+)
+from jax_ub.ops.fused.forward_linear_bias_activation import (
+    ForwardLinearBiasActivation as ForwardLinearBiasActivation,
+)
+from jax_ub.ops.fused.forward_linear_bias_add import (
+    ForwardLinearBiasAdd as ForwardLinearBiasAdd,
+)
+from jax_ub.ops.fused.forward_linear_scale_add import (
+    ForwardLinearScaleAdd as ForwardLinearScaleAdd,
+)
+from jax_ub.ops.fused.userbuffers_backward_linear import (
+    UserbuffersBackwardLinear as UserbuffersBackwardLinear,
+)
+from jax_ub.ops.fused.userbuffers_forward_linear import (
+    UserbuffersForwardLinear as UserbuffersForwardLinear,
+)
+from jax_ub.ops.registry import register_backward_fusion, register_forward_fusion
+
+FORWARD = (
+    UserbuffersForwardLinear,
+    ForwardLinearBiasAdd,
+    ForwardLinearBiasActivation,
+    ForwardLinearScaleAdd,
+)
+BACKWARD = (
+    UserbuffersBackwardLinear,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    BackwardActivationBias,
+    BackwardAddRMSNorm,
+)
+
+for _forward in FORWARD:
+    register_forward_fusion(_forward.fuse_forward_ops)
+for _backward in BACKWARD:
+    register_backward_fusion(_backward.fuse_backward_ops)

@@ -1,0 +1,39 @@
+"""The gradients of an activation and of the bias before it, together."""
+
+import dataclasses
+
+from jax_ub.ops.basic.activation import Activation
+from jax_ub.ops.basic.bias import Bias
+from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.rules.bias import row_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardActivationBias(FusedOperation):
+    """`Bias` and an activation: the bias gradient is summed before anything is rounded.
+
+    Transformer Engine: `BackwardActivationBias`, which does so where it quantizes.
+    """
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """One derivative, for both."""
+        bias, activation = self.basic_ops
+        if dy is None or not needs[1].x:
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        dx = activation.gradient(residuals[1]["x"], dy)
+        d_params = {"bias": row_sum(dx)} if needs[0].params else {}
+        return dx.astype(dy.dtype), (d_params, {}), ((), ())
+
+    @staticmethod
+    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+        """Replaces activations with the bias before them."""
+        return fuse_windows(ops, _match)
+
+
+def _match(ops):
+    if len(ops) < 2:
+        return None
+    bias, activation = ops[:2]
+    if not isinstance(bias, Bias) or not isinstance(activation, Activation):
+        return None
+    return BackwardActivationBias((bias, activation))

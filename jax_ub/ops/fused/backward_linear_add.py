@@ -1,0 +1,93 @@
+"""The gradient of a linear's input, added to that of a residual."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax_ub.ops.basic import linear_products as products
+from jax_ub.ops.basic.basic_linear import BasicLinear
+from jax_ub.ops.basic.make_extra_output import MakeExtraOutput
+from jax_ub.ops.fused.userbuffers_backward_linear import (
+    OP,
+    UserbuffersBackwardLinear,
+    window_gradients,
+)
+from jax_ub.ops.fused.userbuffers_linear import Window
+from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLinearAdd(FusedOperation):
+    """`MakeExtraOutput(in_place=True)` and `BasicLinear`: the dgrad GEMM adds.
+
+    Transformer Engine: `BackwardLinearAdd`. Saves the pass that adds the two gradients,
+    and a buffer: the sum is written where the gradient of the extra output was. Where
+    that is still read, for example by the wgrad, because a later operation handed one
+    gradient to both, XLA copies it first.
+
+    Not for a column-parallel linear, whose dgrad is reduced first, as there. A
+    row-parallel one with `userbuffers_options` adds while it gathers, which Transformer
+    Engine cannot.
+
+    Attributes:
+        userbuffers: the overlapped linear in the window, or None.
+    """
+
+    userbuffers: UserbuffersBackwardLinear | None = None
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """One GEMM for dx; without a gradient of the extra output, as without it."""
+        (d_extra,) = d_extra_outputs[0]
+        if dy is None or not any(needs[1:]):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        inner, saved = self.basic_ops[1:], residuals[1:]
+        if not needs[0].x:
+            d_extra = None
+        if self.userbuffers is None:
+            dx, d_linear = products.backward(
+                inner[0], saved[0], dy, needs[1], residual=d_extra
+            )
+            d_params = (d_linear,)
+        else:
+            dx, d_params = window_gradients(
+                OP, inner, saved, dy, needs[1:], residual=d_extra
+            )
+        return dx, ({}, *d_params), ((),) * len(self.basic_ops)
+
+    @classmethod
+    def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
+        """Why linears behind an extra output stay as they are."""
+        reasons = {}
+        for i in range(1, len(ops)):
+            if isinstance(ops[i - 1], MakeExtraOutput):
+                reason = _refusal(ops[i - 1], ops[i])
+                if reason:
+                    reasons[i] = reason
+        return reasons
+
+    @staticmethod
+    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+        """Replaces linears whose input was handed out in place."""
+        return fuse_windows(ops, _match)
+
+
+def _match(ops):
+    if len(ops) < 2 or _refusal(ops[0], ops[1]) is not None:
+        return None
+    found = ops[1] if isinstance(ops[1], UserbuffersBackwardLinear) else None
+    return BackwardLinearAdd((ops[0], *ops[1].basic_ops), found)
+
+
+def _refusal(extra, linear):
+    """Why two operations are no window; "" where they do not look like one."""
+    mode: str | None = None
+    if isinstance(linear, UserbuffersBackwardLinear):
+        mode = Window.of(linear.basic_ops).mode
+    elif isinstance(linear, BasicLinear):
+        mode = linear.tensor_parallel_mode
+    else:
+        return ""
+    if not isinstance(extra, MakeExtraOutput):
+        return ""
+    if not extra.in_place:
+        return "MakeExtraOutput(in_place=False)"
+    return "column-parallel: dx is reduced first" if mode == "column" else None

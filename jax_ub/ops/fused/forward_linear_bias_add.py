@@ -1,0 +1,83 @@
+"""A linear with its bias, and a residual that is added, in one call."""
+
+import dataclasses
+
+from jax_ub.ops.basic.add_extra_input import AddExtraInput
+from jax_ub.ops.fused import linear_windows
+from jax_ub.ops.fused.userbuffers_forward_linear import (
+    OP,
+    UserbuffersForwardLinear,
+    run_window,
+)
+from jax_ub.ops.fused.userbuffers_linear import Window
+from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearBiasAdd(FusedOperation):
+    """`BasicLinear`, `Bias` where there is one, and `AddExtraInput(in_place=True)`.
+
+    Transformer Engine: `ForwardLinearBiasAdd`. Saves the pass that adds the residual,
+    and the buffer of the product: it is written where the residual was. A row-parallel
+    linear is reduced before anything is added, so it stays by itself, as there; but
+    with `userbuffers_options` its GEMM+RS adds both, which Transformer Engine cannot.
+
+    Attributes:
+        userbuffers: the overlapped row-parallel linear in the window, or None.
+    """
+
+    userbuffers: UserbuffersForwardLinear | None = None
+
+    def forward(self, params, x, extra_inputs, saves):
+        """One call."""
+        extras, found = extra_inputs[-1], self.userbuffers
+        if found is None:
+            y, residuals = self._alone(params, x, extras)
+        else:
+            y, residuals = self._overlapped(found.basic_ops, params, x, extras)
+        rest = len(self.basic_ops) - 1
+        return y, ((),) * (rest + 1), (residuals, *({},) * rest)
+
+    def _alone(self, params, x, extras):
+        linear, *bias, add = self.basic_ops
+        rows = linear_windows.rows_of(linear, x)
+        extra = linear_windows.extra_input(add, extras, x, params[0]["kernel"], rows)
+        return linear_windows.forward(
+            linear, (*bias, None)[0], params, x, residual=extra
+        )
+
+    def _overlapped(self, inner, params, x, extras):
+        *bias, add = self.basic_ops[len(inner) :]
+        site = Window.of(inner).site(OP, x.dtype)
+        rows = x.shape[-2] // site.num_ranks if x.ndim > 1 else 1
+        return run_window(
+            inner,
+            params,
+            x,
+            added=params[len(inner)]["bias"] if bias else None,
+            residual=linear_windows.extra_input(
+                add, extras, x, params[0]["kernel"], rows
+            ),
+        )
+
+    @staticmethod
+    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+        """Replaces linears behind which something is added in place."""
+        return fuse_windows(ops, _match)
+
+
+def _match(ops):
+    linear, found = ops[0], None
+    if isinstance(linear, UserbuffersForwardLinear):
+        window = Window.of(linear.basic_ops)
+        if window.mode != "row":
+            return None
+        found = linear
+    elif not linear_windows.is_unreduced(linear):
+        return None
+    # The biases before a scatter are in its window already.
+    bias = linear_windows.bias_behind(ops, 1)
+    behind = ops[1 + len(bias) : 2 + len(bias)]
+    if not behind or not isinstance(behind[0], AddExtraInput) or not behind[0].in_place:
+        return None
+    return ForwardLinearBiasAdd((*linear.basic_ops, *bias, behind[0]), found)

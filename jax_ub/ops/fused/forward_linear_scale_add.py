@@ -1,0 +1,44 @@
+"""A linear whose product is scaled and added to a residual, in one GEMM."""
+
+import dataclasses
+
+from jax_ub.ops.basic.add_extra_input import AddExtraInput
+from jax_ub.ops.basic.constant_scale import ConstantScale
+from jax_ub.ops.fused import linear_windows
+from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearScaleAdd(FusedOperation):
+    """`BasicLinear`, `ConstantScale` and `AddExtraInput(in_place=True)`.
+
+    Transformer Engine: `ForwardLinearScaleAdd`. Saves two passes over the product, and
+    its buffer: it is written where the residual was. Not for a row-parallel linear,
+    which is reduced first.
+    """
+
+    def forward(self, params, x, extra_inputs, saves):
+        """One GEMM."""
+        linear, scale, add = self.basic_ops
+        rows = linear_windows.rows_of(linear, x)
+        extra = linear_windows.extra_input(
+            add, extra_inputs[2], x, params[0]["kernel"], rows
+        )
+        y, residuals = linear_windows.forward(
+            linear, None, params, x, residual=extra, scale=scale.scale
+        )
+        return y, ((), (), ()), (residuals, {}, {})
+
+    @staticmethod
+    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+        """Replaces linears that are scaled and added to something in place."""
+        return fuse_windows(ops, _match)
+
+
+def _match(ops):
+    if len(ops) < 3 or not linear_windows.is_unreduced(ops[0]):
+        return None
+    linear, scale, add = ops[:3]
+    if not isinstance(scale, ConstantScale) or not isinstance(add, AddExtraInput):
+        return None
+    return ForwardLinearScaleAdd((linear, scale, add)) if add.in_place else None

@@ -1,0 +1,285 @@
+"""A linear whose GEMMs overlap with their communication, backward."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
+from jax_ub.methods import Method
+from jax_ub.ops.fused import userbuffers_linear as userbuffers
+from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.primitives.all_reduce import all_reduce
+from jax_ub.rules.bias import row_sum
+from jax_ub.rules.column_gradients import column_gradients
+from jax_ub.rules.row_gradients import row_gradients
+from jax_ub.rules.site import Site, promote
+
+OP = "UserbuffersBackwardLinear"
+
+
+@dataclasses.dataclass(frozen=True)
+class UserbuffersBackwardLinear(FusedOperation):
+    """Both gradients of a linear, beside their communication.
+
+    Transformer Engine: `UserbuffersBackwardLinear`, for the patterns in
+    `userbuffers_linear`:
+
+    | mode | method | dgrad | wgrad |
+    |---|---|---|---|
+    | "column" | "bulk" | beside the gather of x | beside the scatter of dx |
+    | "column" | others | GEMM+RS | reads x of the peers, or gathers it once |
+    | "row" | all | AG+GEMM | reads the dy that was gathered for the dgrad |
+
+    A frozen kernel costs no wgrad, and then "bulk" has nothing to hide behind: the
+    dgrad is GEMM+RS. A frozen input costs no dgrad.
+    """
+
+    @staticmethod
+    def functional_backward(  # noqa: PLR0913, Transformer Engine's names
+        grad_output: jax.Array,
+        input: jax.Array | None,  # noqa: A002
+        weight: jax.Array | None,
+        *,
+        input_requires_grad: bool = True,
+        weight_requires_grad: bool = True,
+        bias_requires_grad: bool = False,
+        main_grad: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        tensor_parallel_mode: str,
+        axis_name: str | tuple[str, ...],
+        sequence_parallel: bool = True,
+        ub_comm_name: str | None = None,
+        method: Method | str | None = None,
+        dtype=None,
+    ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
+        """Computes the gradients of one linear, inside `jax.shard_map`.
+
+        | mode | grad_output | input, grad_input | weight, grad_weight |
+        |---|---|---|---|
+        | "column" | `[..., M, N/P]` | `[..., M/P, K]` | `[K, N/P]` |
+        | "row" | `[..., M/P, N]` | `[..., M, K/P]` | `[K/P, N]` |
+
+        Args:
+            grad_output: gradient of the result.
+            input: the forward's activations; may be None if `weight_requires_grad` is
+                False.
+            weight: kernel, `[in, out]`; may be None if `input_requires_grad` is False.
+            input_requires_grad: whether grad_input is computed.
+            weight_requires_grad: whether grad_weight is computed; False for a frozen
+                kernel.
+            bias_requires_grad: whether grad_bias is computed.
+            main_grad: f32 accumulator like `weight`: grad_weight is then `main_grad`
+                plus the gradient, in f32, in its buffer where that is free.
+            residual: another gradient of the input, shaped like it: grad_input is then
+                the sum of both, rounded once to the dtype of `residual`, for "row" in
+                its buffer where that is free.
+            tensor_parallel_mode: "column" or "row".
+            axis_name: the mesh axis of the P ranks.
+            sequence_parallel: must be True: rows are what is gathered and scattered.
+            ub_comm_name: name of the communicator's configuration, in errors too.
+            method: how it runs; None is what the name, `JAX_UB_METHOD` or "auto" says.
+            dtype: what it computes in and returns; None is that of `weight`, or of
+                `input`.
+
+        Returns:
+            grad_input, grad_weight and {"grad_bias": ...}; None for what was not asked
+            for. grad_bias is `grad_output` summed over all rows, in f32: `[N/P]` for
+            "column"; `[N]` for "row", summed over the ranks too.
+
+        Raises:
+            ShapeContractError: if an operand is missing, or they do not fit each other.
+            UnknownNameError: if there is no such mode or method.
+            UnsupportedOverlapError: without sequence parallelism, or if the method that
+                was named cannot run here.
+        """
+        if dtype is None:
+            given = [a for a in (weight, input, grad_output) if a is not None]
+            dtype = given[0].dtype
+        site = userbuffers.open_linear(
+            OP,
+            tensor_parallel_mode,
+            axis_name,
+            sequence_parallel,
+            ub_comm_name,
+            method,
+            dtype,
+        )
+        x = _required(site, "input", input, "weight", weight_requires_grad)
+        w = _required(site, "weight", weight, "input", input_requires_grad)
+        _check(site, tensor_parallel_mode, grad_output, x, w)
+        _check_addends(
+            site, tensor_parallel_mode, grad_output, x, w, main_grad, residual
+        )
+        dx, dw = gradients(
+            site, tensor_parallel_mode, grad_output, x, w, main_grad, residual
+        )
+        db = row_sum(grad_output) if bias_requires_grad else None
+        if db is not None and tensor_parallel_mode == "row":
+            db = all_reduce(promote(db, site.axes(db)), **site.alone)
+        return dx, dw, {"grad_bias": db}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """One call for every gradient that is needed."""
+        if dy is None or not any(needs):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        dx, d_params = window_gradients(OP, self.basic_ops, residuals, dy, needs)
+        return dx, d_params, ((),) * len(self.basic_ops)
+
+    @classmethod
+    def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
+        """Why linears stay as they are."""
+        return userbuffers.refusals(ops)
+
+    @staticmethod
+    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+        """Replaces every window that is one of the three patterns."""
+        return fuse_windows(ops, _match)
+
+
+def _match(ops):
+    window = userbuffers.match(ops)
+    return UserbuffersBackwardLinear(window) if isinstance(window, tuple) else None
+
+
+def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
+    """The gradients of a window: of its input, and of its parameters by operation."""
+    window = userbuffers.Window.of(basic_ops)
+    linear, saved = window.linear, residuals[0]
+    x = saved.get("x") if linear.wants_wgrad(needs[0]) else None
+    w = saved.get("kernel") if needs[0].x else None
+    main_grad = saved.get("main_grad") if x is not None else None
+    dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
+    site = window.site(op, dtype).with_dw_dtype(linear.param_dtype)
+    dx, dw = gradients(site, window.mode, dy, x, w, main_grad, residual)
+    if dx is None:
+        dx = residual
+    d_params: list[dict] = [{} for _ in basic_ops]
+    if x is not None:
+        d_params[0]["kernel" if main_grad is None else "main_grad"] = dw
+    if window.bias is not None and needs[1].params:
+        d_params[1]["bias"] = _own_bias_gradient(site, window, dy)
+    return dx, tuple(d_params)
+
+
+def gradients(  # noqa: PLR0913
+    site: Site,
+    mode: str,
+    dy: jax.Array,
+    x: jax.Array | None,
+    w: jax.Array | None,
+    main_grad: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Computes dx where there is a `w`, and dw where there is an `x`."""
+    if x is None and w is None:
+        return None, None
+    operands = (dy, x, w, main_grad, residual)
+    axes = site.axes(*(a for a in operands if a is not None))
+    dy = promote(dy, axes)
+    x, w = _prepared(x, axes, site.dtype), _prepared(w, axes, site.dtype)
+    residual = _prepared(residual, axes)
+    if mode == "row":
+        return row_gradients(site, x, w, dy, main_grad, residual)
+    return column_gradients_of_one(site, x, w, dy, main_grad, residual)
+
+
+def column_gradients_of_one(site, x, w, dy, main_grad, residual):
+    """The gradients of AG+GEMM with one kernel."""
+    saved = {
+        "x": x,
+        "gathered": None,
+        "ws": None if w is None else (w,),
+        "main_grads": None if main_grad is None else (main_grad,),
+    }
+    dx, dws = column_gradients(site, saved, {0: dy}, None)
+    if residual is not None and dx is not None:
+        dx = (residual + dx).astype(residual.dtype)
+    return dx, dws.get(0)
+
+
+def _own_bias_gradient(site, window, dy):
+    """That of this rank's bias; the group sums those of a replicated one."""
+    db = row_sum(dy)
+    if window.reduce_scatter is None:
+        return db
+    # The ranks' biases are summed (pattern 3), so the gradient of each is that of the
+    # sum, on every rank. Typed as the own one, for the group to sum these once more
+    # where one array is the bias of all ranks.
+    return promote(all_reduce(promote(db, site.axes(db)), **site.alone), site.axes(db))
+
+
+def _prepared(array, axes, dtype=None):
+    if array is None:
+        return None
+    return promote(array, axes).astype(dtype or array.dtype)
+
+
+def _required(site, name, array, of, wanted):
+    if not wanted:
+        return None
+    if array is None:
+        raise ShapeContractError(
+            f"{site.label}: {name} is None, but the gradient of the {of} needs it. "
+            f"Pass it, or {of}_requires_grad=False."
+        )
+    return array
+
+
+def _check(site, mode, dy, x, w):
+    userbuffers.check_activation(site, "grad_output", dy)
+    if w is not None:
+        shapes.check_float(site.label, weight=w)
+        shapes.check_kernel(site.label, "weight", w)
+        if dy.shape[-1] != w.shape[1]:
+            raise ShapeContractError(
+                f"{site.label}: grad_output {dy.shape} has N = {dy.shape[-1]}, but "
+                f"weight {w.shape} has N = {w.shape[1]}. Kernels are [in, out], as in "
+                "the forward; pass the weight untransposed."
+            )
+    if x is not None:
+        userbuffers.check_activation(site, "input", x)
+        if w is not None:
+            sharded = "out" if mode == "column" else "in"
+            shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
+        _check_rows(site, mode, dy, x)
+
+
+def _check_rows(site, mode, dy, x):
+    if mode == "column":
+        rows = x.shape[-2] * site.num_ranks
+    else:
+        shapes.check_divides(site.label, x, site.num_ranks)
+        rows = x.shape[-2] // site.num_ranks
+    wanted = (*x.shape[:-2], rows, dy.shape[-1])
+    meaning = f"[..., M, N/P] for input {tuple(x.shape)}"
+    if mode == "row":
+        meaning = f"[..., M/P, N] for input {tuple(x.shape)}"
+    shapes.check_shape(site.label, "grad_output", dy, wanted, meaning)
+
+
+def _check_addends(site, mode, dy, x, w, main_grad, residual):
+    if main_grad is not None and x is None:
+        raise ShapeContractError(
+            f"{site.label}: main_grad is given, but weight_requires_grad = False. "
+            "Leave it out where the kernel is frozen."
+        )
+    if main_grad is not None:
+        features = (x.shape[-1], dy.shape[-1])
+        like_kernel = jax.ShapeDtypeStruct(features, jnp.float32)
+        shapes.check_main_grad(site.label, main_grad, like_kernel)
+    if residual is None:
+        return
+    if w is None:
+        raise ShapeContractError(
+            f"{site.label}: residual is given, but input_requires_grad = False. Leave "
+            "it out where no gradient of the input is computed."
+        )
+    shapes.check_float(site.label, residual=residual)
+    rows = dy.shape[-2] // site.num_ranks if mode == "column" else (
+        dy.shape[-2] * site.num_ranks
+    )  # fmt: skip
+    wanted = (*dy.shape[:-2], rows, w.shape[0])
+    shapes.check_shape(site.label, "residual", residual, wanted, "the input's shape")

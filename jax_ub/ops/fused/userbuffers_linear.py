@@ -1,0 +1,152 @@
+"""What the two Userbuffers linears share: their patterns, their checks, their site.
+
+Transformer Engine's three patterns, in forward order; each may begin a window:
+
+| | operations | runs |
+|---|---|---|
+| 1 | `BasicLinear("column")`, `Bias` where there is one | AG+GEMM |
+| 2 | `BasicLinear("row")` | GEMM+RS; a `Bias` behind it stays by itself |
+| 3 | `BasicLinear(None)`, `Bias` where there is one, `ReduceScatter` | GEMM+RS |
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jax_ub import shapes
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
+from jax_ub.methods import Method
+from jax_ub.ops.basic.basic_linear import BasicLinear
+from jax_ub.ops.basic.bias import Bias
+from jax_ub.ops.basic.reduce_scatter import ReduceScatter
+from jax_ub.ops.operation import BasicOperation, Op, num_ranks
+from jax_ub.rules.site import Site, open_site
+
+# The public function that communicates as each mode does.
+LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
+MODES = tuple(LIKE)
+
+
+def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
+    """Looks for a pattern at the front of `ops`.
+
+    Returns:
+        The window; or why the linear there is none; or None where there is no linear.
+    """
+    linear = ops[0]
+    if not isinstance(linear, BasicLinear):
+        return None
+    if linear.comm_name is None:
+        return "no userbuffers_options"
+    mode = linear.tensor_parallel_mode
+    bias = () if mode == "row" else tuple(o for o in ops[1:2] if isinstance(o, Bias))
+    window: tuple[BasicOperation, ...] = (linear, *bias)
+    axis_name = linear.axis_name
+    if mode is None:
+        behind = ops[len(window) : len(window) + 1]
+        if not behind or not isinstance(behind[0], ReduceScatter):
+            return "tensor_parallel_mode=None and no ReduceScatter behind it"
+        window = (*window, behind[0])
+        axis_name = behind[0].axis_name
+    if num_ranks(axis_name) == 1:
+        return f"axis {axis_name!r} has one rank"
+    return window
+
+
+def refusals(ops: Sequence[Op]) -> dict[int, str]:
+    """Why linears in a list are not overlapped, by their index."""
+    found = {i: match(ops[i:]) for i in range(len(ops))}
+    return {i: reason for i, reason in found.items() if isinstance(reason, str)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What a window of basic operations computes together."""
+
+    linear: BasicLinear
+    bias: Bias | None
+    reduce_scatter: ReduceScatter | None
+
+    @classmethod
+    def of(cls, basic_ops: Sequence[BasicOperation]) -> "Window":
+        """Tells the operations of a window apart."""
+        bias = [op for op in basic_ops if isinstance(op, Bias)]
+        scatter = [op for op in basic_ops if isinstance(op, ReduceScatter)]
+        linear = basic_ops[0]
+        assert isinstance(linear, BasicLinear)
+        return cls(linear, (*bias, None)[0], (*scatter, None)[0])
+
+    @property
+    def mode(self) -> str:
+        """How it is parallel: a `ReduceScatter` makes it "row"."""
+        return self.linear.tensor_parallel_mode or "row"
+
+    def site(self, op: str, dtype) -> Site:
+        """Where it runs."""
+        linear, scatter = self.linear, self.reduce_scatter
+        return open_linear(
+            op,
+            self.mode,
+            linear.axis_name if scatter is None else scatter.axis_name,
+            linear.sequence_parallel or scatter is not None,
+            linear.comm_name,
+            dict(linear.userbuffers_options).get("method", linear.method),
+            dtype,
+        )
+
+
+def open_linear(  # noqa: PLR0913
+    op: str,
+    tensor_parallel_mode: str | None,
+    axis_name: str | tuple[str, ...] | None,
+    sequence_parallel: bool,
+    ub_comm_name: str | None,
+    method: Method | str | None,
+    dtype,
+) -> Site:
+    """Checks how a linear is parallel, and finds its ranks and its method.
+
+    Raises:
+        UnknownNameError: if there is no such mode.
+        UnsupportedOverlapError: without sequence parallelism.
+        ShapeContractError: if the dtype is no f32, bf16 or f16, or the axis no manual
+            mesh axis.
+    """
+    if tensor_parallel_mode not in MODES:
+        raise UnknownNameError(
+            f"{op}: tensor_parallel_mode = {tensor_parallel_mode!r} does not shard a "
+            f"kernel. {nearest(str(tensor_parallel_mode), MODES)}"
+        )
+    if not sequence_parallel:
+        raise UnsupportedOverlapError(
+            f"{op}: sequence_parallel = False, but only a gather or a scatter of rows "
+            "is overlapped. Pass sequence_parallel=True, or leave userbuffers_options "
+            "out."
+        )
+    if axis_name is None:
+        raise ShapeContractError(
+            f"{op}: tensor_parallel_mode = {tensor_parallel_mode!r} needs the mesh "
+            'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
+        )
+    like = LIKE[tensor_parallel_mode]
+    site = open_site(op, axis_name, ub_comm_name, method, like=like)
+    if np.dtype(dtype) not in shapes.FLOATS:
+        raise ShapeContractError(
+            f"{site.label}: dtype = {np.dtype(dtype)}, but the op computes in float32, "
+            "bfloat16 or float16. Pass one of these."
+        )
+    return site.with_dtypes(dtype, dtype)
+
+
+def check_activation(site: Site, name: str, array: jax.Array) -> None:
+    """Checks what every activation of the functional interface has to be."""
+    shapes.check_float(site.label, **{name: array})
+    shapes.check_rank(site.label, name, array)
+    shapes.check_not_empty(site.label, name, array)

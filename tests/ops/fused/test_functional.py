@@ -1,0 +1,396 @@
+"""The functional interface of the Userbuffers linears, on every method."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from linears import (
+    LAYOUTS,
+    METHODS,
+    MODES,
+    arrays,
+    bias_grad,
+    dgrad,
+    wgrad,
+    wide,
+)
+from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    copies,
+    on_ranks,
+    tp_mesh,
+)
+
+import jax_ub as ub
+from jax_ub.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
+from jax_ub.ops.fused.userbuffers_forward_linear import UserbuffersForwardLinear
+
+MANY = (*CASES, (2, "bfloat16"), (8, "float16"))
+
+
+def forward(mode, **options):
+    return functools.partial(
+        UserbuffersForwardLinear.functional_forward,
+        tensor_parallel_mode=mode,
+        axis_name="tp",
+        ub_comm_name="qkv" if mode == "column" else "proj",
+        **options,
+    )
+
+
+def backward(mode, **options):
+    return functools.partial(
+        UserbuffersBackwardLinear.functional_backward,
+        tensor_parallel_mode=mode,
+        axis_name="tp",
+        ub_comm_name="qkv" if mode == "column" else "proj",
+        **options,
+    )
+
+
+def run_forward(mode, num_ranks, a, bias=None, **options):
+    layout = LAYOUTS[mode]
+
+    def function(x, w, *bias):
+        given = {"bias": bias[0].reshape(-1)} if bias else {}
+        return forward(mode, **given, **options)(x, w)[0]
+
+    operands = (a.x, a.w) if bias is None else (a.x, a.w, bias)
+    specs = (layout.x, layout.w, P("tp"))[: len(operands)]
+    return on_ranks(function, tp_mesh(num_ranks), specs, layout.y)(*operands)
+
+
+def backward_program(mode, num_ranks, *, names=(), donate=(), **options):
+    """A jitted function of dy, x, w and the arrays in `names`."""
+    layout = LAYOUTS[mode]
+    specs = {"main_grad": layout.w, "residual": layout.x}
+    bias_spec = P("tp") if mode == "column" else P()
+
+    def function(dy, x, w, *others):
+        given = dict(zip(names, others, strict=True))
+        dx, dw, extra = backward(mode, **given, **options)(dy, x, w)
+        return dx, dw, extra["grad_bias"]
+
+    kept = options.get
+    out = (
+        layout.x if kept("input_requires_grad", True) else None,
+        layout.w if kept("weight_requires_grad", True) else None,
+        bias_spec if kept("bias_requires_grad", False) else None,
+    )
+    mapped = jax.shard_map(
+        function,
+        mesh=tp_mesh(num_ranks),
+        in_specs=(layout.y, layout.x, layout.w, *(specs[name] for name in names)),
+        out_specs=out,
+    )
+    return jax.jit(mapped, donate_argnums=donate)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_is_exact_for_every_method(mode, method):
+    a = arrays(4)
+    found = run_forward(mode, 4, a, method=method)
+    assert_equal(found, wide(a.x) @ wide(a.w))
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), MANY)
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
+    a = arrays(num_ranks, dtype)
+    # In "row" every rank has a bias of its own, and their sum is added.
+    n = a.w.shape[1]
+    shape = (n,) if mode == "column" else (num_ranks, n)
+    bias = small_integers(5, shape)
+    added = bias if mode == "column" else bias.sum(0)
+    expected = (wide(a.x) @ wide(a.w) + added).astype(dtype)
+    assert_equal(run_forward(mode, num_ranks, a, bias), expected)
+
+
+def test_forward_counts_a_replicated_bias_once_a_rank():
+    a, bias = arrays(4), small_integers(5, (28,))
+    layout = LAYOUTS["row"]
+    for check_vma in (True, False):
+        run = on_ranks(
+            lambda x, w, b: forward("row", bias=b)(x, w)[0],
+            tp_mesh(4),
+            (layout.x, layout.w, P()),
+            layout.y,
+            check_vma=check_vma,
+        )
+        assert_equal(run(a.x, a.w, bias), a.x @ a.w + 4 * bias)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_returns_what_the_backward_takes(mode):
+    a, layout = arrays(2, "bfloat16"), LAYOUTS[mode]
+
+    def function(x, w):
+        return forward(mode, dtype="float32")(x, w)
+
+    out = (layout.y, {"input": layout.x, "weight": layout.w})
+    y, saved = on_ranks(function, tp_mesh(2), (layout.x, layout.w), out)(a.x, a.w)
+    assert_equal(y, wide(a.x) @ wide(a.w))
+    assert_equal(saved, {"input": wide(a.x), "weight": wide(a.w)})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_is_exact_for_every_method(mode, method):
+    a = arrays(4)
+    run = backward_program(mode, 4, bias_requires_grad=True, method=method)
+    assert_equal(run(a.dy, a.x, a.w), (dgrad(a), wgrad(a), bias_grad(a)))
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), MANY)
+@pytest.mark.parametrize("method", ["auto", "bulk"])
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_is_exact_for_every_number_of_ranks(mode, method, num_ranks, dtype):
+    a = arrays(num_ranks, dtype)
+    run = backward_program(mode, num_ranks, bias_requires_grad=True, method=method)
+    expected = dgrad(a).astype(dtype), wgrad(a).astype(dtype), bias_grad(a)
+    assert_equal(run(a.dy, a.x, a.w), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["auto", "bulk", "pipeline"])
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_is_close_on_normal_values(mode, method, dtype):
+    a = arrays(3, dtype, normal)
+    dx, dw, db = backward_program(mode, 3, bias_requires_grad=True, method=method)(
+        a.dy, a.x, a.w
+    )
+    assert_close(dx, dgrad(a), a.w.shape[1])
+    assert_close(dw, wgrad(a), 2 * 9)
+    assert_close(db, bias_grad(a), 2 * 9)
+
+
+@pytest.mark.parametrize("batch", [(), (1, 3)])
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_takes_any_batch_axes(mode, batch):
+    a = arrays(2, batch=batch)
+    layout = LAYOUTS[mode]
+    rows = P(*(None for _ in batch), "tp")
+    features = P(*(None for _ in batch), None, "tp")
+    x, y = (rows, features) if mode == "column" else (features, rows)
+    run = on_ranks(
+        lambda *v: backward(mode, method="bulk")(*v)[:2],
+        tp_mesh(2),
+        (y, x, layout.w),
+        (x, layout.w),
+    )
+    assert_equal(run(a.dy, a.x, a.w), (dgrad(a), wgrad(a)))
+
+
+@pytest.mark.parametrize("method", ["auto", "bulk", "ring_exchange"])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_added_to_main_grad_and_residual(mode, method):
+    a = arrays(4, "bfloat16")
+    names = ("main_grad", "residual")
+    run = backward_program(mode, 4, names=names, method=method)
+    dx, dw, _ = run(a.dy, a.x, a.w, a.main_grad, a.residual)
+    assert_equal(dw, a.main_grad + wgrad(a))
+    assert_equal(dx, (dgrad(a) + wide(a.residual)).astype("bfloat16"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_residual_decides_the_dtype_of_the_sum(mode):
+    a = arrays(4, "bfloat16")
+    run = backward_program(mode, 4, names=("residual",))
+    dx, _, _ = run(a.dy, a.x, a.w, wide(a.residual))
+    assert_equal(dx, dgrad(a) + wide(a.residual))
+
+
+COUNTS = {
+    ("column", "auto", "none"): {"matmul_reduce_scatter": 1, "wgrad": 1},
+    ("column", "bulk", "none"): {"bulk_all_gather": 1, "bulk_reduce_scatter": 1},
+    ("column", "ring_exchange", "none"): {
+        "matmul_reduce_scatter": 1,
+        "all_gather": 1,
+        "wgrad": 1,
+    },
+    ("column", "auto", "weight"): {"matmul_reduce_scatter": 1},
+    ("column", "bulk", "weight"): {"matmul_reduce_scatter": 1},
+    ("column", "auto", "input"): {"wgrad": 1},
+    ("column", "bulk", "input"): {"all_gather": 1, "wgrad": 1},
+    ("row", "auto", "none"): {"all_gather_matmul": 1, "wgrad": 1},
+    ("row", "bulk", "none"): {"all_gather_matmul": 1, "wgrad": 1},
+    ("row", "ring_exchange", "none"): {"all_gather_matmul": 1, "wgrad": 1},
+    ("row", "auto", "weight"): {"all_gather_matmul": 1},
+    ("row", "auto", "input"): {"wgrad": 1},
+    ("row", "ring_exchange", "input"): {"all_gather": 1, "wgrad": 1},
+}
+
+
+@pytest.mark.parametrize(("mode", "method", "frozen"), COUNTS)
+def test_backward_runs_these_calls_and_no_collective(mode, method, frozen):
+    a = arrays(4)
+    options = {} if frozen == "none" else {f"{frozen}_requires_grad": False}
+    run = backward_program(mode, 4, method=method, **options)
+    text = compiled_text(run, a.dy, a.x, a.w)
+    assert calls(text) == COUNTS[mode, method, frozen]
+    assert not collectives(text)
+    dx, dw, db = run(a.dy, a.x, a.w)
+    assert db is None
+    assert_equal(dx, None if frozen == "input" else dgrad(a))
+    assert_equal(dw, None if frozen == "weight" else wgrad(a))
+
+
+def test_row_sums_the_bias_gradient_in_one_small_call():
+    a = arrays(4)
+    run = backward_program("row", 4, bias_requires_grad=True)
+    text = compiled_text(run, a.dy, a.x, a.w)
+    assert calls(text) == {"all_gather_matmul": 1, "wgrad": 1, "all_reduce": 1}
+    assert not collectives(text)
+
+
+@pytest.mark.parametrize("method", ["auto", "bulk"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_donated_is_written_in_place(mode, method):
+    a, layout = arrays(4), LAYOUTS[mode]
+    names = ("main_grad", "residual")
+    run = backward_program(mode, 4, names=names, donate=(3, 4), method=method)
+    place = functools.partial(jax.sharding.NamedSharding, tp_mesh(4))
+    main_grad = jax.device_put(a.main_grad, place(layout.w))
+    residual = jax.device_put(a.residual, place(layout.x))
+    local = [array.addressable_shards[0].data.shape for array in (main_grad, residual)]
+    text = compiled_text(run, a.dy, a.x, a.w, main_grad, residual)
+    for shape in local:
+        assert copies(text, f"f32[{','.join(map(str, shape))}]") == 0
+    pointer = main_grad.addressable_shards[0].data.unsafe_buffer_pointer()
+    dx, dw, _ = run(a.dy, a.x, a.w, main_grad, residual)
+    assert dw.addressable_shards[0].data.unsafe_buffer_pointer() == pointer
+    assert_equal((dx, dw), (dgrad(a) + a.residual, a.main_grad + wgrad(a)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_repeated_calls_give_the_same_bits(mode):
+    a = arrays(8, "bfloat16", normal)
+    run = backward_program(mode, 8, bias_requires_grad=True)
+    first = run(a.dy, a.x, a.w)
+    for _ in range(5):
+        assert_equal(run(a.dy, a.x, a.w), first)
+
+
+def refused(function, *shapes, mode="column", num_ranks=2, **options):
+    """The text of the error that a call with zeros of these shapes ends in."""
+    operands = [None if s is None else jnp.zeros(s, options.pop("of", "float32"))
+                for s in shapes]  # fmt: skip
+
+    def body(*given):
+        given = iter(given)
+        full = [None if s is None else next(given) for s in shapes]
+        return function(mode, **options)(*full)
+
+    given = [array for array in operands if array is not None]
+    run = jax.shard_map(
+        body, mesh=tp_mesh(num_ranks), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ub.errors.UbError) as caught:
+        jax.eval_shape(run, *given)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+BOTH = pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (forward, ((4, 6), (6, 8))),
+        (backward, ((8, 8), (4, 6), (6, 8))),
+    ],
+    ids=["forward", "backward"],
+)
+
+
+@BOTH
+def test_what_is_no_overlap_is_refused(function, shapes):
+    text = refused(function, *shapes, sequence_parallel=False)
+    assert "UnsupportedOverlapError: Userbuffers" in text
+    assert "sequence_parallel = False, but only a gather or a scatter" in text
+    text = refused(function, *shapes, mode="colunm")
+    assert "tensor_parallel_mode = 'colunm' does not shard" in text
+    assert "Did you mean 'column'?" in text
+    text = refused(function, *shapes, mode=None)
+    assert "tensor_parallel_mode = None does not shard" in text
+    text = refused(function, *shapes, dtype="int32")
+    assert "(ub_name 'qkv'): dtype = int32, but the op computes in float32" in text
+    text = refused(function, *shapes, method="rings")
+    assert "UnknownNameError" in text
+    assert "'rings' is not a method" in text
+
+
+@BOTH
+def test_axis_must_be_there(function, shapes):
+    call = function("column")
+    operands = [jnp.zeros(shape) for shape in shapes]
+    call.keywords["axis_name"] = None
+    message = "needs the mesh axis of its ranks, but axis_name = None"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        call(*operands)
+    call.keywords["axis_name"] = "tp"
+    message = "axis_name = 'tp' is not a manual mesh axis"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        call(*operands)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "text"),
+    [
+        (((6,), (6, 8)), {}, r"input has shape (6,), but the op takes [..., rows"),
+        (((4, 6), (8,)), {}, "weight has shape (8,), but a kernel is [in, out]"),
+        (((4, 6), (8, 6)), {}, "has K = 6, but w (8, 6) has K = 8"),
+        (((0, 6), (6, 8)), {}, "input has shape (0, 6), which is empty"),
+        (((4, 6), (6, 8)), {"of": "int32", "dtype": "float32"}, "input is int32"),
+        (((5, 6), (6, 8)), {"mode": "row"}, "Pad to 6 rows"),
+        (((4, 6), (6, 8)), {"bias": jnp.zeros(4)}, "bias has shape (4,), but here"),
+    ],
+)
+def test_forward_refuses_what_does_not_fit(shapes, options, text):
+    found = refused(forward, *shapes, **options)
+    assert "ShapeContractError: UserbuffersForwardLinear" in found
+    assert text in found
+
+
+DY, X, W = (8, 8), (4, 6), (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "text"),
+    [
+        (((8,), X, W), {}, "grad_output has shape (8,), but the op takes"),
+        ((DY, X, None), {}, "weight is None, but the gradient of the input needs it"),
+        ((DY, None, W), {}, "input is None, but the gradient of the weight needs it"),
+        ((DY, X, (8, 6)), {}, "has N = 8, but weight (8, 6) has N = 6"),
+        ((DY, (4, 8), W), {}, "has K = 8, but w (6, 8) has K = 6"),
+        (((4, 8), X, W), {}, "grad_output has shape (4, 8), but here it is [..., M, N"),
+        ((DY, X, W), {"mode": "row"}, "but here it is [..., M/P, N] for input (4, 6)"),
+        ((DY, (3, 6), W), {"mode": "row"}, "Pad to 4 rows"),
+        ((DY, X, W), {"main_grad": jnp.zeros((8, 6))}, "main_grad has shape (8, 6)"),
+        (
+            (DY, X, W),
+            {"main_grad": jnp.zeros(W, "bfloat16")},
+            "main_grad is bfloat16, but gradients are accumulated in float32",
+        ),
+        (
+            (DY, X, W),
+            {"main_grad": jnp.zeros(W), "weight_requires_grad": False},
+            "main_grad is given, but weight_requires_grad = False",
+        ),
+        ((DY, X, W), {"residual": jnp.zeros(DY)}, "residual has shape (8, 8), but"),
+        (
+            (DY, X, W),
+            {"residual": jnp.zeros(X), "input_requires_grad": False},
+            "residual is given, but input_requires_grad = False",
+        ),
+        ((DY, X, W), {"residual": jnp.zeros(X, int)}, "residual is int32"),
+    ],
+)
+def test_backward_refuses_what_does_not_fit(shapes, options, text):
+    found = refused(backward, *shapes, **options)
+    assert "ShapeContractError: UserbuffersBackwardLinear" in found
+    assert text in found

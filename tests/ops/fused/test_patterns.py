@@ -1,0 +1,251 @@
+"""Which operations the fusions take, and which they leave alone."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import tp_mesh
+from sequences import linear, names, overlapped
+
+from jax_ub import ops
+from jax_ub.ops import fused, registry
+
+
+def forward(*found):
+    return names(ops.OperationFuser(found).forward_ops)
+
+
+def backward(*found):
+    return names(ops.OperationFuser(found).backward_ops)
+
+
+def basic(mode, name="qkv", **options):
+    return ops.BasicLinear(
+        8, 8, tensor_parallel_mode=mode, **overlapped(name, **options)
+    )
+
+
+UBF, UBB = "UserbuffersForwardLinear", "UserbuffersBackwardLinear"
+BIAS = ops.Bias(8)
+SCATTER = ops.ReduceScatter()
+
+PATTERNS = [
+    ([basic("column")], [UBF], [UBB]),
+    ([basic("column"), BIAS], [UBF], [UBB]),
+    ([basic("row")], [UBF], [UBB]),
+    ([basic("row"), BIAS], [UBF, "Bias"], [UBB, "Bias"]),
+    ([basic(None), SCATTER], [UBF], [UBB]),
+    ([basic(None), BIAS, SCATTER], [UBF], [UBB]),
+    # A scatter behind a column-parallel linear is no third pattern.
+    (
+        [basic("column"), BIAS, SCATTER],
+        [UBF, "ReduceScatter"],
+        [UBB, "ReduceScatter"],
+    ),
+    # Nothing to overlap.
+    ([basic(None)], ["BasicLinear"], ["BasicLinear"]),
+    (
+        [basic(None), BIAS, ops.GELU(), SCATTER],
+        ["ForwardLinearBiasActivation", "ReduceScatter"],
+        ["BasicLinear", "BackwardActivationBias", "ReduceScatter"],
+    ),
+    ([basic("column", None)], ["BasicLinear"], ["BasicLinear"]),
+    (
+        [basic(None, None), SCATTER],
+        ["BasicLinear", "ReduceScatter"],
+        ["BasicLinear", "ReduceScatter"],
+    ),
+    # Two layers, and what lies around them.
+    (
+        [basic("column"), BIAS, ops.GELU(), basic("row", "proj"), BIAS],
+        [UBF, "GELU", UBF, "Bias"],
+        [UBB, "GELU", UBB, "Bias"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "forward_ops", "backward_ops"), PATTERNS)
+def test_userbuffers_patterns_are_transformer_engine_s(
+    found, forward_ops, backward_ops
+):
+    assert forward(*found) == forward_ops
+    assert backward(*found) == backward_ops
+
+
+def test_a_linear_with_a_bias_is_overlapped_as_well():
+    column = linear("column", 8, 8, "qkv")
+    row = linear("row", 8, 8, "proj")
+    assert forward(column, row) == [UBF, UBF, "Bias"]
+    assert backward(column, row) == [UBB, UBB, "Bias"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_rank_has_nothing_to_overlap(num_ranks):
+    alone = num_ranks == 1
+    found = {}
+
+    def body(x):
+        for mode in ("column", "row"):
+            found[mode] = forward(basic(mode)), backward(basic(mode))
+        found[None] = forward(basic(None), SCATTER), backward(basic(None), SCATTER)
+        return x
+
+    mapped = jax.shard_map(body, mesh=tp_mesh(num_ranks), in_specs=P(), out_specs=P())
+    jax.eval_shape(mapped, 1.0)
+    one = (["BasicLinear"], ["BasicLinear"]) if alone else ([UBF], [UBB])
+    assert found["column"] == found["row"] == one
+    scattered = (["BasicLinear", "ReduceScatter"],) * 2 if alone else ([UBF], [UBB])
+    assert found[None] == scattered
+
+
+def test_refusals_say_why():
+    refusals = fused.UserbuffersForwardLinear.refusals
+    assert refusals([basic("column", None)]) == {0: "no userbuffers_options"}
+    assert refusals([ops.GELU(), basic(None), ops.GELU()]) == {
+        1: "tensor_parallel_mode=None and no ReduceScatter behind it"
+    }
+    assert refusals([basic("row")]) == {}
+    assert fused.UserbuffersBackwardLinear.refusals([basic(None)]) == {
+        0: "tensor_parallel_mode=None and no ReduceScatter behind it"
+    }
+
+    def body(x):
+        reasons = refusals([basic("row"), basic(None), SCATTER])
+        assert reasons == {i: "axis 'tp' has one rank" for i in (0, 1)}
+        return x
+
+    mapped = jax.shard_map(body, mesh=tp_mesh(1), in_specs=P(), out_specs=P())
+    jax.eval_shape(mapped, 1.0)
+    extra = ops.MakeExtraOutput(in_place=True)
+    refusals = fused.BackwardLinearAdd.refusals
+    assert refusals([extra, basic("column", None)]) == {
+        1: "column-parallel: dx is reduced first"
+    }
+    assert refusals([ops.MakeExtraOutput(), basic(None)]) == {
+        1: "MakeExtraOutput(in_place=False)"
+    }
+    assert refusals([extra, basic("row"), extra, ops.GELU()]) == {}
+
+
+IN_PLACE = ops.AddExtraInput(in_place=True)
+FORWARD = [
+    ([basic(None, None), BIAS], ["ForwardLinearBiasActivation"]),
+    ([basic(None, None), BIAS, ops.SwiGLU()], ["ForwardLinearBiasActivation"]),
+    ([basic("column", None), BIAS, ops.ReLU()], ["ForwardLinearBiasActivation"]),
+    ([basic(None, None), ops.GELU()], ["BasicLinear", "GELU"]),
+    ([basic("row", None), BIAS], ["BasicLinear", "Bias"]),
+    ([basic(None, None), BIAS, IN_PLACE], ["ForwardLinearBiasAdd"]),
+    ([basic(None, None), IN_PLACE], ["ForwardLinearBiasAdd"]),
+    ([basic("column", None), BIAS, IN_PLACE], ["ForwardLinearBiasAdd"]),
+    (
+        [basic(None, None), BIAS, ops.AddExtraInput()],
+        ["ForwardLinearBiasActivation", "AddExtraInput"],
+    ),
+    ([basic("row", None), IN_PLACE], ["BasicLinear", "AddExtraInput"]),
+    # Overlapped and added: not in Transformer Engine.
+    ([basic("row"), IN_PLACE], ["ForwardLinearBiasAdd"]),
+    ([basic("row"), BIAS, IN_PLACE], ["ForwardLinearBiasAdd"]),
+    ([basic(None), BIAS, SCATTER, IN_PLACE], ["ForwardLinearBiasAdd"]),
+    ([basic("column"), BIAS, IN_PLACE], [UBF, "AddExtraInput"]),
+    (
+        [basic(None, None), ops.ConstantScale(2.0), IN_PLACE],
+        ["ForwardLinearScaleAdd"],
+    ),
+    (
+        [basic("row", None), ops.ConstantScale(2.0), IN_PLACE],
+        ["BasicLinear", "ConstantScale", "AddExtraInput"],
+    ),
+    (
+        [basic(None, None), ops.ConstantScale(2.0), ops.AddExtraInput()],
+        ["BasicLinear", "ConstantScale", "AddExtraInput"],
+    ),
+    (
+        [basic(None, None), ops.ConstantScale(2.0)],
+        ["BasicLinear", "ConstantScale"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), FORWARD)
+def test_forward_fusions_take_these(found, expected):
+    assert forward(*found) == expected
+
+
+OUT_IN_PLACE = ops.MakeExtraOutput(in_place=True)
+BACKWARD = [
+    ([OUT_IN_PLACE, basic(None, None)], ["BackwardLinearAdd"]),
+    ([OUT_IN_PLACE, basic("row", None)], ["BackwardLinearAdd"]),
+    (
+        [OUT_IN_PLACE, basic("column", None)],
+        ["MakeExtraOutput", "BasicLinear"],
+    ),
+    (
+        [ops.MakeExtraOutput(), basic(None, None)],
+        ["MakeExtraOutput", "BasicLinear"],
+    ),
+    (
+        [OUT_IN_PLACE, ops.GELU(), basic(None, None)],
+        ["MakeExtraOutput", "GELU", "BasicLinear"],
+    ),
+    # Added and overlapped: not in Transformer Engine.
+    ([OUT_IN_PLACE, basic("row")], ["BackwardLinearAdd"]),
+    ([OUT_IN_PLACE, basic(None), BIAS, SCATTER], ["BackwardLinearAdd"]),
+    ([OUT_IN_PLACE, basic("column")], ["MakeExtraOutput", UBB]),
+    ([basic(None, None), ops.ConstantScale(2.0)], ["BackwardLinearScale"]),
+    ([basic("row", None), ops.ConstantScale(2.0)], ["BackwardLinearScale"]),
+    (
+        [basic("column", None), ops.ConstantScale(2.0)],
+        ["BasicLinear", "ConstantScale"],
+    ),
+    ([basic("row"), ops.ConstantScale(2.0)], [UBB, "ConstantScale"]),
+    (
+        [ops.ConstantScale(2.0), basic(None, None)],
+        ["ConstantScale", "BasicLinear"],
+    ),
+    (
+        [basic(None, None), BIAS, ops.GELU()],
+        ["BasicLinear", "BackwardActivationBias"],
+    ),
+    ([BIAS, ops.SwiGLU()], ["BackwardActivationBias"]),
+    ([ops.GELU(), BIAS], ["GELU", "Bias"]),
+    ([ops.MakeExtraOutput(), ops.RMSNorm(8)], ["BackwardAddRMSNorm"]),
+    ([OUT_IN_PLACE, ops.RMSNorm(8)], ["MakeExtraOutput", "RMSNorm"]),
+    ([ops.MakeExtraOutput(), ops.LayerNorm(8)], ["MakeExtraOutput", "LayerNorm"]),
+    # The linear belongs to the first fusion that wants it.
+    (
+        [OUT_IN_PLACE, basic(None, None), ops.ConstantScale(2.0)],
+        ["BackwardLinearAdd", "ConstantScale"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), BACKWARD)
+def test_backward_fusions_take_these(found, expected):
+    assert backward(*found) == expected
+
+
+def test_fusions_are_tried_in_transformer_engine_s_order():
+    tried = [f.__qualname__.split(".")[0] for f in registry.fusions("forward")]
+    assert tried == [
+        "UserbuffersForwardLinear",
+        "ForwardLinearBiasAdd",
+        "ForwardLinearBiasActivation",
+        "ForwardLinearScaleAdd",
+    ]
+    tried = [f.__qualname__.split(".")[0] for f in registry.fusions("backward")]
+    assert tried == [
+        "UserbuffersBackwardLinear",
+        "BackwardLinearAdd",
+        "BackwardLinearScale",
+        "BackwardActivationBias",
+        "BackwardAddRMSNorm",
+    ]
+
+
+@pytest.mark.parametrize("fusion", [*fused.FORWARD, *fused.BACKWARD])
+def test_every_scan_takes_every_list(fusion):
+    scan = getattr(fusion, "fuse_forward_ops", None) or fusion.fuse_backward_ops
+    assert scan([]) == []
+    every = [ops.GELU(), OUT_IN_PLACE, BIAS, IN_PLACE, ops.ConstantScale(1.0)]
+    for op in [*every, basic("column"), basic("row"), basic(None), SCATTER]:
+        assert [o for f in scan([op]) for o in f.basic_ops] == [op]
+    assert fusion.__doc__.count("Transformer Engine")
