@@ -3,6 +3,7 @@
 import dataclasses
 
 from jax_ub import shapes
+from jax_ub.ops.basic.linear_products import misses_ranks
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce
@@ -54,6 +55,6 @@ class AllReduce(BasicOperation):
         """Passes dy on, or sums it."""
         site = open_site(self.label, self.axis_name, None, self.method)
         sums = self.reduce_in_backward
-        if sums is None:
-            sums = not site.is_tracked
+        if sums is None or (site.is_tracked and not sums):
+            sums = misses_ranks(site, dy)
         return all_reduce(dy, **site.alone) if sums else dy, {}, ()

@@ -16,6 +16,7 @@ from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules.fused_group import like
+from jax_ub.rules.site import Site
 
 if TYPE_CHECKING:
     from jax_ub.ops.basic.basic_linear import BasicLinear
@@ -124,7 +125,16 @@ def backward(
 def _full_gradient(op, site, dy):
     if op.sequence_parallel:
         return all_gather(dy, **site.alone)
-    return dy if site.is_tracked else all_reduce(dy, **site.alone)
+    return all_reduce(dy, **site.alone) if misses_ranks(site, dy) else dy
+
+
+def misses_ranks(site: Site, dy: jax.Array) -> bool:
+    """Whether the gradient of a sum over the ranks is each rank's own part of it.
+
+    Where `shard_map` types values, that shows: inside a fused window, what follows may
+    be added to something that varies. Elsewhere JAX's convention has it so.
+    """
+    return not site.is_tracked or bool(frozenset(site.axis_name) & varying.axes_of(dy))
 
 
 def _dgrad(op, site, dy, kernel, residual, scale, x_like):  # noqa: PLR0913

@@ -1,0 +1,70 @@
+"""Fusions that tests register, and take out again."""
+
+import contextlib
+import dataclasses
+
+from jax_ub import ops
+from jax_ub.ops import registry
+from jax_ub.ops.operation import FusedOperation, fuse_windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(FusedOperation):
+    """A window that computes what its operations do, one after another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoubleAdd(FusedOperation):
+    """Bias and AddExtraInput, added at once."""
+
+    def forward(self, params, x, extra_inputs, saves):
+        """x + bias + extra."""
+        y = x + params[0]["bias"].astype(x.dtype) + extra_inputs[1][0]
+        return y, ((), ()), ({}, {})
+
+
+def windows_of(kind, *types):
+    """A fusion of operations of `types`, in this order."""
+
+    def match(rest):
+        window = rest[: len(types)]
+        if [type(op) for op in window] != list(types):
+            return None
+        return kind(tuple(window))
+
+    return lambda ops: fuse_windows(ops, match)
+
+
+def last_of(length):
+    """A fusion of the last `length` operations."""
+    return lambda ops: [*ops[:-length], Chain(tuple(ops[-length:]))]
+
+
+def first_of(length):
+    """A fusion of the first `length` operations."""
+    return lambda ops: [Chain(tuple(ops[:length])), *ops[length:]]
+
+
+@contextlib.contextmanager
+def only(*, joint=(), forward=(), backward=()):
+    """Only these fusions are registered meanwhile."""
+    before = {name: registry.fusions(name) for name in registry.PASSES}
+    _replace({"joint": joint, "forward": forward, "backward": backward})
+    try:
+        yield
+    finally:
+        _replace(before)
+
+
+def _replace(fusions):
+    register = {
+        "joint": ops.register_joint_fusion,
+        "forward": ops.register_forward_fusion,
+        "backward": ops.register_backward_fusion,
+    }
+    for name in registry.PASSES:
+        for fusion in registry.fusions(name):
+            ops.unregister_fusion(fusion)
+    for name, chosen in fusions.items():
+        for fusion in chosen:
+            register[name](fusion)
