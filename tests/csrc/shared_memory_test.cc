@@ -27,6 +27,7 @@ void SleepNowAndThen(std::mt19937& random) {
 }
 
 uint64_t KeyOf(int64_t call) { return 0x9e3779b97f4a7c15u * (call + 1); }
+Order OrderOf(int64_t call) { return {KeyOf(call), static_cast<uint64_t>(call)}; }
 
 // Takes all steps of a rank's schedule; returns the number of slots that held another
 // value than (call, sender).
@@ -56,7 +57,7 @@ int64_t WrongReads(Transport& transport, const Schedule& schedule, int64_t call)
 
 // One call: staged halves that all read, then slots in the same halves.
 void RunCall(SharedCommunicator& ranks, int64_t call, std::mt19937& random) {
-  if (!ranks.is_leader()) CHECK_EQ(ranks.WaitOrder(call, Reason()), KeyOf(call));
+  if (!ranks.is_leader()) CHECK(ranks.WaitOrder(call, Reason()) == OrderOf(call));
   for (const int rank : ranks.local_ranks()) {
     const int64_t staged = call * 100 + rank;
     std::memcpy(ranks.half(rank, call), &staged, sizeof(staged));
@@ -106,7 +107,7 @@ void CallsGoRight(const std::vector<int>& process_of_rank, int num_calls) {
       const int64_t ahead = random() % 40 == 0 ? 200 : random() % 3;
       while (ranks->is_leader() && num_posted < num_calls &&
              num_posted <= call + ahead) {
-        ranks->PostOrder(KeyOf(num_posted++));
+        ranks->PostOrder(OrderOf(num_posted++));
       }
       SleepNowAndThen(random);
       RunCall(*ranks, call, random);
@@ -154,7 +155,7 @@ TEST(OneProcessIsAGroupToo) {
   Bulletin bulletin;
   Processes processes(1, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 0});
-    ranks->PostOrder(5);
+    ranks->PostOrder({5, 6});
     ranks->Barrier(0, 0, Reason());
     CHECK(ranks->half(1, 1) - ranks->half(1, 0) == 4096);
   });

@@ -18,6 +18,15 @@ namespace jax_ub {
 // Atomics in memory of several processes work when they are what the processor has.
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+// The leader's name of a call, for the others to find their part of it: which call, and
+// which of its executions.
+struct Order {
+  uint64_t call_site = 0;
+  uint64_t execution = 0;
+
+  bool operator==(const Order&) const = default;
+};
+
 // What one process tells the others about a call.
 struct AnnouncementRecord {
   static constexpr size_t kMaxBytes = 1024;
@@ -33,9 +42,9 @@ struct ProcessHeader {
   Doorbell doorbell;  // where the process's thread sleeps
   // The last barrier that the process came to.
   alignas(64) std::atomic<uint64_t> progress{0};
-  // The leader's: keys of the calls, call n at n % kNumOrders.
+  // The leader's: call n at n % kNumOrders, written before num_posted says so.
   alignas(64) std::atomic<uint64_t> num_posted{0};
-  std::atomic<uint64_t> orders[kNumOrders] = {};
+  Order orders[kNumOrders] = {};
   alignas(64) AnnouncementRecord announcements[2];  // [call % 2]
 };
 

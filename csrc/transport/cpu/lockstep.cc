@@ -33,9 +33,9 @@ void Lockstep::RingOthers() {
   }
 }
 
-void Lockstep::PostOrder(uint64_t key) {
+void Lockstep::PostOrder(const Order& order) {
   std::lock_guard lock(order_mutex_);
-  unposted_.push_back(key);
+  unposted_.push_back(order);
   PostWhatFits();
 }
 
@@ -50,7 +50,7 @@ void Lockstep::PostWhatFits() {
   bool posted = false;
   uint64_t next = own.num_posted.load();
   for (; !unposted_.empty() && next < num_read + ProcessHeader::kNumOrders; ++next) {
-    own.orders[next % ProcessHeader::kNumOrders].store(unposted_.front());
+    own.orders[next % ProcessHeader::kNumOrders] = unposted_.front();
     unposted_.pop_front();
     posted = true;
   }
@@ -59,7 +59,7 @@ void Lockstep::PostWhatFits() {
   RingOthers();
 }
 
-uint64_t Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
+Order Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
   const ProcessHeader& leader = *headers_[0];
   const auto place = static_cast<uint64_t>(call);
   fate_.Await(
@@ -70,7 +70,7 @@ uint64_t Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
         return Waiting{fate_.name(own_), fate_.name(0) + fate_.DescribeState(0) +
                                              " to say which call is next"};
       });
-  return leader.orders[place % ProcessHeader::kNumOrders].load();
+  return leader.orders[place % ProcessHeader::kNumOrders];
 }
 
 // Read by the others between their Barrier(call, 0) and Barrier(call + 1, 0), which is

@@ -28,8 +28,8 @@ class Lockstep {
   Lockstep(std::vector<ProcessHeader*> headers, int own, const Fate& fate);
 
   // SharedCommunicator's header says what these do.
-  void PostOrder(uint64_t key);
-  uint64_t WaitOrder(int64_t call, const WaitReason& reason);
+  void PostOrder(const Order& order);
+  Order WaitOrder(int64_t call, const WaitReason& reason);
   void Announce(int64_t call, uint64_t signature, std::string_view text);
   Announcement announcement(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
@@ -46,7 +46,7 @@ class Lockstep {
   const Fate& fate_;
 
   std::mutex order_mutex_;  // guards what follows, and the own orders
-  std::deque<uint64_t> unposted_;
+  std::deque<Order> unposted_;
 };
 
 }  // namespace jax_ub

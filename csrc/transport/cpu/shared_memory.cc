@@ -294,8 +294,10 @@ int64_t SharedCommunicator::size_bytes() const {
   return state_->memories[process()].size_bytes();
 }
 
-void SharedCommunicator::PostOrder(uint64_t key) { state_->lockstep.PostOrder(key); }
-uint64_t SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
+void SharedCommunicator::PostOrder(const Order& order) {
+  state_->lockstep.PostOrder(order);
+}
+Order SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
   return state_->lockstep.WaitOrder(call, reason);
 }
 void SharedCommunicator::Announce(int64_t call,

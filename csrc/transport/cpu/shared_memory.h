@@ -8,7 +8,7 @@
 // of the call before, and what it wrote before a barrier is visible behind it.
 //
 //   leader (process of rank 0)              others
-//   PostOrder(key)                          key = WaitOrder(n)
+//   PostOrder(order)                        order = WaitOrder(n)
 //   stage into half(own, n); Announce(n)    the same
 //   Barrier(n, 0)                           Barrier(n, 0)
 //   announcement(p, n) of all p agree?      the same
@@ -94,9 +94,9 @@ class SharedCommunicator {
 
   // The leader's calls, in the order in which all shall run them, from any thread, any
   // number ahead. Call numbers count from 0 on.
-  void PostOrder(uint64_t key);
-  // The others: the key of this call.
-  uint64_t WaitOrder(int64_t call, const WaitReason& reason);
+  void PostOrder(const Order& order);
+  // The others: what the leader posted as this call.
+  Order WaitOrder(int64_t call, const WaitReason& reason);
 
   // What peers shall compare, before Barrier(call, 0); readable from there to the next
   // call's Barrier(call + 1, 0).
