@@ -1,7 +1,10 @@
 // The Python module jax_ub._cpu: what jax_ub/_cpu.pyi says, and nothing else.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
@@ -168,6 +171,68 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits);
 }
 
+// An endpoint until it is used up.
+struct Endpoint {
+  std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
+  jax_ub::PeerAddress address = endpoint->address();
+};
+
+class Communicator {
+ public:
+  explicit Communicator(std::shared_ptr<jax_ub::Conductor> conductor)
+      : conductor_(std::move(conductor)) {}
+  ~Communicator() { Close(); }
+
+  void Close() { jax_ub::ProcessEngine().Leave(conductor_); }
+  std::string name() const { return conductor_->communicator().name(); }
+  int64_t size_bytes() const { return conductor_->communicator().size_bytes(); }
+  int64_t calls() const { return conductor_->num_calls(); }
+  std::optional<std::string> failure() const {
+    const std::exception_ptr failure = conductor_->failure();
+    if (!failure) return std::nullopt;
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  }
+
+ private:
+  const std::shared_ptr<jax_ub::Conductor> conductor_;
+};
+
+std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
+                                      const std::string& name,
+                                      const std::vector<int64_t>& devices,
+                                      const std::vector<int>& processes,
+                                      int process,
+                                      const std::map<int, std::string>& addresses,
+                                      const std::map<int, uint64_t>& tokens,
+                                      int64_t half_bytes,
+                                      double timeout_s) {
+  if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
+  if (devices.empty() || devices.size() != processes.size()) {
+    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
+                           std::to_string(processes.size()) +
+                           " processes: expected one of each for every rank")
+                              .c_str());
+  }
+  std::map<int, jax_ub::PeerAddress> peers;
+  for (const auto& [peer, address] : addresses) {
+    const auto token = tokens.find(peer);
+    if (token == tokens.end()) {
+      throw nb::value_error(("no token of process " + std::to_string(peer)).c_str());
+    }
+    peers[peer] = {address, token->second};
+  }
+  const nb::gil_scoped_release released;
+  return std::make_unique<Communicator>(jax_ub::ProcessEngine().Join(
+      jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
+                                          {processes, process, name}, peers, half_bytes,
+                                          timeout_s),
+      devices));
+}
+
 std::string Describe(const jax_ub::Step& step) {
   return "Step(kind='" + std::string(StepKindName(step.kind)) + "', payload='" +
          std::string(PayloadName(step.payload)) +
@@ -192,6 +257,34 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
   m.def("counters", &Counters);
+
+  m.def(
+      "set_local_devices",
+      [](std::vector<int64_t> devices) {
+        jax_ub::ProcessEngine().board().set_local_devices(std::move(devices));
+      },
+      nb::arg("devices"));
+  m.def(
+      "begin_program",
+      [](const std::string& channel) {
+        jax_ub::ProcessEngine().board().BeginProgram(channel);
+      },
+      nb::arg("channel"));
+  nb::class_<Endpoint>(m, "Endpoint")
+      .def_prop_ro("address", [](const Endpoint& self) { return self.address.address; })
+      .def_prop_ro("token", [](const Endpoint& self) { return self.address.token; });
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Communicator>(m, "Communicator")
+      .def_prop_ro("name", &Communicator::name)
+      .def_prop_ro("size_bytes", &Communicator::size_bytes)
+      .def_prop_ro("failure", &Communicator::failure)
+      .def_prop_ro("calls", &Communicator::calls)
+      .def("close", &Communicator::Close, unlocked);
+  m.def("endpoint", [] { return std::make_unique<Endpoint>(); });
+  m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),
+        nb::arg("devices"), nb::arg("processes"), nb::arg("process"),
+        nb::arg("addresses"), nb::arg("tokens"), nb::arg("half_bytes"),
+        nb::arg("timeout_s"));
 
   m.def("start_trace", &StartTrace, nb::arg("events_per_thread") = 1 << 16);
   m.def("stop_trace", [] { jax_ub::ProcessEngine().tracer().Stop(); });

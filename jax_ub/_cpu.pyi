@@ -112,6 +112,85 @@ def num_threads() -> int:
 def counters() -> Counters:
     """Returns what this process did so far."""
 
+def set_local_devices(devices: list[int]) -> None:
+    """Tells the engine the global ids of this process's devices."""
+
+def begin_program(channel: str) -> None:
+    """Says that a program with calls of this channel has been lowered.
+
+    A compiled program may have several call sites of one channel. They are told apart
+    by how many there were since then.
+    """
+
+class Endpoint:
+    """Where this process listens for its peers, and what it wants to hear from them."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def token(self) -> int: ...
+
+class Communicator:
+    """What connects the ranks of a group that lie in several processes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size_bytes(self) -> int:
+        """Memory of this process that its peers share."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why no more calls can run, or None."""
+
+    @property
+    def calls(self) -> int:
+        """How many calls were begun."""
+
+    def close(self) -> None:
+        """Says goodbye to the peers; calls that are pending fail.
+
+        Never waits for a peer. Nothing happens the second time.
+        """
+
+def endpoint() -> Endpoint:
+    """Opens a private socket for one `connect`.
+
+    Raises:
+        RuntimeError: the system refuses.
+    """
+
+def connect(
+    endpoint: Endpoint,
+    *,
+    name: str,
+    devices: list[int],
+    processes: list[int],
+    process: int,
+    addresses: dict[int, str],
+    tokens: dict[int, int],
+    half_bytes: int,
+    timeout_s: float,
+) -> Communicator:
+    """Connects the ranks of a group, all its processes together.
+
+    Args:
+        endpoint: of this process; used up.
+        name: in messages.
+        devices: global ids, by rank.
+        processes: where each rank lies, by rank.
+        process: the own one.
+        addresses: of the other processes' endpoints.
+        tokens: of those.
+        half_bytes: how much a rank may put into shared memory for one call; there is
+            twice as much.
+        timeout_s: how long to wait for the other processes.
+
+    Raises:
+        RuntimeError: a process is missing, refused or died; names it.
+        ValueError: the arguments do not fit each other.
+    """
+
 def start_trace(events_per_thread: int = ...) -> None:
     """Forgets the trace and begins a new one.
 

@@ -1,6 +1,7 @@
 #include "engine/call.h"
 
 #include <array>
+#include <bit>
 #include <sstream>
 
 #include "platform/error.h"
@@ -21,6 +22,17 @@ constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
                                                             "bulk_reduce_scatter"};
 
 constexpr std::array<std::string_view, 3> kDTypeNames = {"f32", "bf16", "f16"};
+
+// The attributes that are numbers, for a signature.
+constexpr std::array<std::string_view, 9> kNumberNames = {
+    "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
+    "has_residual", "return_gathered", "accumulate",  "gather"};
+
+std::array<int64_t, kNumberNames.size()> Numbers(const Attributes& at) {
+  return {at.num_ranks,       at.num_splits, at.num_kernels,
+          at.rhs_transposed,  at.has_bias,   at.has_residual,
+          at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather)};
+}
 
 // Compares what came with what the op's contract says, tensor by tensor.
 class Contract {
@@ -257,6 +269,46 @@ void CheckCall(const Attributes& at, const RankCall& call) {
       return CheckMoved(at, call.operands.back(), call.results.back(), contract, 1,
                         at.num_ranks);
   }
+}
+
+uint64_t Signature(const Attributes& at, const RankCall& call) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3u; };
+  for (const char c : at.label) add(static_cast<unsigned char>(c));
+  add(static_cast<uint64_t>(at.op));
+  add(static_cast<uint64_t>(at.method));
+  for (const int64_t number : Numbers(at)) add(static_cast<uint64_t>(number));
+  add(std::bit_cast<uint32_t>(at.scale));
+  for (const std::vector<Tensor>* tensors : {&call.operands, &call.results}) {
+    add(tensors->size());
+    for (const Tensor& tensor : *tensors) {
+      add(static_cast<uint64_t>(tensor.dtype));
+      add(static_cast<uint64_t>(tensor.batch));
+      add(static_cast<uint64_t>(tensor.rows));
+      add(static_cast<uint64_t>(tensor.features));
+    }
+  }
+  return hash;
+}
+
+std::string DescribeCall(const Attributes& at, const RankCall& call) {
+  std::ostringstream text;
+  text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method)
+       << " of ";
+  const auto list = [&](const std::vector<Tensor>& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      text << (i == 0 ? "" : ", ") << Describe(tensors[i]);
+    }
+  };
+  list(call.operands);
+  text << " to ";
+  list(call.results);
+  const auto numbers = Numbers(at);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] != 0) text << ", " << kNumberNames[i] << ' ' << numbers[i];
+  }
+  if (at.scale != 1) text << ", scale " << at.scale;
+  return text.str();
 }
 
 std::string Difference(const RankCall& left, const RankCall& right) {

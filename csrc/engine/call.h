@@ -40,6 +40,8 @@ struct Attributes {
   std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
   int64_t num_splits = 0;      // pieces of a shard; 0: the engine chooses
   std::string label;           // begins every error text
+  // Names the call site in every process; empty where no group spans processes.
+  std::string channel;
 
   int num_kernels = 1;  // kernels, pairs or outputs of the op
   bool rhs_transposed = false;
@@ -83,6 +85,11 @@ size_t FirstResidual(const Attributes& attributes);
 // Checks that operands and results are those of the op and fit each other; throws
 // ShapeError with the numbers, since a result of another size would be overrun.
 void CheckCall(const Attributes& attributes, const RankCall& call);
+
+// What all ranks must have in common, as a number and in words: "all_gather_matmul by
+// direct of bf16[4, 8], bf16[8, 16] to bf16[8, 16], num_kernels 1".
+uint64_t Signature(const Attributes& attributes, const RankCall& call);
+std::string DescribeCall(const Attributes& attributes, const RankCall& call);
 
 // The same shapes and dtypes on two ranks; describes the first difference, or is empty.
 std::string Difference(const RankCall& left, const RankCall& right);

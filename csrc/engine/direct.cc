@@ -18,21 +18,22 @@ using Calls = std::vector<RankCall>;
 //   x[1]   m  |  |   |  |   |  |   |  |   |
 //   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
 //   x[3]   m  |  v   |  v   |  v   |  v   |
-GemmProblem AllGatherMatmul(const Attributes& at, const Calls& calls, int i) {
-  const Tensor& x = calls[0].operands[0];
+GemmProblem AllGatherMatmul(const Attributes& at, const Parties& calls, int i) {
+  const Calls& own = calls.own;
+  const Tensor& x = own[0].operands[0];
   OperandSegments a(x.dtype);
   a.AddInner(x.features);
   for (int64_t b = 0; b < x.batch; ++b) {
-    for (const RankCall& call : calls) {
+    for (const RankCall& call : calls.all) {
       a.AddOuter(x.rows);
       a.Append(RowsOf(call.operands[0], b, 0));
     }
   }
   OperandSegments w(x.dtype);
-  ResultSegments y(calls[0].results[i].dtype);
+  ResultSegments y(own[0].results[i].dtype);
   y.AddRows(x.batch * x.rows * at.num_ranks);
   w.AddInner(x.features);
-  for (const RankCall& call : calls) {
+  for (const RankCall& call : own) {
     const int64_t out = call.results[i].features;
     w.AddOuter(out);
     w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
@@ -41,16 +42,16 @@ GemmProblem AllGatherMatmul(const Attributes& at, const Calls& calls, int i) {
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   if (at.has_bias) {
-    AddendView bias{calls[0].operands[1 + at.num_kernels + i].dtype, {}};
-    for (const RankCall& call : calls) {
+    AddendView bias{own[0].operands[1 + at.num_kernels + i].dtype, {}};
+    for (const RankCall& call : own) {
       bias.segments.push_back({call.operands[1 + at.num_kernels + i].data, 0});
     }
     problem.addends.push_back(std::move(bias));
   }
   if (at.has_residual) {
     const size_t index = FirstResidual(at) + i;
-    AddendView residual{calls[0].operands[index].dtype, {}};
-    for (const RankCall& call : calls) {
+    AddendView residual{own[0].operands[index].dtype, {}};
+    for (const RankCall& call : own) {
       const Tensor& tensor = call.operands[index];
       residual.segments.push_back({tensor.data, tensor.features});
     }
@@ -164,33 +165,33 @@ void AddMainGrads(const Attributes& at,
 //
 //          dy[0]   dy[1]   dy[2]   dy[3]      N
 //   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
-GemmProblem WgradGatherX(const Attributes& at, const Calls& calls, int i) {
-  const Tensor& x = calls[0].operands[0];
+GemmProblem WgradGatherX(const Attributes& at, const Parties& calls, int i) {
+  const Tensor& x = calls.own[0].operands[0];
   OperandSegments a(x.dtype);
   OperandSegments b(x.dtype);
-  ResultSegments dw(calls[0].results[i].dtype);
+  ResultSegments dw(calls.own[0].results[i].dtype);
   a.AddOuter(x.features);
   dw.AddRows(x.features);
   for (int64_t batch = 0; batch < x.batch; ++batch) {
-    for (const RankCall& call : calls) {
+    for (const RankCall& call : calls.all) {
       a.AddInner(x.rows);
       b.AddInner(x.rows);
       a.Append(ColumnsOf(call.operands[0], batch, 0));
     }
   }
-  for (const RankCall& call : calls) {
+  for (const RankCall& call : calls.own) {
     const Tensor& dy = call.operands[1 + i];
     b.AddOuter(dy.features);
     dw.AddColumns(dy.features);
     dw.Append(RowsOf(call.results[i], 0, 0));
     for (int64_t batch = 0; batch < x.batch; ++batch) {
-      for (size_t p = 0; p < calls.size(); ++p) {
+      for (size_t p = 0; p < calls.all.size(); ++p) {
         b.Append(ColumnsOf(dy, batch, static_cast<int64_t>(p) * x.rows));
       }
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls, i, problem);
+  AddMainGrads(at, calls.own, i, problem);
   return problem;
 }
 
@@ -201,33 +202,33 @@ GemmProblem WgradGatherX(const Attributes& at, const Calls& calls, int i) {
 //   x[1]^T | dw[1] |   K
 //   x[2]^T | dw[2] |
 //   x[3]^T | dw[3] |
-GemmProblem WgradGatherDy(const Attributes& at, const Calls& calls, int i) {
-  const Tensor& dy = calls[0].operands[1 + i];
+GemmProblem WgradGatherDy(const Attributes& at, const Parties& calls, int i) {
+  const Tensor& dy = calls.own[0].operands[1 + i];
   OperandSegments a(dy.dtype);
   OperandSegments b(dy.dtype);
-  ResultSegments dw(calls[0].results[i].dtype);
+  ResultSegments dw(calls.own[0].results[i].dtype);
   b.AddOuter(dy.features);
   dw.AddColumns(dy.features);
   for (int64_t batch = 0; batch < dy.batch; ++batch) {
-    for (const RankCall& call : calls) {
+    for (const RankCall& call : calls.all) {
       a.AddInner(dy.rows);
       b.AddInner(dy.rows);
       b.Append(ColumnsOf(call.operands[1 + i], batch, 0));
     }
   }
-  for (const RankCall& call : calls) {
+  for (const RankCall& call : calls.own) {
     const Tensor& x = call.operands[0];
     a.AddOuter(x.features);
     dw.AddRows(x.features);
     dw.Append(RowsOf(call.results[i], 0, 0));
     for (int64_t batch = 0; batch < dy.batch; ++batch) {
-      for (size_t p = 0; p < calls.size(); ++p) {
+      for (size_t p = 0; p < calls.all.size(); ++p) {
         a.Append(ColumnsOf(x, batch, static_cast<int64_t>(p) * dy.rows));
       }
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls, i, problem);
+  AddMainGrads(at, calls.own, i, problem);
   return problem;
 }
 
@@ -273,13 +274,13 @@ GemmProblem Dgrad(const Attributes& at, const RankCall& call) {
   return Problem(at.scale, std::move(a), std::move(w), std::move(c));
 }
 
-void AddGather(const Calls& calls, size_t operand, size_t result, Work& work) {
-  const Tensor& shard = calls[0].operands[operand];
+void AddGather(const Parties& calls, size_t operand, size_t result, Work& work) {
+  const Tensor& shard = calls.own[0].operands[operand];
   const int64_t size_bytes = shard.rows * shard.features * SizeOf(shard.dtype);
-  for (const RankCall& to : calls) {
+  for (const RankCall& to : calls.own) {
     for (int64_t b = 0; b < shard.batch; ++b) {
-      for (size_t p = 0; p < calls.size(); ++p) {
-        work.Add(Copy{calls[p].operands[operand].At(b, 0),
+      for (size_t p = 0; p < calls.all.size(); ++p) {
+        work.Add(Copy{calls.all[p].operands[operand].At(b, 0),
                       to.results[result].At(b, static_cast<int64_t>(p) * shard.rows),
                       size_bytes});
       }
@@ -288,29 +289,27 @@ void AddGather(const Calls& calls, size_t operand, size_t result, Work& work) {
 }
 
 // Rank r's block of every batch is the sum of all ranks' blocks there.
-void AddScatter(const Calls& calls, size_t operand, size_t result, Work& work) {
-  const Tensor& mine = calls[0].results[result];
-  for (size_t r = 0; r < calls.size(); ++r) {
+void AddScatter(const Parties& calls, size_t operand, size_t result, Work& work) {
+  const Tensor& mine = calls.own[0].results[result];
+  for (size_t i = 0; i < calls.own.size(); ++i) {
     for (int64_t b = 0; b < mine.batch; ++b) {
-      Sum sum{calls[0].operands[operand].dtype, mine.dtype, {}, {}, 0};
+      Sum sum{calls.own[0].operands[operand].dtype, mine.dtype, {}, {}, 0};
       sum.num_elements = mine.rows * mine.features;
-      sum.to.push_back(calls[r].results[result].At(b, 0));
-      for (const RankCall& call : calls) {
+      sum.to.push_back(calls.own[i].results[result].At(b, 0));
+      for (const RankCall& call : calls.all) {
         sum.sources.push_back(
-            call.operands[operand].At(b, static_cast<int64_t>(r) * mine.rows));
+            call.operands[operand].At(b, calls.RankOf(i) * mine.rows));
       }
       work.Add(sum);
     }
   }
 }
 
-void AddReduceToAll(const Calls& calls, Work& work) {
-  const Tensor& to = calls[0].results[0];
-  Sum sum{calls[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
-  for (const RankCall& call : calls) {
-    sum.sources.push_back(call.operands[0].data);
-    sum.to.push_back(call.results[0].data);
-  }
+void AddReduceToAll(const Parties& calls, Work& work) {
+  const Tensor& to = calls.own[0].results[0];
+  Sum sum{calls.own[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
+  for (const RankCall& call : calls.all) sum.sources.push_back(call.operands[0].data);
+  for (const RankCall& call : calls.own) sum.to.push_back(call.results[0].data);
   work.Add(sum);
 }
 
@@ -328,8 +327,34 @@ void AddProducts(const Attributes& at,
   }
 }
 
-void AddWgrads(const Attributes& at, const Calls& calls, int num_workers, Work& work) {
-  if (at.gather == Gather::kNone) return AddProducts(at, calls, num_workers, work);
+// What a bulk op does beside its products, and a collective on its own.
+void AddCommunication(const Attributes& at, const Parties& calls, Work& work) {
+  const size_t n = at.num_kernels;
+  switch (at.op) {
+    case Op::kAllGather:
+      return AddGather(calls, 0, 0, work);
+    case Op::kBulkAllGather:
+      return AddGather(calls, 2 * n, 1, work);
+    case Op::kReduceScatter:
+      return AddScatter(calls, 0, 0, work);
+    case Op::kBulkReduceScatter:
+      return AddScatter(calls, calls.own[0].operands.size() - 1, n, work);
+    case Op::kAllReduce:
+      return AddReduceToAll(calls, work);
+    case Op::kAllGatherMatmul:
+    case Op::kMatmulReduceScatter:
+    case Op::kMatmulAllReduce:
+    case Op::kMatmul:
+    case Op::kWgrad:
+      break;
+  }
+}
+
+void AddWgrads(const Attributes& at,
+               const Parties& calls,
+               int num_workers,
+               Work& work) {
+  if (at.gather == Gather::kNone) return AddProducts(at, calls.own, num_workers, work);
   for (int i = 0; i < at.num_kernels; ++i) {
     work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
                                      : WgradGatherDy(at, calls, i),
@@ -339,7 +364,7 @@ void AddWgrads(const Attributes& at, const Calls& calls, int num_workers, Work& 
 
 }  // namespace
 
-Work PlanDirect(const Attributes& at, const Calls& calls, int num_workers) {
+Work PlanDirect(const Attributes& at, const Parties& calls, int num_workers) {
   Work work;
   switch (at.op) {
     case Op::kAllGatherMatmul:
@@ -349,35 +374,28 @@ Work PlanDirect(const Attributes& at, const Calls& calls, int num_workers) {
       if (at.return_gathered) AddGather(calls, 0, at.num_kernels, work);
       break;
     case Op::kMatmulReduceScatter:
-      work.Add(MatmulReduceScatter(at, calls), num_workers);
+      work.Add(MatmulReduceScatter(at, calls.own), num_workers);
       break;
     case Op::kMatmulAllReduce:
-      work.Add(MatmulAllReduce(at, calls), num_workers);
+      work.Add(MatmulAllReduce(at, calls.own), num_workers);
       break;
     case Op::kMatmul:
-      for (const RankCall& call : calls) {
+      for (const RankCall& call : calls.own) {
         work.Add(MatmulAllReduce(at, {call}), num_workers);
       }
       break;
     case Op::kWgrad:
       AddWgrads(at, calls, num_workers, work);
       break;
-    case Op::kAllGather:
-      AddGather(calls, 0, 0, work);
-      break;
-    case Op::kReduceScatter:
-      AddScatter(calls, 0, 0, work);
-      break;
-    case Op::kAllReduce:
-      AddReduceToAll(calls, work);
-      break;
     case Op::kBulkAllGather:
-      AddProducts(at, calls, num_workers, work);
-      AddGather(calls, 2 * at.num_kernels, 1, work);
-      break;
     case Op::kBulkReduceScatter:
-      AddProducts(at, calls, num_workers, work);
-      AddScatter(calls, calls[0].operands.size() - 1, at.num_kernels, work);
+      AddProducts(at, calls.own, num_workers, work);
+      AddCommunication(at, calls, work);
+      break;
+    case Op::kAllGather:
+    case Op::kReduceScatter:
+    case Op::kAllReduce:
+      AddCommunication(at, calls, work);
       break;
   }
   return work;
@@ -387,6 +405,21 @@ Work PlanProducts(const Attributes& at, const Calls& calls, int num_workers) {
   Work work;
   AddProducts(at, calls, num_workers, work);
   return work;
+}
+
+Work PlanCommunication(const Attributes& at, const Parties& calls) {
+  Work work;
+  AddCommunication(at, calls, work);
+  return work;
+}
+
+GemmProblem PartialProduct(const Attributes& at,
+                           const Calls& calls,
+                           ResultSegments to) {
+  OperandSegments a(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[0].dtype);
+  ContractOverRanks(at, calls, a, w);
+  return Problem(at.scale, std::move(a), std::move(w), std::move(to));
 }
 
 }  // namespace jax_ub

@@ -2,21 +2,44 @@
 // one cooperative computation over the buffers of all ranks. Nothing is sent.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/segments.h"
 #include "engine/work.h"
 
 namespace jax_ub {
 
-// The whole work of a gang: calls[rank], already checked.
-Work PlanDirect(const Attributes& attributes,
-                const std::vector<RankCall>& calls,
-                int num_workers);
+// Whose operands are read, and whose results are written. In one process that is all
+// ranks; where a group spans processes, each writes the results of its own.
+struct Parties {
+  // [rank]; of ranks elsewhere, only the operands that are communicated.
+  const std::vector<RankCall>& all;
+  const std::vector<RankCall>& own;
+  const std::vector<int>* own_ranks = nullptr;  // ascending; null: all
+
+  int64_t RankOf(size_t i) const {
+    return own_ranks == nullptr ? static_cast<int64_t>(i) : (*own_ranks)[i];
+  }
+};
+
+// The whole work of a call, already checked. Products that are summed over ranks
+// (matmul_reduce_scatter, matmul_all_reduce) only where all ranks are own ones.
+Work PlanDirect(const Attributes& attributes, const Parties& calls, int num_workers);
 
 // Only the products of a bulk op, or of a wgrad whose operands are gathered already.
 Work PlanProducts(const Attributes& attributes,
                   const std::vector<RankCall>& calls,
                   int num_workers);
+
+// Only what a bulk op communicates, or a collective.
+Work PlanCommunication(const Attributes& attributes, const Parties& calls);
+
+// scale * sum of x w over the pairs and over these ranks, into `to` [batch x rows, N].
+GemmProblem PartialProduct(const Attributes& attributes,
+                           const std::vector<RankCall>& calls,
+                           ResultSegments to);
 
 }  // namespace jax_ub

@@ -87,7 +87,31 @@ void Engine::Submit(
     board_->PoisonGroupOf(site, run_id, device, std::current_exception());
     throw;
   }
-  if (gang) Execute(std::move(gang), rank, device);
+  if (!gang) return;
+  if (const std::shared_ptr<Conductor> conductor = gang->conductor) {
+    BeginTrace(*gang, device);
+    return conductor->Take(std::move(gang));
+  }
+  Execute(std::move(gang), rank, device);
+}
+
+std::shared_ptr<Conductor> Engine::Join(
+    std::shared_ptr<SharedCommunicator> communicator, std::vector<int64_t> devices) {
+  // The hooks outlive no engine: engines never end.
+  auto conductor = Conductor::Make(
+      std::move(communicator), std::move(devices), *crew_,
+      {[this] { return board_->timeout_s(); },
+       [this](const Conductor& failed, const std::exception_ptr& reason) {
+         ++num_failed_gangs_;
+         board_->FailAllOf(failed, reason);
+       }});
+  board_->Join(conductor);
+  return conductor;
+}
+
+void Engine::Leave(const std::shared_ptr<Conductor>& conductor) {
+  board_->Leave(*conductor);
+  conductor->Close();
 }
 
 // `device` is that of a local call.
@@ -107,8 +131,9 @@ void Engine::BeginTrace(Gang& gang, int64_t device) {
   const int32_t number = tracer_.BeginCall(std::move(call));
   if (number == kNone) return;
   gang.trace = {&tracer_, number, kNone};
-  for (int r = 0; r < at.num_ranks; ++r) {
-    gang.trace.OfRank(r).Since(gang.calls[r].submitted_ns, TraceKind::kGather);
+  for (size_t i = 0; i < gang.calls.size(); ++i) {
+    gang.trace.OfRank(gang.RankOf(i))
+        .Since(gang.calls[i].submitted_ns, TraceKind::kGather);
   }
 }
 
@@ -145,7 +170,8 @@ void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
 }
 
 void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
-  Work work = PlanDirect(*gang->attributes, gang->calls, crew_->num_threads());
+  Work work =
+      PlanDirect(*gang->attributes, {gang->calls, gang->calls}, crew_->num_threads());
   work.set_trace(gang->trace, {});
   const auto job = NewJob(std::move(work), gang, last_rank);
   if (job->estimated_us() < kInlineUs) {

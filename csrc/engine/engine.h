@@ -6,8 +6,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "engine/call.h"
+#include "engine/conductor.h"
 #include "engine/crew.h"
 #include "engine/gang.h"
 #include "engine/slot_pool.h"
@@ -34,6 +36,13 @@ class Engine {
   // it is the last of its ranks and small. Throws when the call is refused.
   void Submit(
       CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
+
+  // Carries out the calls of these devices from now on, which are the communicator's
+  // ranks. Throws CommunicatorError when they are another one's.
+  std::shared_ptr<Conductor> Join(std::shared_ptr<SharedCommunicator> communicator,
+                                  std::vector<int64_t> devices);
+  // Says goodbye; calls that are pending fail.
+  void Leave(const std::shared_ptr<Conductor>& conductor);
 
   Crew& crew() { return *crew_; }
   Board& board() { return *board_; }

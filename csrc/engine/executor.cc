@@ -118,17 +118,6 @@ std::vector<Exchange> ExchangesOf(const Attributes& at, const RankCall& call) {
   return exchanges;
 }
 
-void RunWork(Work work, Crew& crew) {
-  const bool small = work.estimated_us() < kInlineUs;
-  const auto job = std::make_shared<WorkJob>(std::move(work));
-  if (small) {
-    crew.RunInline(*job);
-    job->Wait();
-  } else {
-    crew.RunAndWait(job);
-  }
-}
-
 // One rank, one pass.
 class RankExecution {
  public:
@@ -372,6 +361,17 @@ class RankExecution {
 };
 
 }  // namespace
+
+void RunWork(Work work, Crew& crew) {
+  const bool small = work.estimated_us() < kInlineUs;
+  const auto job = std::make_shared<WorkJob>(std::move(work));
+  if (small) {
+    crew.RunInline(*job);
+    job->Wait();
+  } else {
+    crew.RunAndWait(job);
+  }
+}
 
 bool UsesSlots(const Attributes& at) {
   if (at.method == Method::kDirect || at.ranks.empty()) return false;

@@ -48,4 +48,7 @@ class WorkJob : public WaitedJob {
   const Work work_;
 };
 
+// Returns when the work is done; from a thread that may wait.
+void RunWork(Work work, Crew& crew);
+
 }  // namespace jax_ub

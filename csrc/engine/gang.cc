@@ -1,11 +1,13 @@
 #include "engine/gang.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
 
+#include "engine/conductor.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -26,8 +28,8 @@ std::string Join(const std::vector<int>& ranks) {
 std::string OverdueText(const Gang& gang) {
   std::vector<int> waiting;
   std::vector<int> missing;
-  for (size_t r = 0; r < gang.completions.size(); ++r) {
-    (gang.completions[r] ? waiting : missing).push_back(static_cast<int>(r));
+  for (size_t i = 0; i < gang.completions.size(); ++i) {
+    (gang.completions[i] ? waiting : missing).push_back(gang.RankOf(i));
   }
   const Attributes& at = *gang.attributes;
   std::ostringstream text;
@@ -41,19 +43,42 @@ std::string OverdueText(const Gang& gang) {
   return text.str();
 }
 
+constexpr uint64_t kHashBegin = 0xcbf29ce484222325u;
+
+uint64_t Mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x100000001b3u; }
+
+uint64_t KeyOf(const std::string& channel, uint64_t ordinal) {
+  uint64_t hash = kHashBegin;
+  for (const char c : channel) hash = Mix(hash, static_cast<unsigned char>(c));
+  return Mix(hash, ordinal);
+}
+
+uint64_t NextId() {
+  static std::atomic<uint64_t> next{0};
+  return next.fetch_add(1);
+}
+
 }  // namespace
 
+int Gang::RankOf(size_t i) const {
+  return conductor ? conductor->local_ranks()[i] : static_cast<int>(i);
+}
+
 void CheckAgreement(const Gang& gang) {
-  for (size_t r = 1; r < gang.calls.size(); ++r) {
-    const std::string difference = Difference(gang.calls[0], gang.calls[r]);
+  for (size_t i = 1; i < gang.calls.size(); ++i) {
+    const std::string difference = Difference(gang.calls[0], gang.calls[i]);
     if (difference.empty()) continue;
     throw CommunicatorError("CommunicatorError: jax_ub." + gang.attributes->label +
-                            ": ranks 0 and " + std::to_string(r) +
+                            ": ranks " + std::to_string(gang.RankOf(0)) + " and " +
+                            std::to_string(gang.RankOf(i)) +
                             " do not agree: " + difference + ", respectively");
   }
 }
 
-CallSite::CallSite(Attributes attributes) : attributes_(std::move(attributes)) {
+CallSite::CallSite(Attributes attributes, uint64_t ordinal)
+    : attributes_(std::move(attributes)),
+      id_(NextId()),
+      key_(KeyOf(attributes_.channel, ordinal)) {
   const Attributes& at = attributes_;
   const auto refuse = [&](const std::string& text) {
     throw std::invalid_argument("jax_ub." + at.label + ": " + text);
@@ -72,11 +97,16 @@ CallSite::CallSite(Attributes attributes) : attributes_(std::move(attributes)) {
     if (!places_.emplace(at.ranks[place], place).second) {
       refuse("ranks lists device " + std::to_string(at.ranks[place]) + " twice");
     }
-    if (place % at.num_ranks == 0) group_keys_.push_back(0xcbf29ce484222325u);
+    if (place % at.num_ranks == 0) group_keys_.push_back(kHashBegin);
     group_keys_.back() =
-        (group_keys_.back() ^ static_cast<uint64_t>(at.ranks[place] + 1)) *
-        0x100000001b3u;
+        Mix(group_keys_.back(), static_cast<uint64_t>(at.ranks[place] + 1));
   }
+}
+
+bool CallSite::IsGroup(int group, const std::vector<int64_t>& devices) const {
+  const size_t size = attributes_.num_ranks;
+  return devices.size() == size && std::equal(devices.begin(), devices.end(),
+                                              attributes_.ranks.begin() + group * size);
 }
 
 CallSite::Run& CallSite::FindRun(int64_t run_id) {
@@ -110,6 +140,26 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   const uint64_t group_key = site.group_keys_[group];
 
   std::lock_guard lock(mutex_);
+  std::shared_ptr<Conductor> conductor;
+  if (!at.channel.empty()) {
+    conductor = FindConductor(site, group);
+    if (!conductor) CheckIsLocal(site, group);
+  }
+  size_t index = rank;
+  size_t num_expected = at.num_ranks;
+  if (conductor) {
+    if (const auto failure = conductor->failure()) std::rethrow_exception(failure);
+    const std::vector<int>& local = conductor->local_ranks();
+    index =
+        std::find(local.begin(), local.end(), static_cast<int>(rank)) - local.begin();
+    num_expected = local.size();
+    if (index == num_expected) {
+      throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
+                              std::to_string(device) + " is rank " +
+                              std::to_string(rank) +
+                              ", which its communicator has in another process");
+    }
+  }
   for (const Failure& failure : failures_) {
     if (failure.run_id == run_id && failure.group_key == group_key) {
       std::rethrow_exception(failure.reason);
@@ -127,15 +177,22 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
     gang->group = group;
     gang->group_key = group_key;
     gang->count = count;
-    gang->calls.resize(at.num_ranks);
-    gang->completions.resize(at.num_ranks);
+    gang->calls.resize(num_expected);
+    gang->completions.resize(num_expected);
+    gang->conductor = conductor;
+    gang->call_site_key = Mix(site.key_, group_key);
+    gang->call_site_id = site.id_;
     found = run.open.insert(run.open.end(), std::move(gang));
   }
   std::shared_ptr<Gang> gang = *found;
-  gang->calls[rank] = std::move(call);
-  gang->completions[rank] = std::move(done);
-  if (++gang->num_arrived == at.num_ranks) {
-    *last_rank = static_cast<int>(rank);
+  if (gang->conductor != conductor) {
+    throw CommunicatorError("CommunicatorError: jax_ub." + at.label +
+                            ": its communicator was closed while ranks of it arrived");
+  }
+  gang->calls[index] = std::move(call);
+  gang->completions[index] = std::move(done);
+  if (static_cast<size_t>(++gang->num_arrived) == num_expected) {
+    *last_rank = static_cast<int>(index);
     run.open.erase(found);
     std::erase_if(incomplete_, [&](const auto& entry) { return entry.second == gang; });
     return gang;
@@ -154,16 +211,91 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   return nullptr;
 }
 
+void Board::Join(const std::shared_ptr<Conductor>& conductor) {
+  std::lock_guard lock(mutex_);
+  for (const auto& other : conductors_) {
+    if (other->devices() != conductor->devices()) continue;
+    throw CommunicatorError("CommunicatorError: jax_ub: the devices of communicator '" +
+                            conductor->communicator().name() +
+                            "' are connected already, by '" +
+                            other->communicator().name() + "': close that one first");
+  }
+  conductors_.push_back(conductor);
+}
+
+void Board::Leave(const Conductor& conductor) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(conductors_, [&](const auto& one) { return one.get() == &conductor; });
+}
+
+std::shared_ptr<Conductor> Board::FindConductor(const CallSite& site, int group) const {
+  for (const auto& conductor : conductors_) {
+    if (site.IsGroup(group, conductor->devices())) return conductor;
+  }
+  return nullptr;
+}
+
+// Whoever called initialize_ub and then destroy_ub still has the compiled program.
+void Board::CheckIsLocal(const CallSite& site, int group) const {
+  const Attributes& at = site.attributes();
+  std::string devices;
+  bool is_local = true;
+  for (int rank = 0; rank < at.num_ranks; ++rank) {
+    const int64_t device = at.ranks[static_cast<size_t>(group) * at.num_ranks + rank];
+    devices += (rank == 0 ? "" : ", ") + std::to_string(device);
+    is_local = is_local && (local_devices_.empty() || local_devices_.contains(device));
+  }
+  if (is_local) return;
+  throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": devices " +
+                          devices +
+                          " lie in several processes, and no communicator connects "
+                          "them: call ub.initialize_ub, in every process, before the "
+                          "program runs, and ub.destroy_ub after it");
+}
+
+void Board::set_local_devices(std::vector<int64_t> devices) {
+  std::lock_guard lock(mutex_);
+  local_devices_ = {devices.begin(), devices.end()};
+}
+
+uint64_t Board::NextOrdinal(const std::string& channel) {
+  std::lock_guard lock(mutex_);
+  return ordinals_[channel]++;
+}
+
+void Board::BeginProgram(const std::string& channel) {
+  std::lock_guard lock(mutex_);
+  ordinals_.erase(channel);
+}
+
+void Board::FailAllOf(const Conductor& conductor, const std::exception_ptr& reason) {
+  std::vector<Completion> completions;
+  {
+    std::lock_guard lock(mutex_);
+    completions = TakeIncomplete(
+        [&](const Gang& gang) { return gang.conductor.get() == &conductor; });
+  }
+  for (Completion& done : completions) {
+    start_([done = std::move(done), reason] { done(reason); });
+  }
+}
+
 // Takes the group's open gangs of that run off the board. The mutex is held.
 std::vector<Completion> Board::CloseGroup(const Failure& failure) {
   if (failures_.size() == kMaxFailures) failures_.pop_front();
   failures_.push_back(failure);
+  return TakeIncomplete([&](const Gang& gang) {
+    return gang.run_id == failure.run_id && gang.group_key == failure.group_key;
+  });
+}
+
+// The mutex is held.
+template <typename Predicate>
+std::vector<Completion> Board::TakeIncomplete(const Predicate& is_meant) {
   std::vector<Completion> completions;
   std::erase_if(incomplete_, [&](const auto& entry) {
     const std::shared_ptr<Gang>& gang = entry.second;
-    if (gang->run_id != failure.run_id || gang->group_key != failure.group_key) {
-      return false;
-    }
+    if (!is_meant(*gang)) return false;
     for (Completion& done : gang->completions) {
       if (done) completions.push_back(std::move(done));
     }
@@ -192,7 +324,14 @@ void Board::PoisonGroupOf(const CallSite& site,
                           const std::exception_ptr& reason) {
   const auto place = site.places_.find(device);
   if (place == site.places_.end()) return;
-  Poison(run_id, site.group_keys_[place->second / site.attributes_.num_ranks], reason);
+  const int group = static_cast<int>(place->second / site.attributes_.num_ranks);
+  std::shared_ptr<Conductor> conductor;
+  if (!site.attributes_.channel.empty()) {
+    std::lock_guard lock(mutex_);
+    conductor = FindConductor(site, group);
+  }
+  if (conductor) return conductor->Fail(reason);
+  Poison(run_id, site.group_keys_[group], reason);
 }
 
 void Board::set_timeout_s(double timeout_s) {
@@ -232,7 +371,11 @@ void Board::FailOverdue(std::unique_lock<std::mutex>& lock) {
     const auto reason = std::make_exception_ptr(DeadlineError(OverdueText(gang)));
     const int64_t run_id = gang.run_id;
     const uint64_t group_key = gang.group_key;
+    const std::shared_ptr<Conductor> conductor = gang.conductor;
     lock.unlock();
+    // The conductor's failure takes the gang off the board; one that failed before, and
+    // left this gang, would not.
+    if (conductor) conductor->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();
   }

@@ -1,4 +1,5 @@
-// Matching the calls of one process: which ranks' calls belong together.
+// Matching the calls of one process: which ranks' calls belong together. Where a group
+// spans processes, its conductor matches the gangs of the processes.
 //
 // A call site is one custom call of one compiled program. Its executions on the devices
 // of a launch share a run id, and a device that is there several times (a loop) comes
@@ -15,6 +16,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/call.h"
@@ -27,18 +29,29 @@ namespace jax_ub {
 // waits for: it may run the rest of the rank's program.
 using Completion = std::function<void(const std::exception_ptr& failure)>;
 
-// The calls of all ranks of a group that belong together.
+class Conductor;
+
+// The calls of all ranks of a group that belong together; where the group spans
+// processes, of the ranks in this one.
 struct Gang {
   const Attributes* attributes = nullptr;  // lives while a call of it is pending
   int64_t run_id = 0;
   int group = 0;
   uint64_t group_key = 0;       // the same for this set of devices in every call site
   int64_t count = 0;            // which execution of the call site within the run
-  std::vector<RankCall> calls;  // [rank]
-  std::vector<Completion> completions;  // [rank]; empty: has not arrived
+  std::vector<RankCall> calls;  // [rank], of a conductor [local rank]
+  std::vector<Completion> completions;  // the same; empty: has not arrived
   int num_arrived = 0;
   TraceContext trace;
   Deadline deadline = Deadline::After(0);
+
+  // Where the group spans processes:
+  std::shared_ptr<Conductor> conductor;
+  uint64_t call_site_key = 0;  // of call site and group, the same in every process
+  uint64_t call_site_id = 0;   // of this process
+
+  // The rank of the group that calls[i] is of.
+  int RankOf(size_t i) const;
 };
 
 // Throws CommunicatorError when the ranks brought different shapes or dtypes.
@@ -47,8 +60,9 @@ void CheckAgreement(const Gang& gang);
 // Executions of one call site.
 class CallSite {
  public:
-  // Throws std::invalid_argument for attributes that no op has.
-  explicit CallSite(Attributes attributes);
+  // `ordinal`: how many sites of the same program have the same channel. Throws
+  // std::invalid_argument for attributes that no op has.
+  explicit CallSite(Attributes attributes, uint64_t ordinal = 0);
 
   const Attributes& attributes() const { return attributes_; }
   bool is_local() const { return attributes_.ranks.empty(); }
@@ -63,8 +77,11 @@ class CallSite {
   };
 
   Run& FindRun(int64_t run_id);
+  bool IsGroup(int group, const std::vector<int64_t>& devices) const;
 
   const Attributes attributes_;
+  const uint64_t id_;                           // no other site of this process had it
+  const uint64_t key_;                          // channel and ordinal
   std::unordered_map<int64_t, size_t> places_;  // device id -> group * P + rank
   std::vector<uint64_t> group_keys_;
   std::deque<Run> runs_;  // guarded by Board::mutex_; newest last
@@ -88,6 +105,21 @@ class Board {
                                Completion done,
                                int* rank);
 
+  // Groups of these devices are the conductor's from now on, until it leaves. Throws
+  // CommunicatorError when they are another one's.
+  void Join(const std::shared_ptr<Conductor>& conductor);
+  void Leave(const Conductor& conductor);
+  // Fails what such groups have incomplete.
+  void FailAllOf(const Conductor& conductor, const std::exception_ptr& reason);
+
+  // The devices of this process; until they are set, all count as its own.
+  void set_local_devices(std::vector<int64_t> devices);
+
+  // How many sites of the program that is being compiled had this channel; it begins
+  // with a program's lowering.
+  uint64_t NextOrdinal(const std::string& channel);
+  void BeginProgram(const std::string& channel);
+
   // Fails what the group has pending in this run, and what it still calls in it.
   void Poison(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   // The same for a rank whose call was refused before it arrived.
@@ -109,6 +141,10 @@ class Board {
   void Watch();
   void FailOverdue(std::unique_lock<std::mutex>& lock);
   std::vector<Completion> CloseGroup(const Failure& failure);
+  template <typename Predicate>
+  std::vector<Completion> TakeIncomplete(const Predicate& is_meant);
+  std::shared_ptr<Conductor> FindConductor(const CallSite& site, int group) const;
+  void CheckIsLocal(const CallSite& site, int group) const;
 
   const std::function<void(std::function<void()>)> start_;
 
@@ -117,6 +153,9 @@ class Board {
   std::vector<std::pair<CallSite*, std::shared_ptr<Gang>>> incomplete_;
   std::deque<Failure> failures_;  // the newest few
   std::condition_variable wake_watchdog_;
+  std::vector<std::shared_ptr<Conductor>> conductors_;
+  std::unordered_set<int64_t> local_devices_;
+  std::unordered_map<std::string, uint64_t> ordinals_;  // by channel
   bool watchdog_started_ = false;
   bool watchdog_armed_ = false;
 };

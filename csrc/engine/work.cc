@@ -80,9 +80,27 @@ void Work::Add(const Sum& sum) {
   }
 }
 
+void Work::Add(const Reduction& reduction) {
+  int64_t row_bytes = SizeOf(reduction.out.dtype);
+  for (const ConstMatrix& part : reduction.parts) row_bytes += SizeOf(part.dtype);
+  row_bytes *= reduction.columns;
+  estimated_us_ += static_cast<double>(reduction.rows * row_bytes) / kSumBytesPerUs;
+  const int64_t step = std::max<int64_t>(kUnitElements / reduction.columns, 1);
+  for (int64_t begin = 0; begin < reduction.rows; begin += step) {
+    Reduction piece = reduction;
+    piece.rows = std::min(step, reduction.rows - begin);
+    for (ConstMatrix& part : piece.parts) {
+      part.data += begin * part.row_stride * SizeOf(part.dtype);
+    }
+    piece.out.data += begin * piece.out.row_stride * SizeOf(piece.out.dtype);
+    reductions_.push_back(std::move(piece));
+  }
+}
+
 int64_t Work::num_units() const {
   return (plan_ends_.empty() ? 0 : plan_ends_.back()) +
-         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size());
+         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size() +
+                              reductions_.size());
 }
 
 void Work::Run(int64_t unit, Scratch& scratch) const {
@@ -104,6 +122,10 @@ void Work::Run(int64_t unit, Scratch& scratch) const {
   }
   block -= copy_ends_.size();
   const TraceScope scope(trace_, TraceKind::kReduce, step_);
+  if (block >= sum_ends_.size()) {
+    const Reduction& piece = reductions_[block - sum_ends_.size()];
+    return SumChunks(piece.parts, piece.rows, piece.columns, piece.out);
+  }
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
     SumInto(sums_[s]);
   }

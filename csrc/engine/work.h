@@ -7,6 +7,7 @@
 
 #include "engine/trace.h"
 #include "gemm/gemm.h"
+#include "reduce/reduce.h"
 
 namespace jax_ub {
 
@@ -26,11 +27,20 @@ struct Sum {
   int64_t num_elements = 0;
 };
 
+// out[r, c] = round(sum of parts[r, c], in their order, in f32).
+struct Reduction {
+  std::vector<ConstMatrix> parts;
+  Matrix out;
+  int64_t rows = 0;
+  int64_t columns = 0;
+};
+
 class Work {
  public:
   void Add(GemmProblem problem, int num_workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
+  void Add(const Reduction& reduction);
 
   // Units are independent: any thread, any order.
   int64_t num_units() const;
@@ -53,7 +63,8 @@ class Work {
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
   std::vector<size_t> sum_ends_;
-  int64_t copy_unit_bytes_ = 0;  // of the last unit
+  std::vector<Reduction> reductions_;  // a unit each
+  int64_t copy_unit_bytes_ = 0;        // of the last unit
   int64_t sum_unit_elements_ = 0;
   double estimated_us_ = 0;
   TraceContext trace_;

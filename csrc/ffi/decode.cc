@@ -91,6 +91,7 @@ Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
   at.ranks.assign(ranks.begin(), ranks.end());
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
   at.label = read.Get<std::string_view>("label");
+  at.channel = read.Get<std::string_view>("channel");
   switch (op) {
     case Op::kAllGatherMatmul:
       at.num_kernels = read.Count("num_kernels");

@@ -49,8 +49,11 @@ ffi::Error ToFfiError(const std::exception_ptr& failure) {
 
 ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary dict) {
   try {
+    Attributes at = DecodeAttributes(op, dict);
+    const uint64_t ordinal =
+        at.channel.empty() ? 0 : ProcessEngine().board().NextOrdinal(at.channel);
     return std::unique_ptr<CallSiteState>(
-        new CallSiteState{CallSite(DecodeAttributes(op, dict))});
+        new CallSiteState{CallSite(std::move(at), ordinal)});
   } catch (...) {
     return ffi::Unexpected(ToFfiError(std::current_exception()));
   }

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
@@ -164,7 +165,19 @@ def _lower_on_cpu(ctx, *operands, call):
         has_side_effect=True,
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
-    return rule(ctx, *operands, **_attributes(call, ranks))
+    return rule(
+        ctx, *operands, **_attributes(call, ranks), channel=_channel(ctx, ranks)
+    )
+
+
+def _channel(ctx, ranks):
+    # Names the call in every process alike: the engine of each sees other call sites.
+    if not ranks.spans_processes:
+        return ""
+    module = ctx.module_context.module.operation.attributes["sym_name"]
+    channel = f"{ir.StringAttr(module).value}/{ctx.module_context.new_channel()}"
+    engine.load().begin_program(channel)
+    return channel
 
 
 def _lower_elsewhere(ctx, *operands, call):

@@ -1,6 +1,7 @@
 """Where a call runs: its mesh axis when it is traced, its ranks when it is lowered."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -47,6 +48,7 @@ class Ranks:
 
     table: np.ndarray  # i64 global ids, table[group * P + rank]; empty for a local op
     reason: str | None
+    spans_processes: bool = False  # whether a group has ranks in several processes
 
 
 def find_ranks(
@@ -72,7 +74,9 @@ def find_ranks(
             "it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
-    return Ranks(rank_table(mesh, axes), _spans_processes(mesh))
+    table = rank_table(mesh, axes)
+    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
+    return Ranks(table, _spans_processes(mesh), _groups_span(mesh, table, num_ranks))
 
 
 def rank_table(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
@@ -81,6 +85,12 @@ def rank_table(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
     places = [mesh.axis_names.index(axis) for axis in axes]
     # The group axis last: every row of the table is one group, in the order of ranks.
     return np.moveaxis(ids, places, range(-len(axes), 0)).reshape(-1)
+
+
+def _groups_span(mesh, table, num_ranks):
+    process = {device.id: device.process_index for device in mesh.devices.flat}
+    groups = table.reshape(-1, num_ranks)
+    return any(len({process[int(i)] for i in group}) > 1 for group in groups)
 
 
 def _spans_processes(mesh):

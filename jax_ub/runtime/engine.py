@@ -74,6 +74,7 @@ def register_targets() -> None:
     jax.devices()
     cpu = load()
     _configure(cpu)
+    cpu.set_local_devices([device.id for device in jax.local_devices()])
     jax.ffi.register_ffi_type(
         "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
     )

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -209,10 +210,12 @@ inline float Expected(const Attributes& at,
   return sum;
 }
 
-// Elements of all results that are not as expected.
-inline int64_t NumWrong(const Attributes& at, const std::vector<RankCall>& calls) {
+// Elements of the results of these ranks that are not as expected.
+inline int64_t NumWrong(const Attributes& at,
+                        const std::vector<RankCall>& calls,
+                        const std::vector<int>& ranks) {
   int64_t num_wrong = 0;
-  for (int rank = 0; rank < at.num_ranks; ++rank) {
+  for (const int rank : ranks) {
     for (size_t i = 0; i < calls[rank].results.size(); ++i) {
       const Tensor& result = calls[rank].results[i];
       for (int64_t b = 0; b < result.batch; ++b) {
@@ -226,6 +229,13 @@ inline int64_t NumWrong(const Attributes& at, const std::vector<RankCall>& calls
     }
   }
   return num_wrong;
+}
+
+// The same of all ranks.
+inline int64_t NumWrong(const Attributes& at, const std::vector<RankCall>& calls) {
+  std::vector<int> ranks(at.num_ranks);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return NumWrong(at, calls, ranks);
 }
 
 }  // namespace jax_ub_test

@@ -15,6 +15,7 @@ ATTRIBUTES = {
     "ranks": np.zeros(0, np.int64),
     "num_splits": np.int64(0),
     "label": "matmul (test)",
+    "channel": "",
     "num_pairs": np.int64(1),
     "rhs_transposed": np.int64(0),
     "has_bias": np.int64(0),

@@ -1,0 +1,389 @@
+#include "engine/conductor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <sstream>
+#include <utility>
+
+#include "engine/across.h"
+#include "engine/direct.h"
+#include "engine/executor.h"
+#include "platform/deadline.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+// What initialize_ub allocates for a shape [T, H]: the text below turns it round.
+constexpr int64_t kHalfBytesPerElement = 8;
+constexpr int64_t kHalfSlackBytes = 64 << 10;
+
+// Programs of one origin have run ids as far apart as launches are in flight; of two,
+// any distance.
+constexpr uint32_t kNear = 1 << 16;
+
+uint32_t RunOf(const Order& order) {
+  return static_cast<uint32_t>(order.execution >> 32);
+}
+
+bool IsNear(uint32_t one, uint32_t other) {
+  return one - other < kNear || other - one < kNear;
+}
+
+// Alike on all processes, but not for this one: nothing was begun.
+class Refused : public CommunicatorError {
+ public:
+  using CommunicatorError::CommunicatorError;
+};
+
+int64_t HalfBytesOf(const Gang& gang, const SharedCommunicator& communicator) {
+  const Attributes& at = *gang.attributes;
+  if (!UsesSlots(at)) {
+    return HalfBytesOfDirect(at, gang.calls[0], communicator.num_processes());
+  }
+  const SlotPlan plan = PlanSlots(at, gang.calls[0]);
+  constexpr int64_t kSlotAlignment = 64;
+  return plan.num_slots *
+         ((plan.slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
+}
+
+// Why no process can run the call, all alike; or nothing.
+std::exception_ptr Refusal(const Gang& gang, const SharedCommunicator& communicator) {
+  int64_t size_bytes = 0;
+  try {
+    size_bytes = HalfBytesOf(gang, communicator);
+  } catch (...) {
+    return std::current_exception();
+  }
+  if (size_bytes <= communicator.half_bytes()) return nullptr;
+  const int64_t elements =
+      (size_bytes - kHalfSlackBytes + kHalfBytesPerElement - 1) / kHalfBytesPerElement;
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub." << gang.attributes->label << ": the call needs "
+       << size_bytes << " bytes per rank, and communicator '" << communicator.name()
+       << "' has " << communicator.half_bytes()
+       << ". Give initialize_ub a shape [T, H] with T * H of at least " << elements;
+  return std::make_exception_ptr(CommunicatorError(text.str()));
+}
+
+std::string Join(const std::deque<std::shared_ptr<Gang>>& gangs) {
+  std::string text;
+  for (const auto& gang : gangs) {
+    text += (text.empty() ? "" : ", ") + gang->attributes->label + " (" +
+            gang->attributes->channel + ")";
+  }
+  return text;
+}
+
+}  // namespace
+
+Order Alignment::OrderOf(const Gang& gang) {
+  return {gang.call_site_key, static_cast<uint64_t>(static_cast<uint32_t>(gang.run_id))
+                                      << 32 |
+                                  static_cast<uint32_t>(gang.count)};
+}
+
+std::shared_ptr<Gang> Alignment::Find(
+    const Order& order, const std::deque<std::shared_ptr<Gang>>& complete) {
+  std::shared_ptr<Gang> candidate;
+  for (const std::shared_ptr<Gang>& gang : complete) {
+    const Order own = OrderOf(*gang);
+    if (own.call_site != order.call_site) continue;
+    if (static_cast<uint32_t>(own.execution) !=
+        static_cast<uint32_t>(order.execution)) {
+      continue;
+    }
+    const auto known = distances_.find(gang->call_site_id);
+    if (known != distances_.end()) {
+      if (RunOf(own) - RunOf(order) == known->second) return gang;
+    } else if (IsNear(RunOf(own), RunOf(order))) {
+      if (RunOf(own) != RunOf(order)) continue;
+      distances_[gang->call_site_id] = 0;
+      return gang;
+    } else if (candidate) {
+      throw CommunicatorError(
+          "CommunicatorError: jax_ub." + gang->attributes->label +
+          ": two programs with the channel '" + gang->attributes->channel +
+          "' run at a time, and which of them the leader runs cannot be told, since "
+          "this process and the leader compiled them differently (one of them from the "
+          "persistent compilation cache). Dispatch them from one thread");
+    } else {
+      candidate = gang;
+    }
+  }
+  if (candidate) {
+    distances_[candidate->call_site_id] = RunOf(OrderOf(*candidate)) - RunOf(order);
+  }
+  return candidate;
+}
+
+Conductor::Conductor(std::shared_ptr<SharedCommunicator> communicator,
+                     std::vector<int64_t> devices,
+                     Crew& crew,
+                     Hooks hooks)
+    : communicator_(std::move(communicator)),
+      devices_(std::move(devices)),
+      crew_(crew),
+      hooks_(std::move(hooks)) {}
+
+std::shared_ptr<Conductor> Conductor::Make(
+    std::shared_ptr<SharedCommunicator> communicator,
+    std::vector<int64_t> devices,
+    Crew& crew,
+    Hooks hooks) {
+  std::shared_ptr<Conductor> conductor(new Conductor(
+      std::move(communicator), std::move(devices), crew, std::move(hooks)));
+  conductor->communicator_->OnPoison(
+      [weak = std::weak_ptr(conductor), &crew](const std::exception_ptr& reason) {
+        std::shared_ptr<Conductor> alive = weak.lock();
+        if (!alive) return;
+        alive->OnPoison(reason);
+        // The caller may be the communicator's own thread, which cannot end it.
+        crew.Start([alive = std::move(alive)] {});
+      });
+  return conductor;
+}
+
+void Conductor::Take(std::shared_ptr<Gang> gang) {
+  std::exception_ptr failure;
+  {
+    std::lock_guard lock(mutex_);
+    failure = failure_;
+    if (!failure) {
+      // In one step, so that the log has the order of the queue.
+      if (communicator_->is_leader()) {
+        communicator_->PostOrder(Alignment::OrderOf(*gang));
+      }
+      complete_.push_back(gang);
+      changed_.notify_all();
+      if (is_conducting_) return;
+      is_conducting_ = true;
+    }
+  }
+  if (failure) return Complete(gang, failure, false);
+  crew_.Start([self = shared_from_this()] { self->Conduct(); });
+}
+
+// A run: it may wait, for peers and for the own ranks.
+void Conductor::Conduct() {
+  for (;;) {
+    std::shared_ptr<Gang> gang;
+    std::exception_ptr failure;
+    int64_t call = 0;
+    try {
+      gang = NextGang();
+      if (!gang) return;
+      {
+        std::lock_guard lock(mutex_);
+        call = next_call_++;
+      }
+      Run(*gang, call);
+    } catch (const Refused&) {
+      failure = std::current_exception();
+    } catch (...) {
+      failure = std::current_exception();
+      Fail(failure);
+    }
+    if (!gang) {  // failed before it was known which one: all were told
+      if (Finish()) return;
+      continue;
+    }
+    const bool is_last = Finish();
+    Complete(gang, failure, is_last);
+    if (is_last) return;
+  }
+}
+
+// True when nothing is left to conduct: the next call to come starts anew.
+bool Conductor::Finish() {
+  std::lock_guard lock(mutex_);
+  if (!complete_.empty()) return false;
+  is_conducting_ = false;
+  return true;
+}
+
+std::shared_ptr<Gang> Conductor::NextGang() {
+  std::string label;
+  {
+    std::lock_guard lock(mutex_);
+    if (complete_.empty()) {
+      is_conducting_ = false;
+      return nullptr;
+    }
+    if (communicator_->is_leader()) {
+      std::shared_ptr<Gang> gang = std::move(complete_.front());
+      complete_.pop_front();
+      return gang;
+    }
+    label = complete_.front()->attributes->label;
+  }
+  // No other thread changes next_call_.
+  return AwaitGang(
+      communicator_->WaitOrder(next_call_, {label, 0, hooks_.timeout_s()}));
+}
+
+std::shared_ptr<Gang> Conductor::AwaitGang(const Order& order) {
+  const double timeout_s = hooks_.timeout_s();
+  const Deadline deadline = Deadline::After(timeout_s);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (failure_) std::rethrow_exception(failure_);
+    if (std::shared_ptr<Gang> gang = alignment_.Find(order, complete_)) {
+      complete_.erase(std::find(complete_.begin(), complete_.end(), gang));
+      return gang;
+    }
+    if (deadline.Expired()) throw DeadlineError(Unknown(order, timeout_s));
+    changed_.wait_until(lock, deadline.time());
+  }
+}
+
+// The mutex is held.
+std::string Conductor::Unknown(const Order& order, double timeout_s) const {
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub."
+       << (complete_.empty() ? communicator_->name()
+                             : complete_.front()->attributes->label)
+       << ": " << communicator_->DescribeProcess(communicator_->process()) << " waited "
+       << timeout_s << " s for its part in call " << next_call_
+       << ", which the leader runs (call site " << std::hex << order.call_site
+       << ", run " << std::dec << static_cast<int32_t>(RunOf(order)) << ", execution "
+       << static_cast<uint32_t>(order.execution) << "), but here only "
+       << Join(complete_)
+       << " came. The processes run different programs, or this one took another "
+          "branch. JAX_UB_TIMEOUT_S sets the seconds.";
+  return text.str();
+}
+
+void Conductor::Run(const Gang& gang, int64_t call) {
+  const Attributes& at = *gang.attributes;
+  const double timeout_s = hooks_.timeout_s();
+  CheckAgreement(gang);
+  if (const std::exception_ptr refusal = Refusal(gang, *communicator_)) {
+    Meet(gang, call, timeout_s);
+    try {
+      std::rethrow_exception(refusal);
+    } catch (const std::exception& error) {
+      throw Refused(error.what());
+    }
+  }
+  if (UsesSlots(at)) {
+    Meet(gang, call, timeout_s);
+    return RunSlots(gang, call, timeout_s);
+  }
+  ExecuteAcross({at, gang.calls, call, timeout_s, gang.trace}, *communicator_, crew_,
+                [&] { Meet(gang, call, timeout_s); });
+}
+
+// The arrival: every process is in this call, and means the same by it.
+void Conductor::Meet(const Gang& gang, int64_t call, double timeout_s) {
+  const uint64_t signature = Signature(*gang.attributes, gang.calls[0]);
+  communicator_->Announce(call, signature, TextOf(signature, gang));
+  {
+    const TraceScope scope(gang.trace, TraceKind::kBarrier);
+    communicator_->Barrier(call, 0, {gang.attributes->label, 0, timeout_s});
+  }
+  // All compare with the leader's, so that all say the same.
+  const Announcement first = communicator_->announcement(0, call);
+  for (int p = 1; p < communicator_->num_processes(); ++p) {
+    const Announcement other = communicator_->announcement(p, call);
+    if (other.signature == first.signature) continue;
+    throw CommunicatorError("CommunicatorError: jax_ub." + gang.attributes->label +
+                            ": " + communicator_->DescribeProcess(0) + " and " +
+                            communicator_->DescribeProcess(p) + " do not agree: " +
+                            first.text + "; and " + other.text + ", respectively");
+  }
+}
+
+std::string Conductor::TextOf(uint64_t signature, const Gang& gang) {
+  std::string& text = texts_[signature];
+  if (text.empty()) text = DescribeCall(*gang.attributes, gang.calls[0]);
+  return text;
+}
+
+void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
+  const Attributes& at = *gang.attributes;
+  const SlotPlan plan = PlanSlots(at, gang.calls[0]);
+  std::shared_ptr<WorkJob> products;
+  if (at.op == Op::kBulkAllGather || at.op == Op::kBulkReduceScatter) {
+    Work work = PlanProducts(at, gang.calls, crew_.num_threads());
+    work.set_trace(gang.trace, {});
+    products = std::make_shared<WorkJob>(std::move(work));
+    crew_.Start([&crew = crew_, products] { crew.Help(products); });
+  }
+  std::mutex mutex;  // guards the two below
+  std::condition_variable changed;
+  size_t num_running = gang.calls.size();
+  std::exception_ptr failure;
+  const auto run = [&](size_t i) {
+    std::exception_ptr own;
+    try {
+      Transport& transport =
+          communicator_->rank(local_ranks()[i], call, plan.num_slots, plan.slot_bytes);
+      ExecuteRank(at, gang.calls[i], plan, timeout_s, transport, crew_,
+                  gang.trace.OfRank(gang.RankOf(i)));
+    } catch (...) {
+      own = std::current_exception();
+      communicator_->Poison(own);  // or the other ranks would wait for this one
+    }
+    std::lock_guard lock(mutex);
+    if (own && !failure) failure = own;
+    --num_running;
+    changed.notify_all();
+  };
+  for (size_t i = 1; i < gang.calls.size(); ++i) crew_.Start([&run, i] { run(i); });
+  run(0);
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return num_running == 0; });
+  }
+  if (products) products->Wait();
+  if (failure) std::rethrow_exception(failure);
+}
+
+// Each rank from a thread of its own, since what completes it runs the rest of its
+// program; the last one from this thread, which has nothing else to do.
+void Conductor::Complete(const std::shared_ptr<Gang>& gang,
+                         const std::exception_ptr& failure,
+                         bool inline_last) {
+  std::vector<Completion>& completions = gang->completions;
+  const size_t last = completions.size() - 1;
+  for (size_t i = 0; i < completions.size(); ++i) {
+    gang->trace.OfRank(gang->RankOf(i))
+        .Since(gang->calls[i].submitted_ns, TraceKind::kCall);
+    if (inline_last && i == last) continue;
+    crew_.Start([done = std::move(completions[i]), failure] { done(failure); });
+  }
+  if (inline_last) completions[last](failure);
+}
+
+void Conductor::Fail(const std::exception_ptr& reason) {
+  communicator_->Poison(reason);
+}
+
+void Conductor::OnPoison(const std::exception_ptr& reason) {
+  std::deque<std::shared_ptr<Gang>> pending;
+  {
+    std::lock_guard lock(mutex_);
+    failure_ = reason;
+    pending.swap(complete_);
+    changed_.notify_all();
+  }
+  for (const auto& gang : pending) Complete(gang, reason, false);
+  hooks_.on_failure(*this, reason);
+}
+
+std::exception_ptr Conductor::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Conductor::Close() { communicator_->Close(); }
+
+int64_t Conductor::num_calls() const {
+  std::lock_guard lock(mutex_);
+  return next_call_;
+}
+
+}  // namespace jax_ub

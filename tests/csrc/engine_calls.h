@@ -1,0 +1,125 @@
+// Calls through an engine, and how they end, for whoever waits for that.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "call_maker.h"
+#include "engine/engine.h"
+
+namespace jax_ub {
+
+constexpr double kLongS = 60;
+
+// Engines live for ever; so do those of the tests.
+inline Engine& NewEngine(double timeout_s = kLongS, int num_threads = 2) {
+  static std::mutex mutex;
+  static auto& engines = *new std::vector<Engine*>;
+  std::lock_guard lock(mutex);
+  engines.push_back(new Engine(num_threads, timeout_s));
+  return *engines.back();
+}
+
+inline Attributes MakeAttributes(Op op, Method method, int num_ranks) {
+  Attributes at;
+  at.op = op;
+  at.method = method;
+  at.num_ranks = num_ranks;
+  for (int r = 0; r < num_ranks; ++r) at.ranks.push_back(100 + r);
+  at.num_splits = 2;
+  at.label = std::string(OpName(op)) + " (ub_name 'test')";
+  if (op == Op::kMatmul) {
+    at.num_ranks = 1;
+    at.ranks.clear();
+  }
+  return at;
+}
+
+// How a call ended, for whoever waits for it.
+class Outcome {
+ public:
+  Completion AsCompletion() {
+    return [state = state_](const std::exception_ptr& failure) {
+      std::lock_guard lock(state->mutex);
+      state->text = "";
+      if (failure) {
+        try {
+          std::rethrow_exception(failure);
+        } catch (const std::exception& error) {
+          state->text = error.what();
+        }
+      }
+      state->changed.notify_all();
+    };
+  }
+
+  // Empty: it succeeded.
+  std::string Wait() {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [this] { return state_->text.has_value(); });
+    return *state_->text;
+  }
+
+  bool IsPending() {
+    std::lock_guard lock(state_->mutex);
+    return !state_->text.has_value();
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;  // guards text
+    std::condition_variable changed;
+    std::optional<std::string> text;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+inline Outcome Submit(Engine& engine,
+                      CallSite& site,
+                      int64_t run_id,
+                      int64_t device,
+                      const RankCall& call) {
+  Outcome outcome;
+  const Completion done = outcome.AsCompletion();
+  try {
+    engine.Submit(site, run_id, device, call, done);
+  } catch (...) {
+    done(std::current_exception());
+  }
+  return outcome;
+}
+
+// All options of an op, one by one.
+inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
+  Attributes at = MakeAttributes(op, method, num_ranks);
+  std::vector<Attributes> variants = {at};
+  at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
+  // Halves of small integers are exact; bulk calls have no scale.
+  const bool is_bulk = op == Op::kBulkAllGather || op == Op::kBulkReduceScatter;
+  at.scale = is_bulk ? 1.0f : 0.5f;
+  variants.push_back(at);
+  if (op == Op::kWgrad) {
+    variants.clear();
+    for (Gather gather : {Gather::kNone, Gather::kX, Gather::kDy}) {
+      at.gather = gather;
+      at.accumulate = !at.accumulate;
+      variants.push_back(at);
+    }
+  }
+  return variants;
+}
+
+// False for the methods that a fused op does not have.
+inline bool HasMethod(Op op, Method method) {
+  const bool fused = op == Op::kAllGatherMatmul || op == Op::kMatmulReduceScatter ||
+                     op == Op::kMatmulAllReduce;
+  return !fused || method != Method::kBulk;
+}
+
+}  // namespace jax_ub
