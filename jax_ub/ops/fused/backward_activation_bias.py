@@ -24,8 +24,8 @@ class BackwardActivationBias(FusedOperation):
         d_params = {"bias": row_sum(dx)} if needs[0].params else {}
         return dx.astype(dy.dtype), (d_params, {}), ((), ())
 
-    @staticmethod
-    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces activations with the bias before them."""
         return fuse_windows(ops, _match)
 

@@ -27,8 +27,8 @@ class BackwardAddRMSNorm(FusedOperation):
         dx = dx + d_extra.astype(jnp.float32)
         return dx.astype(d_extra.dtype), ({}, d_params), ((), ())
 
-    @staticmethod
-    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces norms whose input was handed out."""
         return fuse_windows(ops, _match)
 

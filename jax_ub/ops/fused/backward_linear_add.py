@@ -64,8 +64,8 @@ class BackwardLinearAdd(FusedOperation):
                     reasons[i] = reason
         return reasons
 
-    @staticmethod
-    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces linears whose input was handed out in place."""
         return fuse_windows(ops, _match)
 

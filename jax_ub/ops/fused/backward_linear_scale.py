@@ -26,8 +26,8 @@ class BackwardLinearScale(FusedOperation):
         )
         return dx, (d_params, {}), ((), ())
 
-    @staticmethod
-    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces linears that are scaled."""
         return fuse_windows(ops, _match)
 

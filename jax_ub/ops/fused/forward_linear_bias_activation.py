@@ -25,8 +25,8 @@ class ForwardLinearBiasActivation(FusedOperation):
         y, _, saved = activation[0].forward(params[2], y, (), saves[2])
         return y, ((), (), ()), (residuals, {}, saved)
 
-    @staticmethod
-    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces linears that reduce nothing, with their bias."""
         return fuse_windows(ops, _match)
 

@@ -60,8 +60,8 @@ class ForwardLinearBiasAdd(FusedOperation):
             ),
         )
 
-    @staticmethod
-    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces linears behind which something is added in place."""
         return fuse_windows(ops, _match)
 

@@ -29,8 +29,8 @@ class ForwardLinearScaleAdd(FusedOperation):
         )
         return y, ((), (), ()), (residuals, {}, {})
 
-    @staticmethod
-    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces linears that are scaled and added to something in place."""
         return fuse_windows(ops, _match)
 

@@ -133,8 +133,8 @@ class UserbuffersBackwardLinear(FusedOperation):
         """Why linears stay as they are."""
         return userbuffers.refusals(ops)
 
-    @staticmethod
-    def fuse_backward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
         return fuse_windows(ops, _match)
 

@@ -102,8 +102,8 @@ class UserbuffersForwardLinear(FusedOperation):
         """Why linears stay as they are."""
         return userbuffers.refusals(ops)
 
-    @staticmethod
-    def fuse_forward_ops(ops: list[Op]) -> list[Op]:
+    @classmethod
+    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
         return fuse_windows(ops, _match)
 
