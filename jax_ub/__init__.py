@@ -28,3 +28,4 @@ from jax_ub.runtime.engine import register_targets as register_targets
 from jax_ub.runtime.exporting import export_safety_checks as export_safety_checks
 from jax_ub.runtime.overlaps import CommOverlap as CommOverlap
 from jax_ub.runtime.overlaps import CommOverlapP2P as CommOverlapP2P
+from jax_ub.tracing.record import trace as trace

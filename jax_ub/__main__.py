@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_ub doctor | bench | launch | simulate`."""
+"""The command line: `python -m jax_ub doctor | bench | launch | simulate | trace`."""
 
 import argparse
 import sys
@@ -9,11 +9,13 @@ from jax_ub.bench import command as bench
 from jax_ub.errors import UbError
 from jax_ub.launch import command as launch
 from jax_ub.simulate import command as simulate
+from jax_ub.tracing import command as trace
 
 _COMMANDS = {
     "doctor": (doctor, "says what is installed, what can run here, and why not"),
     "bench": (bench, "times every op against XLA"),
     "launch": (launch, "runs a program in several processes on this machine"),
+    "trace": (trace, "records what every rank does when, for Perfetto and as PNG"),
     "simulate": (simulate, "says what overlapping is worth on another machine"),
 }
 

@@ -1,5 +1,6 @@
 """What all pictures of the library share: matplotlib for files only, and colours."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jax_ub.errors import UnsupportedOverlapError
@@ -13,6 +14,7 @@ COLOURS = {
     "reduce": "#5b9e5f",
     "copy": "#8f6bb3",
     "wait": "#d7dbe0",
+    "call": "#e3edf7",
     "serial": "#b8c0c8",
     "collective": "#f0c6a3",
 }
@@ -48,3 +50,22 @@ def tidy(axes: Any) -> None:
     axes.tick_params(colors=INK, length=0, labelsize=9)
     axes.grid(axis="x", color=GRID, lw=0.6)
     axes.set_axisbelow(True)
+
+
+def legend(axes: Any, names: Mapping[str, str]) -> None:
+    """A line of colours above a panel, on the right: what each kind is called."""
+    from matplotlib import patches
+
+    axes.legend(
+        handles=[
+            patches.Patch(color=COLOURS[kind], label=name)
+            for kind, name in names.items()
+        ],
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.06),
+        ncols=max(1, len(names)),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.0,
+        columnspacing=1.0,
+    )

@@ -1,0 +1,176 @@
+"""Records what every rank does: `python -m jax_ub trace`.
+
+Of a program of yours (`trace [options] script.py ...`), of one op on its own (`trace
+--op all_gather_matmul --method ring_exchange --tp 4`), in one process or in several
+(`--processes`); or reads what `ub.trace` has written (`trace --merge step.*.json`).
+"""
+
+import argparse
+import contextlib
+import pathlib
+import runpy
+import subprocess
+import sys
+import tempfile
+
+import jax
+
+from jax_ub.errors import UbError, nearest
+from jax_ub.runtime import settings
+from jax_ub.tracing import chrome, demonstration, picture, record
+from jax_ub.tracing.demonstration import Demonstration
+from jax_ub.tracing.spans import Trace
+
+
+class TraceArgumentError(UbError, ValueError):
+    """The command line of `trace` cannot be meant."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    add = parser.add_argument
+    add("--op", help=f"an op on its own: {', '.join(demonstration.OPS)}")
+    add("--method", default="auto", help="of --op (default: auto)")
+    add("--tp", type=int, default=4, help="ranks of --op (default: 4)")
+    add("--shape", default="512x1024x2816", help="MxKxN of --op (512x1024x2816)")
+    add("--dtype", default="float32", help="of --op (default: float32)")
+    add("--repeats", type=int, default=7, help="calls of --op (default: 7)")
+    add("--processes", type=int, default=1, help="run it in this many processes")
+    add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
+    add("--json", type=pathlib.Path, help="for ui.perfetto.dev or chrome://tracing")
+    add("--png", type=pathlib.Path, help="draw the typical call (matplotlib)")
+    add("--label", help="draw the typical call of this label instead")
+    # Of one of several processes: where it writes, before its number is put in.
+    add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
+    add(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="script.py ...",
+        help="a program and its arguments",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Records or reads a trace, writes what was asked for, says what is in it."""
+    _check(given)
+    if given.merge:
+        found = chrome.read(given.merge)
+    elif given.processes > 1:
+        found = _in_processes(given)
+    else:
+        found = _here(given)
+        if given.part is not None:
+            return 0
+    if given.json is not None:
+        chrome.write(found, given.json)
+    if given.png is not None:
+        picture.draw(found, given.png, _chosen(found, given.label))
+    sys.stdout.write("\n".join(summary(found)) + "\n")
+    return 0
+
+
+def summary(trace: Trace) -> list[str]:
+    """A line for every label: calls, median time, average wait of a rank."""
+    lines = [f"{'calls':>6} {'median us':>10} {'waits us':>10}  call"]
+    exposed = trace.exposed_s()
+    for label in dict.fromkeys(call.label for call in trace.calls):
+        indices = [i for i, call in enumerate(trace.calls) if call.label == label]
+        times = sorted(trace.seconds_of(index) for index in indices)
+        call = trace.calls[indices[0]]
+        lines.append(
+            f"{len(indices):>6} {1e6 * times[len(times) // 2]:>10.1f} "
+            f"{1e6 * exposed[label]:>10.1f}  {label}, {call.method}, "
+            f"P = {call.num_ranks}"
+        )
+    if trace.num_dropped:
+        lines.append(f"{trace.num_dropped} spans were dropped: there was no room")
+    return lines
+
+
+def _check(given):
+    wanted = [bool(given.op), bool(given.program), bool(given.merge)]
+    if sum(wanted) != 1:
+        raise TraceArgumentError(
+            "trace: give one of a script, --op or --merge. For example: python -m "
+            "jax_ub trace --op all_gather_matmul --method ring_exchange --tp 4"
+        )
+    if given.op and given.op not in demonstration.OPS:
+        raise TraceArgumentError(
+            f"trace: op {given.op!r} is not known. "
+            f"{nearest(given.op, demonstration.OPS)}"
+        )
+    if given.tp < 1 or given.processes < 1 or given.tp % given.processes:
+        raise TraceArgumentError(
+            f"trace: --tp {given.tp} does not divide into --processes "
+            f"{given.processes}. Take a multiple of it."
+        )
+    sizes = given.shape.split("x")
+    if len(sizes) != 3 or not all(
+        s.isdecimal() and int(s) % given.tp == 0 for s in sizes
+    ):
+        raise TraceArgumentError(
+            f"trace: --shape {given.shape!r} is not MxKxN of multiples of --tp "
+            f"{given.tp}, such as 512x1024x2816."
+        )
+
+
+def _here(given):
+    if given.op:
+        repeat = _demonstration(given).prepare()
+        with record.trace(given.part) as recording:
+            repeat()
+    else:
+        program = given.program[0]
+        sys.argv = given.program
+        sys.path.insert(0, str(pathlib.Path(program).resolve().parent))
+        with record.trace(given.part) as recording:
+            runpy.run_path(program, run_name="__main__")
+    return recording.trace
+
+
+def _demonstration(given):
+    settings.set_pool_threads(4 * given.tp)
+    M, K, N = map(int, given.shape.split("x"))
+    if given.part is not None:
+        jax.distributed.initialize()
+    elif getattr(jax.config, "jax_num_cpu_devices", 0) < given.tp:
+        # Where jax has started already, its devices are what there is.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", given.tp)
+    return Demonstration(
+        given.op, given.method, given.tp, M, K, N, given.dtype, given.repeats
+    )
+
+
+def _in_processes(given):
+    with tempfile.TemporaryDirectory() as folder:
+        part = pathlib.Path(folder, "trace.json")
+        options = ["--part", str(part)]
+        if given.op:
+            for name in ("op", "method", "tp", "shape", "dtype", "repeats"):
+                options += [f"--{name}", str(getattr(given, name))]
+        devices = max(1, given.tp // given.processes)
+        launch = ["launch", "-n", str(given.processes)]
+        launch += ["--devices-per-process", str(devices), "-m"]
+        command = [*launch, "jax_ub", "trace", *options, *given.program]
+        status = subprocess.run([sys.executable, "-m", "jax_ub", *command]).returncode
+        if status:
+            raise TraceArgumentError(
+                f"trace: the processes failed with exit status {status}; what they "
+                "wrote says why."
+            )
+        return chrome.read(record.of_every_process(part, given.processes))
+
+
+def _chosen(trace, label):
+    if label is None:
+        return None
+    labels = [call.label for call in trace.calls]
+    if label not in labels:
+        raise TraceArgumentError(
+            f"trace: no call is named {label!r}. "
+            f"{nearest(label, dict.fromkeys(labels))}"
+        )
+    indices = [index for index, found in enumerate(labels) if found == label]
+    return sorted(indices, key=trace.seconds_of)[len(indices) // 2]

@@ -1,0 +1,102 @@
+"""Starting and reading the engine's recorder."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import jax
+
+from jax_ub.errors import UbError
+from jax_ub.runtime import engine
+from jax_ub.tracing import chrome
+from jax_ub.tracing.spans import Call, Span, Trace
+
+EVENTS_PER_THREAD = 1 << 16
+
+
+class TraceError(UbError, RuntimeError):
+    """A trace was begun inside another one."""
+
+
+class Recording:
+    """What `trace` yields: holds the trace once its block has ended."""
+
+    def __init__(self):
+        """Nothing is recorded yet."""
+        self.trace: Trace | None = None
+
+
+_running: list[Recording] = []
+
+
+@contextlib.contextmanager
+def trace(
+    path: str | pathlib.Path | None = None,
+    *,
+    events_per_thread: int = EVENTS_PER_THREAD,
+) -> Iterator[Recording]:
+    """Records what every rank does in the block.
+
+        with ub.trace("step.json"):
+            jax.block_until_ready(step(state))
+
+    Open the file at ui.perfetto.dev, or draw it with `python -m jax_ub trace --merge
+    step.json --png step.png`. Wait for results inside the block: JAX returns before
+    they are there. In a job of several processes each writes a file of its own,
+    "step.0.json" and so on; `--merge` takes all of those.
+
+    Args:
+        path: where to; None only keeps the trace, in `.trace` of what this yields.
+        events_per_thread: how much room every thread gets, 32 bytes a span; what comes
+            behind is dropped and counted.
+
+    Raises:
+        TraceError: inside another trace.
+    """
+    if _running:
+        raise TraceError(
+            "trace: one is being recorded already, by ub.trace or by python -m jax_ub "
+            "trace. End it first."
+        )
+    recording = Recording()
+    cpu = engine.load()
+    cpu.start_trace(events_per_thread)
+    _running.append(recording)
+    try:
+        yield recording
+    finally:
+        cpu.stop_trace()
+        _running.remove(recording)
+        recording.trace = read()
+        if path is not None:
+            chrome.write(recording.trace, of_process(pathlib.Path(path)))
+
+
+def read() -> Trace:
+    """What was recorded in this process."""
+    found = engine.load().read_trace()
+    process = jax.process_index()
+    calls = tuple(
+        Call(**{**call, "devices": tuple(call["devices"])}) for call in found["calls"]
+    )
+    spans = tuple(
+        Span(begin, end, process, thread, *what)
+        for thread, spans in enumerate(found["threads"])
+        for begin, end, *what in spans
+        if what[0] >= 0
+    )
+    return Trace(calls, spans, found["num_dropped"])
+
+
+def of_process(path: pathlib.Path) -> pathlib.Path:
+    """Where this process of the job writes: "out.1.json" where there are several."""
+    if jax.process_count() == 1:
+        return path
+    return path.with_suffix(f".{jax.process_index()}{path.suffix}")
+
+
+def of_every_process(path: pathlib.Path, num_processes: int) -> list[pathlib.Path]:
+    """Where the processes of a job of several write."""
+    return [
+        path.with_suffix(f".{process}{path.suffix}") for process in range(num_processes)
+    ]

@@ -1,0 +1,79 @@
+"""The schedule of a call, replayed with the times that its own steps took."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from jax_ub.simulate import hardware, schedules
+from jax_ub.simulate.replay import Knobs, Timeline, replay
+from jax_ub.simulate.workload import Workload
+from jax_ub.tracing.spans import AROUND, Call, Span
+
+# What a bulk op communicates beside its product.
+_PATTERNS = {
+    "bulk_all_gather": "all_gather",
+    "bulk_reduce_scatter": "reduce_scatter",
+    "wgrad": "all_gather",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step of each kind."""
+
+    multiply: float
+    put: float
+    copy: float
+    reduce: float
+
+
+def replayed(call: Call, spans: Sequence[Span]) -> Timeline | None:
+    """When each rank would have taken its steps, had nothing else been in its way.
+
+    Every step takes the median of what the steps of its kind took. None for a call
+    without a schedule of steps, such as "direct".
+    """
+    steps = [span for span in spans if span.kind not in AROUND and span.rank >= 0]
+    if not any(span.kind == "put" for span in steps):
+        return None
+    num_splits = 1 + max(span.split for span in steps)
+    times = StepTimes(
+        **{
+            field.name: _median(steps, field.name)
+            for field in dataclasses.fields(StepTimes)
+        }
+    )
+    pattern = _PATTERNS.get(call.op, call.op)
+    every = schedules.every_rank(pattern, call.method, call.num_ranks, num_splits)
+    whole = all(span.chunk < 0 for span in steps if span.kind == "multiply")
+    work, machine = _costs(pattern, call.num_ranks, num_splits, times, whole=whole)
+    return replay(every, work, machine, Knobs(num_splits))
+
+
+def _median(steps, kind):
+    return statistics.median([s.seconds for s in steps if s.kind == kind] or [0.0])
+
+
+def _costs(pattern, num_ranks, num_splits, times, *, whole):
+    """Sizes of 1 and rates that make each step take its time.
+
+    A host's product takes 2 m n k / (rate / P), a put its bytes / (wire / P), a sum or
+    a copy its bytes / (memory / P).
+    """
+    work = Workload(pattern, num_ranks * num_splits, num_ranks, num_ranks, num_ranks)
+    tiny = 1e-12
+    gemm = work.gemm if whole else work.gemm_of(1)
+    put_bytes = work.wire_bytes("operand", 1)
+    if "gather" in pattern:
+        moved, took = 2 * put_bytes, times.copy
+    else:
+        moved, took = work.reduce_bytes(1), times.reduce
+    machine = dataclasses.replace(
+        hardware.host(1.0, 1.0),
+        flops_per_s=num_ranks * gemm.flops / max(times.multiply, tiny),
+        wire_bytes_per_s=num_ranks * put_bytes / max(times.put, tiny),
+        memory_bytes_per_s=num_ranks * moved / max(took, tiny),
+        launch_s=0.0,
+        handshake_s=0.0,
+    )
+    return work, machine

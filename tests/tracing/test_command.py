@@ -1,0 +1,89 @@
+"""`python -m jax_ub trace`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jax_ub import __main__
+from jax_ub.tracing import chrome
+
+SCRIPT = """
+import sys
+import jax, numpy as np
+import jax_ub as ub
+from jax import P
+
+assert sys.argv == ["{script}", "--flag"], sys.argv
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("tp",))
+f = jax.shard_map(
+    lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
+    mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+for _ in range(3):
+    jax.block_until_ready(jax.jit(f)(np.ones((8, 4)), np.ones((4, 8))))
+"""
+TINY = ["--tp", "2", "--shape", "16x16x16", "--repeats", "3"]
+
+
+def test_an_op_on_its_own_is_recorded_drawn_and_summarised(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "found.json", tmp_path / "found.png"
+    arguments = ["--op", "matmul_reduce_scatter", "--method", "pipeline", *TINY]
+    files = ["--json", str(trace), "--png", str(picture)]
+    assert __main__.main(["trace", *arguments, *files]) == 0
+    assert len(chrome.read([trace]).calls) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "matmul_reduce_scatter (ub_name 'traced'), pipeline, P = 2" in text
+
+
+def test_files_are_merged_and_one_label_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "found.json", tmp_path / "found.png"
+    arguments = ["--op", "all_gather_matmul", *TINY, "--json", str(trace)]
+    assert __main__.main(["trace", *arguments]) == 0
+    label = "all_gather_matmul (ub_name 'traced')"
+    files = ["--merge", str(trace), str(trace), "--png", str(picture)]
+    assert __main__.main(["trace", *files, "--label", label]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert __main__.main(["trace", *files, "--label", "all_gather"]) == 2
+    assert "no call is named 'all_gather'. " in capsys.readouterr().err
+
+
+def test_a_script_is_recorded_with_its_arguments(tmp_path):
+    script, trace = tmp_path / "script.py", tmp_path / "found.json"
+    script.write_text(SCRIPT.format(script=script))
+    command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script), "--flag"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 " in done.stdout.splitlines()[1]
+    assert "direct, P = 2" in done.stdout
+    assert len(chrome.read([trace]).calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give one of a script, --op or --merge"),
+        (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
+        (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
+        (["--op", "matmul_all_reduce", "--tp", "0"], "--tp 0 does not divide into"),
+        (
+            ["--op", "matmul_all_reduce", "--tp", "3", "--processes", "2"],
+            "--tp 3 does not divide into --processes 2",
+        ),
+        (["--op", "matmul_all_reduce", "--shape", "8x8"], "'8x8' is not MxKxN of mul"),
+        (["--op", "matmul_all_reduce", "--shape", "6x8x8"], "'6x8x8' is not MxKxN"),
+        (
+            ["--op", "all_gather_matmul", "--tp", "512", "--shape", "512x512x512"],
+            "--tp 512, but there are 16 devices",
+        ),
+        (["--processes", "2", "--tp", "2", "missing.py"], "failed with exit status"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, text, capfd):
+    assert __main__.main(["trace", *arguments]) == 2
+    assert text in capfd.readouterr().err

@@ -1,0 +1,102 @@
+"""Recording real calls, and the pictures of them."""
+
+import jax
+import numpy as np
+import pytest
+from jax import P
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub import _cpu
+from jax_ub.errors import UnknownNameError
+from jax_ub.tracing import chrome, picture, record
+from jax_ub.tracing.record import TraceError
+from jax_ub.tracing.spans import AROUND, Trace
+
+NUM_RANKS = 3
+
+
+def program(op, method):
+    gathers = op == "all_gather_matmul"
+    specs = (P("tp"), P(None, "tp")) if gathers else (P(None, "tp"), P("tp"))
+    out = {"all_gather_matmul": P(None, "tp"), "matmul_reduce_scatter": P("tp")}
+    run = on_ranks(
+        lambda x, w: getattr(ub, op)(x, w, axis_name="tp", method=method, ub_name="t"),
+        tp_mesh(NUM_RANKS),
+        specs,
+        out.get(op, P()),
+    )
+    operands = np.ones((24, 12), np.float32), np.ones((12, 18), np.float32)
+    return lambda: jax.block_until_ready(run(*operands))
+
+
+def traced(op, method):
+    run = program(op, method)
+    run()
+    with ub.trace() as recording:
+        run()
+        run()
+    return recording.trace
+
+
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external"])
+@pytest.mark.parametrize(
+    "op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_ranks_do_what_their_schedule_says(op, method):
+    found = traced(op, method)
+    assert [call.label for call in found.calls] == [f"{op} (ub_name 't')"] * 2
+    for index in range(2):
+        spans = [s for s in found.of_call(index) if s.kind not in AROUND]
+        num_splits = 1 + max(s.split for s in spans)
+        for rank in range(NUM_RANKS):
+            steps = _cpu.schedule(op, method, rank, NUM_RANKS, num_splits)
+            assert [
+                (s.kind, s.chunk, s.split, s.peer, s.payload)
+                for s in spans
+                if s.rank == rank
+            ] == [(s.kind, s.chunk, s.split, s.peer, s.payload) for s in steps]
+
+
+def test_a_trace_is_written_where_it_is_asked_for(tmp_path):
+    run = program("matmul_reduce_scatter", "direct")
+    with ub.trace(tmp_path / "step.json") as recording:
+        run()
+    assert chrome.read([tmp_path / "step.json"]) == recording.trace
+    assert recording.trace.seconds_of(0) > 0
+
+
+def test_a_failing_block_leaves_its_trace_and_ends_the_recording(tmp_path):
+    with pytest.raises(KeyError), ub.trace(tmp_path / "step.json"):
+        program("matmul_all_reduce", "direct")()
+        raise KeyError
+    assert len(chrome.read([tmp_path / "step.json"]).calls) == 1
+    assert traced("all_gather_matmul", "direct").calls
+
+
+def test_a_trace_in_a_trace_is_refused():
+    again = pytest.raises(TraceError, match="one is being recorded already")
+    with ub.trace(), again, ub.trace():
+        pass
+
+
+def test_several_processes_write_files_of_their_own(tmp_path, monkeypatch):
+    path = tmp_path / "out.json"
+    assert record.of_process(path) == path
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert record.of_process(path) == tmp_path / "out.1.json"
+    assert record.of_every_process(path, 2)[1] == record.of_process(path)
+
+
+@pytest.mark.parametrize("method", ["direct", "ring_exchange", "pipeline"])
+def test_a_call_is_drawn(method, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "call.png"
+    picture.draw(traced("matmul_reduce_scatter", method), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_recorded_is_nothing_to_draw(tmp_path):
+    with pytest.raises(UnknownNameError, match="no call of jax_ub was recorded"):
+        picture.draw(Trace((), ()), tmp_path / "call.png")
