@@ -22,6 +22,10 @@ const std::string kLabel = "all_gather";
 
 WaitReason Reason(double timeout_s = 60) { return {kLabel, 0, timeout_s}; }
 
+Order OrderOf(int64_t call) {
+  return {7 * static_cast<uint64_t>(call), static_cast<uint64_t>(call)};
+}
+
 std::vector<std::string> OnEveryProcess(int num_processes,
                                         const std::function<void(int)>& function) {
   std::vector<std::string> errors(num_processes);
@@ -70,16 +74,20 @@ TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
     for (int64_t call = 0; call < kNumCalls; ++call) {
       const int64_t ahead = random() % 50 == 0 ? 300 : random() % 3;
       while (p == 0 && num_posted < kNumCalls && num_posted <= call + ahead) {
-        end.PostOrder(7 * num_posted++);
+        end.PostOrder(OrderOf(num_posted++));
       }
       if (random() % 32 == 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
       }
-      if (p != 0)
-        CHECK_EQ(end.WaitOrder(call, Reason()), static_cast<uint64_t>(7 * call));
+      if (p != 0) {
+        const bool is_there = end.TryWaitOrder(call).has_value();
+        const Order order =
+            is_there ? *end.TryWaitOrder(call) : end.WaitOrder(call, Reason());
+        CHECK(order == OrderOf(call));
+      }
       halves[p][call % 2] = call;
       end.Announce(call, call, std::to_string(call + p));
-      end.Barrier(call, 0, Reason());
+      if (call % 2 == 0 || !end.TryBarrier(call, 0)) end.Barrier(call, 0, Reason());
       for (int q = 0; q < Group4::kNumProcesses; ++q) {
         CHECK_EQ(halves[q][call % 2], call);
         const Announcement said = end.announcement(q, call);
@@ -90,6 +98,19 @@ TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
     }
   });
   for (const std::string& error : errors) CHECK_EQ(error, "");
+}
+
+TEST(ALookAtABarrierComesAndDoesNotWait) {
+  Group4 group;
+  CHECK(!group.ends[3]->TryWaitOrder(0).has_value());
+  for (int p = 0; p < 3; ++p) CHECK(!group.ends[p]->TryBarrier(5, 1));
+  CHECK(!group.ends[0]->TryBarrier(5, 1));
+  CHECK(group.ends[3]->TryBarrier(5, 1));
+  CHECK(group.ends[0]->TryBarrier(5, 1));
+  group.ends[1]->Barrier(5, 1, Reason());
+  group.fates[2]->Poison(std::make_exception_ptr(Error("it failed")));
+  CHECK_THROWS(group.ends[2]->TryBarrier(5, 2), "it failed");
+  CHECK_THROWS(group.ends[0]->Barrier(5, 2, Reason(0)), "process 2");
 }
 
 TEST(TheDeadlineNamesAllThatAreMissing) {
@@ -120,11 +141,11 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
 
 TEST(WaitsThatAreOverDoNotLookAtPoison) {
   Group4 group;
-  group.ends[0]->PostOrder(3);
+  group.ends[0]->PostOrder({3, 4});
   Fate& fate = *group.fates[1];
   CHECK(fate.Poison(std::make_exception_ptr(Error("the first"))));
   CHECK(!fate.Poison(std::make_exception_ptr(Error("the second"))));
-  CHECK_EQ(group.ends[1]->WaitOrder(0, Reason()), 3u);
+  CHECK(group.ends[1]->WaitOrder(0, Reason()) == (Order{3, 4}));
   CHECK_THROWS(group.ends[1]->WaitOrder(1, Reason()), "the first");
 }
 

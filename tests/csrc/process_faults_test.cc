@@ -89,8 +89,6 @@ TEST(ADeathEndsASleepAndAWaitForASlot) {
     ranks->Barrier(0, 0, Reason());
     ++bulletin.word();
     if (process == 1) Hang();
-    std::exception_ptr heard;
-    ranks->OnPoison([&](const std::exception_ptr& reason) { heard = reason; });
     AtOnce([&] { ranks->rank(1, 0, 2, 64).Wait(2, 0, Reason()); });
   });
   bulletin.WaitForWord(2);
@@ -197,9 +195,9 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
     // Both go on without the one that left.
     if (process == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      ranks->PostOrder(11);
+      ranks->PostOrder({11, 0});
     } else {
-      CHECK_EQ(ranks->WaitOrder(0, Reason()), 11u);
+      CHECK_EQ(ranks->WaitOrder(0, Reason()).call_site, 11u);
     }
     CHECK(ranks->poison() == nullptr);
     AtOnce([&] { ranks->Barrier(1, 0, Reason()); });

@@ -152,8 +152,12 @@ class Processes {
     child.is_reaped = true;
     const int status = Reap(child.pid, text == "[late]" ? SIGKILL : 0);
     if (text == "[late]") return text;
-    if (!text.empty() && text.back() == '\0') return text.substr(0, text.size() - 1);
-    return text + "[ended by signal " + std::to_string(WTERMSIG(status)) + "]";
+    if (!text.empty() && text.back() == '\0') text.pop_back();
+    if (WIFSIGNALED(status)) {
+      text.append("[ended by signal ").append(std::to_string(WTERMSIG(status)));
+      text.append("]");
+    }
+    return text;
   }
 
   static int Reap(pid_t pid, int signal) {

@@ -59,18 +59,24 @@ void Lockstep::PostWhatFits() {
   RingOthers();
 }
 
-Order Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
+std::optional<Order> Lockstep::TryWaitOrder(int64_t call) const {
   const ProcessHeader& leader = *headers_[0];
   const auto place = static_cast<uint64_t>(call);
+  if (leader.num_posted.load() <= place) return std::nullopt;
+  return leader.orders[place % ProcessHeader::kNumOrders];
+}
+
+Order Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
+  std::optional<Order> order;
   fate_.Await(
       headers_[own_]->doorbell, reason,
-      [&] { return leader.num_posted.load() > place; },
+      [&] { return (order = TryWaitOrder(call)).has_value(); },
       [&] { return fate_.IsGone(0) ? 0 : Fate::kNobody; },
       [&] {
         return Waiting{fate_.name(own_), fate_.name(0) + fate_.DescribeState(0) +
                                              " to say which call is next"};
       });
-  return leader.orders[place % ProcessHeader::kNumOrders];
+  return *order;
 }
 
 // Read by the others between their Barrier(call, 0) and Barrier(call + 1, 0), which is
@@ -89,35 +95,49 @@ Announcement Lockstep::announcement(int process, int64_t call) const {
           {record.text, std::min<uint64_t>(size, AnnouncementRecord::kMaxBytes)}};
 }
 
-// The store releases all that this process wrote, and comes behind all it read; each
-// load acquires what a peer wrote.
-void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
+// The store releases all that this process wrote, and comes behind all it read; the
+// loads of IsMissing acquire what its peers wrote.
+uint64_t Lockstep::Come(int64_t call, int phase) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
   }
   // A process that has failed does not come: the others would go on without its part.
   fate_.ThrowIfPoisoned();
   const uint64_t place = Place(call, phase);
-  ProcessHeader& own = *headers_[own_];
-  own.progress.store(place);
-  RingOthers();
-  const auto is_missing = [&](size_t p) {
-    return static_cast<int64_t>(headers_[p]->progress.load() - place) < 0;
-  };
+  std::atomic<uint64_t>& progress = headers_[own_]->progress;
+  if (progress.load() != place) {
+    progress.store(place);
+    RingOthers();
+  }
+  return place;
+}
+
+bool Lockstep::IsMissing(size_t process, uint64_t place) const {
+  return static_cast<int64_t>(headers_[process]->progress.load() - place) < 0;
+}
+
+size_t Lockstep::FirstMissing(size_t first, uint64_t place) const {
+  while (first < headers_.size() && !IsMissing(first, place)) ++first;
+  return first;
+}
+
+bool Lockstep::TryBarrier(int64_t call, int phase) {
+  if (FirstMissing(0, Come(call, phase)) < headers_.size()) return false;
+  PostTheRest();
+  return true;
+}
+
+void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
+  const uint64_t place = Come(call, phase);
   const size_t num_processes = headers_.size();
-  size_t first_missing = 0;
+  size_t first = 0;
   fate_.Await(
-      own.doorbell, reason,
+      headers_[own_]->doorbell, reason,
+      [&] { return (first = FirstMissing(first, place)) == num_processes; },
       [&] {
-        while (first_missing < num_processes && !is_missing(first_missing)) {
-          ++first_missing;
-        }
-        return first_missing == num_processes;
-      },
-      [&] {
-        for (size_t p = first_missing; p < num_processes; ++p) {
+        for (size_t p = first; p < num_processes; ++p) {
           // Gone before it is looked for again: what it stored before it left counts.
-          if (fate_.IsGone(static_cast<int>(p)) && is_missing(p)) {
+          if (fate_.IsGone(static_cast<int>(p)) && IsMissing(p, place)) {
             return static_cast<int>(p);
           }
         }
@@ -125,14 +145,20 @@ void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
       },
       [&] {
         std::string missing;
-        for (size_t p = first_missing; p < num_processes; ++p) {
-          if (!is_missing(p)) continue;
+        for (size_t p = first; p < num_processes; ++p) {
+          if (!IsMissing(p, place)) continue;
           missing += missing.empty() ? "" : " and ";
           missing += fate_.name(static_cast<int>(p));
           missing += fate_.DescribeState(static_cast<int>(p));
         }
         return Waiting{fate_.name(own_), missing};
       });
+  PostTheRest();
+}
+
+// The others have begun one more call.
+void Lockstep::PostTheRest() {
+  if (own_ != 0) return;
   std::lock_guard lock(order_mutex_);
   if (!unposted_.empty()) PostWhatFits();
 }

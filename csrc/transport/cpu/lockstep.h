@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,9 +31,11 @@ class Lockstep {
   // SharedCommunicator's header says what these do.
   void PostOrder(const Order& order);
   Order WaitOrder(int64_t call, const WaitReason& reason);
+  std::optional<Order> TryWaitOrder(int64_t call) const;
   void Announce(int64_t call, uint64_t signature, std::string_view text);
   Announcement announcement(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
+  bool TryBarrier(int64_t call, int phase);
 
   // Makes this process look at its fate again.
   void WakeOwn() { Ring(headers_[own_]->doorbell); }
@@ -40,6 +43,10 @@ class Lockstep {
  private:
   void RingOthers();
   void PostWhatFits();
+  void PostTheRest();
+  uint64_t Come(int64_t call, int phase);
+  bool IsMissing(size_t process, uint64_t place) const;
+  size_t FirstMissing(size_t first, uint64_t place) const;
 
   const std::vector<ProcessHeader*> headers_;
   const int own_;

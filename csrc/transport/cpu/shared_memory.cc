@@ -300,6 +300,9 @@ void SharedCommunicator::PostOrder(const Order& order) {
 Order SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
   return state_->lockstep.WaitOrder(call, reason);
 }
+std::optional<Order> SharedCommunicator::TryWaitOrder(int64_t call) const {
+  return state_->lockstep.TryWaitOrder(call);
+}
 void SharedCommunicator::Announce(int64_t call,
                                   uint64_t signature,
                                   std::string_view text) {
@@ -310,6 +313,9 @@ Announcement SharedCommunicator::announcement(int process, int64_t call) const {
 }
 void SharedCommunicator::Barrier(int64_t call, int phase, const WaitReason& reason) {
   state_->lockstep.Barrier(call, phase, reason);
+}
+bool SharedCommunicator::TryBarrier(int64_t call, int phase) {
+  return state_->lockstep.TryBarrier(call, phase);
 }
 
 Transport& SharedCommunicator::rank(int local_rank,
