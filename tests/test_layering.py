@@ -10,7 +10,7 @@ PACKAGE = ROOT / "jax_ub"
 
 # Each layer may import the ones that are named with it, and every leaf.
 LAYERS = {
-    "ops": {"ops", "rules", "primitives", "runtime", "explain"},
+    "ops": {"ops", "rules", "primitives", "runtime", "explain", "simulate"},
     "flax": {"flax", "retrofit", "rules", "runtime"},
     "retrofit": {"retrofit", "rules", "runtime"},
     "rules": {"rules", "primitives", "runtime"},

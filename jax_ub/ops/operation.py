@@ -226,6 +226,11 @@ class FusedOperation:
 
     basic_ops: tuple[Any, ...]  # basic operations, whose types a subclass knows
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what it communicates runs beside a GEMM, for `explain()`."""
+        return False
+
     @classmethod
     def refusals(cls, ops: Sequence["Op"]) -> dict[int, str]:
         """Says why a window that looks like this fusion's is none.

@@ -4,8 +4,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 
 from jax_ub.errors import ShapeContractError
+from jax_ub.explain.table import Table
+from jax_ub.ops.explaining import Sizes, explain
 from jax_ub.ops.fuser import OperationFuser
 from jax_ub.ops.operation import BasicOperation, Operation
 
@@ -45,6 +48,29 @@ class Sequential(Operation):
         """Runs the operations; see `OperationFuser.__call__`."""
         fuser = OperationFuser(self._ops)
         return fuser(params, x, *extra_inputs, key=key, deterministic=deterministic)
+
+    def explain(
+        self,
+        tokens: int | None = None,
+        *,
+        num_ranks: int | None = None,
+        dtype: Any = jnp.bfloat16,
+        hardware: Any = "h200",
+    ) -> Table:
+        """Says which linears are overlapped, which are not, and why; print it.
+
+        Args:
+            tokens: of all ranks together, to predict times and bytes for.
+            num_ranks: of the tensor-parallel axes; None takes that of the mesh in
+                reach, or of `initialize_ub`.
+            dtype: of the activations.
+            hardware: a name or a machine of `jax_ub.simulate`.
+
+        Returns:
+            A table with a row for the forward and for the backward of every linear.
+        """
+        sizes = Sizes(tokens, num_ranks, dtype, hardware)
+        return explain(OperationFuser(self._ops), sizes)
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

@@ -111,11 +111,31 @@ def open_site(
         method: what the call itself asks for, or None.
         like: the function that communicates as this call does; None is `op`.
     """
-    label = op if ub_name is None else f"{op} (ub_name {ub_name!r})"
-    chosen = methods.resolve(label, method, settings.method())
+    label = label_of(op, ub_name)
     axes = mesh.axis_tuple(axis_name)
     num_ranks = mesh.axis_size(label, axis_name) if axis_name is not None else 1
-    site = Site(op, label, axes, num_ranks, chosen, varying.is_tracked(axes))
+    site = plan_site(op, axes, num_ranks, ub_name, method, like=like)
+    return dataclasses.replace(site, is_tracked=varying.is_tracked(axes))
+
+
+def label_of(op: str, ub_name: str | None) -> str:
+    """What a call is called in errors and in the record of fallbacks."""
+    return op if ub_name is None else f"{op} (ub_name {ub_name!r})"
+
+
+def plan_site(
+    op: str,
+    axes: tuple[str, ...],
+    num_ranks: int,
+    ub_name: str | None,
+    method,
+    *,
+    like: str | None = None,
+) -> Site:
+    """The same for known ranks, outside `jax.shard_map` too."""
+    label = label_of(op, ub_name)
+    chosen = methods.resolve(label, method, settings.method())
+    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False)
     found = overlaps.find(label, axes, num_ranks, ub_name)
     if method is not None or not found:
         return site

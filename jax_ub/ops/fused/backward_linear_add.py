@@ -34,6 +34,11 @@ class BackwardLinearAdd(FusedOperation):
 
     userbuffers: UserbuffersBackwardLinear | None = None
 
+    @property
+    def overlaps(self):
+        """Where the linear is an overlapped one."""
+        return self.userbuffers is not None
+
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One GEMM for dx; without a gradient of the extra output, as without it."""
         (d_extra,) = d_extra_outputs[0]

@@ -121,6 +121,11 @@ class UserbuffersBackwardLinear(FusedOperation):
             db = all_reduce(promote(db, site.axes(db)), **site.alone)
         return dx, dw, {"grad_bias": db}
 
+    @property
+    def overlaps(self):
+        """Yes."""
+        return True
+
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One call for every gradient that is needed."""
         if dy is None or not any(needs):

@@ -91,6 +91,11 @@ class UserbuffersForwardLinear(FusedOperation):
         y = overlapped(site, tensor_parallel_mode, x, w, bias)
         return y, {"input": x, "weight": w}
 
+    @property
+    def overlaps(self):
+        """Yes."""
+        return True
+
     def forward(self, params, x, extra_inputs, saves):
         """One call; residuals are those of the `BasicLinear`."""
         y, residuals = run_window(self.basic_ops, params, x)

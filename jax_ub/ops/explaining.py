@@ -1,0 +1,243 @@
+"""What the fuser makes of a list: which linears are overlapped, and why others not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ub import methods, simulate
+from jax_ub.explain import Row, Table
+from jax_ub.methods import Method
+from jax_ub.ops.basic.all_gather import AllGather
+from jax_ub.ops.basic.all_reduce import AllReduce
+from jax_ub.ops.basic.basic_linear import BasicLinear
+from jax_ub.ops.basic.reduce_scatter import ReduceScatter
+from jax_ub.ops.channels import describe
+from jax_ub.ops.operation import FusedOperation, Op, num_ranks
+from jax_ub.primitives.mesh import axis_tuple
+from jax_ub.rules.site import Site, label_of, plan_site
+from jax_ub.runtime import overlaps
+
+if TYPE_CHECKING:
+    from jax_ub.ops.fuser import OperationFuser
+
+# The function whose communication is overlapped as a mode's.
+_LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
+_COLLECTIVES = {
+    AllReduce: ("all_reduce", ""),
+    AllGather: ("all_gather", "reduce_scatter"),
+    ReduceScatter: ("reduce_scatter", "all_gather"),
+}
+Step = tuple[str, int, int]  # a target, its contracting size, its features
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What times and bytes are predicted for.
+
+    Attributes:
+        tokens: of all ranks together; None predicts nothing.
+        num_ranks: of the tensor-parallel axes; None takes that of the mesh in reach.
+        dtype: of the activations.
+        hardware: a name or a machine of `jax_ub.simulate`.
+    """
+
+    tokens: int | None
+    num_ranks: int | None
+    dtype: Any
+    hardware: Any
+
+    def ranks_on(self, axis_name: str) -> int | None:
+        """The size of an axis, as far as it is known."""
+        known = self.num_ranks or num_ranks(axis_name)
+        domains = {d.axis_name: d.tp_size for d in overlaps.domains()}
+        return known or domains.get(axis_tuple(axis_name))
+
+
+def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
+    """Makes the table of a fuser's linears and collectives; two rows for each."""
+    rows: list[Row] = []
+    passes = {name: _windows(fuser.fused("joint", name)) for name in _PASSES}
+    reasons = {name: _refusals(fuser, name) for name in _PASSES}
+    for place, op in enumerate(fuser.basic_ops):
+        for name in _PASSES:
+            first, window = passes[name][place]
+            comm_name = getattr(op, "comm_name", None)
+            named = "" if comm_name is None else f" {comm_name!r}"
+            scope = f"{place} {op.label}{named}, {name}"
+            if isinstance(op, BasicLinear):
+                row = _linear(op, name, window, reasons[name].get(place, []), sizes)
+            elif type(op) in _COLLECTIVES and not _overlaps(window):
+                row = _collective(op, name, sizes)
+            else:
+                continue
+            note = "" if row.note or window is op else _covered(window, first)
+            rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
+    return Table(tuple(rows), _title(fuser), tuple(_notes(fuser, passes, reasons)))
+
+
+_PASSES = ("forward", "backward")
+
+
+def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
+    """For each basic operation, what computes it, and where that begins."""
+    windows: list[tuple[int, Op]] = []
+    for op in ops:
+        windows.extend([(len(windows), op)] * len(op.basic_ops))
+    return windows
+
+
+def _refusals(fuser, name) -> dict[int, list[str]]:
+    """Why fusions left operations alone, by their places."""
+    found: dict[int, list[str]] = {}
+    for fusion, before, _ in fuser.steps("joint", name):
+        owner = getattr(fusion, "__self__", None)
+        if not (isinstance(owner, type) and issubclass(owner, FusedOperation)):
+            continue
+        place = 0
+        reasons = owner.refusals(before)
+        for i, op in enumerate(before):
+            if reasons.get(i):
+                found.setdefault(place, []).append(f"{owner.__name__}: {reasons[i]}")
+            place += len(op.basic_ops)
+    return found
+
+
+def _overlaps(window: Op) -> bool:
+    return isinstance(window, FusedOperation) and window.overlaps
+
+
+def _covered(window, first):
+    last = first + len(window.basic_ops) - 1
+    places = f"{first}-{last}" if last > first else f"{first}"
+    return f"{type(window).__name__} of {places}"
+
+
+def _linear(op, name, window, reasons, sizes) -> Row:
+    is_on = _overlaps(window)
+    scatter = [o for o in window.basic_ops if isinstance(o, ReduceScatter)]
+    axis_name = scatter[0].axis_name if is_on and scatter else op.axis_name
+    mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
+    ranks = 1 if mode is None else sizes.ranks_on(axis_name)
+    site = _planned(op, axis_name, mode, ranks, type(window).__name__)
+    site = site if name == "forward" else site.dgrad
+    steps = _steps(op, mode, name, is_on, site.method)
+    communicates = [step for step in steps if step[0] not in ("matmul", "wgrad")]
+    if not communicates:
+        row = Row("", _targets(steps), True, site.method.value)
+        return _predicted(
+            dataclasses.replace(row, note="no communication"),
+            steps,
+            site,
+            sizes,
+            op.dtype,
+            ranks,
+        )
+    reason = _reason(site, is_on, reasons)
+    row = Row("", _targets(steps), not reason, site.method.value, reason)
+    return _predicted(row, steps, site, sizes, op.dtype, ranks)
+
+
+def _planned(op, axis_name, mode, ranks, name) -> Site:
+    axes = () if mode is None else axis_tuple(axis_name)
+    method = dict(op.userbuffers_options or ()).get("method", op.method)
+    like = _LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
+    # What a name is configured with counts on an axis of known size only.
+    configured = op.comm_name if ranks is not None else None
+    site = plan_site(name, axes, ranks or 1, configured, method, like=like)
+    return dataclasses.replace(site, label=label_of(name, op.comm_name))
+
+
+def _reason(site, is_on, reasons):
+    fallen = {fallback.label: fallback.reason for fallback in methods.fallbacks()}
+    if not is_on:
+        return "; ".join(reasons) or "no registered fusion overlaps it"
+    if site.method is Method.XLA:
+        return 'method "xla" is plain jax.lax'
+    return fallen.get(site.label, "")
+
+
+def _steps(op, mode, name, is_on, method) -> list[Step]:
+    """The targets that one pass of a linear runs, with their sizes."""
+    k, n = op.in_features, op.out_features
+    if name == "forward":
+        return _forward_steps(op, mode, is_on, k, n)
+    return _backward_steps(op, mode, is_on, method, k, n)
+
+
+def _forward_steps(op, mode, is_on, k, n) -> list[Step]:
+    if is_on:
+        return [(_LIKE[mode], k, n)]
+    if mode == "row":
+        reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
+        return [("matmul", k, n), (reduction, n, n)]
+    gathers = mode == "column" and op.sequence_parallel
+    return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
+
+
+def _backward_steps(op, mode, is_on, method, k, n) -> list[Step]:  # noqa: PLR0913
+    if is_on and mode == "row":
+        return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
+    if is_on and method is Method.BULK:
+        return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
+    if is_on:
+        return [("matmul_reduce_scatter", n, k), ("wgrad", k, n)]
+    products = [("matmul", n, k), ("matmul", k, n)]
+    if mode == "row" and op.sequence_parallel:
+        return [("all_gather", n, n), *products]
+    if mode == "column" and op.sequence_parallel:
+        return [("reduce_scatter", k, k), ("all_gather", k, k), *products]
+    if mode == "column":
+        return [("all_reduce", k, k), *products]
+    return products
+
+
+def _targets(steps: list[Step]) -> str:
+    return ", ".join(dict.fromkeys(target for target, _, _ in steps))
+
+
+def _collective(op, name, sizes) -> Row:
+    target = _COLLECTIVES[type(op)][name == "backward"]
+    reason = "alone: no GEMM runs beside it" if target else ""
+    method = methods.resolve(op.label, op.method, None).value
+    note = "" if target else "the identity"
+    return Row("", target or "none", not target, method, reason, note=note)
+
+
+def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:  # noqa: PLR0913
+    if sizes.tokens is None or ranks is None:
+        return row
+    dtype = np.dtype(sizes.dtype if dtype is None else dtype)
+    where = (ranks, dtype, sizes.hardware)
+    found = [
+        simulate.estimate(target, site.method.value, sizes.tokens, k, n, *where)
+        for target, k, n in steps
+    ]
+    return dataclasses.replace(
+        row,
+        moved_bytes=round(sum(one.moved_bytes for one in found)),
+        predicted_s=sum(one.seconds for one in found),
+    )
+
+
+def _title(fuser):
+    return f"Sequential of {len(fuser.basic_ops)} operations, fused"
+
+
+def _notes(fuser, passes, reasons):
+    for name in _PASSES:
+        shown = dict(passes[name])  # one for each window, by its first place
+        texts = [
+            f"{first} {op.label}"
+            if not isinstance(op, FusedOperation)
+            else f"{_covered(op, first)} ({', '.join(o.label for o in op.basic_ops)})"
+            for first, op in sorted(shown.items())
+        ]
+        yield f"{name}: {'; '.join(texts)}"
+    for name in _PASSES:
+        for place, texts in sorted(reasons[name].items()):
+            if not isinstance(fuser.basic_ops[place], BasicLinear):
+                where = describe(fuser.basic_ops, place)
+                yield f"not fused {name}: {where}: {'; '.join(texts)}"

@@ -1,0 +1,152 @@
+"""What explain() says of a Sequential."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import tp_mesh
+
+from jax_ub import methods, ops
+from jax_ub.ops import explaining
+
+
+def mlp(**down):
+    options = {"sequence_parallel": True, "userbuffers_options": {"comm_name": "fc1"}}
+    make = ops.MakeExtraOutput()
+    return ops.Sequential(
+        make,
+        ops.Linear(64, 256, tensor_parallel_mode="column", **options),
+        ops.GELU(),
+        ops.Linear(256, 64, tensor_parallel_mode="row", sequence_parallel=True, **down),
+    )
+
+
+def rows_of(table):
+    return {row.scope: row for row in table.rows}
+
+
+def test_every_linear_is_on_or_says_why_not():
+    rows = rows_of(mlp().explain())
+    assert list(rows) == [
+        "1 BasicLinear 'fc1', forward",
+        "1 BasicLinear 'fc1', backward",
+        "4 BasicLinear, forward",
+        "4 BasicLinear, backward",
+    ]
+    up, d_up, down, d_down = rows.values()
+    assert (up.overlapped, up.op) == (True, "all_gather_matmul")
+    assert up.note == "UserbuffersForwardLinear of 1-2"
+    assert d_up.overlapped
+    assert d_up.op == "matmul_reduce_scatter, wgrad"
+    assert (down.overlapped, down.op) == (False, "matmul, reduce_scatter")
+    assert down.reason == "UserbuffersForwardLinear: no userbuffers_options"
+    assert "UserbuffersBackwardLinear: no userbuffers_options" in d_down.reason
+    overlapped = mlp(userbuffers_options={"comm_name": "fc2"}).explain()
+    assert overlapped.overlapped
+    assert rows_of(overlapped)["4 BasicLinear 'fc2', backward"].op.startswith(
+        "all_gath"
+    )
+
+
+def test_text_lists_what_was_fused():
+    text = str(mlp().explain())
+    assert "forward: 0 MakeExtraOutput; UserbuffersForwardLinear of 1-2 (Basic" in text
+    assert "\nbackward: 0 MakeExtraOutput; UserbuffersBackwardLinear of 1-2" in text
+    assert "yes         auto" in text
+    assert "NO          auto    UserbuffersForwardLinear: no userbuffers_op" in text
+
+
+def test_method_decides_what_runs_backward():
+    options = {"comm_name": "fc1", "method": "bulk"}
+    linear = ops.BasicLinear(
+        8, 8, tensor_parallel_mode="column", sequence_parallel=True,
+        userbuffers_options=options,
+    )  # fmt: skip
+    _, backward = ops.Sequential(linear).explain().rows
+    assert (backward.op, backward.method) == (
+        "bulk_all_gather, bulk_reduce_scatter",
+        "bulk",
+    )
+    plain = dataclasses.replace(
+        linear, userbuffers_options={**options, "method": "xla"}
+    )
+    forward, _ = ops.Sequential(plain).explain().rows
+    assert (forward.overlapped, forward.reason) == (
+        False,
+        'method "xla" is plain jax.lax',
+    )
+
+
+def test_calls_that_fell_back_are_not_on(monkeypatch):
+    label = "UserbuffersForwardLinear (ub_name 'fc1')"
+    record = methods.Fallback(label, "no engine for cuda")
+    monkeypatch.setattr(explaining.methods, "fallbacks", lambda: (record,))
+    forward, backward = list(rows_of(mlp().explain()).values())[:2]
+    assert (forward.overlapped, forward.reason) == (False, "no engine for cuda")
+    assert backward.overlapped
+
+
+def test_collectives_of_their_own_and_local_linears():
+    linear = ops.BasicLinear(8, 8, userbuffers_options={"comm_name": "fc2"})
+    seq = ops.Sequential(linear, ops.ReduceScatter(), linear, ops.AllReduce())
+    rows = seq.explain().rows
+    # The first is one of three operations that are GEMM+RS together.
+    assert rows[0].op == "matmul_reduce_scatter"
+    assert rows[0].note == "UserbuffersForwardLinear of 0-1"
+    local, _, forward, backward = rows[2:]
+    assert (local.overlapped, local.op, local.note) == (
+        True,
+        "matmul",
+        "no communication",
+    )
+    assert forward.op == "all_reduce"
+    assert forward.reason == "alone: no GEMM runs beside it"
+    assert (backward.overlapped, backward.note) == (True, "the identity")
+
+
+def test_times_and_bytes_are_predicted_for_known_sizes():
+    none = mlp().explain(4096)
+    assert all(row.predicted_s is None for row in none.rows)
+    table = mlp().explain(4096, num_ranks=4, hardware="h200")
+    up, d_up = table.rows[:2]
+    # Three quarters of the tokens come from the others, in bf16.
+    assert up.moved_bytes == 3 / 4 * 4096 * 64 * 2
+    assert 0 < up.predicted_s < d_up.predicted_s
+
+
+def test_mesh_in_reach_counts():
+    seq = mlp()
+    with jax.set_mesh(tp_mesh(1)):
+        up = seq.explain(64).rows[0]
+    assert up.reason == "UserbuffersForwardLinear: axis 'tp' has one rank"
+    seen = []
+
+    def step(params, x):
+        seen.append(seq.explain(64).rows[0])
+        return seq(params, x)[0]
+
+    run = jax.shard_map(
+        step, mesh=tp_mesh(2), in_specs=(seq.specs(), P("tp")), out_specs=P("tp")
+    )
+    jax.eval_shape(run, seq.init(jax.random.key(0)), np.zeros((8, 64), "float32"))
+    assert seen[0].overlapped
+    assert seen[0].moved_bytes == 64 / 2 * 64 * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_every_layout_has_a_row(sequence_parallel):
+    for mode in ("column", "row", None):
+        linear = ops.BasicLinear(
+            8, 8, tensor_parallel_mode=mode, sequence_parallel=sequence_parallel
+        )
+        rows = ops.Sequential(linear).explain(64, num_ranks=2).rows
+        communicates = {
+            ("column", True): (True, True),
+            ("column", False): (False, True),
+            ("row", True): (True, True),
+            ("row", False): (True, False),
+        }.get((mode, sequence_parallel), (False, False))
+        assert tuple(row.moved_bytes > 0 for row in rows) == communicates
+        assert tuple(not row.overlapped for row in rows) == communicates
