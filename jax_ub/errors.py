@@ -61,6 +61,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{meant}Known: {', '.join(map(repr, known))}."
 
 
+def of_engine(error: Exception) -> "CommunicatorError | None":
+    """What the engine's error is in Python, or None if it is of another kind."""
+    text = str(error)
+    _, found, message = text.partition("CommunicatorError: ")
+    if not found:
+        return None
+    timed_out = "DEADLINE_EXCEEDED" in text or "deadline" in message
+    return (TimeoutError if timed_out else CommunicatorError)(message)
+
+
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """Turns the engine's run-time errors into `CommunicatorError`, for host code.
@@ -78,10 +88,7 @@ def raised() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        text = str(error)
-        _, found, message = text.partition("CommunicatorError: ")
-        if not found:
+        converted = of_engine(error)
+        if converted is None:
             raise
-        timed_out = "DEADLINE_EXCEEDED" in text or "deadline" in message
-        kind = TimeoutError if timed_out else CommunicatorError
-        raise kind(message) from error
+        raise converted from error

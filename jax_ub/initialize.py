@@ -5,6 +5,7 @@ is made, and all processes agree on the outcome, so that a call that fails leave
 nothing behind on any of them.
 """
 
+import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
 
@@ -26,8 +27,11 @@ from jax_ub.overlap_config import (
     UserBufferQuantizationMode,
 )
 from jax_ub.overlap_config.resolve import read_entries, resolve
-from jax_ub.primitives.mesh import axis_tuple, rank_table
-from jax_ub.runtime import overlaps
+from jax_ub.primitives.mesh import axis_tuple, rank_groups
+from jax_ub.runtime import communicators, overlaps, settings
+from jax_ub.runtime.bootstrap.agreement import Agreement
+from jax_ub.runtime.bootstrap.board import check_backend, open_board
+from jax_ub.runtime.communicators import Place
 from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
 
 _Modes = Sequence[UserBufferQuantizationMode]
@@ -76,18 +80,37 @@ def initialize_ub(  # noqa: PLR0913, pinned
         CommunicatorError: if another process refused, or differs.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    axes = axis_tuple(axis_name)
-    _check_not_initialized(axes)
-    domain = _domain(
-        axes,
-        shape,
-        tp_size,
-        _read_modes(use_fp8, quantization_modes),
-        dtype,
-        ub_cfgs,
-        mesh,
-    )
-    overlaps.add(domain)
+    check_backend(bootstrap_backend)
+    axes, domain = axis_tuple(axis_name), None
+    refusal: Exception | None = None
+    devices = jax.devices()
+    try:
+        _check_not_initialized(axes)
+        modes = _read_modes(use_fp8, quantization_modes)
+        tp_size = _read_size("tp_size", tp_size)
+        mesh = _read_mesh(mesh, axes, tp_size)
+        devices = list(mesh.devices.flat)
+        domain = _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh)
+        communicators.check_free(domain.groups)
+    except Exception as error:  # The other processes have to learn of any.
+        refusal = error
+    # Where the mesh is not known, all processes are told that this one refuses.
+    place = _place(axes, domain, devices)
+    if place.process not in place.processes:
+        raise ConfigurationError(
+            f"initialize_ub: none of the mesh's devices belongs to this process, "
+            f"{place.process}. Call it on the processes of the mesh only."
+        )
+    if len(place.processes) > 1:
+        board = open_board(bootstrap_backend, place.name)
+        agreement = Agreement(
+            board, place.process, place.processes, settings.deadline_s()
+        )
+        communicators.connect(place, agreement, _about(domain), refusal)
+    elif refusal is not None:
+        raise refusal
+    if domain is not None:
+        overlaps.add(domain)
 
 
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
@@ -104,6 +127,7 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     for domain in overlaps.domains():
         if wanted in (None, domain.axis_name):
             overlaps.remove(domain.axis_name)
+            communicators.disconnect(domain.groups)
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
@@ -169,9 +193,7 @@ def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
 
 def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
     """Checks everything that one process can check by itself."""
-    shape, tp_size = _read_shape(shape), _read_size("tp_size", tp_size)
-    dtype = _read_dtype(dtype)
-    table = rank_table(_read_mesh(mesh, axes, tp_size), axes)
+    shape, dtype = _read_shape(shape), _read_dtype(dtype)
     found = {}
     for mode, cfgs in zip(modes, _per_mode(ub_cfgs, modes), strict=True):
         entries = read_entries(cfgs)
@@ -179,8 +201,49 @@ def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
             found[name, mode] = _overlap(
                 name, config, mode, axes, tp_size, shape, dtype, name in entries
             )
-    groups = tuple(map(tuple, table.reshape(-1, tp_size).tolist()))
+    table = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
+    groups = tuple(map(tuple, table.tolist()))
     return Domain(axes, tp_size, shape, dtype, modes, found, groups)
+
+
+def _place(axes, domain, devices) -> Place:
+    process_of = {device.id: device.process_index for device in devices}
+    return Place(
+        # One group of all where the ranks are not known: nothing will be connected.
+        groups=domain.groups if domain is not None else (tuple(process_of),),
+        process_of=process_of,
+        process=jax.process_index(),
+        platform=devices[0].platform,
+        capacity=math.prod(domain.shape) if domain is not None else 0,
+        name=f"initialize_ub(axis_name={axes!r})",
+    )
+
+
+def _about(domain: Domain | None) -> dict[str, str]:
+    """What all processes must have in common."""
+    if domain is None:
+        return {}
+    return {
+        "the version of jax_ub": _version(),
+        "the version of jax": jax.__version__,
+        "shape": str(domain.shape),
+        "tp_size": str(domain.tp_size),
+        "dtype": str(domain.dtype),
+        "quantization_modes": str([mode.name for mode in domain.modes]),
+        "the devices of the ranks": str(domain.groups),
+        **{
+            f"ub_cfgs[{name!r}][{key!r}] for {mode.name}": str(value)
+            for (name, mode), overlap in domain.overlaps.items()
+            for key, value in overlap.config.items()
+        },
+    }
+
+
+def _version():
+    try:
+        return importlib.metadata.version("jax_ub")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"
 
 
 def _read_shape(shape):

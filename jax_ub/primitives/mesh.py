@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub.runtime import communicators
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -74,30 +76,32 @@ def find_ranks(
             "it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
-    table = rank_table(mesh, axes)
-    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
-    return Ranks(table, _spans_processes(mesh), _groups_span(mesh, table, num_ranks))
+    groups = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
+    owners = rank_groups(
+        mesh, axes, [device.process_index for device in mesh.devices.flat]
+    )
+    return Ranks(
+        groups.reshape(-1),
+        communicators.reason(groups, owners),
+        bool((owners != owners[:, :1]).any()),
+    )
 
 
-def rank_table(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """The global device ids of a mesh, group by group, in the order of the ranks."""
-    ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(mesh.devices)
+def rank_groups(
+    mesh: jax.sharding.Mesh, axes: tuple[str, ...], values: Sequence[int]
+) -> np.ndarray:
+    """Arranges what every device has by groups of ranks: `[groups, P]`.
+
+    Args:
+        mesh: the mesh.
+        axes: the axes of the ranks; the others tell the groups apart.
+        values: one for each device, in the order of `mesh.devices.flat`.
+    """
+    table = np.asarray(values, np.int64).reshape(mesh.devices.shape)
     places = [mesh.axis_names.index(axis) for axis in axes]
     # The group axis last: every row of the table is one group, in the order of ranks.
-    return np.moveaxis(ids, places, range(-len(axes), 0)).reshape(-1)
-
-
-def _groups_span(mesh, table, num_ranks):
-    process = {device.id: device.process_index for device in mesh.devices.flat}
-    groups = table.reshape(-1, num_ranks)
-    return any(len({process[int(i)] for i in group}) > 1 for group in groups)
-
-
-def _spans_processes(mesh):
-    processes = {device.process_index for device in mesh.devices.flat}
-    if processes == {jax.process_index()}:
-        return None
-    return "the mesh spans several processes"
+    moved = np.moveaxis(table, places, range(-len(axes), 0))
+    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
 
 
 def _refuse_automatic_axes(mesh, manual_axes, label):

@@ -13,6 +13,11 @@ def timeout_s() -> float | None:
     return _positive("JAX_UB_TIMEOUT_S", float, "seconds")
 
 
+def deadline_s() -> float:
+    """The same with its default, for what waits before the engine runs."""
+    return timeout_s() or 120.0
+
+
 def num_threads() -> int | None:
     """`JAX_UB_NUM_THREADS`: how many threads compute; default the machine's cores."""
     return _positive("JAX_UB_NUM_THREADS", int, "threads")
@@ -21,6 +26,16 @@ def num_threads() -> int | None:
 def isa() -> str | None:
     """`JAX_UB_ISA`: the instruction set of the CPU kernels; default the best here."""
     return os.environ.get("JAX_UB_ISA") or None
+
+
+def host_id() -> str | None:
+    """`JAX_UB_HOST_ID`: processes with different ones share no memory; for tests."""
+    return os.environ.get("JAX_UB_HOST_ID") or None
+
+
+def bootstrap_dir() -> str | None:
+    """`JAX_UB_BOOTSTRAP_DIR`: where `bootstrap_backend="file"` leaves its notes."""
+    return os.environ.get("JAX_UB_BOOTSTRAP_DIR") or None
 
 
 def pool_threads() -> int | None:

@@ -1,0 +1,214 @@
+"""How processes agree: all values reach all, or everyone learns who is missing.
+
+The process with the lowest number collects. A note of a dead job, or of an attempt that
+was given up, is never taken for an answer: the collector accepts only notes that repeat
+the number it drew for this attempt, and answers under the number that the other drew.
+
+    collector                        everyone else
+    "collector": {number c, ...}  ->  reads c
+    reads "1" if it repeats c     <-  "1": {number n, repeats c, values}
+    "answer.n": all values        ->  goes on
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jax_ub.errors import CommunicatorError, TimeoutError
+from jax_ub.runtime.bootstrap.board import Board
+
+# Polls get rarer up to this, and with the number of processes that ask one service.
+_LONGEST_PAUSE_S = 0.05
+_PAUSE_S_PER_PROCESS = 0.001
+
+Values = dict[int, Any]  # of JSON's types, by process
+
+
+class Agreement:
+    """One attempt to agree, in as many rounds as it takes; used in a `with` block."""
+
+    def __init__(
+        self, board: Board, process: int, processes: Sequence[int], timeout_s: float
+    ):
+        """Begins.
+
+        Args:
+            board: what the processes share.
+            process: the own number.
+            processes: the numbers of all that take part.
+            timeout_s: how long a round may last.
+        """
+        self._board = board
+        self._process = process
+        self._others = sorted(set(processes) - {process})
+        self._collector = min(processes)
+        self._timeout_s = timeout_s
+        self._number = f"{process}-{secrets.token_hex(8)}"
+        self._rounds: list[Any] = []
+        self._numbers: dict[int, str] = {}  # of the others, as far as they answered
+        self._answers: dict[int, list] = {}
+        self._repeats = ""
+        self._is_bound = False  # the collector has answered: it is a living one
+        self._is_told = False  # everyone knows that the attempt failed
+
+    def __enter__(self) -> "Agreement":
+        """Begins the block."""
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """Takes the own notes away; if the block failed, the others learn it."""
+        failed = ""
+        if error is not None and not self._is_told:
+            failed = f"process {self._process} failed: {error!r}"
+        if self._process == self._collector:
+            if failed:
+                self._answer({"failed": failed})
+            self._board.erase("collector")
+            return
+        if failed and self._repeats:
+            self._write_own(failed)
+        else:
+            self._board.erase(str(self._process))
+        self._board.erase(f"answer.{self._number}")
+
+    def gather(self, value: Any) -> Values:
+        """Exchanges one value of JSON's types.
+
+        Returns:
+            The values by process, on every process the same.
+
+        Raises:
+            TimeoutError: names the processes that were missing at the deadline.
+            CommunicatorError: if another process gave up.
+        """
+        self._rounds.append(value)
+        if not self._others:
+            return {self._process: value}
+        if self._process == self._collector:
+            return self._collect(value)
+        return self._follow()
+
+    def _collect(self, value):
+        found = {self._process: value}
+        pause = _Pause(self._timeout_s, len(self._others))
+        announced = None
+        while True:
+            waiting = [other for other in self._others if other not in found]
+            if waiting != announced:
+                self._board.write("collector", json.dumps([self._number, waiting]))
+                announced = waiting
+            if not waiting:
+                break
+            # Those that came are read again: they may have given up since.
+            for other in self._others:
+                values = self._values_of(other)
+                if len(values) >= len(self._rounds):
+                    found[other] = values[len(self._rounds) - 1]
+            if waiting[-1] not in found and pause.is_over():
+                missing = [other for other in waiting if other not in found]
+                self._fail(_missing_text(missing, self._timeout_s), TimeoutError)
+            pause.take()
+        self._answer({"values": sorted(found.items())})
+        return found
+
+    def _values_of(self, other):
+        note = _read(self._board, str(other))
+        if note is None or note["repeats"] != self._number:
+            return []
+        if self._numbers.setdefault(other, note["number"]) != note["number"]:
+            # The new attempt is to hear of it too.
+            self._numbers[other], self._answers[other] = note["number"], []
+            self._fail(f"initialize_ub: process {other} gave up and began again.")
+        if note["failed"]:
+            del self._numbers[other]  # it does not listen any more
+            self._fail(f"initialize_ub: {note['failed']}")
+        return note["values"]
+
+    def _fail(self, text, kind=CommunicatorError):
+        self._answer({"failed": text, "is_timeout": kind is TimeoutError})
+        self._is_told = True
+        raise kind(text)
+
+    def _answer(self, answer):
+        for other, number in self._numbers.items():
+            answers = self._answers.setdefault(other, [])
+            answers.append(answer)
+            self._board.write(f"answer.{number}", json.dumps(answers))
+
+    def _follow(self):
+        self._write_own()
+        pause = _Pause(self._timeout_s, len(self._others))
+        while True:
+            answers = _read(self._board, f"answer.{self._number}") or []
+            if len(answers) >= len(self._rounds):
+                break
+            waiting = self._repeat_collector()
+            if pause.is_over():
+                text = _missing_text(self._missing(waiting), self._timeout_s)
+                raise TimeoutError(text)
+            pause.take()
+        self._is_bound = True
+        answer = answers[-1]
+        if "failed" in answer:
+            self._is_told = True
+            kind = TimeoutError if answer.get("is_timeout") else CommunicatorError
+            raise kind(answer["failed"])
+        return {int(process): value for process, value in answer["values"]}
+
+    def _repeat_collector(self):
+        """Repeats the number that the collector drew; returns whom it waits for."""
+        note = _read(self._board, "collector")
+        if note is None:
+            return []
+        number, waiting = note
+        if number != self._repeats and not self._is_bound:
+            self._repeats = number
+            self._write_own()
+        return waiting
+
+    def _missing(self, waiting):
+        others = [other for other in waiting if other != self._process]
+        # If the collector waits for nobody else, it is itself the one that is missing.
+        return others or [self._collector]
+
+    def _write_own(self, failed=""):
+        note = {
+            "number": self._number,
+            "repeats": self._repeats,
+            "values": self._rounds,
+            "failed": failed,
+        }
+        self._board.write(str(self._process), json.dumps(note))
+
+
+class _Pause:
+    """Longer and longer pauses until a deadline."""
+
+    def __init__(self, timeout_s, num_others):
+        self._end_s = time.monotonic() + timeout_s
+        self._next_s = _PAUSE_S_PER_PROCESS
+        self._longest_s = max(_LONGEST_PAUSE_S, _PAUSE_S_PER_PROCESS * num_others)
+
+    def is_over(self):
+        return time.monotonic() >= self._end_s
+
+    def take(self):
+        left_s = max(0.0, self._end_s - time.monotonic())
+        time.sleep(min(self._next_s, left_s))
+        self._next_s = min(2 * self._next_s, self._longest_s)
+
+
+def _read(board, key):
+    text = board.read(key)
+    return None if text is None else json.loads(text)
+
+
+def _missing_text(missing, timeout_s):
+    who = f"process {missing[0]}" if len(missing) == 1 else f"processes {missing}"
+    return (
+        f"initialize_ub: {who} did not take part within {timeout_s:g} s. Every process "
+        "of the mesh must call it, with the same axis_name; JAX_UB_TIMEOUT_S is the "
+        "time they have."
+    )

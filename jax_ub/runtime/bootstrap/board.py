@@ -1,0 +1,70 @@
+"""Where processes leave notes for each other; one class for every bootstrap backend."""
+
+from typing import Protocol
+
+from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
+from jax_ub.runtime import settings
+from jax_ub.runtime.bootstrap.directory import Directory
+from jax_ub.runtime.bootstrap.jax_service import JaxService
+from jax_ub.runtime.bootstrap.mpi import Mpi, load_mpi
+
+_BACKENDS = ("jax", "mpi", "file")
+
+
+class Board(Protocol):
+    """Notes by key. A later note of the same key takes the place of the first."""
+
+    def write(self, key: str, text: str) -> None:
+        """Leaves a note."""
+
+    def read(self, key: str) -> str | None:
+        """Returns a note, or None where there is none (yet)."""
+
+    def erase(self, key: str) -> None:
+        """Takes a note away; one that is not there is nothing to do."""
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuses a `bootstrap_backend` that cannot be used here.
+
+    Raises:
+        UnknownNameError: if there is none of that name.
+        ConfigurationError: if "file" has no directory, or mpi4py is not installed.
+    """
+    name, directory = _split(backend)
+    if name not in _BACKENDS:
+        raise UnknownNameError(
+            f"initialize_ub: bootstrap_backend = {backend!r} is not one. "
+            f"{nearest(str(name), _BACKENDS)} None is jax: the service of "
+            "jax.distributed.initialize()."
+        )
+    if name == "file" and not directory:
+        raise ConfigurationError(
+            'initialize_ub: bootstrap_backend = "file" needs a directory that all '
+            'processes share: "file:/shared/directory", or JAX_UB_BOOTSTRAP_DIR.'
+        )
+    if name == "mpi":
+        load_mpi()
+
+
+def open_board(backend: str | None, scope: str) -> Board:
+    """Opens the board of a backend that `check_backend` has let pass.
+
+    Args:
+        backend: None or "jax", "mpi", "file" or "file:<directory>".
+        scope: what the notes are about: boards of other scopes do not see them.
+
+    Raises:
+        CommunicatorError: if the backend does not connect this process.
+    """
+    name, directory = _split(backend)
+    if name == "file":
+        return Directory(directory, scope)
+    return Mpi(scope) if name == "mpi" else JaxService(scope)
+
+
+def _split(backend):
+    if backend is None:
+        return "jax", ""
+    name, _, directory = str(backend).partition(":")
+    return name, directory or settings.bootstrap_dir() or ""

@@ -1,0 +1,47 @@
+"""Notes in the key-value store of `jax.distributed`: its keys are the job's own."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+# jax hands its client to nobody under a public name, and a second one may not connect.
+from jax._src import distributed  # noqa: TID251
+
+from jax_ub.errors import CommunicatorError
+
+
+class JaxService:
+    """A board in the store that the coordinator of the job keeps."""
+
+    def __init__(self, scope: str):
+        """Opens it.
+
+        Raises:
+            CommunicatorError: if this process belongs to no job.
+        """
+        self._client: Any = distributed.global_state.client
+        self._prefix = f"jax_ub/{scope}/"
+        if self._client is None:
+            raise CommunicatorError(
+                "initialize_ub: the mesh has devices of several processes, but this "
+                "process belongs to no job. Call jax.distributed.initialize() first."
+            )
+
+    def write(self, key: str, text: str) -> None:
+        """Leaves a note."""
+        self._client.key_value_set(self._prefix + key, text, allow_overwrite=True)
+
+    def read(self, key: str) -> str | None:
+        """Returns a note, or None."""
+        try:
+            return self._client.key_value_try_get(self._prefix + key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def erase(self, key: str) -> None:
+        """Takes a note away."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_delete(self._prefix + key)

@@ -1,0 +1,49 @@
+"""Which processes share a host, and how many cores each of them has to itself."""
+
+import os
+import pathlib
+import platform
+
+from jax_ub.runtime import settings
+
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+def identity() -> str:
+    """What processes have in common that can share memory over abstract sockets.
+
+    The boot of the kernel and the network namespace; or `JAX_UB_HOST_ID`.
+    """
+    given = settings.host_id()
+    if given is not None:
+        return given
+    try:
+        boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        # Without /proc nothing says more than the name.
+        return platform.node()
+    return f"{platform.node()} {boot} {network}"
+
+
+def short_name(host: str) -> str:
+    """A host's name for texts."""
+    return host.split(" ")[0]
+
+
+def cores() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def fair_share(own: list[int], everyone: list[list[int]]) -> int:
+    """How many threads a process should compute with.
+
+    Args:
+        own: the cores that this process may run on.
+        everyone: those of every process on the host, this one's too.
+
+    Returns:
+        At least one. A core that k processes may run on counts 1/k.
+    """
+    share = sum(1 / sum(core in cores for cores in everyone) for core in own)
+    return max(1, int(share + 1e-9))

@@ -1,0 +1,238 @@
+"""Threads stand for processes, and a dictionary for what they share."""
+
+import random
+import threading
+import time
+
+import pytest
+
+import jax_ub as ub
+from jax_ub.runtime.bootstrap.agreement import Agreement
+from jax_ub.runtime.bootstrap.directory import Directory
+
+TIMEOUT_S = 20.0
+
+
+class Notes(dict):
+    """A board in memory."""
+
+    write = dict.__setitem__
+    read = dict.get
+
+    def erase(self, key):
+        self.pop(key, None)
+
+
+def together(*functions):
+    """Runs the functions at the same time; returns results and exceptions."""
+    results = [None] * len(functions)
+
+    def run(place, function):
+        try:
+            results[place] = function()
+        except Exception as error:
+            results[place] = error
+
+    threads = [
+        threading.Thread(target=run, args=one, daemon=True)
+        for one in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def member(board, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
+    """One process: gathers every value in a round of its own."""
+
+    def run():
+        time.sleep(after_s)
+        with Agreement(board, process, processes, timeout_s) as agreement:
+            return [agreement.gather(value) for value in values]
+
+    return run
+
+
+@pytest.mark.parametrize("processes", [(0, 1), (3, 1, 7), tuple(range(12))])
+def test_all_values_reach_all_in_every_round(processes):
+    board = Notes()
+    found = together(
+        *(member(board, p, processes, [f"a{p}", {"b": p}]) for p in processes)
+    )
+    first = {p: f"a{p}" for p in sorted(processes)}
+    second = {p: {"b": p} for p in sorted(processes)}
+    assert found == [[first, second]] * len(processes)
+
+
+def test_nothing_is_left_on_the_board():
+    board = Notes()
+    for _ in range(3):
+        together(*(member(board, p, (0, 1, 2), ["x"]) for p in range(3)))
+    assert not board
+
+
+def test_one_process_agrees_with_itself():
+    assert member(Notes(), 4, (4,), ["x"])() == [{4: "x"}]
+
+
+def test_late_processes_are_waited_for():
+    board = Notes()
+    found = together(
+        member(board, 0, (0, 1, 2), ["a"]),
+        member(board, 1, (0, 1, 2), ["b"], after_s=0.2),
+        member(board, 2, (0, 1, 2), ["c"], after_s=0.4),
+    )
+    assert found == [[{0: "a", 1: "b", 2: "c"}]] * 3
+    board = Notes()
+    found = together(
+        member(board, 0, (0, 1), ["a"], after_s=0.3), member(board, 1, (0, 1), ["b"])
+    )
+    assert found == [[{0: "a", 1: "b"}]] * 2
+
+
+def test_missing_processes_are_named_on_all_others():
+    board = Notes()
+    found = together(
+        member(board, 0, (0, 1, 2, 3), ["a"], timeout_s=0.3),
+        member(board, 2, (0, 1, 2, 3), ["c"], timeout_s=5),
+    )
+    for error in found:
+        assert isinstance(error, ub.errors.TimeoutError)
+        assert "processes [1, 3] did not take part within 0.3 s" in str(error)
+
+
+def test_a_missing_collector_is_named():
+    error = together(member(Notes(), 1, (0, 1), ["a"], timeout_s=0.2))[0]
+    assert isinstance(error, ub.errors.TimeoutError)
+    assert "process 0 did not take part within 0.2 s" in str(error)
+
+
+def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less():
+    board = Notes()
+    found = together(
+        member(board, 0, (0, 1, 2), ["a"], timeout_s=3),
+        member(board, 1, (0, 1, 2), ["b"], timeout_s=0.5),
+    )
+    assert "process 2 did not take part" in str(found[1])
+    assert isinstance(found[0], ub.errors.CommunicatorError)
+    assert "process 1 failed" in str(found[0])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
+    board = Notes()
+
+    def run(process):
+        with Agreement(board, process, (0, 1, 2), TIMEOUT_S) as agreement:
+            agreement.gather("ready")
+            if process == failing:
+                raise OSError("no descriptor left")
+            agreement.gather("done")
+
+    found = together(*(lambda p=p: run(p) for p in range(3)))
+    assert isinstance(found[failing], OSError)
+    for process in {0, 1, 2} - {failing}:
+        assert isinstance(found[process], ub.errors.CommunicatorError)
+        assert f"process {failing} failed" in str(found[process])
+        assert "no descriptor left" in str(found[process])
+
+
+def test_what_a_dead_job_left_is_no_answer():
+    dead = Notes()
+
+    class Kept(Notes):
+        """What a job leaves that is killed: nothing is erased."""
+
+        def erase(self, key):
+            pass
+
+    dead = Kept()
+    together(*(member(dead, p, (0, 1), ["old", "old"]) for p in range(2)))
+    assert dead
+    board = Notes(dead)
+    error = together(member(board, 1, (0, 1), ["new"], timeout_s=0.2))[0]
+    assert isinstance(error, ub.errors.TimeoutError)
+    board = Notes(dead)
+    error = together(member(board, 0, (0, 1), ["new"], timeout_s=0.2))[0]
+    assert "process 1 did not take part" in str(error)
+    board = Notes(dead)
+    found = together(
+        member(board, 0, (0, 1), ["new"], after_s=0.1), member(board, 1, (0, 1), ["n"])
+    )
+    assert found == [[{0: "new", 1: "n"}]] * 2
+
+
+def test_an_attempt_that_failed_does_not_spoil_the_next():
+    board = Notes()
+    for missing in (0, 1, 2):
+        there = [p for p in range(3) if p != missing]
+        errors = together(
+            *(member(board, p, (0, 1, 2), ["x"], timeout_s=0.2) for p in there)
+        )
+        assert all(isinstance(error, ub.errors.CommunicatorError) for error in errors)
+        found = together(*(member(board, p, (0, 1, 2), [p]) for p in range(3)))
+        assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
+
+
+def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
+    board = Notes()
+
+    def collector():
+        with Agreement(board, 0, (0, 1, 2), TIMEOUT_S) as agreement:
+            agreement.gather("first")
+            return agreement.gather("second")
+
+    def impatient():
+        with Agreement(board, 1, (0, 1, 2), TIMEOUT_S) as agreement:
+            agreement.gather("first")
+        time.sleep(0.2)
+        with Agreement(board, 1, (0, 1, 2), TIMEOUT_S) as agreement:
+            return agreement.gather("first")
+
+    found = together(
+        collector, impatient, member(board, 2, (0, 1, 2), ["first", "second"])
+    )
+    assert "process 1 gave up and began again" in str(found[0])
+    assert "process 1 gave up and began again" in str(found[2])
+    assert isinstance(found[1], ub.errors.CommunicatorError)
+
+
+def test_several_attempts_at_once_do_not_mix():
+    boards = [Notes(), Notes()]
+    found = together(
+        *(member(boards[i], p, (0, 1), [f"{i}{p}"]) for i in range(2) for p in range(2))
+    )
+    expected = [[{0: f"{i}0", 1: f"{i}1"}] for i in range(2) for _ in range(2)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_delays_and_values_always_agree(seed):
+    draw = random.Random(seed)
+    board, processes = Notes(), draw.sample(range(20), draw.randint(2, 6))
+    rounds = draw.randint(1, 4)
+    members = [
+        member(
+            board,
+            p,
+            processes,
+            [[p, r] for r in range(rounds)],
+            after_s=draw.random() / 5,
+        )
+        for p in processes
+    ]
+    expected = [{p: [p, r] for p in sorted(processes)} for r in range(rounds)]
+    assert together(*members) == [expected] * len(processes)
+    assert not board
+
+
+def test_processes_agree_through_files(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    boards = [Directory(str(folder), "axis_name=('tp',)") for _ in range(3)]
+    for _ in range(3):
+        found = together(*(member(boards[p], p, (0, 1, 2), [p, "x"]) for p in range(3)))
+        assert found == [[{0: 0, 1: 1, 2: 2}, dict.fromkeys(range(3), "x")]] * 3
+    assert not list(folder.iterdir())
