@@ -31,4 +31,5 @@ from jax_ub.ops.registry import register_backward_fusion as register_backward_fu
 from jax_ub.ops.registry import register_forward_fusion as register_forward_fusion
 from jax_ub.ops.registry import register_joint_fusion as register_joint_fusion
 from jax_ub.ops.registry import unregister_fusion as unregister_fusion
+from jax_ub.ops.registry import without_fusions as without_fusions
 from jax_ub.ops.sequential import Sequential as Sequential

@@ -1,5 +1,8 @@
 """The fusions that `OperationFuser` tries, in order."""
 
+import contextlib
+from collections.abc import Iterator
+
 from jax_ub.ops.operation import Fusion
 
 PASSES = ("joint", "forward", "backward")
@@ -38,6 +41,24 @@ def unregister_fusion(fusion: Fusion) -> None:
 def fusions(name: str) -> tuple[Fusion, ...]:
     """The fusions of one pass: "joint", "forward" or "backward"."""
     return tuple(_FUSIONS[name])
+
+
+@contextlib.contextmanager
+def without_fusions() -> Iterator[None]:
+    """Runs every basic operation that is traced in it by itself.
+
+    To measure what fusing saves, or to see whether a fusion is at fault. A function
+    that was jitted and traced before keeps what it was traced with.
+    """
+    registered = {name: tuple(found) for name, found in _FUSIONS.items()}
+    for found in _FUSIONS.values():
+        found.clear()
+    try:
+        yield
+    finally:
+        for name, before in registered.items():
+            # Those that were registered meanwhile stay, behind.
+            _FUSIONS[name][:] = dict.fromkeys([*before, *_FUSIONS[name]])
 
 
 def _register(name, fusion, prepend):

@@ -241,6 +241,20 @@ def test_fusions_are_tried_in_transformer_engine_s_order():
     ]
 
 
+def test_without_fusions_every_operation_is_alone():
+    found = [basic("column"), BIAS, ops.GELU()]
+    with pytest.raises(KeyError), ops.without_fusions():
+        assert forward(*found) == backward(*found) == names(found)
+        registry.register_forward_fusion(list)
+        raise KeyError
+    try:
+        assert forward(*found) == [UBF, "GELU"]
+        assert registry.fusions("forward")[-1] is list
+    finally:
+        registry.unregister_fusion(list)
+    assert len(registry.fusions("forward")) == len(fused.FORWARD)
+
+
 @pytest.mark.parametrize("fusion", [*fused.FORWARD, *fused.BACKWARD])
 def test_every_scan_takes_every_list(fusion):
     scan = getattr(fusion, "fuse_forward_ops", None) or fusion.fuse_backward_ops

@@ -1,0 +1,104 @@
+"""Overlapped linears as Sequentials, and what their results and gradients are."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from linears import Arrays, bias_grad, dgrad, wgrad, wide
+from programs import tp_mesh
+from sequences import FEATURES, ROWS, overlapped
+
+from jax_ub import ops
+
+# The three patterns: a scatter behind a linear that is not parallel by itself is row
+# parallel, with a bias for each rank.
+KINDS = ("column", "row", "scattered")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A linear layer of one kind, and how its arrays lie over the ranks."""
+
+    kind: str
+    num_ranks: int
+    seq: ops.Sequential
+    specs: tuple
+    x: P
+    y: P
+
+    def on_ranks(self, *, check_vma: bool = True):
+        """The layer on global arrays, not compiled yet."""
+        return jax.shard_map(
+            lambda params, x: self.seq(params, x),
+            mesh=tp_mesh(self.num_ranks),
+            in_specs=(self.specs, self.x),
+            out_specs=self.y,
+            check_vma=check_vma,
+        )
+
+
+def model(kind: str, num_ranks: int, a: Arrays, *, bias=True, name="qkv", **options):
+    """The layer of a kind for the sizes of `a`."""
+    (k, n), mode = a.w.shape, None if kind == "scattered" else kind
+    linear = ops.BasicLinear(
+        k // num_ranks if mode is None else k,
+        n,
+        tensor_parallel_mode=mode,
+        **overlapped(name, **options),
+    )
+    kernel = P(None, "tp") if kind == "column" else P("tp")
+    found: list[ops.BasicOperation] = [linear]
+    specs: list[dict] = [{key: kernel for key in linear.specs()}]
+    if bias:
+        found.append(ops.Bias(n, tensor_parallel=kind == "column"))
+        specs.append({"bias": P() if kind == "row" else P("tp")})
+    if kind == "scattered":
+        found.append(ops.ReduceScatter())
+        specs.append({})
+    x, y = (ROWS, FEATURES) if kind == "column" else (FEATURES, ROWS)
+    return Model(kind, num_ranks, ops.Sequential(*found), tuple(specs), x, y)
+
+
+def params_of(m: Model, a: Arrays, bias: jax.Array, dtype=None):
+    """Global parameters; in "scattered" every rank has a bias of its own."""
+    found: list[dict] = []
+    for op in m.seq.basic_ops:
+        own: dict = {}
+        if isinstance(op, ops.BasicLinear):
+            own = {"kernel": a.w if dtype is None else a.w.astype(dtype)}
+            if op.accumulate_into_main_grad:
+                own["main_grad"] = a.main_grad
+        if isinstance(op, ops.Bias):
+            own = {"bias": bias}
+        found.append(own)
+    return tuple(found)
+
+
+def bias_of(kind: str, num_ranks: int, a: Arrays, make) -> jax.Array:
+    """A bias of each layout: one for all, or one for each rank, one behind another."""
+    n = a.w.shape[1]
+    return make(5, (n * num_ranks if kind == "scattered" else n,), "float32")
+
+
+def expected_result(kind: str, num_ranks: int, a: Arrays, bias) -> np.ndarray:
+    """The layer in plain f32 arithmetic."""
+    added = wide(bias).reshape(-1, a.w.shape[1]).sum(0)
+    return wide(a.x) @ wide(a.w) + added
+
+
+def expected_gradients(kind: str, num_ranks: int, a: Arrays):
+    """Gradients of x, the kernel and the bias, in f32."""
+    db = bias_grad(a)
+    return dgrad(a), wgrad(a), np.tile(db, num_ranks) if kind == "scattered" else db
+
+
+def weighted(layer, dy):
+    """A loss whose gradient of the layer's result is `dy`; returns the result too."""
+
+    def loss(params, x):
+        y = layer(params, x)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
+
+    return loss
