@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -179,14 +180,28 @@ struct Endpoint {
 
 class Communicator {
  public:
-  explicit Communicator(std::shared_ptr<jax_ub::Conductor> conductor)
-      : conductor_(std::move(conductor)) {}
+  Communicator(std::shared_ptr<jax_ub::Conductor> conductor,
+               std::weak_ptr<jax_ub::SharedCommunicator> ends)
+      : conductor_(std::move(conductor)), ends_(std::move(ends)) {}
   ~Communicator() { Close(); }
 
   void Close() { jax_ub::ProcessEngine().Leave(conductor_); }
   std::string name() const { return conductor_->communicator().name(); }
   int64_t size_bytes() const { return conductor_->communicator().size_bytes(); }
   int64_t calls() const { return conductor_->num_calls(); }
+  double BarrierSeconds(int count) {
+    const std::string label = "barrier";
+    const std::shared_ptr<jax_ub::SharedCommunicator> ends = ends_.lock();
+    if (!ends || count < 1) {
+      throw std::invalid_argument("barrier_seconds: closed, or no barriers asked for");
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) {
+      ends->Barrier(next_barrier_++, 0, {label, 0, 60});
+    }
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    return took.count() / count;
+  }
   std::optional<std::string> failure() const {
     const std::exception_ptr failure = conductor_->failure();
     if (!failure) return std::nullopt;
@@ -199,6 +214,8 @@ class Communicator {
 
  private:
   const std::shared_ptr<jax_ub::Conductor> conductor_;
+  const std::weak_ptr<jax_ub::SharedCommunicator> ends_;
+  int64_t next_barrier_ = 0;
 };
 
 std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
@@ -226,11 +243,11 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
     peers[peer] = {address, token->second};
   }
   const nb::gil_scoped_release released;
-  return std::make_unique<Communicator>(jax_ub::ProcessEngine().Join(
-      jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
-                                          {processes, process, name}, peers, half_bytes,
-                                          timeout_s),
-      devices));
+  const auto ends = jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
+                                                        {processes, process, name},
+                                                        peers, half_bytes, timeout_s);
+  return std::make_unique<Communicator>(jax_ub::ProcessEngine().Join(ends, devices),
+                                        ends);
 }
 
 std::string Describe(const jax_ub::Step& step) {
@@ -279,6 +296,7 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("size_bytes", &Communicator::size_bytes)
       .def_prop_ro("failure", &Communicator::failure)
       .def_prop_ro("calls", &Communicator::calls)
+      .def("barrier_seconds", &Communicator::BarrierSeconds, nb::arg("count"), unlocked)
       .def("close", &Communicator::Close, unlocked);
   m.def("endpoint", [] { return std::make_unique<Endpoint>(); });
   m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),

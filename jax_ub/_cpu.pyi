@@ -147,6 +147,17 @@ class Communicator:
     def calls(self) -> int:
         """How many calls were begun."""
 
+    def barrier_seconds(self, count: int) -> float:
+        """Times so many barriers in a row, which every process makes, and no call.
+
+        Returns:
+            Seconds of one.
+
+        Raises:
+            ValueError: it is closed, or the count is less than 1.
+            RuntimeError: a process died or left.
+        """
+
     def close(self) -> None:
         """Says goodbye to the peers; calls that are pending fail.
 

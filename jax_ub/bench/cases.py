@@ -20,12 +20,14 @@ RING = "xla_ring"
 ONEDNN = "onednn"
 PLAIN = "plain_gemm"
 COPY = "copy"
+# The same op on as many devices of one process.
+IN_PROCESS = "in_process"
 
 # How the way that people write it is named where it is the fastest one.
 AS_WRITTEN = "as people write it"
 
 PEERS = (BEST, NAIVE, RING, ONEDNN)
-LIMITS = (PLAIN, COPY)
+LIMITS = (PLAIN, COPY, IN_PROCESS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Case:
             the program of one call, `<name>_once`, over the calls that it has more.
         memory: what the programs allocate, where that is compared.
         notes: what is missing, and why.
+        num_processes: that the ranks lie in.
     """
 
     op: str
@@ -75,6 +78,7 @@ class Case:
     calls: int = 1
     memory: Memory | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    num_processes: int = 1
 
     @property
     def title(self) -> str:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_ub import methods
-from jax_ub.bench import cases, devices, goals, plot, record, table, workloads
+from jax_ub.bench import (
+    cases,
+    devices,
+    goals,
+    plot,
+    process_command,
+    record,
+    table,
+    workloads,
+)
 from jax_ub.bench.cases import Builder, Case, Place
 from jax_ub.bench.collective_cases import (
     all_gather_matmul,
@@ -23,7 +32,13 @@ from jax_ub.bench.linear_cases import linear_pair
 from jax_ub.bench.results import Result, evaluate
 from jax_ub.bench.timing import Rounds, interleave
 from jax_ub.bench.workloads import Shape
-from jax_ub.errors import ShapeContractError, UbError, UnknownNameError, nearest
+from jax_ub.errors import (
+    ShapeContractError,
+    UbError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
 
 OPS: dict[str, Builder] = {
     "gemm": gemm,
@@ -38,6 +53,9 @@ OPS: dict[str, Builder] = {
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Written into the JSON, and raised where a key changes its meaning.
 SCHEMA = 1
+_BARRIER = "barrier"
+# Fewer than in one process: every round is several calls of several processes.
+_PROCESS_ROUNDS = 7
 # Where others had more of the cores than this in a round, a case is marked.
 DISTURBED = 0.1
 
@@ -58,7 +76,8 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; those left out are chosen by `options`."""
     known = ", ".join(OPS)
-    parser.add_argument("--ops", type=_names(OPS), help=f"comma-separated: {known}")
+    names = _names({**OPS, _BARRIER: None})
+    parser.add_argument("--ops", type=names, help=f"comma-separated: {known}")
     parser.add_argument(
         "--devices", type=_list(_positive), help="the P to run on, as in 1,2,4,8"
     )
@@ -83,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
     parser.add_argument("--plot", type=pathlib.Path, help="draw a PNG (matplotlib)")
+    parser.add_argument(
+        "--processes",
+        type=_list(_positive),
+        help="compare over so many processes instead, as in 2,4, with XLA and gloo",
+    )
+    # Of the processes that this starts: what they measure.
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
 
@@ -98,6 +124,10 @@ def options(given: argparse.Namespace) -> Options:
     quick = {"devices": (1, 2), "shapes": workloads.QUICK, "rounds": 3}
     found = Options(**({**quick, **chosen} if given.quick else chosen))
     methods.resolve("bench", found.method, None)
+    if _BARRIER in found.ops and given.processes is None:
+        raise UnsupportedOverlapError(
+            "bench: a barrier is between processes. Add --processes 2."
+        )
     for shape in found.shapes:
         for num_ranks in found.devices:
             if not shape.divides(num_ranks):
@@ -111,6 +141,10 @@ def options(given: argparse.Namespace) -> Options:
 
 def command(given: argparse.Namespace) -> int:
     """Runs the benchmark and prints its tables as they come."""
+    if given.part is not None:
+        return process_command.part(given.part)
+    if given.processes is not None:
+        return _over_processes(given)
     chosen = options(given)
     if given.plot is not None:
         plot.load_pyplot()
@@ -130,6 +164,15 @@ def command(given: argparse.Namespace) -> int:
     if given.plot is not None:
         plot.draw(results, given.plot, _describe(about, chosen))
     return 0
+
+
+def _over_processes(given):
+    given.devices = given.processes
+    if given.rounds is None and not given.quick:
+        given.rounds = _PROCESS_ROUNDS
+    chosen = options(given)
+    told = process_command.options(given, chosen.dtypes, chosen.shapes, chosen.rounds)
+    return process_command.run(given.processes, told, given.json)
 
 
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
@@ -163,10 +206,7 @@ def document(
         "options": dataclasses.asdict(chosen),
         "fastest_dots": dots.found,
         "results": [result.as_json() for result in results],
-        "verdicts": [
-            {**dataclasses.asdict(verdict), "reached": verdict.reached}
-            for verdict in goals.judge(results)
-        ],
+        "verdicts": [goals.as_json(verdict) for verdict in goals.judge(results)],
         "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
     }
 

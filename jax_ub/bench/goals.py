@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jax_ub.bench import cases
 from jax_ub.bench.results import Result
@@ -24,6 +25,7 @@ class Goal:
         worst: whether each single shape must reach it, not their geometric mean.
         at_most: whether less is better.
         variants: which variants; empty for all.
+        processes: over how many processes.
     """
 
     ops: tuple[str, ...]
@@ -34,12 +36,14 @@ class Goal:
     worst: bool = False
     at_most: bool = False
     variants: tuple[str, ...] = ()
+    processes: tuple[int, ...] = (1,)
 
     def concerns(self, result: Result) -> bool:
         """Whether the goal is about this result."""
         case = result.case
         return (
             case.op in self.ops
+            and case.num_processes in self.processes
             and (not self.dtypes or case.dtype in self.dtypes)
             and (not self.ranks or case.num_ranks in self.ranks)
             and (not self.variants or case.variant in self.variants)
@@ -60,6 +64,7 @@ class Verdict:
     bound: float
     at_most: bool
     num_shapes: int
+    num_processes: int = 1
 
     @property
     def reached(self) -> bool:
@@ -76,6 +81,10 @@ def _over_plain(result: Result) -> float:
     return 1 / result.shares[cases.PLAIN].median
 
 
+def _over_in_process(result: Result) -> float:
+    return 1 / result.shares[cases.IN_PROCESS].median
+
+
 def _allocated(result: Result) -> float:
     memory = result.case.memory
     return memory.own_bytes / memory.avoided_bytes if memory else 0.0
@@ -86,6 +95,7 @@ _MEASURES: dict[str, Callable[[Result], float]] = {
     "speed-up over xla_best": lambda r: r.speedups[cases.BEST].median,
     "speed-up over xla_naive": lambda r: r.speedups[cases.NAIVE].median,
     "time over the plain GEMM's": _over_plain,
+    "time over that in one process": _over_in_process,
     "allocated of what need not be": _allocated,
     "microseconds a call": lambda r: r.own.median,
 }
@@ -123,6 +133,20 @@ GOALS = (
         at_most=True,
         variants=("all_reduce",),
     ),
+    Goal(
+        ("all_gather_matmul", "matmul_reduce_scatter"),
+        "speed-up over xla_best",
+        1.5,
+        processes=(2, 4),
+    ),
+    Goal(
+        _FORWARD,
+        "time over that in one process",
+        1.1,
+        at_most=True,
+        processes=(2, 4),
+    ),
+    Goal(("barrier",), "microseconds a call", 10, at_most=True, processes=(2,)),
 )
 
 
@@ -137,18 +161,29 @@ def judge(results: Sequence[Result]) -> list[Verdict]:
     return verdicts
 
 
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """A verdict in JSON's types."""
+    return {**dataclasses.asdict(verdict), "reached": verdict.reached}
+
+
 def _grouped(results: Iterable[Result]):
-    groups: dict[tuple[str, str, str, int], list[Result]] = {}
+    groups: dict[tuple[str, str, str, int, int], list[Result]] = {}
     for result in results:
         case = result.case
-        key = (case.op, case.variant, case.dtype, case.num_ranks)
+        key = (
+            case.op,
+            case.variant,
+            case.dtype,
+            case.num_ranks,
+            case.num_processes,
+        )
         groups.setdefault(key, []).append(result)
     return groups
 
 
 def _verdict(goal, key, values):
     worst = max if goal.at_most else min
-    op, variant, dtype, num_ranks = key
+    op, variant, dtype, num_ranks, num_processes = key
     return Verdict(
         op=op,
         variant=variant,
@@ -160,4 +195,5 @@ def _verdict(goal, key, values):
         bound=goal.bound,
         at_most=goal.at_most,
         num_shapes=len(values),
+        num_processes=num_processes,
     )

@@ -15,7 +15,7 @@ from jax_ub.bench.workloads import Shape
 
 # Programs of one call and of this many more are compared, so that the dispatch of the
 # program, which every op pays once a step, is not counted as the call's.
-_MORE_CALLS = 100
+MORE_CALLS = 100
 _ROWS, _WIDTH = 16, 16
 
 Call = Callable[[jax.Array, jax.Array], jax.Array]
@@ -62,7 +62,7 @@ def _case(place, variant, own, xla):
 
     def contender(name, call, calls):
         program = place.ranks.program(
-            lambda x, w: _chain(call, x, w, calls, place.num_ranks),
+            lambda x, w: chain(call, x, w, calls, place.num_ranks),
             (Spec(AXIS), Spec()),
             Spec(AXIS),
         )
@@ -71,7 +71,7 @@ def _case(place, variant, own, xla):
     contenders = [
         contender(f"{name}{suffix}", call, calls)
         for name, call in ((cases.OWN, own), (cases.BEST, xla))
-        for suffix, calls in (("", 1 + _MORE_CALLS), ("_once", 1))
+        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
     ]
     return Case(
         op="latency",
@@ -81,11 +81,14 @@ def _case(place, variant, own, xla):
         shape=Shape(_ROWS, _WIDTH, _WIDTH),
         flops=0,
         contenders=contenders,
-        calls=_MORE_CALLS,
+        calls=MORE_CALLS,
     )
 
 
-def _chain(call, x, w, calls, num_ranks):
+def chain(
+    call: Call, x: jax.Array, w: jax.Array, calls: int, num_ranks: int
+) -> jax.Array:
+    """Calls one after the other on nearly the same values."""
     # Every call reads the one before it, and the scaled sum keeps the values near x.
     w = lax.pcast(w, AXIS, to="varying")
     y = x

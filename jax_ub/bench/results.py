@@ -7,6 +7,7 @@ from jax_ub.bench import cases
 from jax_ub.bench.cases import Case
 from jax_ub.bench.statistics import Summary, ratio, summarize
 from jax_ub.bench.timing import Rounds
+from jax_ub.bench.workloads import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Result:
             "variant": case.variant,
             "dtype": case.dtype,
             "num_ranks": case.num_ranks,
+            "num_processes": case.num_processes,
             "shape": dataclasses.asdict(case.shape),
             "gflops": self.gflops,
             "times_us": _as_json(self.times_us),
@@ -55,6 +57,26 @@ class Result:
             "notes": case.notes,
             "elsewhere": self.elsewhere,
         }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Result":
+        """What another process wrote, without the programs."""
+        case = Case(
+            op=found["op"],
+            variant=found["variant"],
+            dtype=found["dtype"],
+            num_ranks=found["num_ranks"],
+            shape=Shape(**found["shape"]),
+            flops=round(found["gflops"] * found["times_us"][cases.OWN]["median"] * 1e3),
+            contenders=[],
+            notes=found["notes"],
+            num_processes=found["num_processes"],
+        )
+        times, speedups, shares = (
+            {name: Summary(**summary) for name, summary in found[key].items()}
+            for key in ("times_us", "speedups", "shares")
+        )
+        return cls(case, times, speedups, shares, found["elsewhere"])
 
 
 def evaluate(case: Case, rounds: Rounds) -> Result:

@@ -22,6 +22,19 @@ _RESULT_COLUMNS = (
     ("plain_gemm", 10),
     ("copy", 5),
 )
+_PROCESS_COLUMNS = (
+    ("op", 29),
+    ("processes", 9),
+    ("dtype", 8),
+    ("M x K x N", 14),
+    ("time", 9),
+    ("spread", 6),
+    ("GF/s", 5),
+    ("xla_best", 12),
+    ("xla_naive", 12),
+    ("in_process", 10),
+    ("plain_gemm", 10),
+)
 _VERDICT_COLUMNS = (
     ("op", 29),
     ("P", 2),
@@ -53,7 +66,7 @@ def result_line(result: Result) -> str:
     """One case: time, speed-up over each peer, share of each limit."""
     case = result.case
     speedups = [_speedup(result.speedups.get(name)) for name in cases.PEERS]
-    shares = [_share(result.shares.get(name)) for name in cases.LIMITS]
+    shares = [_share(result.shares.get(name)) for name in (cases.PLAIN, cases.COPY)]
     return _line(
         _RESULT_COLUMNS,
         f"{case.op} {case.variant}".strip(),
@@ -65,6 +78,28 @@ def result_line(result: Result) -> str:
         f"{result.gflops:.0f}" if case.flops else "",
         *speedups,
         *shares,
+    )
+
+
+def process_head() -> str:
+    """The first two lines of the table of results over processes."""
+    return _head(_PROCESS_COLUMNS)
+
+
+def process_line(result: Result) -> str:
+    """One case: time, speed-up over XLA with gloo, share of what one process does."""
+    case = result.case
+    return _line(
+        _PROCESS_COLUMNS,
+        f"{case.op} {case.variant}".strip(),
+        case.num_processes,
+        case.dtype,
+        case.shape if case.flops else "",
+        duration(result.own.median),
+        f"{result.own.spread:.0%}",
+        f"{result.gflops:.0f}" if case.flops else "",
+        *(_speedup(result.speedups.get(name)) for name in (cases.BEST, cases.NAIVE)),
+        *(_share(result.shares.get(name)) for name in (cases.IN_PROCESS, cases.PLAIN)),
     )
 
 
@@ -115,7 +150,7 @@ def _verdict_line(verdict):
     shapes = f"{verdict.num_shapes} shape{'s' if verdict.num_shapes > 1 else ''}"
     return _line(
         _VERDICT_COLUMNS,
-        f"{verdict.op} {verdict.variant}".strip(),
+        _op(verdict),
         verdict.num_ranks,
         verdict.dtype,
         verdict.measure,
@@ -124,6 +159,11 @@ def _verdict_line(verdict):
         f"{'<=' if verdict.at_most else '>='} {verdict.bound:g}",
         "reached" if verdict.reached else "NOT reached",
     )
+
+
+def _op(verdict):
+    several = f"x{verdict.num_processes}" if verdict.num_processes > 1 else ""
+    return " ".join(filter(None, (verdict.op, verdict.variant, several)))
 
 
 def _speedup(summary: Summary | None) -> str:

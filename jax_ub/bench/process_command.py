@@ -1,0 +1,153 @@
+"""`python -m jax_ub bench --processes 2,4`: starts jobs, prints what they found."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_ub import initialize, methods
+from jax_ub.bench import goals, process_cases, record, table
+from jax_ub.bench.devices import AXIS
+from jax_ub.bench.job import Job
+from jax_ub.bench.process_cases import Bench, capacity
+from jax_ub.bench.results import Result
+from jax_ub.bench.workloads import Shape
+from jax_ub.errors import UbError
+
+_OPS = (*process_cases.OPS, "latency", "barrier")
+
+
+class JobError(UbError, RuntimeError):
+    """The processes of a benchmark failed."""
+
+
+def options(given: argparse.Namespace, dtypes, shapes, rounds: int) -> dict[str, Any]:
+    """What each job is told, in JSON's types.
+
+    Raises:
+        JobError: if none of the ops that were chosen runs in several processes.
+    """
+    ops = [op for op in _OPS if given.ops is None or op in given.ops]
+    if not ops:
+        raise JobError(
+            f"bench: none of {', '.join(given.ops)} is compared over processes. Take "
+            f"some of {', '.join(_OPS)}."
+        )
+    return {
+        "ops": ops,
+        "dtypes": list(dtypes),
+        "shapes": [[shape.M, shape.K, shape.N] for shape in shapes],
+        "rounds": rounds,
+        "method": given.method,
+    }
+
+
+def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None) -> int:
+    """Measures in one number of processes after the other, and prints the tables.
+
+    Args:
+        numbers: of processes.
+        told: see `options`.
+        path: where all figures go, or None.
+
+    Raises:
+        JobError: if a process failed.
+    """
+    documents = [_job(number, told) for number in numbers]
+    results = [Result.from_json(r) for d in documents for r in d["results"]]
+    verdicts = goals.judge(results)
+    lines = [documents[0]["about"], "", table.process_head()]
+    lines += [table.process_line(result) for result in results]
+    if verdicts:
+        lines += ["", "Goals", "", *table.verdict_table(verdicts)]
+    fallbacks = dict.fromkeys(text for d in documents for text in d["fallbacks"])
+    if fallbacks:
+        lines += ["", "NOT overlapped, run as plain jax.lax", "", *fallbacks]
+    print("\n".join(lines))
+    if path is not None:
+        found = {
+            "schema": 1,
+            **documents[0]["record"],
+            "options": told,
+            "results": [result for d in documents for result in d["results"]],
+            "verdicts": [goals.as_json(verdict) for verdict in verdicts],
+            "fallbacks": list(fallbacks),
+        }
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _job(number, told):
+    """Starts a job under the launcher; its process 0 writes what was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "found.json")
+        part = json.dumps({**told, "path": str(path)})
+        # Each process has as many devices as there are ranks: process 0 computes with
+        # its own what all compute together.
+        launch = ["launch", "-n", str(number), "--devices-per-process", str(number)]
+        command = [*launch, "-m", "jax_ub", "bench", "--part", part]
+        status = subprocess.run([sys.executable, "-m", "jax_ub", *command]).returncode
+        if status:
+            raise JobError(
+                f"bench: {number} processes failed with exit status {status}; what "
+                "they wrote says why."
+            )
+        return json.loads(path.read_text())
+
+
+def part(text: str) -> int:
+    """What every process of a job does."""
+    told = json.loads(text)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize()
+    shapes = [Shape(*sizes) for sizes in told["shapes"]]
+    job = Job()
+    initialize.initialize_ub(
+        capacity(shapes), job.num_processes, mesh=job.ranks.mesh, axis_name=AXIS
+    )
+    about = record.record()
+    results = []
+    for result in _measure(Bench(job, told["method"], told["rounds"]), told, shapes):
+        results.append(result.as_json())
+        if job.is_first:
+            print(table.process_line(result), flush=True)
+    if job.is_first:
+        document = {
+            "record": about,
+            "about": _describe(about, told),
+            "results": results,
+            "fallbacks": [f"{f.label}: {f.reason}" for f in methods.fallbacks()],
+        }
+        pathlib.Path(told["path"]).write_text(json.dumps(document))
+    job.meet()
+    initialize.destroy_ub()
+    return 0
+
+
+def _measure(bench, told, shapes):
+    for op in told["ops"]:
+        if op == "barrier":
+            yield bench.barrier()
+        elif op == "latency":
+            yield bench.latency()
+        else:
+            for dtype in told["dtypes"]:
+                for shape in shapes:
+                    yield bench.forward(op, dtype, shape)
+
+
+def _describe(about, told):
+    machine, versions = about["machine"], about["versions"]
+    return (
+        f"jax_ub bench in several processes, {about['date']}, commit "
+        f"{about['commit']}, jax {versions['jax']}, gloo\n{machine['processor']}, "
+        f"{machine['cores']} cores, load {machine['load_average']:.1f}; method "
+        f'"{told["method"]}", {told["rounds"]} rounds, the slowest process of each'
+    )

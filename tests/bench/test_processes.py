@@ -1,0 +1,90 @@
+"""The benchmark over processes: one tiny job, and what becomes of its figures."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from jax_ub import __main__
+from jax_ub.bench import cases, goals, table
+from jax_ub.bench.cases import Case
+from jax_ub.bench.results import Result
+from jax_ub.bench.statistics import Summary
+from jax_ub.bench.workloads import Shape
+
+
+def result(op, time_us, *, speedup=2.0, in_process=1.0, processes=2):
+    return Result(
+        Case(op, "", "float32", 2, Shape(8, 8, 8), 1024, [], num_processes=processes),
+        {cases.OWN: Summary(time_us, 0.1, time_us)},
+        {cases.BEST: Summary(speedup, 0.2, speedup)},
+        {cases.IN_PROCESS: Summary(in_process, 0.1, in_process)},
+        0.0,
+    )
+
+
+def test_a_job_of_two_processes_finds_every_figure(tmp_path, capfd):
+    path = tmp_path / "found.json"
+    arguments = ["--processes", "2", "--quick", "--rounds", "2", "--dtypes", "f32"]
+    ops = ["--ops", "matmul_reduce_scatter,barrier", "--json", str(path)]
+    assert __main__.main(["bench", *arguments, *ops]) == 0
+    found = json.loads(path.read_text())
+    assert [r["op"] for r in found["results"]] == ["matmul_reduce_scatter", "barrier"]
+    row = found["results"][0]
+    assert row["num_processes"] == row["num_ranks"] == 2
+    assert set(row["times_us"]) == {
+        "jax_ub",
+        "xla_best",
+        "xla_naive",
+        "in_process",
+        "plain_gemm",
+    }
+    assert {"xla_best", "xla_naive"} == set(row["speedups"])
+    assert {"in_process", "plain_gemm"} == set(row["shares"])
+    assert found["results"][1]["times_us"]["jax_ub"]["median"] > 0
+    assert found["fallbacks"] == []
+    assert {v["num_processes"] for v in found["verdicts"]} == {2}
+    assert "| barrier x2" in capfd.readouterr().out
+
+
+def test_figures_survive_the_way_from_process_to_process():
+    here = result("all_gather_matmul", 10.0)
+    there = Result.from_json(json.loads(json.dumps(here.as_json())))
+    assert dataclasses.replace(there, case=here.case) == here
+    assert dataclasses.asdict(there.case) == dataclasses.asdict(here.case)
+
+
+def test_goals_over_processes_are_not_those_of_one():
+    over = goals.judge([result("all_gather_matmul", 10.0, speedup=1.4, in_process=0.8)])
+    assert [(v.measure, v.reached) for v in over] == [
+        ("speed-up over xla_best", False),
+        ("time over that in one process", False),
+    ]
+    assert over[1].value == pytest.approx(1.25)
+    assert table.verdict_table(over)[1].startswith("| all_gather_matmul x2 ")
+
+
+@pytest.mark.parametrize(("time_us", "reached"), [(9.0, True), (11.0, False)])
+def test_a_barrier_of_two_processes_has_ten_microseconds(time_us, reached):
+    [verdict] = goals.judge([result("barrier", time_us)])
+    assert verdict.reached is reached
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ops", "barrier"], "a barrier is between processes. Add --processes 2."),
+        (["--processes", "2", "--ops", "gemm"], "none of gemm is compared over proc"),
+        (["--processes", "3"], "does not divide into 3 ranks"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, text, capsys):
+    assert __main__.main(["bench", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_job_that_fails_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert __main__.main(["bench", "--processes", "2", "--quick"]) == 2
+    assert "2 processes failed with exit status 1" in capsys.readouterr().err
