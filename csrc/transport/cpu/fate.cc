@@ -10,7 +10,7 @@ namespace jax_ub {
 
 Fate::Fate(std::vector<Member> members)
     : members_(std::move(members)),
-      gone_(new std::atomic<const std::string*>[members_.size()]) {
+      gone_(new std::atomic<const Gone*>[members_.size()]) {
   for (size_t process = 0; process < members_.size(); ++process) {
     gone_[process].store(nullptr);
   }
@@ -36,12 +36,13 @@ void Fate::ThrowIfPoisoned() const {
 void Fate::SetGone(int process, const std::string& how) {
   std::lock_guard lock(mutex_);
   if (IsGone(process)) return;
-  hows_.push_back(std::make_unique<const std::string>(how));
-  gone_[process].store(hows_.back().get());
+  departures_.push_back(
+      std::make_unique<const Gone>(Gone{.how = how, .order = departures_.size()}));
+  gone_[process].store(departures_.back().get());
 }
 
 std::string Fate::DescribeGone(int process) const {
-  return members_[process].name + " " + *gone_[process].load();
+  return members_[process].name + " " + gone_[process].load()->how;
 }
 
 std::string Fate::DescribeState(int process) const {

@@ -196,6 +196,8 @@ void Handshake::HearPartner(int place) {
       throw CommunicatorError(message.body);
     case MessageKind::kDeadlinePoison:
       throw DeadlineError(message.body);
+    case MessageKind::kObituary:
+      return;  // its own connection says so, too
     case MessageKind::kGoodbye:
       partner.has_left = true;
       return;

@@ -28,8 +28,8 @@ Lockstep::Lockstep(std::vector<ProcessHeader*> headers, int own, const Fate& fat
     : headers_(std::move(headers)), own_(own), fate_(fate) {}
 
 void Lockstep::RingOthers() {
-  for (size_t p = 0; p < headers_.size(); ++p) {
-    if (static_cast<int>(p) != own_) Ring(headers_[p]->doorbell);
+  for (int p = 0; p < num_processes(); ++p) {
+    if (p != own_) Ring(headers_[p]->doorbell);
   }
 }
 
@@ -112,44 +112,42 @@ uint64_t Lockstep::Come(int64_t call, int phase) {
   return place;
 }
 
-bool Lockstep::IsMissing(size_t process, uint64_t place) const {
+bool Lockstep::IsMissing(int process, uint64_t place) const {
   return static_cast<int64_t>(headers_[process]->progress.load() - place) < 0;
 }
 
-size_t Lockstep::FirstMissing(size_t first, uint64_t place) const {
-  while (first < headers_.size() && !IsMissing(first, place)) ++first;
+int Lockstep::FirstMissing(int first, uint64_t place) const {
+  while (first < num_processes() && !IsMissing(first, place)) ++first;
   return first;
 }
 
 bool Lockstep::TryBarrier(int64_t call, int phase) {
-  if (FirstMissing(0, Come(call, phase)) < headers_.size()) return false;
+  if (FirstMissing(0, Come(call, phase)) < num_processes()) return false;
   PostTheRest();
   return true;
 }
 
 void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
   const uint64_t place = Come(call, phase);
-  const size_t num_processes = headers_.size();
-  size_t first = 0;
+  int first = 0;
   fate_.Await(
       headers_[own_]->doorbell, reason,
-      [&] { return (first = FirstMissing(first, place)) == num_processes; },
+      [&] { return (first = FirstMissing(first, place)) == num_processes(); },
       [&] {
-        for (size_t p = first; p < num_processes; ++p) {
+        int gone = Fate::kNobody;
+        for (int p = first; p < num_processes(); ++p) {
           // Gone before it is looked for again: what it stored before it left counts.
-          if (fate_.IsGone(static_cast<int>(p)) && IsMissing(p, place)) {
-            return static_cast<int>(p);
-          }
+          if (!fate_.IsGone(p) || !IsMissing(p, place)) continue;
+          if (gone == Fate::kNobody || fate_.WentBefore(p, gone)) gone = p;
         }
-        return Fate::kNobody;
+        return gone;
       },
       [&] {
         std::string missing;
-        for (size_t p = first; p < num_processes; ++p) {
+        for (int p = first; p < num_processes(); ++p) {
           if (!IsMissing(p, place)) continue;
           missing += missing.empty() ? "" : " and ";
-          missing += fate_.name(static_cast<int>(p));
-          missing += fate_.DescribeState(static_cast<int>(p));
+          missing += fate_.name(p) + fate_.DescribeState(p);
         }
         return Waiting{fate_.name(own_), missing};
       });

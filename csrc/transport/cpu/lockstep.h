@@ -45,8 +45,9 @@ class Lockstep {
   void PostWhatFits();
   void PostTheRest();
   uint64_t Come(int64_t call, int phase);
-  bool IsMissing(size_t process, uint64_t place) const;
-  size_t FirstMissing(size_t first, uint64_t place) const;
+  int num_processes() const { return static_cast<int>(headers_.size()); }
+  bool IsMissing(int process, uint64_t place) const;
+  int FirstMissing(int first, uint64_t place) const;
 
   const std::vector<ProcessHeader*> headers_;
   const int own_;

@@ -14,6 +14,7 @@ enum class MessageKind : uint32_t {
   kHello = 0x6a617875,  // "who I am; here is my memory"
   kPoison,              // "it failed, because ..."
   kDeadlinePoison,      // "I waited too long, for ..."
+  kObituary,            // "process <place> died"
   kGoodbye,             // "I have done my part and leave"
 };
 

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cstdlib>
 #include <utility>
 
 #include "platform/error.h"
@@ -27,8 +28,7 @@ class BlockedSignals {
 
 }  // namespace
 
-Peers::Peers(std::vector<Peer> peers, std::function<void(const PeerNews&)> tell)
-    : tell_(std::move(tell)), stop_(NewEvent()) {
+Peers::Peers(std::vector<Peer> peers) : stop_(NewEvent()) {
   for (Peer& peer : peers) {
     Watched watched;
     watched.process = peer.process;
@@ -37,8 +37,12 @@ Peers::Peers(std::vector<Peer> peers, std::function<void(const PeerNews&)> tell)
     watched.life = WatchProcess(peer.pid);
     watched_.push_back(std::move(watched));
   }
+}
+
+void Peers::Watch(std::function<void(const PeerNews&)> tell) {
+  tell_ = std::move(tell);
   const BlockedSignals blocked;
-  thread_ = std::make_unique<std::thread>([this] { Watch(); });
+  thread_ = std::make_unique<std::thread>([this] { Run(); });
 }
 
 Peers::~Peers() { Close(); }
@@ -65,9 +69,9 @@ void Peers::Forget() {
   watched_.clear();
 }
 
-void Peers::Watch() noexcept {
+void Peers::Run() noexcept {
   try {
-    WatchUntilStopped();
+    RunUntilStopped();
   } catch (const SystemError& error) {
     for (Watched& peer : watched_) {
       SetLeft(peer, PeerNews::kLost, std::string("is out of sight: ") + error.what());
@@ -75,7 +79,7 @@ void Peers::Watch() noexcept {
   }
 }
 
-void Peers::WatchUntilStopped() {
+void Peers::RunUntilStopped() {
   for (;;) {
     std::vector<pollfd> polled = {{stop_.get(), POLLIN, 0}};
     std::vector<size_t> whose;
@@ -112,6 +116,9 @@ void Peers::Hear(Watched& peer, bool has_died) {
         break;
       case MessageKind::kDeadlinePoison:
         tell_({peer.process, PeerNews::kPoisonedByDeadline, std::move(message.body)});
+        break;
+      case MessageKind::kObituary:
+        tell_({std::atoi(message.body.c_str()), PeerNews::kLost, "died"});
         break;
       case MessageKind::kGoodbye:
         SetLeft(peer, PeerNews::kClosed, "closed its communicator");

@@ -28,14 +28,17 @@ struct PeerNews {
   enum Kind { kPoisoned, kPoisonedByDeadline, kClosed, kLost };
   int process = 0;
   Kind kind = kLost;
-  std::string text;  // the poison's reason; or how it was lost
+  std::string text;  // the poison's reason; or how it left
 };
 
 class Peers {
  public:
-  // `tell` is called from the watching thread, once with kClosed or kLost per peer.
-  Peers(std::vector<Peer> peers, std::function<void(const PeerNews&)> tell);
+  explicit Peers(std::vector<Peer> peers);
   ~Peers();  // Close
+
+  // Once, and before anything else. `tell` is called from the watching thread; of a death
+  // it may hear from several.
+  void Watch(std::function<void(const PeerNews&)> tell);
 
   // To every peer; never blocks.
   void Say(MessageKind kind, std::string_view body);
@@ -54,13 +57,13 @@ class Peers {
     bool has_left = false;
   };
 
-  void Watch() noexcept;
-  void WatchUntilStopped();
+  void Run() noexcept;
+  void RunUntilStopped();
   // Passes on what has come.
   void Hear(Watched& peer, bool has_died);
   void SetLeft(Watched& peer, PeerNews::Kind kind, const std::string& how);
 
-  const std::function<void(const PeerNews&)> tell_;
+  std::function<void(const PeerNews&)> tell_;
   const FileDescriptor stop_;
   std::mutex mutex_;  // guards is_closed_, and the connections' lives
   bool is_closed_ = false;

@@ -62,7 +62,8 @@ struct SharedCommunicator::State {
   ~State();
 
   void Hear(const PeerNews& news);
-  void Poison(const std::exception_ptr& reason, bool tell_peers);
+  void Poison(const std::exception_ptr& reason);
+  std::function<void()> FailWaits(const std::exception_ptr& reason);
   void Lose(int process, const std::string& how);
   std::function<void()> SetFailure(const std::exception_ptr& reason);
   void WakeOwn();
@@ -78,6 +79,7 @@ struct SharedCommunicator::State {
   std::vector<std::unique_ptr<SlotEnd>> ends;  // [rank]; none of other processes
   std::atomic<bool> is_closed{false};
 
+  std::mutex saying_mutex;   // held from what peers are told to what follows from it
   mutable std::mutex mutex;  // guards the two below
   std::exception_ptr failure;
   std::function<void(const std::exception_ptr&)> on_poison;
@@ -144,8 +146,8 @@ SharedCommunicator::State::State(Group its_group,
   }
   for (const int rank : group.ranks_of(group.own())) {
     ends[rank] = std::make_unique<SlotEnd>(
-        rank, areas, fate,
-        [this](const std::exception_ptr& reason) { Poison(reason, true); }, 0);
+        rank, areas, fate, [this](const std::exception_ptr& reason) { Poison(reason); },
+        0);
   }
   std::vector<Peer> connected;
   for (int p = 0; p < group.num_processes(); ++p) {
@@ -159,8 +161,8 @@ SharedCommunicator::State::State(Group its_group,
           {p, std::move(its_partners[p].connection), seen == owner ? 0 : seen});
     }
   }
-  peers = std::make_unique<Peers>(std::move(connected),
-                                  [this](const PeerNews& news) { Hear(news); });
+  peers = std::make_unique<Peers>(std::move(connected));
+  peers->Watch([this](const PeerNews& news) { Hear(news); });
 }
 
 SharedCommunicator::State::~State() {
@@ -181,9 +183,9 @@ void SharedCommunicator::State::WakeOwn() {
 void SharedCommunicator::State::Hear(const PeerNews& news) {
   switch (news.kind) {
     case PeerNews::kPoisoned:
-      return Poison(std::make_exception_ptr(CommunicatorError(news.text)), false);
+      return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
     case PeerNews::kPoisonedByDeadline:
-      return Poison(std::make_exception_ptr(DeadlineError(news.text)), false);
+      return Poison(std::make_exception_ptr(DeadlineError(news.text)));
     case PeerNews::kClosed:
       fate.SetGone(news.process, news.text);
       return WakeOwn();
@@ -192,29 +194,43 @@ void SharedCommunicator::State::Hear(const PeerNews& news) {
   }
 }
 
-void SharedCommunicator::State::Poison(const std::exception_ptr& reason,
-                                       bool tell_peers) {
+// Of poison and of deaths everybody is told before any own wait fails, whoever noticed
+// first: so whoever leaves because of it has said why before, and no peer takes that for
+// the reason.
+void SharedCommunicator::State::Poison(const std::exception_ptr& reason) {
   std::function<void()> call_back;
   {
-    std::lock_guard lock(mutex);
-    if (!fate.Poison(reason)) return;
-    call_back = SetFailure(reason);
-  }
-  WakeOwn();
-  if (tell_peers) {
+    std::lock_guard saying(saying_mutex);
+    if (fate.poison()) return;
     Reason told = ReasonOf(reason);
     if (!told.text.starts_with(kErrorBegins)) {
       told.text =
           group.ErrorPrefix() + fate.name(group.own()) + " failed: " + told.text;
     }
     peers->Say(told.kind, told.text);
+    call_back = FailWaits(reason);
   }
+  WakeOwn();
   call_back();
+}
+
+std::function<void()> SharedCommunicator::State::FailWaits(
+    const std::exception_ptr& reason) {
+  std::lock_guard lock(mutex);
+  fate.Poison(reason);
+  return SetFailure(reason);
 }
 
 void SharedCommunicator::State::Lose(int process, const std::string& how) {
   std::function<void()> call_back;
   {
+    std::lock_guard saying(saying_mutex);
+    // What a peer says of others may be old, or nonsense.
+    if (process < 0 || process >= group.num_processes() || process == group.own() ||
+        fate.IsGone(process)) {
+      return;
+    }
+    peers->Say(MessageKind::kObituary, std::to_string(process));
     std::lock_guard lock(mutex);
     fate.SetGone(process, how);
     call_back = SetFailure(std::make_exception_ptr(
@@ -236,11 +252,15 @@ std::function<void()> SharedCommunicator::State::SetFailure(
 
 void SharedCommunicator::State::Close() {
   if (is_closed.exchange(true)) return;
-  peers->Say(MessageKind::kGoodbye, "");
-  Poison(
-      std::make_exception_ptr(CommunicatorError(
-          group.ErrorPrefix() + fate.name(group.own()) + " closed its communicator")),
-      false);
+  std::function<void()> call_back;
+  {
+    std::lock_guard saying(saying_mutex);
+    peers->Say(MessageKind::kGoodbye, "");
+    call_back = FailWaits(std::make_exception_ptr(CommunicatorError(
+        group.ErrorPrefix() + fate.name(group.own()) + " closed its communicator")));
+  }
+  WakeOwn();
+  call_back();
   peers->Close();
 }
 
@@ -337,7 +357,7 @@ Transport& SharedCommunicator::rank(int local_rank,
 }
 
 void SharedCommunicator::Poison(const std::exception_ptr& reason) {
-  state_->Poison(reason, true);
+  state_->Poison(reason);
 }
 
 std::exception_ptr SharedCommunicator::poison() const {
