@@ -16,7 +16,7 @@ LAYERS = {
     "rules": {"rules", "primitives", "runtime"},
     "primitives": {"primitives", "runtime"},
     "explain": {"explain", "tracing", "simulate", "runtime"},
-    "tracing": {"tracing", "simulate", "rules", "runtime"},
+    "tracing": {"tracing", "simulate", "initialize", "rules", "runtime"},
     "simulate": {"simulate", "runtime"},
     "initialize": {"initialize", "primitives", "runtime"},
     "runtime": {"runtime"},

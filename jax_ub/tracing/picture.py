@@ -7,7 +7,7 @@ from typing import Any
 from jax_ub import pictures
 from jax_ub.errors import UnknownNameError
 from jax_ub.tracing.replayed import replayed
-from jax_ub.tracing.spans import CALL, GATHER, UNIT, WAITS, Call, Span, Trace
+from jax_ub.tracing.spans import BARRIER, CALL, GATHER, UNIT, WAITS, Call, Span, Trace
 
 _MARKED = ("multiply", "put", "reduce", "copy")
 _LEGEND = {
@@ -86,7 +86,8 @@ def typical(trace: Trace) -> int:
 
 
 def _on_thread(span: Span) -> bool:
-    return span.kind == UNIT or (span.rank < 0 and span.kind in ("copy", "reduce"))
+    shared = (BARRIER, "copy", "reduce")  # by all ranks of a process
+    return span.kind == UNIT or (span.rank < 0 and span.kind in shared)
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
@@ -161,7 +162,7 @@ def _thread(
         colour = None
         if span.kind == UNIT and span.rank >= 0:
             colour = _UNITS[span.rank % len(_UNITS)]
-        kind = "multiply" if span.kind == UNIT else span.kind
+        kind = _LEGEND_OF.get(span.kind, span.kind)
         _box(axes, kind, place, 0.36, left, width, colour=colour)
 
 

@@ -107,10 +107,17 @@ class Trace:
         Waiting for other ranks' calls, for chunks, for free slots and for other
         processes; what was hidden behind a product does not show.
         """
+        ranks: dict[tuple[int, int], set[int]] = {}
+        for span in self.spans:
+            if span.rank >= 0:
+                ranks.setdefault((span.call, span.process), set()).add(span.rank)
         waited: collections.Counter[int] = collections.Counter()
         for span in self.spans:
-            if span.kind in WAITS and span.rank >= 0:
-                waited[span.call] += span.end_ns - span.begin_ns
+            if span.kind in WAITS:
+                # A barrier is waited for by all ranks of its process.
+                here = ranks.get((span.call, span.process), ())
+                count = len(here) if span.rank < 0 else 1
+                waited[span.call] += count * (span.end_ns - span.begin_ns)
         by_label: dict[str, list[float]] = {}
         for index, call in enumerate(self.calls):
             each = waited[index] * 1e-9 / call.num_ranks

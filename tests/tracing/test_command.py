@@ -35,7 +35,7 @@ def test_an_op_on_its_own_is_recorded_drawn_and_summarised(tmp_path, capsys):
     assert len(chrome.read([trace]).calls) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
-    assert "matmul_reduce_scatter (ub_name 'traced'), pipeline, P = 2" in text
+    assert "matmul_reduce_scatter, pipeline, P = 2" in text
 
 
 def test_files_are_merged_and_one_label_is_drawn(tmp_path, capsys):
@@ -43,7 +43,7 @@ def test_files_are_merged_and_one_label_is_drawn(tmp_path, capsys):
     trace, picture = tmp_path / "found.json", tmp_path / "found.png"
     arguments = ["--op", "all_gather_matmul", *TINY, "--json", str(trace)]
     assert __main__.main(["trace", *arguments]) == 0
-    label = "all_gather_matmul (ub_name 'traced')"
+    label = "all_gather_matmul"
     files = ["--merge", str(trace), str(trace), "--png", str(picture)]
     assert __main__.main(["trace", *files, "--label", label]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -62,6 +62,20 @@ def test_a_script_is_recorded_with_its_arguments(tmp_path):
     assert "3 " in done.stdout.splitlines()[1]
     assert "direct, P = 2" in done.stdout
     assert len(chrome.read([trace]).calls) == 3
+
+
+def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
+    path = tmp_path / "found.json"
+    arguments = ["--processes", "2", "--op", "matmul_reduce_scatter", *TINY]
+    assert __main__.main(["trace", *arguments, "--json", str(path)]) == 0
+    found = chrome.read([path])
+    assert len(found.calls) == 3
+    for index in range(3):
+        whole = [s for s in found.of_call(index) if s.kind == "call"]
+        assert {(s.process, s.rank) for s in whole} == {(0, 0), (1, 1)}
+        # A scatter ends nowhere before it began everywhere.
+        assert max(s.begin_ns for s in whole) < min(s.end_ns for s in whole)
+    assert "direct, P = 2" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def test_the_second_call_of_a_label_is_another_call():
 def test_what_ranks_wait_for_is_exposed():
     # 1 + 1 us of rank 0, 2 us of rank 1.
     assert spans.merged(parts()).exposed_s() == {"op 'a'": pytest.approx(2e-6)}
+    both = (*RING, span("barrier", -1, 20, 22), span("barrier", -1, 20, 26, process=1))
+    assert Trace((CALL,), both).exposed_s() == {"op 'a'": pytest.approx(6e-6)}
     assert Trace((CALL,), ()).exposed_s() == {"op 'a'": 0.0}
     assert Trace((CALL,), ()).seconds_of(0) == 0.0
 
