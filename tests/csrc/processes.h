@@ -192,4 +192,35 @@ inline double SecondsSince(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
+// A death is heard of within this, however long the deadline.
+constexpr double kAtOnceS = 2;
+
+inline bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// "rank 1 (process 1, pid 123)", when there is one rank a process.
+inline std::string NameOf(int process, pid_t pid) {
+  const std::string number = std::to_string(process);
+  return "rank " + number + " (process " + number + ", pid " + std::to_string(pid) +
+         ")";
+}
+
+// Sleeps for ever: to be killed.
+[[noreturn]] inline void Hang() {
+  for (;;) pause();
+}
+
+// Throws what a wait throws, and checks that it did so at once.
+template <typename Wait>
+void AtOnce(const Wait& wait) {
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    wait();
+  } catch (...) {
+    CHECK(SecondsSince(begin) < kAtOnceS);
+    throw;
+  }
+}
+
 }  // namespace jax_ub

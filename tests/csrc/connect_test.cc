@@ -1,0 +1,294 @@
+// How processes find each other, who is let in, and what is left behind.
+#include <sched.h>
+#include <sys/mount.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "platform/error.h"
+#include "platform/shared_mapping.h"
+#include "platform/unix_socket.h"
+#include "processes.h"
+#include "transport/cpu/message.h"
+#include "transport/cpu/shared_memory.h"
+
+namespace jax_ub {
+namespace {
+
+const std::string kLabel = "all_gather";
+
+WaitReason Reason() { return {kLabel, 0, 60}; }
+
+TEST(AProcessThatNeverComesIsNamedAtTheDeadline) {
+  Bulletin bulletin;
+  Processes processes(4, [&](int process) {
+    if (process >= 2) {
+      const Endpoint endpoint;
+      bulletin.Publish(process, endpoint.address());
+      Hang();
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    try {
+      ConnectAs(process, bulletin, {0, 1, 2, 3, 3}, 4096, 0.3);
+    } catch (const DeadlineError&) {
+      CHECK(SecondsSince(begin) >= 0.3);
+      throw;
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  processes.Signal(2, SIGKILL);
+  processes.Signal(3, SIGKILL);
+  const std::vector<std::string> texts = processes.Join();
+  for (int p = 0; p < 2; ++p) {
+    CHECK(Contains(texts[p], "CommunicatorError: jax_ub.tp: rank "));
+    CHECK(Contains(texts[p],
+                   " waited 0.3 s for rank 2 (process 2) and ranks 3, 4 (process 3) to "
+                   "connect"));
+  }
+}
+
+TEST(AProcessThatDiesBeforeItConnectsIsNamedAtOnce) {
+  for (const int dead : {0, 2}) {
+    Bulletin bulletin;
+    Processes processes(3, [&](int process) {
+      if (process == dead) {
+        const Endpoint endpoint;
+        bulletin.Publish(process, endpoint.address());
+        bulletin.WaitForWord(1);
+        Hang();
+      }
+      AtOnce([&] { ConnectAs(process, bulletin, {0, 1, 2}, 4096, 60); });
+    });
+    bulletin.Read(3);
+    ++bulletin.word();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    processes.Signal(dead, SIGKILL);
+    const std::vector<std::string> texts = processes.Join();
+    const std::string number = std::to_string(dead);
+    for (int p = 0; p < 3; ++p) {
+      if (p == dead) continue;
+      CHECK(Contains(texts[p], "CommunicatorError: jax_ub.tp: rank " + number +
+                                   " (process " + number));
+      CHECK(Contains(texts[p], "failed or ended before it connected"));
+    }
+  }
+}
+
+TEST(AnEndpointThatIsGoneIsNamedAtOnce) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    if (process == 0) {
+      const Endpoint endpoint;
+      bulletin.Publish(process, endpoint.address());
+      return;
+    }
+    bulletin.Read(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    AtOnce([&] { ConnectAs(process, bulletin, {0, 1}, 4096, 60); });
+  });
+  CHECK_EQ(processes.Join()[1],
+           "CommunicatorError: jax_ub.tp: rank 0 (process 0) failed or ended before it "
+           "connected");
+}
+
+TEST(ProcessesThatWantDifferentThingsAreToldBoth) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    AtOnce([&] { ConnectAs(process, bulletin, {0, 1}, 4096 * (process + 1), 60); });
+  });
+  for (const std::string& text : processes.Join()) {
+    CHECK(Contains(text, "CommunicatorError: jax_ub.tp: rank 1 (process 1, pid "));
+    CHECK(Contains(text, "halves of 8192 bytes"));
+    CHECK(Contains(text, "halves of 4096 bytes"));
+  }
+}
+
+TEST(NobodyWaitsWhenSomeWantDifferentThings) {
+  Bulletin bulletin;
+  Processes processes(4, [&](int process) {
+    AtOnce([&] {
+      ConnectAs(process, bulletin, {0, 1, 2, 3}, process == 1 ? 8192 : 4096, 60);
+    });
+  });
+  for (const std::string& text : processes.Join()) {
+    CHECK(Contains(text, "CommunicatorError: jax_ub.tp: rank "));
+  }
+}
+
+// Who does not know the token gets nothing and disturbs nobody.
+TEST(AWrongTokenIsRefused) {
+  Bulletin bulletin;
+  Processes processes(3, [&](int process) {
+    if (process == 2) {
+      auto peers = bulletin.Read(2);
+      peers[0].token ^= 1;
+      try {
+        AtOnce([&] {
+          SharedCommunicator::Connect(std::make_unique<Endpoint>(), {{0, 1}, 1, "tp"},
+                                      peers, 4096, 60);
+        });
+      } catch (...) {
+        ++bulletin.word();
+        throw;
+      }
+    }
+    if (process == 1) {
+      auto endpoint = std::make_unique<Endpoint>();
+      bulletin.Publish(1, endpoint->address());
+      bulletin.WaitForWord(1);
+      SharedCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
+                                  bulletin.Read(2), 4096, 20)
+          ->Barrier(0, 0, Reason());
+      return;
+    }
+    ConnectAs(0, bulletin, {0, 1})->Barrier(0, 0, Reason());
+  });
+  const std::vector<std::string> texts = processes.Join();
+  CHECK_EQ(texts[0], "");
+  CHECK_EQ(texts[1], "");
+  CHECK_EQ(texts[2],
+           "CommunicatorError: jax_ub.tp: rank 0 (process 0) refused this process, "
+           "failed or ended before it connected");
+}
+
+TEST(AGroupOfTwoUsersIsRefused) {
+  if (geteuid() != 0) return;  // only root can become somebody else
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    if (process == 1 && setuid(65534) != 0) throw std::runtime_error("setuid");
+    AtOnce([&] { ConnectAs(process, bulletin, {0, 1}, 4096, 60); });
+  });
+  const std::vector<std::string> texts = processes.Join();
+  CHECK(Contains(texts[0], "is of user 65534, this process of user 0") ||
+        Contains(texts[1], "is of user 0, this process of user 65534"));
+  for (const std::string& text : texts) CHECK(text != "");
+}
+
+// Who knows name and token, but is somebody else, gets nothing and disturbs nobody.
+TEST(AnotherUserIsRefused) {
+  if (geteuid() != 0) return;  // only root can become somebody else
+  Bulletin bulletin;
+  Processes processes(3, [&](int process) {
+    if (process == 2) {
+      if (setuid(65534) != 0) throw std::runtime_error("setuid");
+      const PeerAddress address = bulletin.Read(1)[0];
+      FileDescriptor connection;
+      CHECK(Dial(address.address, &connection) == DialResult::kConnected);
+      Hello hello;
+      hello.token = address.token;
+      hello.process = 1;
+      const SharedMapping memory = SharedMapping::Create(4096);
+      SendHello(connection, hello, memory.descriptor());
+      std::vector<pollfd> polled = {{connection.get(), POLLIN, 0}};
+      Poll(polled);
+      CHECK(ReceiveMessage(connection).arrival == Arrival::kEnd);
+      ++bulletin.word();
+      return;
+    }
+    if (process == 1) {
+      auto endpoint = std::make_unique<Endpoint>();
+      bulletin.Publish(1, endpoint->address());
+      bulletin.WaitForWord(1);
+      SharedCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
+                                  bulletin.Read(2), 4096, 20)
+          ->Barrier(0, 0, Reason());
+      return;
+    }
+    ConnectAs(0, bulletin, {0, 1})->Barrier(0, 0, Reason());
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+int CountFiles(const char* folder) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    static_cast<void>(entry);
+    ++count;
+  }
+  return count;
+}
+
+int CountMappings() {
+  std::ifstream maps("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (Contains(line, "jax_ub")) ++count;
+  }
+  return count;
+}
+
+TEST(NothingIsLeftAfterManyCycles) {
+  constexpr int kNumCycles = 200;
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    std::mt19937 random(process);
+    const int num_files = CountFiles("/proc/self/fd");
+    int num_threads = 0;
+    for (int round = 1; round <= kNumCycles; ++round) {
+      const auto ranks = ConnectAs(process, bulletin, {0, 1}, 4096, 20, round);
+      ranks->Barrier(0, 0, Reason());
+      CHECK_EQ(CountMappings(), 2);
+      // Sanitizers have threads of their own.
+      if (round == 1) num_threads = CountFiles("/proc/self/task");
+      CHECK_EQ(CountFiles("/proc/self/task"), num_threads);
+      if (random() % 4 == 0) ranks->Poison(std::make_exception_ptr(Error("x")));
+      if (random() % 2 == 0) ranks->Close();
+    }
+    CHECK_EQ(CountFiles("/proc/self/fd"), num_files);
+    CHECK_EQ(CountFiles("/proc/self/task"), num_threads - 1);
+    CHECK_EQ(CountMappings(), 0);
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+TEST(NothingIsLeftWhenConnectingFails) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    const int num_files = CountFiles("/proc/self/fd");
+    for (int round = 1; round <= 20; ++round) {
+      CHECK_THROWS(
+          ConnectAs(process, bulletin, {0, 1}, 4096 * (process + 1), 20, round),
+          "CommunicatorError: jax_ub.tp: ");
+      CHECK_EQ(CountFiles("/proc/self/fd"), num_files);
+      CHECK_EQ(CountMappings(), 0);
+    }
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+// Memory without a name in any file system does not care how large /dev/shm is.
+TEST(ATinyDevShmDoesNotMatter) {
+  if (geteuid() != 0) return;  // only root can mount
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    if (unshare(CLONE_NEWNS) != 0 ||
+        mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4k") != 0 ||
+        mount("tmpfs", "/tmp", "tmpfs", MS_RDONLY, "size=4k") != 0) {
+      std::cout << "     left out: no right to mount" << std::endl;
+      return;
+    }
+    constexpr int64_t kHalfBytes = 8 << 20;
+    const auto ranks = ConnectAs(process, bulletin, {0, 1}, kHalfBytes);
+    std::memset(ranks->half(process, 0), process + 1, kHalfBytes);
+    ranks->Barrier(0, 0, Reason());
+    CHECK(ranks->half(1 - process, 0)[kHalfBytes - 1] == std::byte(2 - process));
+    CHECK_EQ(CountFiles("/dev/shm"), 0);
+    CHECK_EQ(CountFiles("/tmp"), 0);
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
