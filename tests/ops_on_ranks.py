@@ -22,6 +22,11 @@ def integers_like(params, seed: int = 0):
     return jax.tree.unflatten(tree, drawn)
 
 
+def integers_of(seq, seed: int = 0):
+    """Small integers as the parameters of a Sequential."""
+    return integers_like(jax.eval_shape(seq.init, jax.random.key(0)), seed)
+
+
 def value_and_gradients(function, weights):
     """A jitted function of (params, x, ...): y, and gradients of sum(weights * y)."""
 
@@ -48,7 +53,7 @@ def assert_are_plain(cases, plain, num_ranks, x, **options):
         **options: of `shard_map`.
     """
     mesh = tp_mesh(num_ranks)
-    params = integers_like(cases[0][0].init(jax.random.key(0)))
+    params = integers_of(cases[0][0])
     shape = jax.eval_shape(plain, params, x)
     weights = small_integers(99, shape.shape, shape.dtype)
     steps = [

@@ -13,7 +13,7 @@ def make_groups(
     """Cuts two lists over the same basic operations where windows of both end."""
     forward, backward = _by_place(forward_ops), _by_place(backward_ops)
     cuts = sorted(set(forward) & set(backward))
-    ends = [*cuts[1:], len(routes.sources)]
+    ends = [*cuts[1:], len(routes.sources)] if cuts else []
     return tuple(
         _group(forward, backward, routes, range(first, last))
         for first, last in zip(cuts, ends, strict=True)

@@ -130,7 +130,8 @@ def test_mesh_in_reach_counts():
     run = jax.shard_map(
         step, mesh=tp_mesh(2), in_specs=(seq.specs(), P("tp")), out_specs=P("tp")
     )
-    jax.eval_shape(run, seq.init(jax.random.key(0)), np.zeros((8, 64), "float32"))
+    params = jax.eval_shape(seq.init, jax.random.key(0))
+    jax.eval_shape(run, params, np.zeros((8, 64), "float32"))
     assert seen[0].overlapped
     assert seen[0].moved_bytes == 64 / 2 * 64 * 2
 

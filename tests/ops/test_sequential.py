@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from operands import normal
+from ops_on_ranks import value_and_gradients
 from programs import on_ranks, tp_mesh
 
+import jax_ub as ub
 from jax_ub import ops
 
 
@@ -24,6 +27,12 @@ def block():
     )
 
 
+def normal_of(seq):
+    """Normally distributed parameters, of a size that keeps sums small."""
+    shapes = jax.eval_shape(seq.init, jax.random.key(0))
+    return jax.tree.map(lambda shape: normal(0, shape.shape) / 4, shapes)
+
+
 def plain_block(params, x):
     _, norm, up, _, down, _, _ = params
     mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
@@ -33,22 +42,190 @@ def plain_block(params, x):
     return x + 0.5 * (y @ down["kernel"] + down["bias"])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_ranks, check_vma", [(1, True), (2, True), (2, False), (4, True)]
+)
 def test_block_and_its_gradients_are_those_of_plain_jax(num_ranks, check_vma):
     seq = block()
-    params = jax.tree.map(lambda p: p + 0.25, seq.init(jax.random.key(0)))
-    x = jax.random.normal(jax.random.key(1), (3, 8, 8))
+    params = normal_of(seq)
+    x = normal(1, (3, 8, 8))
     specs = (seq.specs(), P(None, "tp"))
     run = on_ranks(seq, tp_mesh(num_ranks), specs, P(None, "tp"), check_vma=check_vma)
 
     def step(function):
-        loss = lambda *v: jnp.sum(jnp.sin(function(*v)))  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+        return value_and_gradients(lambda *v: jnp.sin(function(*v)), 1.0)(params, x)
 
-    np.testing.assert_allclose(run(params, x), plain_block(params, x), atol=2e-5)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5),
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
         step(run),
         step(plain_block),
+    )
+
+
+def test_is_a_list():
+    a, b, c = ops.GELU(), ops.ReLU(), ops.SiLU()
+    seq = ops.Sequential(a)
+    assert seq.append(c).insert(1, b) is seq
+    assert list(seq) == [a, b, c]
+    assert len(seq) == 3
+    assert seq[1] == b
+    assert seq[1:] == ops.Sequential(b, c)
+    assert seq + [a] == ops.Sequential(a, b, c, a)
+    assert seq + ops.Sequential(a) == ops.Sequential(a, b, c, a)
+    assert seq.pop() == c
+    assert seq.pop(0) == a
+    seq += [c]
+    seq.extend([a, b])
+    seq[0] = c
+    del seq[1]
+    assert list(seq) == [c, a, b]
+    assert seq != [c, a, b]
+    assert hash(seq) == hash(ops.Sequential(c, a, b))
+    with pytest.raises(
+        ub.errors.ShapeContractError, match="a Bound is not an operation"
+    ):
+        seq.append(type("Bound", (), {})())
+
+
+def test_text_is_how_to_make_it():
+    seq = ops.Sequential(ops.Linear(4, 8, use_bias=False), ops.GELU())
+    assert repr(seq) == (
+        "Sequential(\n"
+        "  (0): Linear(in_features=4, out_features=8, use_bias=False)\n"
+        "  (1): GELU()\n)"
+    )
+    assert repr(ops.Sequential()) == "Sequential()"
+
+
+def test_changed_list_is_traced_anew():
+    seq, x = ops.Sequential(ops.ConstantScale(2.0)), jnp.ones(3)
+    run = jax.jit(lambda seq, params, x: seq(params, x), static_argnums=0)
+    np.testing.assert_array_equal(run(seq, ({},), x), 2 * x)
+    seq.append(ops.ConstantScale(5.0))
+    np.testing.assert_array_equal(run(seq, ({}, {}), x), 10 * x)
+
+
+def test_a_sequential_may_be_an_entry_of_another():
+    inner = ops.Sequential(ops.Linear(4, 8), ops.ReLU())
+    seq = ops.Sequential(inner, ops.Linear(8, 4))
+    params, x = normal_of(seq), normal(1, (3, 4))
+    assert jax.tree.structure(params) == jax.tree.structure(seq.specs())
+    (up, _), down = params
+    expected = jax.nn.relu(x @ up["kernel"] + up["bias"]) @ down["kernel"]
+    np.testing.assert_allclose(seq(params, x), expected + down["bias"], rtol=1e-5)
+    with pytest.raises(
+        ub.errors.ShapeContractError, match="Sequential: params is a dict"
+    ):
+        seq(({}, down), x)
+
+
+def test_empty_one_returns_its_input():
+    x = jnp.ones(3)
+    assert ops.Sequential()((), x) is x
+
+
+def test_parameters_are_those_of_flax():
+    from flax import nnx
+
+    seq = ops.Sequential(ops.Linear(4, 8), ops.LayerNorm(8, eps=1e-6))
+    linear, norm = (
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
+        nnx.LayerNorm(8, rngs=nnx.Rngs(1)),
+    )
+    params = tuple(nnx.to_pure_dict(nnx.state(layer)) for layer in (linear, norm))
+    assert jax.tree.structure(params) == jax.tree.structure(seq.specs())
+    x = normal(1, (3, 4))
+    np.testing.assert_allclose(seq(params, x), norm(linear(x)), atol=1e-5)
+
+
+def test_init_depends_on_the_key_and_the_place_only():
+    seq = ops.Sequential(ops.Linear(4, 4), ops.Linear(4, 4))
+    first, second = seq.init(jax.random.key(0))
+    assert not np.array_equal(first["kernel"], second["kernel"])
+    again, _ = (seq + [ops.Bias(4)])[:2].init(jax.random.key(0))
+    np.testing.assert_array_equal(first["kernel"], again["kernel"])
+
+
+def transformed(seq, params, x):
+    """Ways to differentiate twice the same block, one after another."""
+
+    def loss(apply):
+        def run(params, x):
+            carried = jax.lax.scan(lambda x, _: (apply(params, x), None), x, length=2)[
+                0
+            ]
+            return jnp.sum(jnp.sin(carried))
+
+        return run
+
+    keep = jax.checkpoint_policies.save_only_these_names("jax_ub.x")
+    return {
+        "plain": loss(seq),
+        "remat": loss(jax.checkpoint(seq)),
+        "policy": loss(jax.checkpoint(seq, policy=keep)),
+        "unrolled": lambda p, x: jnp.sum(jnp.sin(seq(p, seq(p, x)))),
+    }
+
+
+def test_remat_scan_and_vmap_give_the_same_gradients():
+    seq, mesh = block(), tp_mesh(2)
+    params, x = normal_of(seq), normal(1, (3, 8, 8))
+
+    def gradients(params, x):
+        ways = transformed(seq, params, x)
+        ways["vmap"] = lambda p, x: jnp.sum(
+            jnp.sin(jax.vmap(lambda row: seq(p, seq(p, row)))(x))
+        )
+        return {name: jax.grad(way, (0, 1))(params, x) for name, way in ways.items()}
+
+    specs = (seq.specs(), P(None, "tp"))
+    names = ("plain", "remat", "policy", "unrolled", "vmap")
+    found = on_ranks(gradients, mesh, specs, dict.fromkeys(names, specs))(params, x)
+    plain = transformed(plain_block, params, x)["unrolled"]
+    expected = jax.jit(jax.grad(plain, (0, 1)))(params, x)
+    for name in names:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+            found[name],
+            expected,
+        )
+
+
+def test_remat_saves_memory():
+    seq = ops.Sequential(ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8))
+    params, x = normal_of(seq), jnp.ones((256, 8))
+
+    def saved(**options):
+        apply = jax.checkpoint(seq, **options) if options else seq
+        _, transposed = jax.vjp(lambda p: apply(p, x), params)
+        return sum(leaf.size for leaf in jax.tree.leaves(transposed))
+
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert saved(policy=nothing) < saved()
+
+
+def test_is_differentiated_once_only():
+    seq = ops.Sequential(ops.Linear(4, 4))
+    params, x = normal_of(seq), jnp.ones((2, 4))
+    loss = lambda x: jnp.sum(seq(params, x) ** 2)  # noqa: E731
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (x,), (x,))
+
+
+def test_gradient_is_that_of_an_eager_call():
+    seq = ops.Sequential(ops.Linear(4, 4), ops.ReLU())
+    params, x = normal_of(seq), jnp.ones((2, 4))
+    loss = lambda params: jnp.sum(seq(params, x) ** 2)  # noqa: E731
+    eager, jitted = jax.grad(loss)(params), jax.jit(jax.grad(loss))(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, jitted
+    )
+    run = jax.shard_map(
+        lambda p, x: jax.grad(lambda p: jnp.sum(seq(p, x) ** 2))(p),
+        mesh=tp_mesh(2),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(params, x), eager
     )

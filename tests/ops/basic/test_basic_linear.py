@@ -12,7 +12,7 @@ from ops_on_ranks import (
     RANKS_AND_DTYPES,
     TOKENS,
     assert_are_plain,
-    integers_like,
+    integers_of,
     value_and_gradients,
 )
 from programs import calls, compiled_text, copies, dp_tp_mesh, on_ranks, tp_mesh
@@ -59,11 +59,13 @@ def cases():
     ]
 
 
-@pytest.mark.parametrize("kernel", [(64, 32), (3, 5), (128, 128)])
-@pytest.mark.parametrize("rows", [(), (5, 1), (4, 2, 4), (128,)])
+@pytest.mark.parametrize(
+    "kernel, rows",
+    [((64, 32), ()), ((3, 5), (5, 1)), ((128, 128), (4, 2, 4)), ((3, 5), (128,))],
+)
 def test_any_leading_axes(kernel, rows):
     seq = ops.Sequential(linear(k=kernel[0], n=kernel[1]))
-    params = integers_like(seq.init(jax.random.key(0)))
+    params = integers_of(seq)
     x = small_integers(1, (*rows, kernel[0]))
     weights = small_integers(2, (*rows, kernel[1]))
     actual = value_and_gradients(seq, weights)(params, x)
@@ -75,7 +77,7 @@ def test_accumulates_into_main_grad(layout):
     x_spec, y_spec = LAYOUTS.get(layout, (P(), P()))
     num_ranks = 1 if layout[0] is None else 4
     seq = ops.Sequential(linear(*layout, accumulate_into_main_grad=True))
-    params = integers_like(seq.init(jax.random.key(0)))
+    params = integers_of(seq)
     x = small_integers(1, (8, 24))
     weights = small_integers(2, (8, 48))
     run = on_ranks(seq, tp_mesh(num_ranks), (seq.specs(), x_spec), y_spec)
@@ -89,9 +91,7 @@ def test_accumulates_into_main_grad(layout):
 
 def test_accumulates_in_place_under_a_scan_over_microbatches():
     seq = ops.Sequential(linear("column", True, accumulate_into_main_grad=True))
-    weights, main_grads = ops.split_main_grads(
-        integers_like(seq.init(jax.random.key(0)))
-    )
+    weights, main_grads = ops.split_main_grads(integers_of(seq))
     specs, main_grad_specs = ops.split_main_grads(seq.specs())
 
     def step(weights, main_grads, xs):
@@ -171,7 +171,7 @@ def test_computes_in_its_dtype_and_keeps_that_of_the_parameters():
 
 def test_data_parallel_ranks_add_up_their_gradients():
     seq = ops.Sequential(linear("column", True))
-    params = integers_like(seq.init(jax.random.key(0)))
+    params = integers_of(seq)
     x, weights = small_integers(1, (16, 24)), small_integers(2, (16, 48))
     specs = (seq.specs(), P(("dp", "tp")))
     run = on_ranks(seq, dp_tp_mesh(2, 2), specs, P("dp", "tp"))

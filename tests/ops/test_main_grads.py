@@ -1,0 +1,94 @@
+"""Parameters and accumulators in the hands of optax and orbax."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from ops_on_ranks import integers_of
+from programs import on_ranks, tp_mesh
+
+from jax_ub import ops
+
+
+def mlp():
+    options = {"sequence_parallel": True, "accumulate_into_main_grad": True}
+    return ops.Sequential(
+        ops.Linear(8, 16, tensor_parallel_mode="column", **options),
+        ops.ReLU(),
+        ops.Linear(16, 8, tensor_parallel_mode="row", **options),
+    )
+
+
+def plain(params, x):
+    up, _, down = params
+    y = jax.nn.relu(x @ up["kernel"] + up["bias"])
+    return y @ down["kernel"] + down["bias"]
+
+
+def test_split_and_merge_are_inverses():
+    params = mlp().init(jax.random.key(0))
+    weights, main_grads = ops.split_main_grads(params)
+    assert (
+        sorted(main_grads[0]) == sorted(weights[0]) == ["bias", "kernel", "main_grad"]
+    )
+    assert len(jax.tree.leaves(main_grads)) == 2
+    assert len(jax.tree.leaves(weights)) == 4
+    assert_equal(ops.merge_main_grads(weights, main_grads), params)
+
+
+def test_microbatches_add_up_to_the_gradient_of_an_optimizer():
+    seq, mesh = mlp(), tp_mesh(2)
+    params = integers_of(seq)
+    weights, main_grads = ops.split_main_grads(params)
+    main_grads = jax.tree.map(jnp.zeros_like, main_grads)
+    weight_specs, main_grad_specs = ops.split_main_grads(seq.specs())
+    xs = small_integers(5, (3, 8, 8))
+
+    def loss(weights, main_grads, x):
+        return jnp.sum(seq(ops.merge_main_grads(weights, main_grads), x) ** 2)
+
+    def accumulate(weights, main_grads, xs):
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+
+        def microbatch(carried, x):
+            others, main_grads = carried
+            new, main_grads = jax.grad(loss, (0, 1))(weights, main_grads, x)
+            return (jax.tree.map(jnp.add, others, new), main_grads), None
+
+        (others, main_grads), _ = jax.lax.scan(microbatch, (zeros, main_grads), xs)
+        return ops.gradients_of_main_grads(others, main_grads)
+
+    specs = (weight_specs, main_grad_specs, P(None, "tp"))
+    run = on_ranks(accumulate, mesh, specs, weight_specs)
+    gradients = run(weights, main_grads, xs)
+    total = lambda weights: sum(jnp.sum(plain(weights, x) ** 2) for x in xs)  # noqa: E731
+    assert_equal(gradients, jax.jit(jax.grad(total))(weights))
+
+    optimizer = optax.adamw(1e-2)
+    state = optimizer.init(weights)
+    updates, _ = optimizer.update(gradients, state, weights)
+    moved = optax.apply_updates(weights, updates)
+    assert jax.tree.structure(moved) == jax.tree.structure(weights)
+
+
+def test_parameters_come_back_from_a_checkpoint_in_their_places(tmp_path):
+    seq, mesh = mlp(), tp_mesh(2)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), seq.specs())
+    params = jax.device_put(seq.init(jax.random.key(0)), shardings)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", params)
+        checkpointer.wait_until_finished()
+        shapes = jax.eval_shape(seq.init, jax.random.key(0))
+        like = jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=sharding
+            ),
+            shapes,
+            shardings,
+        )
+        restored = checkpointer.restore(tmp_path / "step", like)
+    assert_equal(restored, params)
+    assert jax.tree.map(lambda p: p.sharding, restored) == shardings
