@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <string>
 #include <utility>
 
@@ -39,6 +40,18 @@ FileDescriptor NewMemory() {
   return memory;
 }
 
+// The system gives more than there is, and then kills whoever touches it.
+void CheckAvailable(int64_t size_bytes) {
+  std::ifstream file("/proc/meminfo");
+  for (std::string key, rest; file >> key && std::getline(file, rest);) {
+    if (key != "MemAvailable:") continue;
+    const int64_t available_bytes = std::stoll(rest) * 1024;
+    if (size_bytes <= available_bytes) return;
+    throw SystemError("memory of " + Bytes(size_bytes) + ": only " +
+                      Bytes(available_bytes) + " are available");
+  }
+}
+
 }  // namespace
 
 void MappingTraits::Close(MappedRange mapping) noexcept {
@@ -60,6 +73,7 @@ SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
 }
 
 SharedMapping SharedMapping::Create(int64_t size_bytes) {
+  CheckAvailable(size_bytes);
   FileDescriptor memory = NewMemory();
   if (fchmod(memory.get(), S_IRUSR | S_IWUSR) != 0) ThrowSystemError("fchmod", errno);
   if (ftruncate(memory.get(), size_bytes) != 0) {

@@ -1,0 +1,238 @@
+// What the operating system lends: descriptors, shared memory, sockets, sleeps.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "check.h"
+#include "platform/error.h"
+#include "platform/futex.h"
+#include "platform/handle.h"
+#include "platform/shared_mapping.h"
+#include "platform/unix_socket.h"
+
+namespace jax_ub {
+namespace {
+
+constexpr int64_t kPage = 4096;
+
+std::string NewName() { return "jax_ub-test-" + std::to_string(RandomBits()); }
+
+std::span<const std::byte> BytesOf(const std::string& text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// Both ends of a connection.
+struct Pair {
+  Pair() {
+    const std::string name = NewName();
+    listener = ListenAt(name);
+    CHECK(Dial(name, &dialed) == DialResult::kConnected);
+    accepted = Accept(listener);
+  }
+  FileDescriptor listener, dialed, accepted;
+};
+
+struct CountedTraits {
+  using Value = int;
+  static constexpr int kNone = 0;
+  static inline std::string closed;
+  static void Close(int value) noexcept { closed += std::to_string(value); }
+};
+
+TEST(AHandleIsClosedOnceByItsLastOwner) {
+  using Counted = UniqueHandle<CountedTraits>;
+  CountedTraits::closed = "";
+  {
+    Counted one(1), two(2), none;
+    CHECK(!none && one && one.get() == 1);
+    none = std::move(one);
+    CHECK(!one && none.get() == 1);
+    none = std::move(none);
+    CHECK_EQ(CountedTraits::closed, "");
+    none = std::move(two);  // 1 has no owner any more
+    CHECK_EQ(CountedTraits::closed, "1");
+    Counted three(3);
+    CHECK_EQ(three.release(), 3);
+    Counted moved(std::move(none));
+  }
+  CHECK_EQ(CountedTraits::closed, "12");
+}
+
+TEST(MemoryIsSharedSealedPrivateAndZero) {
+  SharedMapping own = SharedMapping::Create(3 * kPage);
+  const int descriptor = own.descriptor().get();
+  struct stat status = {};
+  CHECK_EQ(fstat(descriptor, &status), 0);
+  CHECK_EQ(status.st_mode & 0777, 0600u);
+  CHECK_EQ(status.st_size, 3 * kPage);
+  CHECK_EQ(status.st_blocks * 512, 3 * kPage);  // all of it is there
+  CHECK(ftruncate(descriptor, kPage) != 0);
+  CHECK(ftruncate(descriptor, 4 * kPage) != 0);
+  CHECK(fcntl(descriptor, F_ADD_SEALS, F_SEAL_WRITE) != 0);
+  CHECK((fcntl(descriptor, F_GETFD) & FD_CLOEXEC) != 0);
+
+  FileDescriptor passed(dup(descriptor));
+  const SharedMapping other = SharedMapping::Map(std::move(passed), 3 * kPage);
+  CHECK(other.data() != own.data());
+  CHECK(other.data()[3 * kPage - 1] == std::byte{0});
+  own.data()[3 * kPage - 1] = std::byte{7};
+  CHECK(other.data()[3 * kPage - 1] == std::byte{7});
+  CHECK(!other.descriptor());
+}
+
+TEST(OnlySealedMemoryOfTheRightSizeIsMapped) {
+  const SharedMapping own = SharedMapping::Create(kPage);
+  CHECK_THROWS(
+      SharedMapping::Map(FileDescriptor(dup(own.descriptor().get())), 2 * kPage),
+      "memory of 4096 bytes instead of 8192 bytes");
+  FileDescriptor unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  CHECK_EQ(ftruncate(unsealed.get(), kPage), 0);
+  CHECK_THROWS(SharedMapping::Map(std::move(unsealed), kPage),
+               "memory whose size is not sealed");
+  CHECK_THROWS(SharedMapping::Map(FileDescriptor(open("/dev/zero", O_RDWR)), kPage),
+               "memory whose size is not sealed");
+}
+
+TEST(MemoryThatIsNotThereIsAnErrorAtOnce) {
+  CHECK_THROWS(SharedMapping::Create(int64_t{1} << 46),
+               "memory of 70368744177664 bytes: only ");
+}
+
+TEST(ADescriptorIsPassedWithAMessage) {
+  Pair pair;
+  const SharedMapping own = SharedMapping::Create(kPage);
+  own.data()[5] = std::byte{9};
+  CHECK(Send(pair.dialed, BytesOf("here"), &own.descriptor()));
+  CHECK(Send(pair.dialed, BytesOf("and more")));
+  std::byte buffer[64];
+  Received first = Receive(pair.accepted, buffer);
+  CHECK(first.arrival == Arrival::kMessage);
+  CHECK_EQ(std::string(reinterpret_cast<char*>(buffer), first.size), "here");
+  CHECK((fcntl(first.passed.get(), F_GETFD) & FD_CLOEXEC) != 0);
+  CHECK(SharedMapping::Map(std::move(first.passed), kPage).data()[5] == std::byte{9});
+  const Received second = Receive(pair.accepted, buffer);
+  CHECK_EQ(std::string(reinterpret_cast<char*>(buffer), second.size), "and more");
+  CHECK(!second.passed);
+  CHECK(Receive(pair.accepted, buffer).arrival == Arrival::kNothing);
+  CHECK(!Accept(pair.listener));
+}
+
+TEST(WhatAPeerSaidBeforeItLeftIsHeard) {
+  Pair pair;
+  CHECK(Send(pair.accepted, BytesOf("unread")));
+  CHECK(Send(pair.dialed, BytesOf("last words")));
+  pair.dialed.reset();  // with a message unread
+  std::byte buffer[64];
+  CHECK_EQ(Receive(pair.accepted, buffer).size, 10u);
+  CHECK(Receive(pair.accepted, buffer).arrival == Arrival::kEnd);
+  CHECK(Receive(pair.accepted, buffer).arrival == Arrival::kEnd);
+  CHECK(!Send(pair.accepted, BytesOf("nobody")));
+}
+
+TEST(APeerThatDoesNotReadBlocksNobody) {
+  Pair pair;
+  const std::string message(4096, 'x');
+  int num_sent = 0;
+  while (num_sent < 100000 && Send(pair.dialed, BytesOf(message))) ++num_sent;
+  CHECK(num_sent > 0 && num_sent < 100000);
+}
+
+TEST(NobodyListensBeforeAndBehindAListener) {
+  const std::string name = NewName();
+  FileDescriptor connection;
+  CHECK(Dial(name, &connection) == DialResult::kNobody);
+  FileDescriptor listener = ListenAt(name);
+  CHECK_THROWS(ListenAt(name), "bind: ");
+  CHECK(Dial(name, &connection) == DialResult::kConnected);
+  CHECK_EQ(PeerCredentials(connection).pid, getpid());
+  CHECK_EQ(PeerCredentials(connection).uid, geteuid());
+  listener.reset();
+  // What was connected to it, and never accepted, ends.
+  std::byte buffer[8];
+  CHECK(Receive(connection, buffer).arrival == Arrival::kEnd);
+  CHECK(Dial(name, &connection) == DialResult::kNobody);
+  CHECK_THROWS(ListenAt(std::string(200, 'x')), "is no name for a socket");
+}
+
+TEST(ASleepEndsByAWakeOrByItsDeadline) {
+  std::atomic<uint32_t> word{4};
+  const auto begin = Deadline::Clock::now();
+  FutexWait(word, 4, begin + std::chrono::milliseconds(20));
+  CHECK(Deadline::Clock::now() - begin >= std::chrono::milliseconds(20));
+  FutexWait(word, 5, begin + std::chrono::hours(1));  // it is another value already
+  FutexWait(word, 4, Deadline::Clock::time_point());  // long over
+  std::thread waker([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    word = 5;
+    FutexWake(word);
+  });
+  while (word == 4) FutexWait(word, 4, begin + std::chrono::hours(1));
+  waker.join();
+  CHECK(Deadline::Clock::now() - begin < std::chrono::minutes(1));
+}
+
+TEST(TheWordOfASleepMayLieInTwoMappings) {
+  const SharedMapping own = SharedMapping::Create(kPage);
+  const SharedMapping other =
+      SharedMapping::Map(FileDescriptor(dup(own.descriptor().get())), kPage);
+  auto* word = reinterpret_cast<std::atomic<uint32_t>*>(own.data());
+  auto* same_word = reinterpret_cast<std::atomic<uint32_t>*>(other.data());
+  std::thread waker([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    same_word->store(1);
+    FutexWake(*same_word);
+  });
+  const auto begin = Deadline::Clock::now();
+  while (word->load() == 0) FutexWait(*word, 0, begin + std::chrono::minutes(1));
+  waker.join();
+  CHECK(Deadline::Clock::now() - begin < std::chrono::seconds(30));
+}
+
+TEST(AWaitForDescriptorsEndsByAnEventOrByItsDeadline) {
+  const FileDescriptor event = NewEvent();
+  std::vector<pollfd> polled = {{event.get(), POLLIN, 0}, {-1, POLLIN, 0}};
+  const auto begin = Deadline::Clock::now();
+  CHECK(!Poll(polled, begin + std::chrono::milliseconds(20)));
+  CHECK(Deadline::Clock::now() - begin >= std::chrono::milliseconds(20));
+  NotifyEvent(event);
+  NotifyEvent(event);
+  CHECK(Poll(polled, begin));
+  Poll(polled);
+  CHECK(polled[0].revents == POLLIN && polled[1].revents == 0);
+}
+
+TEST(TheStateOfAnotherProcessIsSeen) {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    for (;;) pause();
+  }
+  const FileDescriptor life = WatchProcess(pid);
+  CHECK_EQ(DescribeIfStopped(pid), "");
+  kill(pid, SIGSTOP);
+  waitpid(pid, nullptr, WUNTRACED);
+  CHECK_EQ(DescribeIfStopped(pid), " (it is stopped)");
+  std::vector<pollfd> polled = {{life.get(), POLLIN, 0}};
+  CHECK(!Poll(polled, Deadline::Clock::now()));
+  kill(pid, SIGKILL);
+  CHECK(Poll(polled, Deadline::After(10).time()));
+  waitpid(pid, nullptr, 0);
+  CHECK_EQ(DescribeIfStopped(pid), "");
+  CHECK_EQ(DescribeIfStopped(0), "");
+  CHECK(!WatchProcess(0));
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
