@@ -274,6 +274,7 @@ NB_MODULE(_cpu, m) {
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
   m.def("counters", &Counters);
+  m.def("release_slots", [] { jax_ub::ProcessEngine().ReleaseSlots(); });
 
   m.def(
       "set_local_devices",

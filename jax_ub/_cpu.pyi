@@ -109,6 +109,9 @@ def set_num_threads(num_threads: int) -> None:
 def num_threads() -> int:
     """Returns how many threads compute at a time."""
 
+def release_slots() -> None:
+    """Returns the memory of slots that no call uses; later calls take new ones."""
+
 def counters() -> Counters:
     """Returns what this process did so far."""
 

@@ -15,14 +15,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ub.methods import Method
+from jax_ub.initialize import destroy_ub, initialize_ub
+from jax_ub.methods import Method, fallbacks
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
-from jax_ub.runtime import engine, settings
+from jax_ub.runtime import communicators, engine, hosts, overlaps, settings
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _REQUIRED = _PACKAGES[1:4]
 # As many devices as a trial needs to communicate at all.
 _TRIAL_DEVICES = 2
+# An axis that no program has initialised.
+_TRIAL_AXIS = "the doctor's"
 # jaxlib needs at least two, and waits for some of them itself.
 _POOL_THREADS_EACH = 4
 
@@ -81,6 +84,9 @@ def examine() -> Iterator[Finding]:
     yield from _devices()
     for method in Method:
         yield _trial(method)
+    yield from _between_processes()
+    yield from _named_overlaps()
+    yield from _fallbacks()
 
 
 def _start_trial_devices():
@@ -175,9 +181,9 @@ def _devices():
 def _trial(method: Method) -> Finding:
     """Runs one small AG+GEMM and compares it with numpy's product."""
     name = f'method "{method.value}"'
-    devices = jax.devices()[:_TRIAL_DEVICES]
+    devices = jax.local_devices()[:_TRIAL_DEVICES]
     x, w = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
-    run = _column_linear(Mesh(np.array(devices), ("tp",)), method)
+    run = _column_linear(Mesh(np.array(devices), (_TRIAL_AXIS,)), method)
     try:
         y = np.asarray(run(x, w))
     except Exception as error:  # Whatever it is, the report is where it belongs.
@@ -190,16 +196,85 @@ def _trial(method: Method) -> Finding:
 def _column_linear(mesh, method):
     spec = PartitionSpec
     function = functools.partial(
-        all_gather_matmul, axis_name="tp", method=method, ub_name="doctor"
+        all_gather_matmul, axis_name=_TRIAL_AXIS, method=method
     )
     return jax.jit(
         jax.shard_map(
             function,
             mesh=mesh,
-            in_specs=(spec("tp", None), spec(None, "tp")),
-            out_specs=spec(None, "tp"),
+            in_specs=(spec(_TRIAL_AXIS, None), spec(None, _TRIAL_AXIS)),
+            out_specs=spec(None, _TRIAL_AXIS),
         )
     )
+
+
+def _between_processes():
+    """What processes of a host need to share memory, and which of them do."""
+    host = hosts.short_name(hosts.identity())
+    try:
+        engine.load().endpoint()
+    except ImportError:
+        return
+    except RuntimeError as error:
+        yield Finding("between processes", State.FAULT, str(error))
+    else:
+        text = f"can share memory with others on host {host!r}"
+        yield Finding("between processes", State.FINE, text)
+    failed = dict(communicators.failures())
+    for connection in communicators.connections():
+        name = f"ranks {list(connection.group)}"
+        where = f"processes {sorted(set(connection.processes))}"
+        if connection.group in failed:
+            yield Finding(name, State.FAULT, f"{where}: {failed[connection.group]}")
+        elif connection.reason is not None:
+            text = f'{where}: "auto" is plain jax.lax, since {connection.reason}'
+            yield Finding(name, State.WARNING, text)
+        else:
+            yield Finding(name, State.FINE, f"{where}: connected")
+
+
+def _named_overlaps():
+    """The names of `initialize_ub` and their methods; the defaults if it has none."""
+    if overlaps.domains():
+        yield from map(_finding_of, overlaps.domains())
+        return
+    devices = jax.local_devices()[:_TRIAL_DEVICES]
+    mesh = Mesh(np.array(devices), (_TRIAL_AXIS,))
+    try:
+        initialize_ub((8, 16), len(devices), mesh=mesh, axis_name=_TRIAL_AXIS)
+    except Exception as error:  # Whatever it is, the report is where it belongs.
+        yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
+        return
+    (domain,) = overlaps.domains()
+    text = f"not called here; the defaults are {_methods_of(domain)}"
+    destroy_ub()
+    yield Finding("initialize_ub", State.NOTE, text)
+
+
+def _finding_of(domain):
+    axes = ", ".join(domain.axis_name)
+    text = (
+        f"{domain.tp_size} ranks, [T, H] = {list(domain.shape)}: {_methods_of(domain)}"
+    )
+    return Finding(f"axis {axes}", State.FINE, text)
+
+
+def _methods_of(domain):
+    by_method: dict[str, list[str]] = {}
+    for name, mode in domain.overlaps:
+        method = domain.overlaps[name, mode].method
+        by_method.setdefault(f"{method} ({mode.name})", []).append(name)
+    return "; ".join(f"{one}: {', '.join(names)}" for one, names in by_method.items())
+
+
+def _fallbacks():
+    """The calls of this process that were not overlapped, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for fallback in fallbacks():
+        by_reason.setdefault(fallback.reason, []).append(fallback.label)
+    for reason, labels in by_reason.items():
+        text = f"{len(labels)} calls, the last {labels[-1]}: {reason}"
+        yield Finding("not overlapped", State.WARNING, text)
 
 
 def _state_of(devices):

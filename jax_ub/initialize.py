@@ -128,6 +128,8 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
         if wanted in (None, domain.axis_name):
             overlaps.remove(domain.axis_name)
             communicators.disconnect(domain.groups)
+    if not overlaps.domains():
+        communicators.release_slots()
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
@@ -203,7 +205,20 @@ def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
             )
     table = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
     groups = tuple(map(tuple, table.tolist()))
-    return Domain(axes, tp_size, shape, dtype, modes, found, groups)
+    owners = rank_groups(
+        mesh, axes, [device.process_index for device in mesh.devices.flat]
+    )
+    return Domain(
+        axes,
+        tp_size,
+        shape,
+        dtype,
+        modes,
+        found,
+        groups,
+        num_local_ranks=int((owners == jax.process_index()).sum()),
+        spans_processes=bool((owners != owners[:, :1]).any()),
+    )
 
 
 def _place(axes, domain, devices) -> Place:
@@ -214,7 +229,8 @@ def _place(axes, domain, devices) -> Place:
         process_of=process_of,
         process=jax.process_index(),
         platform=devices[0].platform,
-        capacity=math.prod(domain.shape) if domain is not None else 0,
+        capacity=domain.capacity if domain is not None else 0,
+        num_slots=domain.num_slots if domain is not None else 0,
         name=f"initialize_ub(axis_name={axes!r})",
     )
 

@@ -48,6 +48,9 @@ class Method(enum.Enum):
         return _CODES[self]
 
 
+# Pinned with csrc/engine: pieces of a shard, where a pipeline is not told.
+DEFAULT_SPLITS = 4
+
 # Pinned with csrc/ffi. Where the engine runs an automatic call, it reads in place.
 _CODES = {
     Method.AUTO: 0,

@@ -13,11 +13,6 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
-def num_rows(array) -> int:
-    """The number of rows of `[..., rows, features]`, with all batch axes."""
-    return math.prod(array.shape[:-1])
-
-
 def check_float(op: str, **arrays) -> None:
     """Refuses arrays that are no f32, bf16 or f16."""
     for name, array in arrays.items():

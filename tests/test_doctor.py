@@ -1,12 +1,15 @@
 import json
 
 import pytest
+from programs import tp_mesh
 
+import jax_ub as ub
 from jax_ub import doctor
 from jax_ub.__main__ import main
 from jax_ub.doctor import State
-from jax_ub.methods import Method
-from jax_ub.runtime import engine
+from jax_ub.methods import Fallback, Method
+from jax_ub.runtime import communicators, engine
+from jax_ub.runtime.communicators import Connection
 
 
 def findings():
@@ -72,3 +75,52 @@ def test_wrong_numbers_are_a_fault(monkeypatch):
     finding = findings()['method "direct"']
     assert finding.state is State.FAULT
     assert finding.text == "runs, but its numbers are wrong"
+
+
+def test_names_and_methods_of_the_program_are_shown():
+    text = findings()["initialize_ub"].text
+    assert "not called here" in text
+    assert "pipeline (NONE): proj_fprop, fc2_fprop" in text
+    assert not ub.is_ub_initialized()
+    ub.initialize_ub((8, 16), 2, use_fp8=True, mesh=tp_mesh(2))
+    text = findings()["axis tp"].text
+    assert text.startswith("2 ranks, [T, H] = [8, 16]: ring_exchange (FP8): qkv_fprop")
+    assert ub.is_ub_initialized("tp")
+
+
+def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
+    def refused():
+        raise RuntimeError("CommunicatorError: no sockets here")
+
+    monkeypatch.setattr(engine.load(), "endpoint", refused)
+    finding = findings()["between processes"]
+    assert finding.state is State.FAULT
+    assert "no sockets here" in finding.text
+
+
+def test_connections_and_failures_are_shown(monkeypatch):
+    class Failed:
+        failure = "rank 1 died"
+
+    known = {
+        group: Connection(group, (0, 1), reason, communicator)
+        for group, reason, communicator in (
+            ((0, 9), None, None),
+            ((1, 8), "its ranks span the hosts a and b", None),
+            ((2, 7), None, Failed()),
+        )
+    }
+    monkeypatch.setattr(communicators, "_CONNECTIONS", known)
+    found = findings()
+    assert found["ranks [0, 9]"].text == "processes [0, 1]: connected"
+    assert found["ranks [1, 8]"].state is State.WARNING
+    assert "span the hosts a and b" in found["ranks [1, 8]"].text
+    assert found["ranks [2, 7]"].state is State.FAULT
+    assert "rank 1 died" in found["ranks [2, 7]"].text
+
+
+def test_calls_that_were_not_overlapped_are_counted_by_reason(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
+    )
+    assert findings()["not overlapped"].text == "2 calls, the last b: why"

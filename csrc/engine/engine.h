@@ -44,6 +44,9 @@ class Engine {
   // Says goodbye; calls that are pending fail.
   void Leave(const std::shared_ptr<Conductor>& conductor);
 
+  // Returns the memory of slots that no call uses.
+  void ReleaseSlots() { slots_.ReleaseFree(); }
+
   Crew& crew() { return *crew_; }
   Board& board() { return *board_; }
   Tracer& tracer() { return tracer_; }

@@ -22,6 +22,9 @@ class SlotPool {
   // epochs no longer agree, and it is to be destroyed instead.
   void Give(std::unique_ptr<InProcessCommunicator> communicator);
 
+  // Returns the memory of those that no call uses.
+  void ReleaseFree();
+
   int64_t size_bytes() const;       // of those that exist
   int64_t peak_bytes() const;       // most there ever was
   void Forget(int64_t size_bytes);  // one was destroyed outside

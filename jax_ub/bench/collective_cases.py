@@ -120,9 +120,7 @@ class _Build:
 
     def own(self, function: Callable[..., jax.Array]) -> Contender:
         """The public function, with the method under test."""
-        bound = functools.partial(
-            function, axis_name=AXIS, method=self.place.method, ub_name="bench"
-        )
+        bound = functools.partial(function, axis_name=AXIS, method=self.place.method)
         return self.contender(cases.OWN, bound)
 
     def case(

@@ -18,7 +18,8 @@ _MOST_SM = 32
 _CGA_SIZES = (1, 2, 4, 8)
 # CUDA's stream priorities: a smaller number goes first.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-_MOST_SPLITS = 1 << 16
+# So that 16 ranks do not need more slots than a communicator can have.
+_MOST_SPLITS = 128
 
 
 class CommOverlapType(enum.Enum):

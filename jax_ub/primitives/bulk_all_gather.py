@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ub import reference, shapes
+from jax_ub import reference
 from jax_ub.primitives.call import Call
 
 
@@ -29,7 +29,8 @@ class BulkAllGather(Call):
     def communicated(self, *operands):
         """All ranks' rows of the shard."""
         shard = operands[-1]
-        return shapes.num_rows(shard) * self.num_ranks, shard.shape[-1]
+        rows = shard.shape[-2] * self.num_ranks
+        return (*shard.shape[:-2], rows, shard.shape[-1])
 
     def reference(self, *operands):
         """`sum_i dy_i @ w_i.T`, and `all_gather(shard)`."""

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.methods import Method
+from jax_ub.methods import DEFAULT_SPLITS, Method
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
@@ -64,8 +64,8 @@ class Call:
         """Which operand's buffer becomes which result's."""
         return {}
 
-    def communicated(self, *operands) -> tuple[int, int]:
-        """Rows and features of what is gathered, or summed over the ranks."""
+    def communicated(self, *operands) -> tuple[int, ...]:
+        """Shape of what is gathered, `[..., rows, features]`, or what is summed."""
         raise NotImplementedError
 
     def is_activation(self, index: int) -> bool:
@@ -121,9 +121,7 @@ def _run(call, *operands):
 
 
 def _abstract_eval(*operands, call):
-    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
-    if domain is not None:
-        domain.check_capacity(call.label, *call.communicated(*operands))
+    _check_capacity(call, operands)
     axes = varying.axes_of(*operands)
     if call.replicates:
         axes -= frozenset(call.axis_name)
@@ -131,6 +129,15 @@ def _abstract_eval(*operands, call):
         varying.result_aval(shape, dtype, axes, operands[0])
         for shape, dtype in call.shapes(*operands)
     ]
+
+
+def _check_capacity(call, operands):
+    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
+    if domain is not None:
+        pipelines = call.method is Method.PIPELINE
+        num_splits = (call.num_splits or DEFAULT_SPLITS) if pipelines else 1
+        shape = call.communicated(*operands)
+        domain.check_capacity(call.label, shape, num_splits)
 
 
 def _batch(primitive, operands, dims, *, call):
@@ -156,6 +163,8 @@ def _refuse_jvp(operands, tangents, *, call):
 
 
 def _lower_on_cpu(ctx, *operands, call):
+    # Again: what was traced before initialize_ub may be lowered only now.
+    _check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name)
     if ranks.reason is not None:
         return _lower_to_reference(ctx, operands, call, ranks.reason)

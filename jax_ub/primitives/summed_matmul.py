@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference, shapes
+from jax_ub import reference
 from jax_ub.primitives.call import Call
 
 
@@ -43,7 +43,7 @@ class SummedMatmul(Call):
     def communicated(self, x, *others):
         """The sum of the products, before it is reduced."""
         w = others[self.num_pairs - 1]
-        return shapes.num_rows(x), w.shape[0 if self.rhs_transposed else 1]
+        return (*x.shape[:-1], w.shape[0 if self.rhs_transposed else 1])
 
     def reference(self, *operands):
         """The sum of the products, reduced, plus the addends."""

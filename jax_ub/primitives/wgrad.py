@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jax_ub import reference, shapes
+from jax_ub import reference
 from jax_ub.primitives.call import Call
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
@@ -32,7 +32,8 @@ class Wgrad(Call):
         """All ranks' rows of the operand that lies with the peers."""
         away = (x,) if self.gather == "x" else others[: self.num_outputs]
         features = sum(operand.shape[-1] for operand in away)
-        return shapes.num_rows(away[0]) * self.num_ranks, features
+        rows = away[0].shape[-2] * self.num_ranks
+        return (*away[0].shape[:-2], rows, features)
 
     def reference(self, x, *others):
         """`main_grad_i + scale * x.T @ dy_i`, of the gathered operands."""

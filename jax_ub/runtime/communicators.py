@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from jax_ub.runtime.bootstrap.agreement import Agreement, Values
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 
 # What a rank's share of a call needs at most, for each element of the capacity: f32
-# partial sums and f32 results; and room for the starts of chunks to be aligned.
+# partial sums and f32 results; and room for the starts of slots to be aligned.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
+_SLOT_ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +43,20 @@ class Place:
     process_of: Mapping[int, int]  # by global device id
     process: int
     platform: str  # of the devices
-    capacity: int  # elements
+    capacity: int  # elements of a call, at most
+    num_slots: int  # of a rank, at most
     name: str  # for errors
 
     @property
     def processes(self) -> list[int]:
         """All processes with a rank."""
         return sorted({self.process_of[i] for group in self.groups for i in group})
+
+    @property
+    def half_bytes(self) -> int:
+        """What a rank may share for one call; there is twice as much."""
+        slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
+        return _BYTES_PER_ELEMENT * self.capacity + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
         """The process of every rank."""
@@ -241,7 +250,7 @@ def _connect(place, told, offered, group) -> Connection:
         process=place.process,
         addresses={process: address for process, (address, _) in peers.items()},
         tokens={process: token for process, (_, token) in peers.items()},
-        half_bytes=_BYTES_PER_ELEMENT * place.capacity + _SLACK_BYTES,
+        half_bytes=place.half_bytes,
         timeout_s=settings.deadline_s(),
     )
     return Connection(group, processes, None, communicator)
@@ -267,6 +276,13 @@ def disconnect(groups: Sequence[Group]) -> None:
     _close(closed)
     if closed and not _CONNECTIONS and settings.num_threads() is None:
         engine.load().set_num_threads(len(hosts.cores()))
+
+
+def release_slots() -> None:
+    """Returns the slots that calls inside this process have used, if there are any."""
+    cpu = sys.modules.get("jax_ub._cpu")
+    if cpu is not None:
+        cpu.release_slots()
 
 
 def _close(made: Sequence[Connection]):

@@ -17,6 +17,7 @@ from jax_ub.errors import (
     UnsupportedOverlapError,
     nearest,
 )
+from jax_ub.methods import DEFAULT_SPLITS
 from jax_ub.overlap_config import (
     CommOverlapType,
     OverlapConfig,
@@ -73,35 +74,71 @@ class Domain:
     modes: tuple[UserBufferQuantizationMode, ...]
     overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
     groups: tuple[tuple[int, ...], ...]  # global device ids, in the order of ranks
+    num_local_ranks: int  # in this process
+    spans_processes: bool  # whether a group has ranks in several processes
 
     def names(self) -> list[str]:
         """The names, each once."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
-    def check_capacity(self, label: str, rows: int, features: int) -> None:
+    @property
+    def capacity(self) -> int:
+        """Elements that shared buffers hold: T tokens, and a row more for every piece.
+
+        Rows that do not divide by the ranks, or their shares by the splits, travel in
+        slots of the size of the largest piece.
+        """
+        tokens, hidden = self.shape
+        return (tokens + self.tp_size * self._most_splits) * hidden
+
+    @property
+    def _most_splits(self):
+        splits = (overlap.config.num_splits for overlap in self.overlaps.values())
+        return max(DEFAULT_SPLITS, *splits)
+
+    @property
+    def num_slots(self) -> int:
+        """The most slots of a rank: an all-reduce has those of RS and of AG."""
+        return 2 * self.tp_size * self._most_splits
+
+    def check_capacity(
+        self, label: str, shape: tuple[int, ...], num_splits: int
+    ) -> None:
         """Refuses a call that communicates more than the buffers hold.
 
         Args:
             label: the call.
-            rows: tokens of all ranks together, with all batch axes.
-            features: of each.
+            shape: `[..., rows, features]`: what the ranks gather or sum.
+            num_splits: into how many pieces the call cuts a rank's share.
 
         Raises:
             ShapeContractError: says the shape to initialise with.
         """
         tokens, hidden = self.shape
-        if rows * features <= tokens * hidden:
-            return
-        wanted = (-(-rows * features // hidden), hidden)
+        *batch, rows, features = (1, 1, *shape)
+        needed, holds = math.prod(batch) * rows, tokens * hidden
+        if needed * features <= holds:
+            if not self.spans_processes:
+                return
+            # In one process slots come and go with the calls. Shared ones are made.
+            holds = self.capacity
+            needed = math.prod(batch) * _padded(rows, self.tp_size * num_splits)
+            if needed * features <= holds:
+                return
+        wanted = (-(-needed * features // hidden), hidden)
         if features > hidden:
-            wanted = (max(rows, -(-tokens * hidden // features)), features)
+            wanted = (max(needed, -(-tokens * hidden // features)), features)
         axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
         raise ShapeContractError(
-            f"{label}: it communicates {rows} tokens of {features} features, "
-            f"{rows * features} elements, but the buffers of axis {axes!r} were "
-            f"initialised for {tokens} of {hidden}, {tokens * hidden}. Call "
-            f'initialize_ub(shape={wanted}, ...), or pass method="xla".'
+            f"{label}: it communicates {needed} tokens of {features} features, "
+            f"{needed * features} elements, but the buffers of axis {axes!r} hold "
+            f"{holds}, for shape = {self.shape}. Call initialize_ub(shape={wanted}, "
+            '...), or pass method="xla".'
         )
+
+
+def _padded(rows, pieces):
+    return -(-rows // pieces) * pieces
 
 
 _DOMAINS: dict[tuple[str, ...], Domain] = {}

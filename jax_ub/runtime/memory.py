@@ -1,0 +1,136 @@
+"""What the buffers of the named overlaps take: `ub.memory_report()`."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jax_ub.overlap_config import names
+from jax_ub.runtime import communicators, engine, overlaps
+from jax_ub.runtime.overlaps import Domain, Overlap
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisMemory:
+    """The buffers of one `initialize_ub`.
+
+    Attributes:
+        axis_name: the mesh axis.
+        tp_size: the number of ranks.
+        shape: the capacity, `[T, H]`.
+        overlaps: who communicates in them, each with its `size_bytes` at capacity.
+        num_ranks: how many ranks this process has.
+        shared_bytes: memory that this process shares with others, of all its ranks; the
+            names of all modes have it together. 0 where every group lies in one
+            process: peers are read in place there, and slots come with the calls.
+        transformer_engine_bytes: what Transformer Engine would allocate for the same
+            ranks: a buffer for every name and mode, 12 T H a mode by default.
+    """
+
+    axis_name: tuple[str, ...]
+    tp_size: int
+    shape: tuple[int, int]
+    overlaps: tuple[Overlap, ...]
+    num_ranks: int
+    shared_bytes: int
+    transformer_engine_bytes: int
+
+    def __str__(self) -> str:
+        """A table of the overlaps, and the sums."""
+        rows = [("name", "mode", "method", "comm", "dtype", "shape", "MiB")]
+        rows += [
+            (
+                one.name,
+                one.mode.name,
+                one.method,
+                one.comm_type.value,
+                str(one.buffer_dtype),
+                str(list(one.buffer_shape)),
+                f"{one.size_bytes / _MIB:.1f}",
+            )
+            for one in self.overlaps
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self._title(), *(f"  {line}" for line in lines)])
+
+    def _title(self):
+        ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
+        if self.shared_bytes == 0:
+            ours = "none: ranks of one process read each other in place"
+        return (
+            f"axis {self.axis_name}, {self.tp_size} ranks, {self.num_ranks} of them "
+            f"here, [T, H] = {list(self.shape)}\n"
+            f"  buffers: {ours}\n"
+            "  Transformer Engine, one for every name: "
+            f"{self.transformer_engine_bytes / _MIB:.1f} MiB"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What this process holds; printed, it is a table.
+
+    Attributes:
+        axes: one entry for each `initialize_ub`.
+        slot_bytes: slots of calls inside this process, which all axes share;
+            `destroy_ub` returns them.
+        held_bytes: all of it together.
+        transformer_engine_bytes: of all axes.
+    """
+
+    axes: tuple[AxisMemory, ...]
+    slot_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this process."""
+        return self.slot_bytes + sum(axis.shared_bytes for axis in self.axes)
+
+    @property
+    def transformer_engine_bytes(self) -> int:
+        """Bytes that Transformer Engine would have allocated."""
+        return sum(axis.transformer_engine_bytes for axis in self.axes)
+
+    def __str__(self) -> str:
+        """The axes one after another, and what calls inside this process hold."""
+        slots = f"slots of calls inside this process: {self.slot_bytes / _MIB:.1f} MiB"
+        return "\n".join([*map(str, self.axes), slots])
+
+
+def memory_report() -> MemoryReport:
+    """Says who communicates in which buffers, and what they take in this process."""
+    axes = tuple(_axis_memory(domain) for domain in overlaps.domains())
+    return MemoryReport(axes, engine.load().counters()["slot_bytes"])
+
+
+def _axis_memory(domain: Domain) -> AxisMemory:
+    communicator_bytes = sum(
+        connection.communicator.size_bytes
+        for connection in communicators.connections()
+        if connection.group in domain.groups and connection.communicator is not None
+    )
+    found = tuple(domain.overlaps.values())
+    return AxisMemory(
+        axis_name=domain.axis_name,
+        tp_size=domain.tp_size,
+        shape=domain.shape,
+        overlaps=found,
+        num_ranks=domain.num_local_ranks,
+        shared_bytes=communicator_bytes,
+        transformer_engine_bytes=domain.num_local_ranks * _engine_bytes(domain, found),
+    )
+
+
+def _engine_bytes(domain, found):
+    """Of one rank: also for a wgrad that nobody uses, since its dgrad scatters."""
+    unused = [
+        (name, mode)
+        for name in names.NAMES
+        for mode in domain.modes
+        if (name, mode) not in domain.overlaps
+    ]
+    spare = math.prod(domain.shape) * np.dtype(domain.dtype).itemsize
+    return sum(one.size_bytes for one in found) + len(unused) * spare

@@ -1,0 +1,278 @@
+"""Run by test_communicators.py: two processes of two devices, and all they agree on."""
+
+import os
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import Mesh
+
+import jax_ub as ub
+from jax_ub import doctor
+from jax_ub.runtime import communicators, engine, overlaps
+from jax_ub.runtime.bootstrap.jax_service import JaxService
+
+jax.distributed.initialize()
+ME = jax.process_index()
+DEVICES = np.array(jax.devices())
+MESH = Mesh(DEVICES, ("tp",))
+DATA = np.random.default_rng(0)
+X, W = (
+    DATA.integers(-1, 2, shape).astype(np.float32) for shape in ((64, 32), (32, 16))
+)
+SHAPE = X.shape
+DIRECT = {"method": "direct"}
+
+
+def raises(kind, text, function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except kind as error:
+        assert re.search(text, str(error)), error
+        return
+    raise AssertionError(f"no {kind.__name__}: {text}")
+
+
+def initialize(shape=SHAPE, size=4, **options):
+    ub.initialize_ub(shape, size, dtype=jnp.float32, **{"mesh": MESH, **options})
+
+
+def put(array, mesh, spec):
+    sharding = jax.NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
+
+
+def product(mesh, axis="tp", x=X, w=W, **options):
+    """AG+GEMM on every group of the mesh, compared with numpy."""
+
+    def call(x, w):
+        return ub.all_gather_matmul(x, w, axis_name=axis, **options)
+
+    specs = (P(axis), P(None, axis))
+    run = jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, axis))
+    )
+    y = run(put(x, mesh, specs[0]), put(w, mesh, specs[1]))
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), (x @ w)[shard.index])
+
+
+def unconnected_groups_say_what_to_do():
+    product(MESH)
+    assert "call ub.initialize_ub" in ub.fallbacks()[-1].reason
+    raises(
+        NotImplementedError, "which are not connected", product, MESH, method="direct"
+    )
+
+
+def groups_inside_a_process_need_nothing():
+    mesh = Mesh(DEVICES.reshape(2, 2), ("dp", "tp"))
+    before = len(ub.fallbacks())
+    product(mesh, method="ring_exchange")
+    initialize(size=2, mesh=mesh)
+    product(mesh, ub_name="qkv")
+    assert not communicators.connections()
+    assert len(ub.fallbacks()) == before
+    assert ub.memory_report().axes[0].shared_bytes == 0
+    ub.destroy_ub()
+
+
+def connected_groups_run_every_method():
+    before = len(ub.fallbacks())
+    initialize(ub_cfgs={"fc1_fprop": {"method": "pipeline", "num_splits": 3}})
+    for method in (None, "direct", "ring_exchange", "pipeline", "external"):
+        product(MESH, method=method)
+    for name in ("qkv", "fc1"):
+        product(MESH, ub_name=name)
+    (connection,) = communicators.connections()
+    assert connection.group == tuple(device.id for device in DEVICES)
+    # The call before it was initialised is compiled anew, not taken from a cache.
+    assert len(ub.fallbacks()) == before
+    assert connection.communicator.calls >= 7
+    held = ub.memory_report()
+    assert held.axes[0].shared_bytes == connection.communicator.size_bytes
+    assert held.axes[0].num_ranks == 2
+    ub.destroy_ub()
+    assert not communicators.connections()
+
+
+def groups_across_processes_keep_their_order():
+    mesh = Mesh(DEVICES.reshape(2, 2).T[::-1], ("dp", "tp"))
+    initialize(size=2, mesh=mesh)
+    assert len(communicators.connections()) == 2
+    product(mesh, method="direct")
+    # Other groups of the same devices are not connected.
+    other = Mesh(DEVICES[[0, 2, 1, 3]].reshape(2, 2)[:, ::-1], ("dp", "tp"))
+    raises(
+        NotImplementedError, "which are not connected", product, other, method="direct"
+    )
+    ub.destroy_ub()
+
+
+def several_axes_are_connected_at_once():
+    mesh = Mesh(DEVICES.reshape(2, 2), ("outer", "inner"))
+    initialize(size=2, mesh=mesh, axis_name="outer")
+    initialize(size=2, mesh=mesh, axis_name="inner")
+    initialize(size=4, mesh=mesh, axis_name=("outer", "inner"))
+    for axis in ("outer", "inner", ("outer", "inner")):
+        product(mesh, axis, ub_name="qkv", method="direct")
+    again = Mesh(DEVICES, ("tp",))
+    raises(ValueError, "are connected already", initialize, mesh=again)
+    ub.destroy_ub("outer")
+    product(mesh, "inner", method="direct")
+    ub.destroy_ub()
+
+
+def the_capacity_is_the_same_on_all_processes():
+    initialize((16, 32))
+    raises(ValueError, r"shape=\(64, 32\)", product, MESH)
+    ub.destroy_ub()
+    # One row a rank in four pieces takes the slots of four.
+    initialize((16, 32))
+    x = np.ones((4, 128), np.float32)
+    w = np.ones((128, 16), np.float32)
+    product(MESH, x=x, w=w, method="ring_exchange")
+    raises(ValueError, "hold", product, MESH, x=x, w=w, method="pipeline")
+    ub.destroy_ub()
+
+
+def a_refusal_is_told_to_all():
+    kind, text = ub.errors.CommunicatorError, "process 1 refused: .*num_sm.* = 99"
+    if ME == 1:
+        kind, text = ub.errors.ConfigurationError, "num_sm.* = 99"
+    cfgs = {"qkv_fprop": {"num_sm": 99}} if ME == 1 else {}
+    raises(kind, text, initialize, ub_cfgs=cfgs)
+    kind, text = ub.errors.CommunicatorError, "process 0 refused: .*not 'model'"
+    if ME == 0:
+        kind = ub.errors.ConfigurationError
+        text = "not 'model'"
+    mesh = Mesh(DEVICES, ("tp" if ME == 0 else "model",))
+    raises(kind, text, initialize, mesh=mesh, axis_name="model")
+
+
+def differences_are_shown_with_both_sides():
+    error = ub.errors.CommunicatorError
+    text = r"differ in shape: process 0 has \(64, 32\), process 1 has \(65, 32\)"
+    raises(error, text, initialize, (64 + ME, 32))
+    text = (
+        r"in ub_cfgs\['proj_fprop'\]\['num_splits'\].*process 0 has 2, process 1 has 3"
+    )
+    raises(error, text, initialize, ub_cfgs={"proj_fprop": {"num_splits": 2 + ME}})
+    text = "differ in ub_cfgs.*'method'.* process 0 has None, process 1 has"
+    cfgs = {"own_fprop": {"comm_type": "AG"}} if ME == 1 else {}
+    raises(error, text, initialize, ub_cfgs=cfgs)
+    mesh = Mesh(DEVICES[::-1] if ME else DEVICES, ("tp",))
+    raises(error, "differ in the devices of the ranks", initialize, mesh=mesh)
+    assert not ub.is_ub_initialized()
+
+
+def what_cannot_be_connected_is_told_to_all():
+    load = engine.load
+
+    class Broken:
+        """An engine whose second group cannot connect in process 1."""
+
+        def __getattr__(self, name):
+            return getattr(load(), name)
+
+        def connect(self, *arguments, **options):
+            if ME == 1 and options["devices"][0] == DEVICES[1].id:
+                raise RuntimeError("CommunicatorError: no memory is left")
+            return load().connect(*arguments, **options)
+
+    communicators.engine = type("module", (), {"load": staticmethod(Broken)})
+    text = "no memory is left" if ME == 1 else "process 1"
+    mesh = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
+    os.environ["JAX_UB_TIMEOUT_S"] = "3"
+    begin = time.monotonic()
+    raises(ub.errors.CommunicatorError, text, initialize, size=2, mesh=mesh)
+    assert time.monotonic() - begin < 30
+    del os.environ["JAX_UB_TIMEOUT_S"]
+    communicators.engine = engine
+    assert not communicators.connections()
+    initialize(size=2, mesh=mesh)
+    product(mesh, method="direct")
+    ub.destroy_ub()
+
+
+def files_serve_as_well():
+    folder = os.environ["UB_TEST_FOLDER"]
+    initialize(bootstrap_backend=f"file:{folder}")
+    product(MESH, method="direct")
+    ub.destroy_ub()
+
+
+def rounds_do_not_grow():
+    def held():
+        return len(os.listdir("/proc/self/fd")), len(
+            open("/proc/self/maps").readlines()
+        )
+
+    initialize()
+    ub.destroy_ub()
+    before = held()
+    for _ in range(50):
+        initialize()
+        ub.destroy_ub()
+    after = held()
+    assert after[0] <= before[0], (before, after)
+    assert after[1] <= before[1] + 8, (before, after)
+    board = JaxService("initialize_ub(axis_name=('tp',))")
+    left = board._client.key_value_dir_get("jax_ub/")
+    assert len(left) <= 2, left
+
+
+def the_doctor_shows_what_is_connected():
+    initialize()
+    found = {finding.name: finding for finding in doctor.examine()}
+    ranks = f"ranks {[device.id for device in DEVICES]}"
+    assert found[ranks].text == "processes [0, 1]: connected"
+    assert "pipeline (NONE): proj_fprop, fc2_fprop" in found["axis tp"].text
+    assert found['method "direct"'].text == "runs on 2 devices"
+    ub.destroy_ub()
+
+
+def threads_are_shared():
+    own = engine.load().num_threads()
+    initialize()
+    assert engine.load().num_threads() == max(1, len(os.sched_getaffinity(0)) // 2)
+    ub.destroy_ub()
+    assert engine.load().num_threads() == own
+
+
+def a_missing_process_is_named_and_may_come_later():
+    if ME == 0:
+        os.environ["JAX_UB_TIMEOUT_S"] = "1"
+        text = "process 1 did not take part within 1 s"
+        raises(ub.errors.TimeoutError, text, initialize)
+        del os.environ["JAX_UB_TIMEOUT_S"]
+    else:
+        time.sleep(2)
+    initialize()
+    product(MESH, **DIRECT)
+    ub.destroy_ub()
+
+
+for scenario in (
+    unconnected_groups_say_what_to_do,
+    groups_inside_a_process_need_nothing,
+    connected_groups_run_every_method,
+    groups_across_processes_keep_their_order,
+    several_axes_are_connected_at_once,
+    the_capacity_is_the_same_on_all_processes,
+    a_refusal_is_told_to_all,
+    differences_are_shown_with_both_sides,
+    what_cannot_be_connected_is_told_to_all,
+    files_serve_as_well,
+    rounds_do_not_grow,
+    the_doctor_shows_what_is_connected,
+    threads_are_shared,
+    a_missing_process_is_named_and_may_come_later,
+):
+    scenario()
+    assert not overlaps.domains()
+    sys.stdout.write(f"passed {scenario.__name__}\n")

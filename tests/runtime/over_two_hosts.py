@@ -1,0 +1,59 @@
+"""Run by test_communicators.py: two processes that `--hosts 2` tells apart."""
+
+import sys
+
+import jax
+import numpy as np
+from jax import P
+from jax.sharding import Mesh
+
+import jax_ub as ub
+from jax_ub import doctor
+from jax_ub.runtime import communicators
+
+jax.distributed.initialize()
+DEVICES = np.array(jax.devices())
+REASON = "its ranks span the hosts"
+
+
+def gathered(mesh, **options):
+    """AG+GEMM of ones; the sum of what this process has."""
+
+    def call(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", **options)
+
+    specs = (P("tp"), P(None, "tp"))
+    run = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=specs[1]))
+    ones = np.ones((8, 8), np.float32)
+    x, w = (
+        jax.make_array_from_callback(
+            (8, 8), jax.NamedSharding(mesh, spec), lambda i: ones[i]
+        )
+        for spec in specs
+    )
+    return {float(shard.data.min()) for shard in run(x, w).addressable_shards}
+
+
+whole = Mesh(DEVICES, ("tp",))
+ub.initialize_ub((8, 8), 4, mesh=whole)
+(connection,) = communicators.connections()
+assert REASON in connection.reason, connection
+assert gathered(whole) == {8.0}
+assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()
+try:
+    gathered(whole, method="direct")
+except ub.errors.UnsupportedOverlapError as error:
+    assert REASON in str(error)
+else:
+    raise AssertionError("a named method ran over two hosts")
+found = {finding.name: finding for finding in doctor.examine()}
+assert REASON in found["not overlapped"].text
+assert REASON in found[f"ranks {[device.id for device in DEVICES]}"].text
+ub.destroy_ub()
+
+# Tensor parallel inside a host, data parallel between: nothing spans hosts.
+inside = Mesh(DEVICES.reshape(2, 2), ("dp", "tp"))
+ub.initialize_ub((8, 8), 2, mesh=inside)
+assert not communicators.connections()
+assert gathered(inside, method="direct") == {8.0}
+sys.stdout.write("passed over_two_hosts\n")

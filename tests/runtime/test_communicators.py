@@ -1,0 +1,92 @@
+"""What initialize_ub connects, in real processes under the launcher."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jax_ub
+from jax_ub.errors import ConfigurationError
+from jax_ub.runtime import communicators
+from jax_ub.runtime.communicators import Connection, Place
+
+HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(jax_ub.__file__).parents[1]
+
+
+def launched(program, *options, **variables):
+    """The lines that all processes of a program print, once it has ended well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_ub", "launch", "-n", "2", "--devices-per-process"]
+        + ["2", *options, str(HERE / program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_two_processes_connect_agree_and_refuse_together(tmp_path):
+    lines = launched("in_two_processes.py", UB_TEST_FOLDER=str(tmp_path / "notes"))
+    program = (HERE / "in_two_processes.py").read_text()
+    names = [one.split("(")[0] for one in program.split("\ndef ")[1:]]
+    scenarios = set(names) - {"raises", "initialize", "put", "product"}
+    for process in (0, 1):
+        for name in scenarios:
+            assert f"[{process}] passed {name}" in lines
+    assert not list((tmp_path / "notes").iterdir())
+
+
+@pytest.mark.slow
+def test_groups_over_two_hosts_take_plain_jax_with_the_reason():
+    lines = launched("over_two_hosts.py", "--hosts", "2")
+    assert {f"[{process}] passed over_two_hosts" for process in (0, 1)} <= set(lines)
+
+
+def place(**changes):
+    fields = {
+        "groups": ((0, 1), (2, 3)),
+        "process_of": {0: 0, 1: 0, 2: 0, 3: 1},
+        "process": 0,
+        "platform": "cpu",
+        "capacity": 1000,
+        "num_slots": 10,
+        "name": "test",
+    }
+    return Place(**{**fields, **changes})
+
+
+def test_only_groups_over_several_processes_need_a_connection():
+    assert place().spanning() == [(2, 3)]
+    assert place().processes == [0, 1]
+    assert place().processes_of((2, 3)) == (0, 1)
+
+
+def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
+    slack = place(capacity=0).half_bytes
+    assert place().half_bytes == slack + 8 * 1000
+    assert slack >= 64 * 1024
+
+
+def test_a_group_that_is_known_serves_calls_unless_it_has_a_reason(monkeypatch):
+    known = {
+        (0, 2): Connection((0, 2), (0, 1), None),
+        (1, 3): Connection((1, 3), (0, 1), "its ranks span the hosts a and b"),
+    }
+    monkeypatch.setattr(communicators, "_CONNECTIONS", known)
+
+    def reason(groups, processes):
+        return communicators.reason(np.array(groups), np.array(processes))
+
+    assert reason([[0, 1], [2, 3]], [[0, 0], [1, 1]]) is None
+    assert reason([[0, 2]], [[0, 1]]) is None
+    assert reason([[0, 2], [1, 3]], [[0, 1], [0, 1]]) == known[1, 3].reason
+    assert "[0, 1], which are not connected" in reason([[2, 0]], [[1, 0]])
+    with pytest.raises(ConfigurationError, match="are connected already"):
+        communicators.check_free([(4, 5), (1, 3)])

@@ -1,0 +1,34 @@
+import pytest
+
+from jax_ub.runtime import hosts
+
+
+def test_a_host_is_told_by_its_kernel_and_network_unless_it_is_given(monkeypatch):
+    monkeypatch.delenv("JAX_UB_HOST_ID", raising=False)
+    own = hosts.identity()
+    assert len(own.split()) == 3
+    assert hosts.identity() == own
+    monkeypatch.setenv("JAX_UB_HOST_ID", "a-b")
+    assert hosts.identity() == hosts.short_name("a-b") == "a-b"
+
+
+def test_without_proc_a_host_is_its_name(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_UB_HOST_ID", raising=False)
+    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr("platform.node", lambda: "host")
+    assert hosts.identity() == "host"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "share"),
+    [
+        ([0, 1, 2, 3], [], 4),
+        ([0, 1, 2, 3], [[0, 1, 2, 3]], 2),
+        ([0, 1], [[2, 3]], 2),  # bound to cores of their own
+        ([0, 1, 2, 3], [[2, 3]], 3),
+        ([0, 1], [[0, 1]] * 7, 1),
+        ([0, 1, 2], [[0, 1, 2]] * 2, 1),
+    ],
+)
+def test_cores_are_divided_by_those_that_may_use_them(own, others, share):
+    assert hosts.fair_share(own, [own, *others]) == share

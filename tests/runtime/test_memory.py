@@ -1,0 +1,60 @@
+import jax.numpy as jnp
+from jax import P
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.runtime import engine
+
+NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
+
+
+def test_nothing_is_held_before():
+    report = ub.memory_report()
+    assert report.axes == ()
+    assert report.held_bytes == report.transformer_engine_bytes == 0
+
+
+def test_transformer_engine_would_have_twelve_buffers_a_mode():
+    ub.initialize_ub((64, 32), 4, mesh=tp_mesh(4))
+    (axis,) = ub.memory_report().axes
+    assert axis.num_ranks == 4
+    assert axis.transformer_engine_bytes == 4 * 12 * 64 * 32 * 2
+    assert [one.name for one in axis.overlaps][:2] == ["qkv_fprop", "qkv_dgrad"]
+
+
+def test_fp8_buffers_and_unused_ones_count_for_transformer_engine():
+    cfgs = {"qkv_dgrad": {"method": "ring_exchange"}}
+    ub.initialize_ub(
+        (64, 32), 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
+    )
+    (axis,) = ub.memory_report().axes
+    assert len(axis.overlaps) == 2 * 11
+    elements, ring = 64 * 32, 64 * 32 * 7 // 4
+    # 10 plain and one that nobody uses, and the ring; in FP8 eight names gather.
+    none = (11 * elements + ring) * 2
+    fp8 = 7 * elements + (4 * elements + ring) * 2
+    assert axis.transformer_engine_bytes == 4 * (none + fp8)
+
+
+def test_ranks_of_one_process_share_nothing_and_slots_are_returned():
+    ub.initialize_ub((64, 32), 4, dtype=jnp.float32, mesh=tp_mesh(4))
+
+    def call(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", ub_name="qkv")
+
+    layer = on_ranks(call, tp_mesh(4), (P("tp"), P(None, "tp")), P(None, "tp"))
+    layer(jnp.ones((64, 32)), jnp.ones((32, 8))).block_until_ready()
+    report = ub.memory_report()
+    assert report.axes[0].shared_bytes == 0
+    assert 0 < report.held_bytes == report.slot_bytes < report.transformer_engine_bytes
+    ub.destroy_ub()
+    assert engine.load().counters()["slot_bytes"] == 0
+
+
+def test_the_report_is_a_table():
+    ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
+    lines = str(ub.memory_report()).splitlines()
+    assert lines[0] == "axis ('tp',), 4 ranks, 4 of them here, [T, H] = [64, 32]"
+    assert "none: ranks of one process read each other in place" in lines[1]
+    (row,) = [line for line in lines if "qkv_fprop" in line]
+    assert row.split()[:5] == ["qkv_fprop", "FP8", "ring_exchange", "AG", "uint8"]
