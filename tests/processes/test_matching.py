@@ -1,0 +1,45 @@
+"""Which calls of two processes belong together, with XLA's own run ids and orders."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def launch(devices, *arguments):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "jax_ub", "launch", "-n", "2"),
+            *("--devices-per-process", str(devices), "--timeout", "120"),
+            *(HERE / "matching.py", *map(str, arguments)),
+        ],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "JAX_UB_TIMEOUT_S": "20",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all matched") == 2
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_no_call_meets_another_one(devices):
+    launch(devices)
+
+
+def test_one_process_may_load_what_the_other_compiles(tmp_path):
+    # XLA counts the launches of a program that was loaded from another number on. Only
+    # process 0 writes the cache.
+    launch(1, 0, tmp_path)
+    stored = {path.name for path in tmp_path.iterdir()}
+    launch(1, 0, tmp_path)
+    assert len(stored) >= 4
+    assert {path.name for path in tmp_path.iterdir()} == stored
