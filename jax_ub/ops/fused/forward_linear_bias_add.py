@@ -28,6 +28,11 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     userbuffers: UserbuffersForwardLinear | None = None
 
+    @property
+    def overlaps(self):
+        """Where the linear is an overlapped one."""
+        return self.userbuffers is not None
+
     def forward(self, params, x, extra_inputs, saves):
         """One call."""
         extras, found = extra_inputs[-1], self.userbuffers
