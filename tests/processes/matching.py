@@ -1,4 +1,4 @@
-"""Programs whose calls could be mistaken for each other; `test_matching.py` launches it.
+"""Programs whose calls could be taken for each other; `test_matching.py` launches it.
 
 Every call has operands of its own and is compared exactly, so a call that met another
 one of the other process shows.
