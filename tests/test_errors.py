@@ -1,3 +1,5 @@
+import pathlib
+
 import jax
 import pytest
 
@@ -29,3 +31,16 @@ def test_nearest_name_is_found():
         "Did you mean 'column'? Known: 'column', 'row'."
     )
     assert errors.nearest("zzz", ["column"]) == "Known: 'column'."
+
+
+def test_the_guide_has_every_error():
+    text = (
+        pathlib.Path(errors.__file__).parents[1] / "docs/troubleshooting.md"
+    ).read_text()
+    own = [
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and kind.__module__ == errors.__name__
+    ]
+    assert len(own) > 5
+    assert [name for name in own if f"{name}`" not in text] == []

@@ -1,4 +1,6 @@
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -6,7 +8,7 @@ import jax_ub as ub
 from jax_ub.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 from jax_ub.overlap_config.config import KEYS, OverlapConfig, read_entry
-from jax_ub.overlap_config.names import method_defaults
+from jax_ub.overlap_config.names import NAMES, method_defaults
 
 BAD_VALUES = {
     "method": [7, "rings"],
@@ -120,3 +122,25 @@ def test_a_configuration_is_a_mapping_and_hashable_over_every_field():
 def test_a_configuration_has_no_other_keys():
     with pytest.raises(KeyError):
         config()["keys"]
+
+
+def test_the_guide_has_every_key_every_name_and_its_defaults():
+    guide = pathlib.Path(ub.__file__).parents[1] / "docs/initialize_ub.md"
+    text = guide.read_text()
+    assert all(f"`{key}`" in text for key in KEYS)
+    for names in DEFAULT_ROWS.findall(text):
+        for name in re.findall(r"`(\w+)`", names[0]):
+            method, comm_type = NAMES[name]
+            defaults = method_defaults(method, comm_type, 0)
+            assert names[1] == method.value
+            assert names[2] == comm_type.value
+            assert names[3:6] == tuple(
+                str(defaults[key]) for key in ("num_sm", "cga_size", "set_sm_margin")
+            )
+    assert len(DEFAULT_ROWS.findall(text)) == len(NAMES) // 2
+
+
+DEFAULT_ROWS = re.compile(
+    r"^\| (`\w+_\w+`, `\w+`) \| (\w+) \| (\w+) of [^|]* \| (\d+) \| (\d+) \| (\w+) \|",
+    re.MULTILINE,
+)
