@@ -2,6 +2,7 @@
 
 from jax_ub import errors as errors
 from jax_ub import overlap_config as overlap_config
+from jax_ub.explain.program import explain as explain
 from jax_ub.initialize import destroy_ub as destroy_ub
 from jax_ub.initialize import get_ub as get_ub
 from jax_ub.initialize import initialize_ub as initialize_ub

@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_ub doctor | bench | launch | simulate | trace`."""
+"""The command line: `python -m jax_ub doctor`, `bench`, `explain` and the others."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax_ub import doctor
 from jax_ub.bench import command as bench
 from jax_ub.errors import UbError
+from jax_ub.explain import command as explain
 from jax_ub.launch import command as launch
 from jax_ub.simulate import command as simulate
 from jax_ub.tracing import command as trace
@@ -16,6 +17,7 @@ _COMMANDS = {
     "bench": (bench, "times every op against XLA"),
     "launch": (launch, "runs a program in several processes on this machine"),
     "trace": (trace, "records what every rank does when, for Perfetto and as PNG"),
+    "explain": (explain, "says what overlaps in a program, what does not, and why"),
     "simulate": (simulate, "says what overlapping is worth on another machine"),
 }
 

@@ -15,7 +15,7 @@ LAYERS = {
     "retrofit": {"retrofit", "rules", "runtime"},
     "rules": {"rules", "primitives", "runtime"},
     "primitives": {"primitives", "runtime"},
-    "explain": {"explain", "tracing", "simulate", "runtime"},
+    "explain": {"explain", "tracing", "simulate", "primitives", "runtime"},
     "tracing": {"tracing", "simulate", "initialize", "rules", "runtime"},
     "simulate": {"simulate", "runtime"},
     "initialize": {"initialize", "primitives", "runtime"},

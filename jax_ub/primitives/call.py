@@ -21,7 +21,7 @@ from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
 from jax_ub.primitives import batching as folding
-from jax_ub.primitives import varying
+from jax_ub.primitives import lowered, varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
 from jax_ub.runtime import engine, overlaps
 
@@ -168,6 +168,7 @@ def _lower_on_cpu(ctx, *operands, call):
     ranks = find_ranks(ctx, call.label, call.axis_name)
     if ranks.reason is not None:
         return _lower_to_reference(ctx, operands, call, ranks.reason)
+    lowered.record(ctx, call, None)
     engine.register_targets()
     rule = jax.ffi.ffi_lowering(
         call.target,
@@ -202,6 +203,7 @@ def _lower_to_reference(ctx, operands, call, reason):
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
     methods.record_fallback(call.label, reason)
+    lowered.record(ctx, call, reason)
     rule = mlir.lower_fun(call.reference, multiple_results=True)
     return rule(ctx, *operands)
 

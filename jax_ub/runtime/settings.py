@@ -48,6 +48,13 @@ def set_pool_threads(num_threads: int) -> None:
     os.environ.setdefault("NPROC", str(num_threads))
 
 
+def dump_compiled_programs(folder: str) -> None:
+    """Asks XLA to write what it compiles; without effect once the backend started."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
+
+
 def ask_openmp_to_sleep() -> None:
     """Keeps the threads of libraries that use OpenMP from spinning between calls."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

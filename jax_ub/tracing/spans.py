@@ -3,7 +3,10 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key")
 
 # The engine's kinds, apart from the steps of schedules.
 CALL = "call"  # a rank's call, from its arrival to its completion
@@ -102,7 +105,15 @@ class Trace:
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
     def exposed_s(self) -> dict[str, float]:
-        """Seconds that a rank waited in a call, on average, by the call's label.
+        """Seconds that a rank waited in a call, on average, by the call's label."""
+        return self._exposed_s(lambda call: call.label)
+
+    def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
+        """The same by label and op: a label is that of the backward's calls too."""
+        return self._exposed_s(lambda call: (call.label, call.op))
+
+    def _exposed_s(self, key: Callable[[Call], Key]) -> dict[Key, float]:
+        """The mean over ranks and calls.
 
         Waiting for other ranks' calls, for chunks, for free slots and for other
         processes; what was hidden behind a product does not show.
@@ -118,11 +129,11 @@ class Trace:
                 here = ranks.get((span.call, span.process), ())
                 count = len(here) if span.rank < 0 else 1
                 waited[span.call] += count * (span.end_ns - span.begin_ns)
-        by_label: dict[str, list[float]] = {}
+        found: dict[Key, list[float]] = {}
         for index, call in enumerate(self.calls):
             each = waited[index] * 1e-9 / call.num_ranks
-            by_label.setdefault(call.label, []).append(each)
-        return {label: statistics.fmean(times) for label, times in by_label.items()}
+            found.setdefault(key(call), []).append(each)
+        return {which: statistics.fmean(times) for which, times in found.items()}
 
 
 def merged(traces: Sequence[Trace]) -> Trace:

@@ -1,0 +1,72 @@
+"""Says what overlaps in a program of yours: `python -m jax_ub explain script.py ...`.
+
+Runs it, and prints a line for every call of jax_ub that it compiled, with the reason
+where one became plain JAX, and for every collective of XLA's that could be one call
+with the dot next to it; and how long ranks waited in the calls.
+"""
+
+import argparse
+import json
+import pathlib
+import runpy
+import sys
+import tempfile
+
+import jax
+
+from jax_ub.errors import UbError
+from jax_ub.explain import hlo
+from jax_ub.explain.program import call_rows, exposed, machine, pair_rows, summary
+from jax_ub.explain.table import Table
+from jax_ub.primitives.lowered import recording
+from jax_ub.runtime import settings
+from jax_ub.tracing.record import trace
+
+
+class ExplainArgumentError(UbError, ValueError):
+    """The command line of `explain` cannot be meant."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "--hardware",
+        help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write the table there")
+    parser.add_argument("script", help="a program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Runs the program and prints the table."""
+    if not pathlib.Path(given.script).exists():
+        raise ExplainArgumentError(f"explain: there is no script {given.script!r}.")
+    found = explain_script(given.script, given.arguments, given.hardware)
+    if jax.process_index() == 0:
+        sys.stdout.write(f"{found}\n")
+        if given.json is not None:
+            given.json.write_text(json.dumps(found.as_json(), indent=1) + "\n")
+    return 0
+
+
+def explain_script(script: str, arguments: list[str], hardware: str | None) -> Table:
+    """Runs a script as `__main__` and explains all that it compiled."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+    with tempfile.TemporaryDirectory() as folder:
+        # XLA reads where to when its backend starts: in the script.
+        settings.dump_compiled_programs(folder)
+        with recording() as lowered, trace() as traced:
+            runpy.run_path(script, run_name="__main__")
+        texts = [
+            path.read_text()
+            for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
+        ]
+    found = [hlo.collectives(text) for text in texts]
+    rows = [
+        *call_rows(lowered, {}, hardware or machine(), exposed(traced.trace)),
+        *pair_rows([pair for one in found for pair in one.pairs]),
+    ]
+    return summary(pathlib.Path(script).name, rows, found)

@@ -1,0 +1,191 @@
+"""`ub.explain`: what overlaps in a function, from its jaxpr and its compiled text."""
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jax_ub.explain import hlo, sizes
+from jax_ub.explain.table import Row, Table
+from jax_ub.methods import Method
+from jax_ub.primitives.call import Call
+from jax_ub.primitives.lowered import Lowered, recording, shape_of
+from jax_ub.simulate.hardware import HARDWARE, Hardware
+from jax_ub.tracing import chrome
+from jax_ub.tracing.spans import Trace
+
+_SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
+_LOOP = "in a loop"
+
+
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    hardware: str | Hardware | None = None,
+    trace: Trace | str | pathlib.Path | Sequence[str | pathlib.Path] | None = None,
+    **kwargs: Any,
+) -> Table:
+    """Says what overlaps in `fn(*args, **kwargs)`, what does not, and why.
+
+    The function is traced and compiled, not run. Print what is returned.
+
+    Args:
+        fn: a function, jitted or not; `jax.grad` of one shows its backward.
+        *args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
+        hardware: for which the times are predicted: a name or a machine of
+            `jax_ub.simulate`; None takes the devices' own kind.
+        trace: what `ub.trace` recorded of it, or its files: adds how long ranks waited.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        A row for every call of jax_ub, and for every collective of XLA's that could be
+        one call with the dot next to it.
+
+    Raises:
+        UnknownNameError: if the hardware or a file is not known.
+    """
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    traced = jitted.trace(*args, **kwargs)
+    with recording() as lowered:
+        text = traced.lower().compile().as_text() or ""
+    found = hlo.collectives(text)
+    counts = _count(traced.jaxpr.jaxpr)
+    rows = [
+        *call_rows(lowered, counts, hardware or machine(), exposed(trace)),
+        *pair_rows(found.pairs),
+    ]
+    name = getattr(fn, "__name__", "").strip("<>") or "program"
+    return summary(name, rows, [found])
+
+
+def summary(name: str, rows: Sequence[Row], found: Iterable[hlo.Found]) -> Table:
+    """Rows with a first line that answers the first question, and what is left."""
+    on = sum(row.overlapped for row in rows)
+    title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
+    others: collections.Counter[str] = collections.Counter()
+    for one in found:
+        others.update(one.others)
+    listed = ", ".join(f"{kind} x {count}" for kind, count in sorted(others.items()))
+    notes = (
+        (f"XLA's collectives without a dot next to them: {listed}",) if listed else ()
+    )
+    return Table(tuple(rows), title, notes)
+
+
+def call_rows(
+    lowered: Sequence[Lowered],
+    counts: Mapping[_SITE, str],
+    hardware: str | Hardware,
+    waited: Mapping[tuple[str, str], float],
+) -> Iterator[Row]:
+    """One row for all call sites that are alike."""
+    alike: dict[tuple[Any, ...], list[Lowered]] = {}
+    for one in lowered:
+        alike.setdefault((one.call, one.operands, one.reason), []).append(one)
+    for (call, operands, reason), sites in alike.items():
+        method = "xla" if reason else _method(call)
+        found = sizes.prediction(call, operands, method, hardware)
+        local = not call.axis_name or call.num_ranks == 1
+        count = counts.get((call, operands), str(len(sites)))
+        notes = ["" if count in ("", "1") else f"x {count}"]
+        notes.append("nothing to communicate" if local else "")
+        yield Row(
+            scope=_scope(sites[0].scope, call.label),
+            op=sizes.op_of(call),
+            overlapped=reason is None,
+            method=method,
+            reason=reason or "",
+            moved_bytes=None if local else round(found.moved_bytes),
+            predicted_s=found.seconds,
+            measured_exposed_s=waited.get((call.label, sizes.op_of(call))),
+            note=", ".join(filter(None, notes)),
+        )
+
+
+def pair_rows(pairs: Sequence[hlo.Pair]) -> Iterator[Row]:
+    """One row for all pairs of XLA's that are alike."""
+    places = collections.Counter(
+        dataclasses.replace(pair, scope=_scope(pair.scope, "")) for pair in pairs
+    )
+    for pair, count in places.items():
+        reverse = pair.collective == "all-gather"
+        op = f"{pair.collective} + dot" if reverse else f"dot + {pair.collective}"
+        yield Row(
+            scope=pair.scope,
+            op=op,
+            overlapped=False,
+            method="xla",
+            reason=f"XLA's own: could be one ub.{pair.could_be}",
+            moved_bytes=pair.moved_bytes,
+            note=f"x {count}" if count > 1 else "",
+        )
+
+
+@functools.cache
+def machine() -> str:
+    """The simulator's name for the devices that there are."""
+    kind = jax.devices()[0].device_kind.lower()
+    known = (name for name in HARDWARE if name in kind)
+    return next(known, "cpu" if jax.default_backend() == "cpu" else "h200")
+
+
+def exposed(trace: Any) -> dict[tuple[str, str], float]:
+    """Seconds that a rank waited in a call, by label and op."""
+    if trace is None:
+        return {}
+    if isinstance(trace, Trace):
+        return trace.exposed_by_op_s()
+    paths = [trace] if isinstance(trace, str | pathlib.Path) else trace
+    return chrome.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
+
+
+def _method(call):
+    return "direct" if call.method is Method.AUTO else call.method.value
+
+
+def _scope(stack, label):
+    """The user's own names: of the call, or of the functions around it."""
+    named = re.search(r"ub_name '([^']*)'", label)
+    if named:
+        return named[1]
+    ours = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
+    parts = [p for p in stack.split("/") if p and not p.startswith(ours)]
+    return "/".join(parts[:-1] if not label else parts) or label or stack
+
+
+def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
+    """How often each call is made, scans counted by their length."""
+    counts: collections.Counter[_SITE] = collections.Counter()
+    loops: set[_SITE] = set()
+    for site, times in _sites(jaxpr, 1):
+        counts[site] += times or 0
+        if times is None:
+            loops.add(site)
+    return {
+        site: _LOOP if site in loops else str(count) for site, count in counts.items()
+    }
+
+
+def _sites(jaxpr, times):
+    for equation in jaxpr.eqns:
+        call = equation.params.get("call")
+        if isinstance(call, Call):
+            operands = tuple(shape_of(variable.aval) for variable in equation.invars)
+            yield (call, operands), times
+        inner = times
+        if equation.primitive.name == "scan" and times is not None:
+            inner = times * equation.params["length"]
+        elif equation.primitive.name == "while":
+            inner = None
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, core.ClosedJaxpr):
+                    yield from _sites(one.jaxpr, inner)
+                elif isinstance(one, core.Jaxpr):
+                    yield from _sites(one, inner)

@@ -1,0 +1,54 @@
+"""Tells whoever asks of every call that is lowered, and why one became plain JAX."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """One call site of one program.
+
+    Attributes:
+        call: the `Call`.
+        operands: their shapes and dtypes.
+        scope: the name stack where it was traced.
+        reason: why it became plain `jax.lax`; None where it did not.
+    """
+
+    call: Any
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    scope: str
+    reason: str | None
+
+
+_LISTENERS: list[list[Lowered]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Lowered]]:
+    """Yields a list to which every call is added that is lowered in the block."""
+    found: list[Lowered] = []
+    _LISTENERS.append(found)
+    try:
+        yield found
+    finally:
+        _LISTENERS.remove(found)
+
+
+def record(ctx: Any, call: Any, reason: str | None) -> None:
+    """Tells whoever listens, from a lowering rule."""
+    if not _LISTENERS:
+        return
+    operands = tuple(shape_of(aval) for aval in ctx.avals_in)
+    lowered = Lowered(call, operands, str(ctx.name_stack), reason)
+    for listener in _LISTENERS:
+        listener.append(lowered)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone, to compare calls by."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

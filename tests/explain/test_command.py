@@ -1,0 +1,49 @@
+"""`python -m jax_ub explain script.py`."""
+
+import json
+import subprocess
+import sys
+
+from jax_ub import __main__
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import jax_ub as ub
+from jax import P
+
+assert sys.argv[1:] == ["--steps", "2"], sys.argv
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("tp",))
+def layers(x, w, v):
+    h = ub.all_gather_matmul(x, w, axis_name="tp", ub_name="up")
+    return jax.lax.psum_scatter(h @ v, "tp", scatter_dimension=0, tiled=True)
+specs = (P("tp"), P(None, "tp"), P("tp"))
+f = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=P("tp")))
+for _ in range(2):
+    jax.block_until_ready(f(jnp.ones((8, 4)), jnp.ones((4, 8)), jnp.ones((8, 4))))
+"""
+
+
+def test_a_script_is_run_and_explained(tmp_path):
+    script, found = tmp_path / "train.py", tmp_path / "found.json"
+    script.write_text(SCRIPT)
+    options = ["--hardware", "h100", "--json", str(found), str(script), "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_ub", "explain", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train.py: 1 of 2 overlapped" in done.stdout
+    ours, theirs = json.loads(found.read_text())["rows"]
+    assert (ours["scope"], ours["method"]) == ("up", "direct")
+    assert ours["measured_exposed_s"] > 0
+    assert theirs["op"] == "dot + reduce-scatter"
+    assert theirs["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
+
+
+def test_a_script_that_is_not_there_is_refused(capsys):
+    assert __main__.main(["explain", "missing.py"]) == 2
+    assert "explain: there is no script 'missing.py'" in capsys.readouterr().err

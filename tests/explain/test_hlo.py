@@ -1,0 +1,57 @@
+"""Reading XLA's own collectives, and the dots next to them, out of compiled text."""
+
+import pytest
+
+from jax_ub.explain import hlo
+from jax_ub.explain.hlo import Pair
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%multiply_it (param_0: f32[8,4], param_1: f32[4,6]) -> f32[8,6] {
+  %param_0 = f32[8,4]{1,0} parameter(0)
+  %param_1 = f32[4,6]{1,0} parameter(1)
+  ROOT %dot.9 = f32[8,6]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: bf16[2,4], w: f32[4,6], v: f32[6,4]) -> f32[8,4] {
+  %x = bf16[2,4]{1,0} parameter(0)
+  %w = f32[4,6]{1,0} parameter(1)
+  %v = f32[6,4]{1,0} parameter(2)
+  %gather = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), GROUPS, \
+metadata={op_name="jit(step)/up/all_gather"}
+  %gathered = bf16[8,4]{1,0} all-gather-done(%gather)
+  %wide = f32[8,4]{1,0} convert(%gathered)
+  %h = f32[8,6]{1,0} fusion(%wide, %w), kind=kOutput, calls=%multiply_it
+  %moved = f32[8,6]{1,0} all-to-all(%h), GROUPS, dimensions={0}
+  %y = f32[8,4]{1,0} custom-call(%moved, %v), custom_call_target="__cublas$gemm"
+  %r = f32[8,4]{1,0} all-reduce(%y), GROUPS, to_apply=%sum
+  %s = f32[2,4]{1,0} reduce-scatter(%y), GROUPS, to_apply=%sum
+  %sum.1 = f32[2,4]{1,0} custom-call(%s), custom_call_target="jax_ub$matmul"
+  ROOT %last = f32[2,4]{1,0} all-reduce(%sum.1), GROUPS, to_apply=%sum
+}
+"""
+GROUPS = {
+    "listed": "replica_groups={{0,1,2,3},{4,5,6,7}}",
+    "iota": "replica_groups=[2,4]<=[8]",
+    "mesh": "replica_groups=mesh['dp'=2,'tp'=4] {'tp'}",
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_pairs_are_found_through_what_only_moves_or_converts(groups):
+    found = hlo.collectives(TEXT.replace("GROUPS", groups))
+    assert found.pairs == (
+        Pair("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
+        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192),
+        Pair("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96),
+    )
+    assert found.others == {"all-to-all": 1, "all-reduce": 1}
+
+
+def test_a_collective_of_nobody_knows_how_many_moves_nothing():
+    found = hlo.collectives(TEXT.replace(", GROUPS", ""))
+    assert {(pair.num_ranks, pair.moved_bytes) for pair in found.pairs} == {(1, 0)}
+
+
+def test_a_program_without_collectives_has_none():
+    assert hlo.collectives("") == hlo.Found((), {})

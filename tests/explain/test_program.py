@@ -1,0 +1,154 @@
+"""Is it on? For functions, forward and backward, with and without jax_ub."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.explain import program
+from jax_ub.methods import Method
+
+NUM_RANKS = 4
+SPECS = (P("tp"), P(None, "tp"), P("tp"))
+
+
+def operands():
+    mesh = tp_mesh(NUM_RANKS)
+    shapes = ((64, 16), (16, 32), (32, 16))
+    return [
+        jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, SPECS, strict=True)
+    ]
+
+
+def mlp(method=None):
+    def layers(x, up, down):
+        h = ub.all_gather_matmul(x, up, axis_name="tp", ub_name="up", method=method)
+        return ub.matmul_reduce_scatter(h, down, axis_name="tp", method=method)
+
+    return on_ranks(layers, tp_mesh(NUM_RANKS), SPECS, P("tp"))
+
+
+def test_calls_of_ours_are_on():
+    found = ub.explain(mlp(), *operands())
+    assert str(found).startswith("layers: 2 of 2 overlapped\n")
+    assert found.overlapped
+    up, down = found.rows
+    assert (up.scope, up.op, up.method) == ("up", "all_gather_matmul", "direct")
+    assert (down.scope, down.op) == ("matmul_reduce_scatter", "matmul_reduce_scatter")
+    assert up.moved_bytes == 3 * 16 * 16 * 4
+    assert up.predicted_s > 0
+    assert up.measured_exposed_s is None
+
+
+@pytest.mark.parametrize("method", Method)
+def test_every_method_is_explained_forward_and_backward(method):
+    def loss(*args):
+        return mlp(method)(*args).sum()
+
+    found = ub.explain(jax.grad(loss, argnums=(0, 1, 2)), *operands())
+    assert found.overlapped is (method is not Method.XLA)
+    for row in found.rows:
+        assert row.reason == "" or row.reason.startswith("XLA's own: could be one ub.")
+
+
+def test_a_fallback_says_why():
+    def layers(x, up):
+        return ub.all_gather_matmul(x, up, axis_name="tp")
+
+    mesh = jax.sharding.AbstractMesh((NUM_RANKS,), ("tp",))
+    run = jax.shard_map(layers, mesh=mesh, in_specs=SPECS[:2], out_specs=P(None, "tp"))
+    found = ub.explain(run, *operands()[:2])
+    ours = [row for row in found.rows if row.op == "all_gather_matmul"]
+    assert [(row.overlapped, row.method) for row in ours] == [(False, "xla")]
+    assert "it is lowered for an abstract mesh" in ours[0].reason
+    assert not found.overlapped
+
+
+def test_pairs_of_xla_that_could_be_one_call_are_named():
+    def layers(x, up, down):
+        h = jax.lax.all_gather(x, "tp", axis=0, tiled=True) @ up
+        return jax.lax.psum_scatter(h @ down, "tp", scatter_dimension=0, tiled=True)
+
+    found = ub.explain(on_ranks(layers, tp_mesh(4), SPECS, P("tp")), *operands())
+    assert [(row.op, row.overlapped, row.reason) for row in found.rows] == [
+        ("all-gather + dot", False, "XLA's own: could be one ub.all_gather_matmul"),
+        (
+            "dot + reduce-scatter",
+            False,
+            "XLA's own: could be one ub.matmul_reduce_scatter",
+        ),
+    ]
+    assert found.rows[0].moved_bytes == 3 * 16 * 16 * 4
+
+
+def test_what_the_partitioner_inserts_is_seen_too():
+    def layers(x, up, down):
+        y = (x @ up) @ down
+        return jax.lax.with_sharding_constraint(y, NamedSharding(tp_mesh(4), P()))
+
+    found = ub.explain(layers, *operands())
+    # Which ones is for the partitioner to choose.
+    assert {row.method for row in found.rows} == {"xla"}
+    assert found.title == f"layers: 0 of {len(found.rows)} overlapped"
+    assert all(row.moved_bytes > 0 for row in found.rows)
+
+
+def test_scans_are_counted_by_their_length_and_loops_are_named():
+    def scanned(x, up, down):
+        def layer(x, _):
+            h = ub.all_gather_matmul(x, up, axis_name="tp")
+            return ub.matmul_reduce_scatter(h, down, axis_name="tp"), None
+
+        return jax.lax.scan(layer, x, None, length=5)[0]
+
+    def looped(x, up, down):
+        def body(x):
+            h = ub.all_gather_matmul(x, up, axis_name="tp")
+            return ub.matmul_reduce_scatter(h, down, axis_name="tp")
+
+        return jax.lax.while_loop(lambda x: x[0, 0] < 3, body, x)
+
+    for function, note in ((scanned, "x 5"), (looped, "x in a loop")):
+        run = on_ranks(function, tp_mesh(4), SPECS, P("tp"), check_vma=False)
+        assert {row.note for row in ub.explain(run, *operands()).rows} == {note}
+
+
+def test_a_trace_adds_how_long_ranks_waited(tmp_path):
+    run = mlp("pipeline")
+    path = tmp_path / "step.json"
+    with ub.trace(path) as recording:
+        jax.block_until_ready(run(*operands()))
+    for trace in (recording.trace, path, [str(path)]):
+        rows = ub.explain(run, *operands(), trace=trace).rows
+        assert all(row.measured_exposed_s > 0 for row in rows)
+
+
+def test_times_are_those_of_the_hardware_that_is_asked_for():
+    slow, fast = (
+        ub.explain(mlp(), *operands(), hardware=name).rows[0].predicted_s
+        for name in ("a100", "b200")
+    )
+    assert slow > fast
+    assert program.machine() == "cpu"
+
+
+def test_local_calls_have_nothing_to_communicate():
+    def local(dy, w, residual):
+        return ub.dgrad_add(dy, w, residual)
+
+    shapes = [jnp.zeros(shape) for shape in ((8, 6), (4, 6), (8, 4))]
+    [row] = ub.explain(local, *shapes).rows
+    assert (row.op, row.moved_bytes, row.note) == (
+        "matmul",
+        None,
+        "nothing to communicate",
+    )
+
+
+def test_a_program_without_linears_says_so():
+    assert str(ub.explain(lambda x: x + 1, 1.0)) == "lambda: no linears"
