@@ -18,6 +18,7 @@ BEST = "xla_best"
 NAIVE = "xla_naive"
 RING = "xla_ring"
 ONEDNN = "onednn"
+UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
 # The same op on as many devices of one process.
@@ -26,7 +27,7 @@ IN_PROCESS = "in_process"
 # How the way that people write it is named where it is the fastest one.
 AS_WRITTEN = "as people write it"
 
-PEERS = (BEST, NAIVE, RING, ONEDNN)
+PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 LIMITS = (PLAIN, COPY, IN_PROCESS)
 
 

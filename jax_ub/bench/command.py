@@ -26,6 +26,7 @@ from jax_ub.bench.collective_cases import (
 )
 from jax_ub.bench.devices import Ranks
 from jax_ub.bench.dots import FastestDots
+from jax_ub.bench.fused_cases import fused
 from jax_ub.bench.gemm_cases import dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
 from jax_ub.bench.linear_cases import linear_pair
@@ -48,6 +49,7 @@ OPS: dict[str, Builder] = {
     "linear_pair": linear_pair,
     "dgrad_add": dgrad_add,
     "wgrad_accumulate": wgrad_accumulate,
+    "fused": fused,
     "latency": latency,
 }
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}

@@ -19,6 +19,7 @@ _RESULT_COLUMNS = (
     ("xla_naive", 12),
     ("xla_ring", 12),
     ("onednn", 12),
+    ("unfused", 12),
     ("plain_gemm", 10),
     ("copy", 5),
 )
@@ -112,7 +113,7 @@ def memory_table(results: Sequence[Result]) -> list[str]:
             lines.append(
                 _line(
                     _MEMORY_COLUMNS,
-                    case.op,
+                    f"{case.op} {case.variant}".strip(),
                     case.num_ranks,
                     case.dtype,
                     case.shape,
