@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <sstream>
+#include <string_view>
 #include <utility>
 
 #include "engine/across.h"
@@ -345,8 +346,9 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
 // Each rank from a thread of its own, since what completes it runs the rest of its
 // program; the last one from this thread, which has nothing else to do.
 void Conductor::Complete(const std::shared_ptr<Gang>& gang,
-                         const std::exception_ptr& failure,
+                         std::exception_ptr failure,
                          bool inline_last) {
+  if (failure) failure = FailureOf(gang->attributes->label, failure);
   std::vector<Completion>& completions = gang->completions;
   const size_t last = completions.size() - 1;
   for (size_t i = 0; i < completions.size(); ++i) {
@@ -372,6 +374,25 @@ void Conductor::OnPoison(const std::exception_ptr& reason) {
   }
   for (const auto& gang : pending) Complete(gang, reason, false);
   hooks_.on_failure(*this, reason);
+}
+
+std::exception_ptr Conductor::FailureOf(const std::string& label,
+                                        const std::exception_ptr& reason) const {
+  const std::string begin = "CommunicatorError: jax_ub." + communicator_->name() + ": ";
+  const auto relabeled = [&](const char* text) {
+    return "CommunicatorError: jax_ub." + label + ": " + (text + begin.size());
+  };
+  try {
+    std::rethrow_exception(reason);
+  } catch (const DeadlineError& error) {
+    if (!std::string_view(error.what()).starts_with(begin)) return reason;
+    return std::make_exception_ptr(DeadlineError(relabeled(error.what())));
+  } catch (const CommunicatorError& error) {
+    if (!std::string_view(error.what()).starts_with(begin)) return reason;
+    return std::make_exception_ptr(CommunicatorError(relabeled(error.what())));
+  } catch (...) {
+    return reason;
+  }
 }
 
 std::exception_ptr Conductor::failure() const {

@@ -73,6 +73,10 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void Fail(const std::exception_ptr& reason);
   // Why there are no more calls, or nullptr.
   std::exception_ptr failure() const;
+  // A reason as the failure of a call: what is said of the communicator itself ("...
+  // died") is said of the call; what names a call already stays.
+  std::exception_ptr FailureOf(const std::string& label,
+                               const std::exception_ptr& reason) const;
   // Says goodbye to the peers. Safe with calls in flight: they fail.
   void Close();
 
@@ -92,7 +96,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void RunSlots(const Gang& gang, int64_t call, double timeout_s);
   bool Finish();
   void Complete(const std::shared_ptr<Gang>& gang,
-                const std::exception_ptr& failure,
+                std::exception_ptr failure,
                 bool inline_last);
   void OnPoison(const std::exception_ptr& reason);
   std::string TextOf(uint64_t signature, const Gang& gang);

@@ -148,7 +148,9 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   size_t index = rank;
   size_t num_expected = at.num_ranks;
   if (conductor) {
-    if (const auto failure = conductor->failure()) std::rethrow_exception(failure);
+    if (const auto failure = conductor->failure()) {
+      std::rethrow_exception(conductor->FailureOf(at.label, failure));
+    }
     const std::vector<int>& local = conductor->local_ranks();
     index =
         std::find(local.begin(), local.end(), static_cast<int>(rank)) - local.begin();
@@ -269,53 +271,51 @@ void Board::BeginProgram(const std::string& channel) {
 }
 
 void Board::FailAllOf(const Conductor& conductor, const std::exception_ptr& reason) {
-  std::vector<Completion> completions;
+  std::vector<std::shared_ptr<Gang>> gangs;
   {
     std::lock_guard lock(mutex_);
-    completions = TakeIncomplete(
+    gangs = TakeIncomplete(
         [&](const Gang& gang) { return gang.conductor.get() == &conductor; });
   }
-  for (Completion& done : completions) {
-    start_([done = std::move(done), reason] { done(reason); });
+  for (const auto& gang : gangs) {
+    FailArrived(*gang, conductor.FailureOf(gang->attributes->label, reason));
   }
 }
 
-// Takes the group's open gangs of that run off the board. The mutex is held.
-std::vector<Completion> Board::CloseGroup(const Failure& failure) {
-  if (failures_.size() == kMaxFailures) failures_.pop_front();
-  failures_.push_back(failure);
-  return TakeIncomplete([&](const Gang& gang) {
-    return gang.run_id == failure.run_id && gang.group_key == failure.group_key;
-  });
+// The ranks of an incomplete gang that are there.
+void Board::FailArrived(Gang& gang, const std::exception_ptr& reason) {
+  for (Completion& done : gang.completions) {
+    if (done) start_([done = std::move(done), reason] { done(reason); });
+  }
 }
 
-// The mutex is held.
+// Takes the open gangs that are meant off the board. The mutex is held.
 template <typename Predicate>
-std::vector<Completion> Board::TakeIncomplete(const Predicate& is_meant) {
-  std::vector<Completion> completions;
+std::vector<std::shared_ptr<Gang>> Board::TakeIncomplete(const Predicate& is_meant) {
+  std::vector<std::shared_ptr<Gang>> taken;
   std::erase_if(incomplete_, [&](const auto& entry) {
     const std::shared_ptr<Gang>& gang = entry.second;
     if (!is_meant(*gang)) return false;
-    for (Completion& done : gang->completions) {
-      if (done) completions.push_back(std::move(done));
-    }
     for (CallSite::Run& run : entry.first->runs_) std::erase(run.open, gang);
+    taken.push_back(gang);
     return true;
   });
-  return completions;
+  return taken;
 }
 
 void Board::Poison(int64_t run_id,
                    uint64_t group_key,
                    const std::exception_ptr& reason) {
-  std::vector<Completion> completions;
+  std::vector<std::shared_ptr<Gang>> gangs;
   {
     std::lock_guard lock(mutex_);
-    completions = CloseGroup({run_id, group_key, reason});
+    if (failures_.size() == kMaxFailures) failures_.pop_front();
+    failures_.push_back({run_id, group_key, reason});
+    gangs = TakeIncomplete([&](const Gang& gang) {
+      return gang.run_id == run_id && gang.group_key == group_key;
+    });
   }
-  for (Completion& done : completions) {
-    start_([done = std::move(done), reason] { done(reason); });
-  }
+  for (const auto& gang : gangs) FailArrived(*gang, reason);
 }
 
 void Board::PoisonGroupOf(const CallSite& site,

@@ -140,9 +140,9 @@ class Board {
 
   void Watch();
   void FailOverdue(std::unique_lock<std::mutex>& lock);
-  std::vector<Completion> CloseGroup(const Failure& failure);
   template <typename Predicate>
-  std::vector<Completion> TakeIncomplete(const Predicate& is_meant);
+  std::vector<std::shared_ptr<Gang>> TakeIncomplete(const Predicate& is_meant);
+  void FailArrived(Gang& gang, const std::exception_ptr& reason);
   std::shared_ptr<Conductor> FindConductor(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 

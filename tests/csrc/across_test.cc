@@ -1,79 +1,17 @@
 // Calls of groups whose ranks lie in several processes, through an engine in each.
 #include <algorithm>
-#include <chrono>
-#include <memory>
-#include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "call_maker.h"
 #include "check.h"
-#include "engine/engine.h"
 #include "engine_calls.h"
+#include "member.h"
 #include "processes.h"
 
 namespace jax_ub {
 namespace {
 
-using jax_ub_test::Arrays;
-using jax_ub_test::MakeCalls;
-using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
-
-// One process of a group: device 100 + r is rank r.
-class Member {
- public:
-  Member(int process,
-         Bulletin& bulletin,
-         const std::vector<int>& process_of_rank,
-         double timeout_s = kLongS,
-         int64_t half_bytes = 1 << 20)
-      : engine_(NewEngine(timeout_s, 1)) {
-    std::vector<int64_t> devices;
-    std::vector<int64_t> local;
-    for (size_t r = 0; r < process_of_rank.size(); ++r) {
-      devices.push_back(100 + static_cast<int64_t>(r));
-      if (process_of_rank[r] == process) local.push_back(devices.back());
-    }
-    engine_.board().set_local_devices(local);
-    conductor_ = engine_.Join(ConnectAs(process, bulletin, process_of_rank, half_bytes),
-                              devices);
-  }
-  ~Member() { engine_.Leave(conductor_); }
-
-  Engine& engine() { return engine_; }
-  Conductor& conductor() { return *conductor_; }
-  const std::vector<int>& ranks() const { return conductor_->local_ranks(); }
-
-  // The local ranks' calls.
-  std::vector<Outcome> Begin(CallSite& site,
-                             int64_t run_id,
-                             const std::vector<RankCall>& calls) {
-    std::vector<Outcome> outcomes;
-    for (const int rank : ranks()) {
-      outcomes.push_back(Submit(engine_, site, run_id, 100 + rank, calls[rank]));
-    }
-    return outcomes;
-  }
-
-  void CheckRun(CallSite& site, int64_t run_id, const Sizes& sizes, int seed) {
-    Arrays arrays(seed);
-    const auto calls = MakeCalls(site.attributes(), sizes, arrays);
-    for (Outcome& outcome : Begin(site, run_id, calls)) CHECK_EQ(outcome.Wait(), "");
-    CHECK_EQ(NumWrong(site.attributes(), calls, ranks()), 0);
-  }
-
- private:
-  Engine& engine_;
-  std::shared_ptr<Conductor> conductor_;
-};
-
-Attributes Spanning(Op op, Method method, size_t num_ranks) {
-  Attributes at = MakeAttributes(op, method, static_cast<int>(num_ranks));
-  at.channel = "jit_test/1";
-  return at;
-}
 
 // Runs `function(member)` in every process.
 template <typename Function>

@@ -10,7 +10,7 @@ namespace jax_ub {
 
 Fate::Fate(std::vector<Member> members)
     : members_(std::move(members)),
-      gone_(new std::atomic<const Gone*>[members_.size()]) {
+      gone_(new std::atomic<const std::string*>[members_.size()]) {
   for (size_t process = 0; process < members_.size(); ++process) {
     gone_[process].store(nullptr);
   }
@@ -33,16 +33,26 @@ void Fate::ThrowIfPoisoned() const {
   if (poisoned_.load()) std::rethrow_exception(poison());
 }
 
-void Fate::SetGone(int process, const std::string& how) {
+void Fate::SetClosed(int process) {
   std::lock_guard lock(mutex_);
+  SetGone(process, "closed its communicator");
+}
+
+void Fate::SetLost(int process, const std::string& how) {
+  std::lock_guard lock(mutex_);
+  if (first_lost_ == kNobody && !IsGone(process)) first_lost_ = process;
+  SetGone(process, how);
+}
+
+// The mutex is held.
+void Fate::SetGone(int process, const std::string& how) {
   if (IsGone(process)) return;
-  departures_.push_back(
-      std::make_unique<const Gone>(Gone{.how = how, .order = departures_.size()}));
-  gone_[process].store(departures_.back().get());
+  hows_.push_back(std::make_unique<const std::string>(how));
+  gone_[process].store(hows_.back().get());
 }
 
 std::string Fate::DescribeGone(int process) const {
-  return members_[process].name + " " + gone_[process].load()->how;
+  return members_[process].name + " " + *gone_[process].load();
 }
 
 std::string Fate::DescribeState(int process) const {
@@ -54,6 +64,9 @@ void Fate::Throw(int gone, const WaitReason& reason, const Waiting& waiting) con
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (gone != kNobody) {
+    // Who closed because another one had died is not the reason.
+    std::lock_guard lock(mutex_);
+    if (first_lost_ != kNobody) gone = first_lost_;
     text << DescribeGone(gone) << "; " << waiting.who << " waited for " << waiting.what;
     throw CommunicatorError(text.str());
   }

@@ -39,13 +39,10 @@ class Fate {
   std::exception_ptr poison() const;
   void ThrowIfPoisoned() const;
 
-  // `how` a process left: "died". What comes first holds.
-  void SetGone(int process, const std::string& how);
+  // That a process closed in order, or how it was lost: "died". What comes first holds.
+  void SetClosed(int process);
+  void SetLost(int process, const std::string& how);
   bool IsGone(int process) const { return gone_[process].load() != nullptr; }
-  // Of two that are gone: who left first, and is more likely the reason.
-  bool WentBefore(int process, int other) const {
-    return gone_[process].load()->order < gone_[other].load()->order;
-  }
   // "rank 2 (process 1, pid 123) died".
   std::string DescribeGone(int process) const;
 
@@ -72,22 +69,19 @@ class Fate {
   }
 
  private:
-  struct Gone {
-    std::string how;
-    size_t order = 0;
-  };
-
+  void SetGone(int process, const std::string& how);
   [[noreturn]] void Throw(int gone,
                           const WaitReason& reason,
                           const Waiting& waiting) const;
 
-  const std::vector<Member> members_;                 // [process]
-  std::unique_ptr<std::atomic<const Gone*>[]> gone_;  // [process], in departures_
+  const std::vector<Member> members_;                        // [process]
+  std::unique_ptr<std::atomic<const std::string*>[]> gone_;  // [process]: how, in hows_
   std::atomic<bool> poisoned_{false};
 
   mutable std::mutex mutex_;  // guards all below
   std::exception_ptr poison_;
-  std::vector<std::unique_ptr<const Gone>> departures_;
+  std::vector<std::unique_ptr<const std::string>> hows_;
+  int first_lost_ = kNobody;
 };
 
 }  // namespace jax_ub

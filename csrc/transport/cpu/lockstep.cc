@@ -134,13 +134,11 @@ void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {
       headers_[own_]->doorbell, reason,
       [&] { return (first = FirstMissing(first, place)) == num_processes(); },
       [&] {
-        int gone = Fate::kNobody;
         for (int p = first; p < num_processes(); ++p) {
           // Gone before it is looked for again: what it stored before it left counts.
-          if (!fate_.IsGone(p) || !IsMissing(p, place)) continue;
-          if (gone == Fate::kNobody || fate_.WentBefore(p, gone)) gone = p;
+          if (fate_.IsGone(p) && IsMissing(p, place)) return p;
         }
-        return gone;
+        return Fate::kNobody;
       },
       [&] {
         std::string missing;

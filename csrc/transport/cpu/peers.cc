@@ -121,7 +121,7 @@ void Peers::Hear(Watched& peer, bool has_died) {
         tell_({std::atoi(message.body.c_str()), PeerNews::kLost, "died"});
         break;
       case MessageKind::kGoodbye:
-        SetLeft(peer, PeerNews::kClosed, "closed its communicator");
+        SetLeft(peer, PeerNews::kClosed, "");
         break;
       case MessageKind::kHello:
         break;

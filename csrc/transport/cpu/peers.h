@@ -28,7 +28,7 @@ struct PeerNews {
   enum Kind { kPoisoned, kPoisonedByDeadline, kClosed, kLost };
   int process = 0;
   Kind kind = kLost;
-  std::string text;  // the poison's reason; or how it left
+  std::string text;  // the poison's reason; or how it was lost
 };
 
 class Peers {

@@ -153,7 +153,7 @@ SharedCommunicator::State::State(Group its_group,
   for (int p = 0; p < group.num_processes(); ++p) {
     if (p == group.own()) continue;
     if (its_partners[p].has_left) {
-      fate.SetGone(p, "closed its communicator");
+      fate.SetClosed(p);
     } else {
       // A process that is its own peer, in tests, does not outlive itself.
       const pid_t seen = its_partners[p].seen_pid;
@@ -187,7 +187,7 @@ void SharedCommunicator::State::Hear(const PeerNews& news) {
     case PeerNews::kPoisonedByDeadline:
       return Poison(std::make_exception_ptr(DeadlineError(news.text)));
     case PeerNews::kClosed:
-      fate.SetGone(news.process, news.text);
+      fate.SetClosed(news.process);
       return WakeOwn();
     case PeerNews::kLost:
       return Lose(news.process, news.text);
@@ -232,7 +232,7 @@ void SharedCommunicator::State::Lose(int process, const std::string& how) {
     }
     peers->Say(MessageKind::kObituary, std::to_string(process));
     std::lock_guard lock(mutex);
-    fate.SetGone(process, how);
+    fate.SetLost(process, how);
     call_back = SetFailure(std::make_exception_ptr(
         CommunicatorError(group.ErrorPrefix() + fate.DescribeGone(process))));
   }

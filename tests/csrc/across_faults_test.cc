@@ -1,0 +1,271 @@
+// What goes wrong with calls across processes: who hears of it, when, and what it says.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call_maker.h"
+#include "check.h"
+#include "engine_calls.h"
+#include "member.h"
+#include "platform/error.h"
+#include "processes.h"
+
+namespace jax_ub {
+namespace {
+
+using jax_ub_test::Arrays;
+using jax_ub_test::MakeCalls;
+using jax_ub_test::NumWrong;
+using jax_ub_test::Sizes;
+
+const std::string kLabel = "matmul_reduce_scatter (ub_name 'test')";
+
+Attributes Scatter(int num_ranks, Method method = Method::kDirect) {
+  return Spanning(Op::kMatmulReduceScatter, method, num_ranks);
+}
+
+// Runs the site's calls until one fails; returns why. Whatever succeeds is right, and
+// whatever fails does so soon.
+std::string RunUntilFailure(Member& member, CallSite& site, double within_s) {
+  for (int seed = 0;; ++seed) {
+    Arrays arrays(seed);
+    const auto calls = MakeCalls(site.attributes(), {}, arrays);
+    const auto begin = std::chrono::steady_clock::now();
+    auto outcomes = member.Begin(site, seed, calls);
+    std::string text;
+    for (Outcome& outcome : outcomes) {
+      const std::string one = outcome.Wait();
+      if (text.empty()) text = one;
+    }
+    CHECK(SecondsSince(begin) < within_s);
+    if (!text.empty()) return text;
+    CHECK_EQ(NumWrong(site.attributes(), calls, member.ranks()), 0);
+  }
+}
+
+TEST(ARankThatIsKilledAmidCallsIsNamedAtOnceByAll) {
+  for (const Method method : {Method::kDirect, Method::kRingExchange}) {
+    for (int delay_ms : {0, 1, 3, 10, 30}) {
+      Bulletin bulletin;
+      Processes processes(3, [&](int process) {
+        Member member(process, bulletin, {0, 1, 1, 2});
+        ++bulletin.word();
+        CallSite site(Scatter(4, method));
+        throw std::runtime_error(RunUntilFailure(member, site, kAtOnceS));
+      });
+      bulletin.WaitForWord(3);
+      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+      const int victim = delay_ms % 2 + 1;  // not always the same
+      processes.Signal(victim, SIGKILL);
+      const std::vector<std::string> texts = processes.Join();
+      for (int p = 0; p < 3; ++p) {
+        if (p == victim) continue;
+        const std::string ranks = victim == 1 ? "ranks 1, 2" : "rank 3";
+        CHECK(Contains(texts[p], "CommunicatorError: jax_ub." + kLabel + ": "));
+        CHECK(Contains(texts[p], " (process " + std::to_string(victim) + ", pid " +
+                                     std::to_string(processes.pid(victim)) + ") died"));
+        if (method == Method::kDirect) CHECK(Contains(texts[p], ranks + " (process "));
+      }
+    }
+  }
+}
+
+TEST(TheLeadersDeathIsNamedAtOnceByAll) {
+  Bulletin bulletin;
+  Processes processes(3, [&](int process) {
+    Member member(process, bulletin, {0, 1, 2});
+    ++bulletin.word();
+    CallSite site(Scatter(3));
+    throw std::runtime_error(RunUntilFailure(member, site, kAtOnceS));
+  });
+  bulletin.WaitForWord(3);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  processes.Signal(0, SIGKILL);
+  const std::vector<std::string> texts = processes.Join();
+  for (int p = 1; p < 3; ++p) {
+    CHECK(Contains(texts[p], "CommunicatorError: jax_ub." + kLabel + ": "));
+    CHECK(Contains(texts[p], NameOf(0, processes.pid(0)) + " died"));
+  }
+}
+
+TEST(ARankThatDiedBeforeACallIsNamedByTheCall) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    Member member(process, bulletin, {0, 1});
+    CallSite site(Scatter(2));
+    member.CheckRun(site, 1, {}, 1);
+    if (process == 1) kill(getpid(), SIGKILL);
+    while (!member.conductor().failure()) std::this_thread::yield();
+    Arrays arrays(2);
+    const auto calls = MakeCalls(site.attributes(), {}, arrays);
+    AtOnce([&] { throw std::runtime_error(member.Begin(site, 2, calls)[0].Wait()); });
+  });
+  const std::string text = processes.Join()[0];
+  CHECK(Contains(text, "CommunicatorError: jax_ub." + kLabel + ": "));
+  CHECK(Contains(text, NameOf(1, processes.pid(1)) + " died"));
+}
+
+TEST(ARankThatDiedBehindItsLastCallDoesNoHarm) {
+  for (int round = 0; round < 10; ++round) {
+    Bulletin bulletin;
+    Processes processes(2, [&](int process) {
+      Member member(process, bulletin, {0, 1});
+      CallSite site(Spanning(Op::kAllGatherMatmul, Method::kDirect, 2));
+      for (int call = 0; call < 20; ++call) {
+        // Late: the peer is done and dead by then.
+        if (process == 0 && call == 19) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        if (process == 1 && call == 19) {
+          Arrays arrays(call);
+          const auto calls = MakeCalls(site.attributes(), {}, arrays);
+          if (member.Begin(site, call, calls)[0].Wait().empty())
+            kill(getpid(), SIGKILL);
+          throw std::runtime_error("failed");
+        }
+        member.CheckRun(site, call, {}, call);
+      }
+    });
+    CHECK_EQ(processes.Join()[0], "");
+  }
+}
+
+TEST(AStoppedRankIsNamedAtTheDeadlineAndFailsToo) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    Member member(process, bulletin, {0, 1}, 0.5);
+    ++bulletin.word();
+    CallSite site(Scatter(2));
+    throw std::runtime_error(RunUntilFailure(member, site, 5));
+  });
+  bulletin.WaitForWord(2);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  processes.Signal(1, SIGSTOP);
+  waitpid(processes.pid(1), nullptr, WUNTRACED);
+  std::this_thread::sleep_for(std::chrono::milliseconds(800));
+  processes.Signal(1, SIGCONT);
+  const std::vector<std::string> texts = processes.Join();
+  CHECK_EQ(texts[0], "CommunicatorError: jax_ub." + kLabel + ": " +
+                         NameOf(0, processes.pid(0)) + " waited 0.5 s for " +
+                         NameOf(1, processes.pid(1)) +
+                         " (it is stopped). JAX_UB_TIMEOUT_S sets the seconds.");
+  CHECK_EQ(texts[1], texts[0]);
+}
+
+TEST(ARankThatNeverCallsIsNamedAtTheDeadline) {
+  for (const int missing : {0, 1, 2}) {
+    Bulletin bulletin;
+    Processes processes(3, [&](int process) {
+      Member member(process, bulletin, {0, 1, 2}, 0.3);
+      CallSite site(Scatter(3));
+      if (process != missing) {
+        Arrays arrays(1);
+        const auto calls = MakeCalls(site.attributes(), {}, arrays);
+        const std::string text = member.Begin(site, 1, calls)[0].Wait();
+        ++bulletin.word();
+        throw std::runtime_error(text);
+      }
+      bulletin.WaitForWord(2);
+      // Its own call, much later, fails at once.
+      while (!member.conductor().failure()) std::this_thread::yield();
+      AtOnce([&] {
+        Arrays arrays(1);
+        const auto calls = MakeCalls(site.attributes(), {}, arrays);
+        throw std::runtime_error(member.Begin(site, 1, calls)[0].Wait());
+      });
+    });
+    for (const std::string& text : processes.Join()) {
+      CHECK(Contains(text, "CommunicatorError: jax_ub." + kLabel + ": rank "));
+      CHECK(Contains(text, " waited 0.3 s for "));
+      CHECK(Contains(text, NameOf(missing, processes.pid(missing))));
+    }
+  }
+}
+
+TEST(AnotherShapeIsAnErrorOnEveryRankThatShowsBoth) {
+  for (const int odd : {0, 1, 2}) {
+    Bulletin bulletin;
+    Processes processes(3, [&](int process) {
+      Member member(process, bulletin, {0, 1, 2});
+      CallSite site(Scatter(3));
+      member.CheckRun(site, 1, {}, 1);
+      Sizes sizes;
+      if (process == odd) sizes.k = 9;
+      Arrays arrays(2);
+      const auto calls = MakeCalls(site.attributes(), sizes, arrays);
+      const std::string text = member.Begin(site, 2, calls)[0].Wait();
+      // For good.
+      Arrays later(3);
+      CHECK(!member.Begin(site, 3, MakeCalls(site.attributes(), {}, later))[0]
+                 .Wait()
+                 .empty());
+      throw std::runtime_error(text);
+    });
+    const std::vector<std::string> texts = processes.Join();
+    for (const std::string& text : texts) {
+      CHECK_EQ(text, texts[0]);
+      CHECK(Contains(text, "CommunicatorError: jax_ub." + kLabel + ": "));
+      CHECK(Contains(text, "do not agree"));
+      CHECK(Contains(text, "15, 7]"));
+      CHECK(Contains(text, "15, 9]"));
+    }
+  }
+}
+
+// What a process throws elsewhere: an operand that its own call refuses.
+TEST(ACallThatOneRankRefusesFailsOnAll) {
+  for (const int odd : {0, 1}) {
+    Bulletin bulletin;
+    Processes processes(2, [&](int process) {
+      Member member(process, bulletin, {0, 1});
+      CallSite site(Scatter(2));
+      Arrays arrays(2);
+      auto calls = MakeCalls(site.attributes(), {}, arrays);
+      if (process == odd) calls[process].operands[1].rows += 1;
+      AtOnce([&] { throw std::runtime_error(member.Begin(site, 2, calls)[0].Wait()); });
+    });
+    for (const std::string& text : processes.Join()) {
+      CHECK(Contains(text, "jax_ub." + kLabel));
+      CHECK(!Contains(text, "waited"));
+    }
+  }
+}
+
+TEST(ANewCommunicatorGoesOnWhereOneFailed) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    Engine& engine = NewEngine(kLongS, 1);
+    engine.board().set_local_devices({100 + process});
+    for (int round = 1; round <= 10; ++round) {
+      const auto conductor = engine.Join(
+          ConnectAs(process, bulletin, {0, 1}, 1 << 16, 20, round), {100, 101});
+      CallSite site(Scatter(2));
+      Arrays arrays(round);
+      const auto calls = MakeCalls(site.attributes(), {}, arrays);
+      const std::string text =
+          Submit(engine, site, round, 100 + process, calls[process]).Wait();
+      CHECK_EQ(text, "");
+      CHECK_EQ(NumWrong(site.attributes(), calls, {process}), 0);
+      if (process == round % 2) {
+        conductor->Fail(std::make_exception_ptr(
+            CommunicatorError("CommunicatorError: jax_ub.x: raised in Python")));
+      }
+      CHECK_EQ(Submit(engine, site, round + 100, 100 + process, calls[process]).Wait(),
+               "CommunicatorError: jax_ub.x: raised in Python");
+      engine.Leave(conductor);
+    }
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
