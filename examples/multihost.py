@@ -132,8 +132,7 @@ def main() -> None:
     jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     mesh = make_mesh(flags.tp)
     num_tokens = flags.batch * flags.seq_len  # of a replica
-    if hasattr(ub, "initialize_ub"):
-        ub.initialize_ub((num_tokens, flags.d_model), mesh.shape["tp"], mesh=mesh)
+    ub.initialize_ub((num_tokens, flags.d_model), mesh.shape["tp"], mesh=mesh)
     params = make_params(mesh, flags.layers, flags.d_model)
     loss = jax.shard_map(
         loss_on_device,
@@ -155,6 +154,7 @@ def main() -> None:
             say(f"step {number}: loss {value:.4f}")
     for fallback in dict.fromkeys(ub.fallbacks()):
         say(f"not overlapped: {fallback.label}: {fallback.reason}")
+    ub.destroy_ub()
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def raised() -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # A program that runs at once, on the caller's thread, raises ValueError.
         converted = of_engine(error)
         if converted is None:
             raise

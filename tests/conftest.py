@@ -5,6 +5,7 @@ In several processes (`layouts.py`) the launcher says how many devices each has.
 
 import os
 import random
+import sys
 
 # jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
 os.environ.setdefault("NPROC", "32")
@@ -22,10 +23,25 @@ else:
     jax.distributed.initialize()
 
 
+STATUS = pytest.StashKey[int]()
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_initialized():
     yield
     jax_ub.destroy_ub()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    session.config.stash[STATUS] = exitstatus
+
+
+def pytest_unconfigure(config):
+    # A process that failed would wait for the others, to end all at once, and they for
+    # it. All has been reported here.
+    if layouts.LAYOUT is not None and (status := config.stash.get(STATUS, 0)):
+        sys.stdout.flush()
+        os._exit(int(status))
 
 
 def pytest_collection_modifyitems(items):

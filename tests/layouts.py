@@ -5,12 +5,16 @@ ranks over processes in `UB_TEST_LAYOUT`. Every process then runs the same tests
 compares the shards that it has. `UB_TEST_PART=1/3` is the second third of the tests.
 """
 
+import math
 import os
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import jax_ub as ub
 
 LAYOUTS = {
     # Ranks 0, 1, ... in process 0, the next ones in process 1.
@@ -22,6 +26,8 @@ LAYOUTS = {
 }
 LAYOUT = os.environ.get("UB_TEST_LAYOUT")
 PART = os.environ.get("UB_TEST_PART")
+_CAPACITY = (1024, 64)
+_CONNECTED: dict[tuple[str, ...], Mesh] = {}
 
 
 def devices(num_ranks: int) -> list[jax.Device]:
@@ -37,6 +43,19 @@ def devices(num_ranks: int) -> list[jax.Device]:
     free = [jax.local_devices(process)[:] for process in range(num)]
     place = LAYOUTS[LAYOUT]
     return [free[place(rank, num_ranks, num)].pop(0) for rank in range(num_ranks)]
+
+
+def connect(mesh: Mesh, axis_name: str | tuple[str, ...] = "tp") -> Mesh:
+    """Initialises an axis of the mesh, in place of another mesh; returns the mesh."""
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if LAYOUT is None or not set(axes) <= set(mesh.axis_names):
+        return mesh
+    if _CONNECTED.get(axes) != mesh or not ub.is_ub_initialized(axes):
+        ub.destroy_ub(axes)
+        tp_size = math.prod(mesh.shape[axis] for axis in axes)
+        ub.initialize_ub(_CAPACITY, tp_size, mesh=mesh, axis_name=axes)
+        _CONNECTED[axes] = mesh
+    return mesh
 
 
 def visible(array: jax.Array) -> list[tuple[tuple[slice, ...], np.ndarray]]:

@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from layouts import devices
+from layouts import connect, devices
 
 from jax_ub.methods import Method
 
@@ -17,17 +17,18 @@ CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat
 
 def tp_mesh(num_ranks: int) -> Mesh:
     """The first devices on one axis, "tp"."""
-    return Mesh(np.array(devices(num_ranks)), ("tp",))
+    return connect(Mesh(np.array(devices(num_ranks)), ("tp",)))
 
 
 def dp_tp_mesh(num_groups: int, num_ranks: int) -> Mesh:
     """Groups of ranks on the axes "dp" and "tp"."""
     ranks = np.array(devices(num_groups * num_ranks))
-    return Mesh(ranks.reshape(num_groups, num_ranks), ("dp", "tp"))
+    return connect(Mesh(ranks.reshape(num_groups, num_ranks), ("dp", "tp")))
 
 
 def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = True):
-    """Compiles `function` to run on every device of the mesh."""
+    """Compiles `function` to run on every device of the mesh, which is connected."""
+    connect(mesh)
     return jax.jit(
         jax.shard_map(
             function,

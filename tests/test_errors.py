@@ -21,6 +21,12 @@ def test_other_failures_become_a_communicator_error():
         raise jax.errors.JaxRuntimeError(text)
 
 
+def test_errors_of_programs_that_run_at_once_are_converted_too():
+    text = "ABORTED: CommunicatorError: op: rank 1 died"
+    with pytest.raises(errors.CommunicatorError, match="^op: rank 1"), errors.raised():
+        raise ValueError(text)
+
+
 def test_errors_of_others_stay_what_they_are():
     with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), errors.raised():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

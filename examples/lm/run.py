@@ -101,10 +101,9 @@ def start(
 ) -> tuple[int, list[Run]]:
     """Makes the run and its twin, with the same initial or restored state."""
     mesh = make_mesh(args.dp, args.tp)
-    # What a call communicates at most: the activations of a microbatch's replica.
+    # What a call communicates at most: the tokens of a replica's microbatch.
     num_tokens = args.batch // args.microbatches // args.dp * args.seq_len
-    if hasattr(ub, "initialize_ub"):
-        ub.initialize_ub((num_tokens, args.d_model), args.tp, mesh=mesh)
+    ub.initialize_ub((num_tokens, args.d_model), args.tp, mesh=mesh)
     methods = [args.method]
     if args.compare and args.method != "xla":
         methods.append("xla")

@@ -29,7 +29,11 @@ SMALL = (ROOT / "examples/multihost.py", "--d-model", 32, "--seq-len", 16)
     ("job", "layout"),
     [
         (("-n", 4, "--hosts", 2), "2 hosts with [2, 2] devices: dp=2, tp=2"),
-        (("-n", 2, "--devices-per-process", 2), "1 hosts with [4] devices: dp=1, tp=4"),
+        pytest.param(
+            ("-n", 2, "--devices-per-process", 2),
+            "1 hosts with [4] devices: dp=1, tp=4",
+            marks=pytest.mark.matrix,
+        ),
     ],
 )
 def test_learns_with_hosts_apart_and_together(job, layout):

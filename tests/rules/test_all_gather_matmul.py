@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from layouts import connect
 from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
 
@@ -213,7 +214,7 @@ def test_several_axes_are_one():
     x, w, b = operands(8)
     layer = on_ranks(
         lambda x, w, b: ub.all_gather_matmul(x, w, axis_name=("tp", "dp"), bias=b),
-        dp_tp_mesh(2, 4),
+        connect(dp_tp_mesh(2, 4), ("tp", "dp")),
         (P(None, ("tp", "dp")), P(None, ("tp", "dp")), P(("tp", "dp"))),
         P(None, None, ("tp", "dp")),
     )

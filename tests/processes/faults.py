@@ -1,0 +1,233 @@
+"""What a process does in the tests of faults; `test_faults.py` launches it.
+
+    python -m jax_ub launch -n 3 --linger 60 tests/processes/faults.py dies_before
+
+The last process has the fault. Every other one says, a line of JSON each, what it
+raised and what it has left when all is over. Times are the machine's, the same in all
+processes.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ub as ub
+
+ROWS, WIDTH = 8, 16  # of a rank
+
+
+def say(what, **details):
+    details = {"what": what, "process": jax.process_index(), **details}
+    # One write: threads and processes do not cut each other's lines.
+    os.write(1, (json.dumps(details) + "\n").encode())
+
+
+class Job:
+    """A group of all processes, and a program with an op of each kind."""
+
+    def __init__(self, method):
+        self.num_ranks = jax.device_count()
+        self.mesh = Mesh(np.array(jax.devices()), ("tp",))
+        self.method = method
+        self.is_victim = jax.process_index() == jax.process_count() - 1
+        self.program = jax.jit(self.pair)
+
+    def initialize(self):
+        shape = (2 * ROWS * self.num_ranks, WIDTH)
+        ub.initialize_ub(shape, self.num_ranks, mesh=self.mesh)
+
+    def pair(self, x, w):
+        def on_device(x, w):
+            options = {"axis_name": "tp", "method": self.method}
+            h = ub.all_gather_matmul(x, w, **options)
+            return ub.matmul_reduce_scatter(h, w.T, **options)
+
+        specs = (P("tp"), P(None, "tp"))
+        return jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=specs, out_specs=P("tp")
+        )(x, w)
+
+    def operands(self, rows=ROWS):
+        def sharded(shape, spec):
+            whole = np.random.default_rng(rows).integers(-1, 2, shape)
+            sharding = NamedSharding(self.mesh, spec)
+            part = lambda index: whole[index].astype(np.float32)  # noqa: E731
+            return whole, jax.make_array_from_callback(shape, sharding, part)
+
+        x, xs = sharded((rows * self.num_ranks, WIDTH), P("tp"))
+        w, ws = sharded((WIDTH, 4 * self.num_ranks), P(None, "tp"))
+        return xs, ws, x @ w @ w.T
+
+    def call(self, rows=ROWS):
+        """Runs the program once, and checks every number that this process has."""
+        x, w, expected = self.operands(rows)
+        with ub.errors.raised():
+            y = jax.block_until_ready(self.program(x, w))
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+    def expect_error(self, action=None):
+        begin = time.monotonic()
+        try:
+            (action or self.call)()
+        except ub.errors.CommunicatorError as error:
+            say(
+                "error",
+                kind=type(error).__name__,
+                text=str(error),
+                began=begin,
+                at=time.monotonic(),
+            )
+        else:
+            say("no error")
+
+
+def kill_this_process():
+    say("dies", at=time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_before(job):
+    job.call()
+    if job.is_victim:
+        kill_this_process()
+    job.expect_error()
+
+
+def coordinator_dies(job):
+    job.call()
+    if jax.process_index() == 0:
+        kill_this_process()
+    while True:
+        job.call()
+
+
+def dies_inside(job):
+    job.call()
+    if job.is_victim:
+        threading.Timer(0.5, kill_this_process).start()
+
+    def call_for_ever():
+        while True:
+            job.call()
+
+    job.expect_error(call_for_ever)
+
+
+def dies_after(job):
+    job.call()
+    job.call()  # its results are right, though a peer may be dead by now
+    if job.is_victim:
+        kill_this_process()
+    say("called")
+    job.expect_error()
+
+
+def stops(job):
+    job.call()
+    if job.is_victim:
+        say("stops", pid=os.getpid(), at=time.monotonic())
+        os.kill(os.getpid(), signal.SIGSTOP)
+    job.expect_error()
+    job.expect_error()  # for good, and at once
+
+
+def raises(job):
+    job.call()
+    if job.is_victim:
+        say("raises", at=time.monotonic())
+        raise ValueError("a bug in the user's program")
+    job.expect_error()
+
+
+def other_shape(job):
+    job.call()
+    job.expect_error(lambda: job.call(2 * ROWS if job.is_victim else ROWS))
+    # Everybody knows: a new communicator works.
+    ub.destroy_ub()
+    job.initialize()
+    job.program = jax.jit(job.pair)
+    jax.clear_caches()
+    job.call()
+    say("goes on")
+
+
+def is_missing(job):
+    if job.is_victim:
+        time.sleep(300)
+    job.expect_error(job.initialize)
+
+
+def exists_twice(job):
+    for _ in range(20):
+        job.call()
+    say("goes on")
+
+
+def left():
+    """What this process holds of the memory and sockets that processes share."""
+    found = []
+    for path in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(path).split(":")[0])
+        except FileNotFoundError:  # the directory itself
+            continue
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return {
+        "memory": found.count("/memfd"),
+        "sockets": found.count("socket"),
+        "mappings": maps.count("memfd:jax_ub"),
+    }
+
+
+def main():
+    scenario, method = sys.argv[1], (sys.argv[2] if sys.argv[2:] else "direct")
+    jax.distributed.initialize()
+    jnp.zeros(1).block_until_ready()
+    job = Job(method)
+    before = left()
+    if scenario != "is_missing":
+        job.initialize()
+    {
+        each.__name__: each
+        for each in (
+            coordinator_dies,
+            dies_before,
+            dies_inside,
+            dies_after,
+            stops,
+            raises,
+            other_shape,
+            is_missing,
+            exists_twice,
+        )
+    }[scenario](job)
+    begin = time.monotonic()
+    ub.destroy_ub()
+    seconds = time.monotonic() - begin
+    deadline = time.monotonic() + 2  # XLA may still hold the last results
+    while left()["mappings"] > before["mappings"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    say("left", before=before, after=left(), seconds=seconds)
+    end()
+
+
+def end():
+    """Ends without JAX's farewell, which waits for the dead."""
+    if jax.process_index() == 0:
+        time.sleep(1)  # its coordinator goes last
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

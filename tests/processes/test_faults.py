@@ -1,0 +1,195 @@
+"""Faults: every living process raises, soon, names who failed, and nothing is left."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 4.0
+# From a death to the error of the last peer, and what a busy machine adds to that.
+SOON_S = 2.0
+
+pytestmark = pytest.mark.slow
+
+
+def start(scenario, method="direct", num_processes=3, prefix=(), **environment):
+    return subprocess.Popen(
+        [
+            *prefix,
+            *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
+            *("--linger", "30", "--grace", "1", "--timeout", "120"),
+            *(str(HERE / "faults.py"), scenario, method),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "JAX_UB_TIMEOUT_S": str(DEADLINE_S),
+            **environment,
+        },
+    )
+
+
+class Outcome:
+    """What the processes of a job said, and how it ended."""
+
+    def __init__(self, process):
+        out, self.err = process.communicate(timeout=150)
+        self.status = process.returncode
+        self.said = []
+        for line in out.splitlines():
+            _, brace, rest = line.partition("{")
+            if brace:
+                self.said.append(json.loads(brace + rest))
+        self.text = out + self.err
+
+    def of(self, what):
+        return [each for each in self.said if each["what"] == what]
+
+    def one(self, what):
+        (found,) = self.of(what)
+        return found
+
+    def check_survivors(self, processes, *, at, within_s, names):
+        """Each survivor raised once, soon, named the culprit, and holds nothing."""
+        errors = self.of("error")
+        assert [e["process"] for e in by_process(errors)] == processes, self.text
+        for error in errors:
+            assert error["at"] - at < within_s, self.text
+            for name in names:
+                assert name in error["text"], error["text"]
+        self.check_nothing_is_left(processes)
+
+    def check_nothing_is_left(self, processes):
+        ends = by_process(self.of("left"))
+        assert [end["process"] for end in ends] == processes, self.text
+        for end in ends:
+            for kind, number in end["after"].items():
+                assert number <= end["before"][kind], end
+            assert end["seconds"] < 1
+
+
+def by_process(said):
+    return sorted(said, key=lambda each: each["process"])
+
+
+def run(*arguments, **options):
+    return Outcome(start(*arguments, **options))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "method"),
+    [
+        ("dies_before", "direct"),
+        pytest.param("dies_before", "ring_exchange", marks=pytest.mark.matrix),
+        pytest.param("dies_inside", "direct", marks=pytest.mark.matrix),
+        ("dies_inside", "pipeline"),
+        ("dies_after", "direct"),
+    ],
+)
+def test_a_death_is_reported_at_once(scenario, method):
+    job = run(scenario, method)
+    job.check_survivors(
+        [0, 1],
+        at=job.one("dies")["at"],
+        within_s=SOON_S,
+        names=["rank 2", "process 2", "died"],
+    )
+    assert job.status == 128 + signal.SIGKILL
+
+
+def test_a_process_that_stopped_is_reported_at_the_deadline():
+    process = start("stops")
+    # It goes on when the others have given up on it.
+    lines = []
+    while sum('"error"' in line for line in lines) < 4:
+        lines.append(process.stdout.readline())
+        assert lines[-1], lines
+    stopped = next(json.loads(line[4:]) for line in lines if '"stops"' in line)
+    os.kill(stopped["pid"], signal.SIGCONT)
+    job = Outcome(process)
+    job.said += [json.loads(line[4:]) for line in lines if line[4:5] == "{"]
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 0, 1, 1, 2, 2]
+    for first, second in (errors[:2], errors[2:4]):
+        assert "rank 2" in first["text"]
+        waited = first["at"] - first["began"]
+        assert DEADLINE_S - 0.5 < waited < DEADLINE_S + SOON_S
+        assert second["at"] - second["began"] < 1
+    assert "TimeoutError" in {errors[0]["kind"], errors[2]["kind"]}
+    job.check_nothing_is_left([0, 1, 2])
+
+
+def test_an_exception_of_one_process_is_an_error_of_the_others():
+    job = run("raises")
+    job.check_survivors(
+        [0, 1],
+        at=job.one("raises")["at"],
+        within_s=DEADLINE_S + SOON_S,
+        names=["rank 2", "process 2"],
+    )
+    # It ends when the others have: its own farewell to JAX waits for them.
+    assert job.status != 0
+    assert "ValueError: a bug in the user's program" in job.err
+
+
+@pytest.mark.parametrize(
+    "method", ["direct", pytest.param("ring_exchange", marks=pytest.mark.matrix)]
+)
+def test_another_shape_is_an_error_everywhere_with_both_sides(method):
+    job = run("other_shape", method)
+    assert job.status == 0, job.text
+    assert len(job.of("error")) == len(job.of("goes on")) == 3, job.text
+    for error in job.of("error"):
+        assert "f32[8, 16]" in error["text"], error["text"]
+        assert "f32[16, 16]" in error["text"], error["text"]
+    job.check_nothing_is_left([0, 1, 2])
+
+
+def test_bootstrap_without_one_process_ends_at_the_deadline():
+    job = run("is_missing")
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 1], job.text
+    for error in errors:
+        assert "process 2" in error["text"]
+        assert error["at"] - error["began"] < DEADLINE_S + SOON_S
+    job.check_nothing_is_left([0, 1])
+
+
+def test_the_death_of_jax_s_coordinator_ends_all():
+    # JAX ends every process then, by itself; ours must not keep any from that.
+    begin = time.monotonic()
+    job = run("coordinator_dies")
+    assert job.status == 128 + signal.SIGKILL
+    assert not job.of("left")
+    assert time.monotonic() - begin < 25
+
+
+def test_needs_no_space_in_dev_shm():
+    tiny = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", tiny, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("may not mount another /dev/shm here")
+    job = run("exists_twice", prefix=prefix)
+    assert job.status == 0, job.text
+    assert len(job.of("goes on")) == 3
+
+
+def test_two_jobs_at_once_do_not_meet():
+    files = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")}
+    jobs = [start("exists_twice", num_processes=2) for _ in range(2)]
+    for job in map(Outcome, jobs):
+        assert job.status == 0, job.text
+        job.check_nothing_is_left([0, 1])
+    for folder, before in files.items():
+        new = set(os.listdir(folder)) - before
+        assert not [name for name in new if "jax_ub" in name]

@@ -1,0 +1,80 @@
+"""The tests of one process, in several: every process runs them, on a mesh of all."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from layouts import LAYOUTS
+
+TESTS = pathlib.Path(__file__).parents[1]
+SAME = [
+    "primitives",
+    *(
+        f"rules/test_{name}.py"
+        for name in (
+            "all_gather_matmul",
+            "linear",
+            "many_calls",
+            "matmul_all_reduce",
+            "matmul_reduce_scatter",
+            "random_models",
+        )
+    ),
+]
+
+
+def first_failure(done):
+    """What the process that failed first wrote, and what the launcher says of it."""
+    failed = re.search(r"launch: process (\d+)", done.stderr)
+    marks = ("launch:", f"[{failed[1]}] " if failed else "[")
+    lines = (done.stdout + done.stderr).splitlines()
+    return "\n".join(line for line in lines if line.startswith(marks))
+
+
+def run_tests(num_processes, layout, part):
+    """Runs a part of the tests in so many processes; the first failure ends them."""
+    pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
+            *("--devices-per-process", "16", "--timeout", "1500"),
+            *(*pytest_alone, *(str(TESTS / path) for path in SAME)),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=TESTS.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
+            "UB_TEST_LAYOUT": layout,
+            "UB_TEST_PART": part,
+            "JAX_UB_TIMEOUT_S": "60",
+        },
+    )
+    assert done.returncode == 0, first_failure(done)
+    for process in range(num_processes):
+        (summary,) = (
+            line
+            for line in done.stdout.splitlines()
+            if line.startswith(f"[{process}]") and " passed" in line
+        )
+        assert "failed" not in summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "layout", "part"),
+    [(2, "blocks", "0/8"), (3, "dealt", "1/8"), (4, "reversed", "2/8")],
+)
+def test_a_part_of_them(num_processes, layout, part):
+    run_tests(num_processes, layout, part)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+def test_all_of_them(num_processes, layout):
+    run_tests(num_processes, layout, "0/1")
