@@ -60,7 +60,7 @@ def test_a_fallback_says_why():
     def layers(x, up):
         return ub.all_gather_matmul(x, up, axis_name="tp")
 
-    mesh = jax.sharding.AbstractMesh((NUM_RANKS,), ("tp",))
+    mesh = tp_mesh(NUM_RANKS).abstract_mesh
     run = jax.shard_map(layers, mesh=mesh, in_specs=SPECS[:2], out_specs=P(None, "tp"))
     found = ub.explain(run, *operands()[:2])
     ours = [row for row in found.rows if row.op == "all_gather_matmul"]
