@@ -242,6 +242,7 @@ def _about(domain: Domain | None) -> dict[str, str]:
     return {
         "the version of jax_ub": _version(),
         "the version of jax": jax.__version__,
+        "JAX_UB_METHOD": str(settings.method()),
         "shape": str(domain.shape),
         "tp_size": str(domain.tp_size),
         "dtype": str(domain.dtype),
