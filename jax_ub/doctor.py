@@ -25,7 +25,7 @@ _REQUIRED = _PACKAGES[1:4]
 # As many devices as a trial needs to communicate at all.
 _TRIAL_DEVICES = 2
 # An axis that no program has initialised.
-_TRIAL_AXIS = "the doctor's"
+_TRIAL_AXIS = "doctor"
 # jaxlib needs at least two, and waits for some of them itself.
 _POOL_THREADS_EACH = 4
 
