@@ -156,6 +156,9 @@ class Processes {
     if (WIFSIGNALED(status)) {
       text.append("[ended by signal ").append(std::to_string(WTERMSIG(status)));
       text.append("]");
+    } else if (WEXITSTATUS(status) != 0) {
+      text.append("[exit status ").append(std::to_string(WEXITSTATUS(status)));
+      text.append("]");
     }
     return text;
   }
