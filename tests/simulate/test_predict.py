@@ -14,13 +14,13 @@ SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
 
 @pytest.mark.parametrize("hardware", simulate.HARDWARE)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("method", Method)
-def test_every_op_and_method_takes_some_time(op, method, hardware):
-    found = simulate.estimate(op, method, **SIZES, hardware=hardware)
-    assert 0 < found.seconds < 60
-    assert found.seconds >= found.gemm_s
-    assert found.exposed_s == found.seconds - found.gemm_s
-    assert simulate.predict(op, method, **SIZES, hardware=hardware) == found.seconds
+def test_every_method_takes_some_time(op, hardware):
+    for method in Method:
+        found = simulate.estimate(op, method, **SIZES, hardware=hardware)
+        assert 0 < found.seconds < 60
+        assert found.seconds >= found.gemm_s
+        assert found.exposed_s == found.seconds - found.gemm_s
+        assert simulate.predict(op, method, **SIZES, hardware=hardware) == found.seconds
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -95,9 +95,15 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
             ["--op", "all_gather_matmul", "--tp", "512", "--shape", "512x512x512"],
             "--tp 512, but there are 16 devices",
         ),
-        (["--processes", "2", "--tp", "2", "missing.py"], "failed with exit status"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, text, capfd):
     assert __main__.main(["trace", *arguments]) == 2
     assert text in capfd.readouterr().err
+
+
+def test_processes_that_fail_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    arguments = ["--processes", "2", "--tp", "2", "train.py"]
+    assert __main__.main(["trace", *arguments]) == 2
+    assert "the processes failed with exit status 1" in capsys.readouterr().err
