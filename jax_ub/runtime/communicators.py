@@ -137,13 +137,15 @@ def connect(
     with agreement:
         if refusal is None:
             offered, refusal = _offer(place)
-        told = agreement.gather(_introduction(about, refusal, offered))
+        told = _gather(agreement, _introduction(about, refusal, offered), refusal)
         failure = refusal or _first_refusal(told)
         if failure is None and len({one["hash"] for one in told.values()}) > 1:
             failure = _difference(agreement.gather(dict(about)))
         if failure is None:
             error = _connect_all(place, told, offered, made)
-            done = agreement.gather(None if error is None else str(error))
+            # Others may wait in vain for a connection before they come to this round.
+            outcome = None if error is None else str(error)
+            done = _gather(agreement, outcome, error, num_deadlines=2)
             failure = error or _first_failure(done)
     if failure is not None:
         _close(made)
@@ -151,6 +153,16 @@ def connect(
     _CONNECTIONS.update((one.group, one) for one in made)
     _share_cores(told)
     _close_at_exit()
+
+
+def _gather(agreement, value, own_error, num_deadlines=1):
+    try:
+        return agreement.gather(value, num_deadlines)
+    except CommunicatorError as error:
+        # What went wrong here first says more than that others did not come.
+        if own_error is None:
+            raise
+        raise own_error from error
 
 
 def _offer(place):
@@ -219,6 +231,7 @@ def _connect_all(place, told, offered, made):
         for group in place.spanning():
             made.append(_connect(place, told, offered, group))
     except Exception as error:
+        offered.clear()  # so that others find closed sockets instead of waiting
         return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
     return None
 

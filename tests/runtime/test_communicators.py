@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_ub
-from jax_ub.errors import ConfigurationError
+from jax_ub.errors import ConfigurationError, TimeoutError
 from jax_ub.runtime import communicators
 from jax_ub.runtime.communicators import Connection, Place
 
@@ -25,7 +25,12 @@ def launched(program, *options, **variables):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_UB_TIMEOUT_S": "20",
+            **variables,
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -72,6 +77,29 @@ def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
     slack = place(capacity=0).half_bytes
     assert place().half_bytes == slack + 8 * 1000
     assert slack >= 64 * 1024
+
+
+class Alone:
+    """An agreement to which nobody else comes."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def gather(self, value, num_deadlines=1):
+        raise TimeoutError("process 1 did not take part")
+
+
+def test_what_a_process_refuses_says_more_than_that_others_did_not_come():
+    with pytest.raises(ConfigurationError, match="the own refusal"):
+        communicators.connect(
+            place(), Alone(), {}, ConfigurationError("the own refusal")
+        )
+    with pytest.raises(TimeoutError, match="did not take part"):
+        communicators.connect(place(), Alone(), {}, None)
+    assert not communicators.connections()
 
 
 def test_a_group_that_is_known_serves_calls_unless_it_has_a_reason(monkeypatch):

@@ -73,8 +73,12 @@ class Agreement:
             self._board.erase(str(self._process))
         self._board.erase(f"answer.{self._number}")
 
-    def gather(self, value: Any) -> Values:
+    def gather(self, value: Any, num_deadlines: int = 1) -> Values:
         """Exchanges one value of JSON's types.
+
+        Args:
+            value: the own one.
+            num_deadlines: how many times `timeout_s` the others may take to come.
 
         Returns:
             The values by process, on every process the same.
@@ -86,13 +90,14 @@ class Agreement:
         self._rounds.append(value)
         if not self._others:
             return {self._process: value}
+        timeout_s = num_deadlines * self._timeout_s
         if self._process == self._collector:
-            return self._collect(value)
-        return self._follow()
+            return self._collect(value, timeout_s)
+        return self._follow(timeout_s)
 
-    def _collect(self, value):
+    def _collect(self, value, timeout_s):
         found = {self._process: value}
-        pause = _Pause(self._timeout_s, len(self._others))
+        pause = _Pause(timeout_s, len(self._others))
         announced = None
         while True:
             waiting = [other for other in self._others if other not in found]
@@ -108,7 +113,7 @@ class Agreement:
                     found[other] = values[len(self._rounds) - 1]
             if waiting[-1] not in found and pause.is_over():
                 missing = [other for other in waiting if other not in found]
-                self._fail(_missing_text(missing, self._timeout_s), TimeoutError)
+                self._fail(_missing_text(missing, timeout_s), TimeoutError)
             pause.take()
         self._answer({"values": sorted(found.items())})
         return found
@@ -137,16 +142,16 @@ class Agreement:
             answers.append(answer)
             self._board.write(f"answer.{number}", json.dumps(answers))
 
-    def _follow(self):
+    def _follow(self, timeout_s):
         self._write_own()
-        pause = _Pause(self._timeout_s, len(self._others))
+        pause = _Pause(timeout_s, len(self._others))
         while True:
             answers = _read(self._board, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
                 break
             waiting = self._repeat_collector()
             if pause.is_over():
-                text = _missing_text(self._missing(waiting), self._timeout_s)
+                text = _missing_text(self._missing(waiting), timeout_s)
                 raise TimeoutError(text)
             pause.take()
         self._is_bound = True

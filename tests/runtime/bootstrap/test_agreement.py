@@ -200,6 +200,20 @@ def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
     assert isinstance(found[1], ub.errors.CommunicatorError)
 
 
+def test_a_round_may_last_several_deadlines():
+    board = Notes()
+
+    def run(process, after_s):
+        with Agreement(board, process, (0, 1), 0.3) as agreement:
+            agreement.gather("connect")
+            time.sleep(after_s)
+            return agreement.gather("done", 20)
+
+    for delays in ((0.6, 0), (0, 0.6)):
+        found = together(*(lambda p=p, s=s: run(p, s) for p, s in enumerate(delays)))
+        assert found == [{0: "done", 1: "done"}] * 2
+
+
 def test_several_attempts_at_once_do_not_mix():
     boards = [Notes(), Notes()]
     found = together(
