@@ -39,9 +39,14 @@ class Model:
         )
 
 
-def model(kind: str, num_ranks: int, a: Arrays, *, bias=True, name="qkv", **options):
-    """The layer of a kind for the sizes of `a`."""
+# Names that Transformer Engine configures for what each kind communicates.
+NAMES = {"column": "qkv", "row": "proj", "scattered": "proj"}
+
+
+def model(kind: str, num_ranks: int, a: Arrays, *, bias=True, **options):
+    """The layer of a kind for the sizes of `a`; `name=None` overlaps nothing."""
     (k, n), mode = a.w.shape, None if kind == "scattered" else kind
+    name = options.pop("name", NAMES[kind])
     linear = ops.BasicLinear(
         k // num_ranks if mode is None else k,
         n,

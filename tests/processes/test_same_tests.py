@@ -12,6 +12,7 @@ from layouts import LAYOUTS
 TESTS = pathlib.Path(__file__).parents[1]
 SAME = [
     "primitives",
+    "ops/fused/test_userbuffers_linear.py",
     *(
         f"rules/test_{name}.py"
         for name in (
