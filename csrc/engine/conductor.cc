@@ -5,6 +5,7 @@
 #include <chrono>
 #include <sstream>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "engine/across.h"
@@ -32,12 +33,6 @@ uint32_t RunOf(const Order& order) {
 bool IsNear(uint32_t one, uint32_t other) {
   return one - other < kNear || other - one < kNear;
 }
-
-// Alike on all processes, but not for this one: nothing was begun.
-class Refused : public CommunicatorError {
- public:
-  using CommunicatorError::CommunicatorError;
-};
 
 int64_t HalfBytesOf(const Gang& gang, const SharedCommunicator& communicator) {
   const Attributes& at = *gang.attributes;
@@ -141,7 +136,8 @@ std::shared_ptr<Conductor> Conductor::Make(
         std::shared_ptr<Conductor> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
-        // The caller may be the communicator's own thread, which cannot end it.
+        // The communicator's own thread cannot end it; whoever closes it has it anyway.
+        if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
         crew.Start([alive = std::move(alive)] {});
       });
   return conductor;
@@ -180,9 +176,7 @@ void Conductor::Conduct() {
         std::lock_guard lock(mutex_);
         call = next_call_++;
       }
-      Run(*gang, call);
-    } catch (const Refused&) {
-      failure = std::current_exception();
+      failure = Run(*gang, call);
     } catch (...) {
       failure = std::current_exception();
       Fail(failure);
@@ -257,24 +251,23 @@ std::string Conductor::Unknown(const Order& order, double timeout_s) const {
   return text.str();
 }
 
-void Conductor::Run(const Gang& gang, int64_t call) {
+// Returns why no process runs the call; throws what fails all of them for good.
+std::exception_ptr Conductor::Run(const Gang& gang, int64_t call) {
   const Attributes& at = *gang.attributes;
   const double timeout_s = hooks_.timeout_s();
   CheckAgreement(gang);
   if (const std::exception_ptr refusal = Refusal(gang, *communicator_)) {
     Meet(gang, call, timeout_s);
-    try {
-      std::rethrow_exception(refusal);
-    } catch (const std::exception& error) {
-      throw Refused(error.what());
-    }
+    return refusal;
   }
   if (UsesSlots(at)) {
     Meet(gang, call, timeout_s);
-    return RunSlots(gang, call, timeout_s);
+    RunSlots(gang, call, timeout_s);
+  } else {
+    ExecuteAcross({at, gang.calls, call, timeout_s, gang.trace}, *communicator_, crew_,
+                  [&] { Meet(gang, call, timeout_s); });
   }
-  ExecuteAcross({at, gang.calls, call, timeout_s, gang.trace}, *communicator_, crew_,
-                [&] { Meet(gang, call, timeout_s); });
+  return nullptr;
 }
 
 // The arrival: every process is in this call, and means the same by it.
@@ -313,11 +306,15 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
     products = std::make_shared<WorkJob>(std::move(work));
     crew_.Start([&crew = crew_, products] { crew.Help(products); });
   }
-  std::mutex mutex;  // guards the two below
-  std::condition_variable changed;
-  size_t num_running = gang.calls.size();
-  std::exception_ptr failure;
-  const auto run = [&](size_t i) {
+  struct Running {
+    std::mutex mutex;  // guards the two below
+    std::condition_variable changed;
+    size_t num_ranks = 0;
+    std::exception_ptr failure;
+  };
+  const auto running = std::make_shared<Running>();
+  running->num_ranks = gang.calls.size();
+  const auto run = [&, running](size_t i) {
     std::exception_ptr own;
     try {
       Transport& transport =
@@ -328,19 +325,19 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
       own = std::current_exception();
       communicator_->Poison(own);  // or the other ranks would wait for this one
     }
-    std::lock_guard lock(mutex);
-    if (own && !failure) failure = own;
-    --num_running;
-    changed.notify_all();
+    std::lock_guard lock(running->mutex);
+    if (own && !running->failure) running->failure = own;
+    --running->num_ranks;
+    running->changed.notify_all();
   };
-  for (size_t i = 1; i < gang.calls.size(); ++i) crew_.Start([&run, i] { run(i); });
+  for (size_t i = 1; i < gang.calls.size(); ++i) crew_.Start([run, i] { run(i); });
   run(0);
   {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return num_running == 0; });
+    std::unique_lock lock(running->mutex);
+    running->changed.wait(lock, [&] { return running->num_ranks == 0; });
   }
   if (products) products->Wait();
-  if (failure) std::rethrow_exception(failure);
+  if (running->failure) std::rethrow_exception(running->failure);
 }
 
 // Each rank from a thread of its own, since what completes it runs the rest of its
@@ -400,7 +397,10 @@ std::exception_ptr Conductor::failure() const {
   return failure_;
 }
 
-void Conductor::Close() { communicator_->Close(); }
+void Conductor::Close() {
+  closing_thread_.store(std::this_thread::get_id());
+  communicator_->Close();
+}
 
 int64_t Conductor::num_calls() const {
   std::lock_guard lock(mutex_);

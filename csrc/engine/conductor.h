@@ -16,6 +16,7 @@
 // the site, and holds for all later ones.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -23,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -91,7 +93,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void Conduct();
   std::shared_ptr<Gang> NextGang();
   std::shared_ptr<Gang> AwaitGang(const Order& order);
-  void Run(const Gang& gang, int64_t call);
+  std::exception_ptr Run(const Gang& gang, int64_t call);
   void Meet(const Gang& gang, int64_t call, double timeout_s);
   void RunSlots(const Gang& gang, int64_t call, double timeout_s);
   bool Finish();
@@ -110,6 +112,8 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   // Of the thread that conducts.
   Alignment alignment_;
   std::unordered_map<uint64_t, std::string> texts_;  // by signature
+
+  std::atomic<std::thread::id> closing_thread_;
 
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;

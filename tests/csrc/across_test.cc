@@ -1,33 +1,13 @@
-// Calls of groups whose ranks lie in several processes, through an engine in each.
-#include <algorithm>
-#include <string>
+// Calls of groups whose ranks lie in several processes, through an engine in each:
+// what they compute.
+#include "engine/across.h"
+
 #include <vector>
 
-#include "check.h"
-#include "engine_calls.h"
 #include "member.h"
-#include "processes.h"
 
 namespace jax_ub {
 namespace {
-
-using jax_ub_test::Sizes;
-
-// Runs `function(member)` in every process.
-template <typename Function>
-void InProcesses(const std::vector<int>& process_of_rank,
-                 const Function& function,
-                 double timeout_s = kLongS,
-                 int64_t half_bytes = 1 << 20) {
-  Bulletin bulletin;
-  const int num_processes =
-      *std::max_element(process_of_rank.begin(), process_of_rank.end()) + 1;
-  Processes processes(num_processes, [&](int process) {
-    Member member(process, bulletin, process_of_rank, timeout_s, half_bytes);
-    function(member);
-  });
-  for (const std::string& text : processes.Join(60)) CHECK_EQ(text, "");
-}
 
 void EveryOp(const std::vector<int>& process_of_rank, const Sizes& sizes) {
   InProcesses(process_of_rank, [&](Member& member) {

@@ -1,8 +1,10 @@
-// An engine in each of several processes, whose devices form one group.
+// One process of a group that spans several, for tests: an engine and a communicator.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "call_maker.h"
@@ -12,6 +14,11 @@
 #include "processes.h"
 
 namespace jax_ub {
+
+using jax_ub_test::Arrays;
+using jax_ub_test::MakeCalls;
+using jax_ub_test::NumWrong;
+using jax_ub_test::Sizes;
 
 // One process of a group: device 100 + r is rank r.
 class Member {
@@ -32,7 +39,9 @@ class Member {
     conductor_ = engine_.Join(ConnectAs(process, bulletin, process_of_rank, half_bytes),
                               devices);
   }
-  ~Member() { engine_.Leave(conductor_); }
+  ~Member() { Leave(); }
+
+  void Leave() { engine_.Leave(conductor_); }
 
   Engine& engine() { return engine_; }
   Conductor& conductor() { return *conductor_; }
@@ -49,14 +58,11 @@ class Member {
     return outcomes;
   }
 
-  void CheckRun(CallSite& site,
-                int64_t run_id,
-                const jax_ub_test::Sizes& sizes,
-                int seed) {
-    jax_ub_test::Arrays arrays(seed);
-    const auto calls = jax_ub_test::MakeCalls(site.attributes(), sizes, arrays);
+  void CheckRun(CallSite& site, int64_t run_id, const Sizes& sizes, int seed) {
+    Arrays arrays(seed);
+    const auto calls = MakeCalls(site.attributes(), sizes, arrays);
     for (Outcome& outcome : Begin(site, run_id, calls)) CHECK_EQ(outcome.Wait(), "");
-    CHECK_EQ(jax_ub_test::NumWrong(site.attributes(), calls, ranks()), 0);
+    CHECK_EQ(NumWrong(site.attributes(), calls, ranks()), 0);
   }
 
  private:
@@ -68,6 +74,22 @@ inline Attributes Spanning(Op op, Method method, size_t num_ranks) {
   Attributes at = MakeAttributes(op, method, static_cast<int>(num_ranks));
   at.channel = "jit_test/1";
   return at;
+}
+
+// Runs `function(member)` in every process.
+template <typename Function>
+void InProcesses(const std::vector<int>& process_of_rank,
+                 const Function& function,
+                 double timeout_s = kLongS,
+                 int64_t half_bytes = 1 << 20) {
+  Bulletin bulletin;
+  const int num_processes =
+      *std::max_element(process_of_rank.begin(), process_of_rank.end()) + 1;
+  Processes processes(num_processes, [&](int process) {
+    Member member(process, bulletin, process_of_rank, timeout_s, half_bytes);
+    function(member);
+  });
+  for (const std::string& text : processes.Join(60)) CHECK_EQ(text, "");
 }
 
 }  // namespace jax_ub

@@ -251,7 +251,8 @@ std::function<void()> SharedCommunicator::State::SetFailure(
 }
 
 void SharedCommunicator::State::Close() {
-  if (is_closed.exchange(true)) return;
+  // A child of fork has its parent's connections, and must not say goodbye for it.
+  if (getpid() != owner || is_closed.exchange(true)) return;
   std::function<void()> call_back;
   {
     std::lock_guard saying(saying_mutex);
