@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import sys
+import types
 
+import jax.numpy as jnp
 import pytest
 
-from jax_ub import __main__
-from jax_ub.bench import cases, goals, table
+from jax_ub import __main__, _cpu
+from jax_ub.bench import cases, goals, process_cases, table
 from jax_ub.bench.cases import Case
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import Summary
+from jax_ub.bench.timing import Contender
 from jax_ub.bench.workloads import Shape
 
 
@@ -88,3 +91,34 @@ def test_a_job_that_fails_says_so(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert __main__.main(["bench", "--processes", "2", "--quick"]) == 2
     assert "2 processes failed with exit status 1" in capsys.readouterr().err
+
+
+def test_contenders_that_disagree_are_an_error():
+    job = types.SimpleNamespace(num_processes=2)
+    bench = process_cases.Bench(job, "auto", 1)
+    together = [
+        Contender(name, lambda value=value: jnp.full(3, value), [])
+        for name, value in ((cases.OWN, 1.5), (cases.BEST, 1.0))
+    ]
+    text = "in 2 processes: jax_ub differs from xla_best by 5.00e-01"
+    with pytest.raises(ArithmeticError, match=text):
+        bench._check("matmul_all_reduce", "float32", Shape(8, 8, 8), together)
+
+
+def test_barriers_are_timed_until_the_communicator_is_closed():
+    communicator = _cpu.connect(
+        _cpu.endpoint(),
+        name="alone",
+        devices=[-2, -3],
+        processes=[0, 0],
+        process=0,
+        addresses={},
+        tokens={},
+        half_bytes=4096,
+        timeout_s=10.0,
+    )
+    assert communicator.barrier_seconds(10) > 0
+    for count in (0, -1):
+        with pytest.raises(ValueError, match="closed, or no barriers asked for"):
+            communicator.barrier_seconds(count)
+    communicator.close()
