@@ -29,7 +29,7 @@ def plain(params, x):
 
 
 def test_split_and_merge_are_inverses():
-    params = mlp().init(jax.random.key(0))
+    params = integers_of(mlp())
     weights, main_grads = ops.split_main_grads(params)
     assert (
         sorted(main_grads[0]) == sorted(weights[0]) == ["bias", "kernel", "main_grad"]

@@ -127,19 +127,17 @@ def test_accumulates_in_place_under_a_scan_over_microbatches():
     assert pointers == [s.data.unsafe_buffer_pointer() for s in new.addressable_shards]
 
 
-@pytest.mark.parametrize("method", ["auto", "xla"])
 @pytest.mark.parametrize("layout", [(None, False), *LAYOUTS])
-def test_gradients_that_nobody_asked_for_cost_nothing(layout, method):
+def test_gradients_that_nobody_asked_for_cost_nothing(layout):
     x_spec, y_spec = LAYOUTS.get(layout, (P(), P()))
-    seq = ops.Sequential(linear(*layout, method=method))
+    seq = ops.Sequential(linear(*layout))
     run = on_ranks(seq, tp_mesh(2), (seq.specs(), x_spec), y_spec)
-    params, x = seq.init(jax.random.key(0)), small_integers(1, (8, 24))
+    params, x = integers_of(seq), small_integers(1, (8, 24))
     loss = lambda *v: jnp.sum(run(*v) ** 2)  # noqa: E731
 
     def products(argnums):
-        text = compiled_text(jax.jit(jax.grad(loss, argnums)), params, x)
-        found = calls(text)
-        return found["matmul"] + found["wgrad"] + text.count(" dot(")
+        found = calls(compiled_text(jax.jit(jax.grad(loss, argnums)), params, x))
+        return found["matmul"] + found["wgrad"]
 
     assert (products(0), products(1), products((0, 1))) == (2, 2, 3)
 

@@ -20,11 +20,13 @@ def apply(op, x, **options):
 
 def test_zeros_as_many_as_asked_for_and_scales_the_rest():
     x = jnp.ones((200, 200))
-    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
-        y = apply(ops.Dropout(0.25), x, key=key)
-        assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
-        assert abs(np.mean(y == 0) - 0.25) < 0.02
-    assert apply(ops.Dropout(0.25), x.astype("bfloat16"), key=key).dtype == jnp.bfloat16
+    y = apply(ops.Dropout(0.25), x, key=jax.random.key(0))
+    assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
+    assert abs(np.mean(y == 0) - 0.25) < 0.02
+    old_key = jax.random.PRNGKey(0)
+    half = apply(ops.Dropout(0.25), x.astype("bfloat16"), key=old_key)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half == 0, y == 0)
 
 
 def test_gradient_has_the_same_mask():
@@ -38,7 +40,6 @@ def test_without_chance_it_is_the_identity():
     x, key = jnp.ones((20, 20)), jax.random.key(0)
     for y, transposed in (
         jax.vjp(lambda x: apply(ops.Dropout(0.5), x, deterministic=True), x),
-        jax.vjp(lambda x: apply(ops.Dropout(0.5), x, key=key, deterministic=True), x),
         jax.vjp(lambda x: apply(ops.Dropout(0.0), x, key=key), x),
     ):
         np.testing.assert_array_equal(y, x)

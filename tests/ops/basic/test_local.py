@@ -60,11 +60,10 @@ def assert_near(dtype, actual, expected):
 def test_bias(dtype):
     plain = lambda p, x: x + p["bias"]  # noqa: E731
     cases = []
-    for size in (1, 7, 32):
+    for size, rows in ((1, (4, 3, 8)), (7, ()), (32, (1, 3)), (32, (4, 3, 8))):
         bias = {"bias": small_integers(0, (size,))}
-        for rows in ((), (1, 3), (4, 3, 8)):
-            x = small_integers(1, (*rows, size), dtype)
-            cases.append((ops.Bias(size), plain, x, bias))
+        x = small_integers(1, (*rows, size), dtype)
+        cases.append((ops.Bias(size), plain, x, bias))
     compare(*cases, exact=True)
 
 
