@@ -90,7 +90,9 @@ def call_rows(
         alike.setdefault((one.call, one.operands, one.reason), []).append(one)
     for (call, operands, reason), sites in alike.items():
         method = "xla" if reason else _method(call)
-        found = sizes.prediction(call, operands, method, hardware)
+        # What "auto" is on that machine need not be what it is here.
+        asked = "xla" if reason else call.method.value
+        found = sizes.prediction(call, operands, asked, hardware)
         local = not call.axis_name or call.num_ranks == 1
         count = counts.get((call, operands), str(len(sites)))
         notes = ["" if count in ("", "1") else f"x {count}"]
