@@ -265,6 +265,22 @@ TEST(NothingIsLeftWhenConnectingFails) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
+TEST(MoreMemoryThanThereIsEndsEveryProcessAtOnce) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    AtOnce([&] {
+      ConnectAs(process, bulletin, {0, 1}, process == 1 ? int64_t{1} << 46 : 4096, 60);
+    });
+  });
+  const std::vector<std::string> texts = processes.Join();
+  CHECK_EQ(texts[0],
+           "CommunicatorError: jax_ub.tp: rank 1 (process 1) failed or ended before it "
+           "connected");
+  CHECK(Contains(texts[1], "CommunicatorError: jax_ub.tp: memory of 140737488"));
+  CHECK(
+      Contains(texts[1], "are available. A smaller shape of initialize_ub needs less"));
+}
+
 // Memory without a name in any file system does not care how large /dev/shm is.
 TEST(ATinyDevShmDoesNotMatter) {
   if (geteuid() != 0) return;  // only root can mount

@@ -104,6 +104,8 @@ TEST(AChildOfForkHasNoPartInItsParentsCommunicator) {
     if (process == 1) {
       const pid_t pid = fork();
       if (pid == 0) {
+        ranks->Poison(std::make_exception_ptr(Error("the child's")));
+        ranks->Close();
         ranks.reset();
         _exit(7);
       }

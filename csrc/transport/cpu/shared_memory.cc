@@ -69,6 +69,9 @@ struct SharedCommunicator::State {
   void WakeOwn();
   void Close();
 
+  // In a child of fork, which has no part in this: its parent goes on.
+  bool IsCopy() const { return getpid() != owner; }
+
   const pid_t owner = getpid();
   const Group group;
   const Layout layout;
@@ -88,6 +91,16 @@ struct SharedCommunicator::State {
 };
 
 namespace {
+
+SharedMapping NewMemory(const Group& group, const Layout& layout) {
+  const auto num_own = static_cast<int>(group.ranks_of(group.own()).size());
+  try {
+    return SharedMapping::Create(layout.size_bytes(num_own));
+  } catch (const SystemError& error) {
+    throw CommunicatorError(group.ErrorPrefix() + error.what() +
+                            ". A smaller shape of initialize_ub needs less");
+  }
+}
 
 std::vector<Fate::Member> MembersOf(const Group& group,
                                     const std::vector<Partner>& partners) {
@@ -166,11 +179,8 @@ SharedCommunicator::State::State(Group its_group,
 }
 
 SharedCommunicator::State::~State() {
-  if (getpid() == owner) {
-    Close();
-    return;
-  }
-  // A child of fork has no part in this: its parent goes on.
+  Close();
+  if (!IsCopy()) return;
   peers->Forget();
   for (SharedMapping& memory : memories) memory.Forget();
 }
@@ -198,6 +208,7 @@ void SharedCommunicator::State::Hear(const PeerNews& news) {
 // first: so whoever leaves because of it has said why before, and no peer takes that for
 // the reason.
 void SharedCommunicator::State::Poison(const std::exception_ptr& reason) {
+  if (IsCopy()) return;
   std::function<void()> call_back;
   {
     std::lock_guard saying(saying_mutex);
@@ -273,8 +284,7 @@ std::shared_ptr<SharedCommunicator> SharedCommunicator::Connect(
     double timeout_s) {
   Group group(membership);
   const Layout layout(half_bytes);
-  SharedMapping memory = SharedMapping::Create(
-      layout.size_bytes(static_cast<int>(group.ranks_of(group.own()).size())));
+  SharedMapping memory = NewMemory(group, layout);
   Handshake handshake(endpoint->listener(), endpoint->address().token, group, peers,
                       memory, layout.half_bytes());
   std::vector<Partner> partners = handshake.Run(timeout_s);
