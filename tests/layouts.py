@@ -40,9 +40,11 @@ def devices(num_ranks: int) -> list[jax.Device]:
     num = jax.process_count()
     if num_ranks < num:
         pytest.skip(f"{num_ranks} ranks are too few for {num} processes")
+    places = [LAYOUTS[LAYOUT](rank, num_ranks, num) for rank in range(num_ranks)]
+    if max(map(places.count, places)) > jax.local_device_count():
+        pytest.skip(f"{num_ranks} ranks are too many for the devices of a process")
     free = [jax.local_devices(process)[:] for process in range(num)]
-    place = LAYOUTS[LAYOUT]
-    return [free[place(rank, num_ranks, num)].pop(0) for rank in range(num_ranks)]
+    return [free[place].pop(0) for place in places]
 
 
 def connect(mesh: Mesh, axis_name: str | tuple[str, ...] = "tp") -> Mesh:

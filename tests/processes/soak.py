@@ -50,17 +50,25 @@ OPS = {
 class Group:
     """A mesh of some devices of every process, on one axis, after `initialize_ub`."""
 
-    def __init__(self, axis, rng):
-        self.axis, num_processes = axis, jax.process_count()
+    def __init__(self, axis, rng, others):
+        self.axis = axis
+        ids = [other.mesh.device_ids.tolist() for other in others]
+        devices = self.draw(rng)
+        while [device.id for device in devices] in ids:  # one group has one axis
+            devices = self.draw(rng)
+        self.num_ranks = len(devices)
+        self.mesh = Mesh(devices, (axis,))
+        ub.initialize_ub(CAPACITY, self.num_ranks, mesh=self.mesh, axis_name=axis)
+
+    def draw(self, rng):
+        num_processes = jax.process_count()
         per_process = rng.integers(1, jax.local_device_count() + 1, num_processes)
         devices = [
             device
             for process, count in enumerate(per_process)
             for device in jax.local_devices(process)[:count]
         ]
-        self.num_ranks = len(devices)
-        self.mesh = Mesh(rng.permutation(np.array(devices)), (axis,))
-        ub.initialize_ub(CAPACITY, self.num_ranks, mesh=self.mesh, axis_name=axis)
+        return rng.permutation(np.array(devices))
 
     def sharded(self, values, spec):
         names = P(*(self.axis if name == "A" else None for name in spec))
@@ -81,7 +89,8 @@ class Sequence:
         for _ in range(self.rng.integers(3, 12)):
             axis = AXES[self.rng.integers(len(AXES))]
             if axis not in self.groups:
-                self.groups[axis] = Group(axis, self.rng)
+                others = list(self.groups.values())
+                self.groups[axis] = Group(axis, self.rng, others)
             self.call(self.groups[axis])
             if self.rng.random() < 0.3:
                 del self.groups[axis]

@@ -42,8 +42,12 @@ def start(scenario, method="direct", num_processes=3, prefix=(), **environment):
 class Outcome:
     """What the processes of a job said, and how it ended."""
 
-    def __init__(self, process):
-        out, self.err = process.communicate(timeout=150)
+    def __init__(self, process, lines=()):
+        """Waits for its end; `lines` were read already."""
+        # Not communicate(): it would lose what readline() has buffered.
+        with process:
+            out = "".join([*lines, process.stdout.read()])
+            self.err = process.stderr.read()
         self.status = process.returncode
         self.said = []
         for line in out.splitlines():
@@ -116,8 +120,7 @@ def test_a_process_that_stopped_is_reported_at_the_deadline():
         assert lines[-1], lines
     stopped = next(json.loads(line[4:]) for line in lines if '"stops"' in line)
     os.kill(stopped["pid"], signal.SIGCONT)
-    job = Outcome(process)
-    job.said += [json.loads(line[4:]) for line in lines if line[4:5] == "{"]
+    job = Outcome(process, lines)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 0, 1, 1, 2, 2]
     for first, second in (errors[:2], errors[2:4]):

@@ -41,7 +41,7 @@ def run_tests(num_processes, layout, part):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
-            *("--devices-per-process", "16", "--timeout", "1500"),
+            *("--devices-per-process", "8", "--timeout", "1500"),
             *(*pytest_alone, *(str(TESTS / path) for path in SAME)),
         ],
         capture_output=True,
@@ -68,7 +68,7 @@ def run_tests(num_processes, layout, part):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "layout", "part"),
-    [(2, "blocks", "0/8"), (3, "dealt", "1/8"), (4, "reversed", "2/8")],
+    [(2, "blocks", "0/10"), (3, "dealt", "1/16"), (4, "reversed", "2/20")],
 )
 def test_a_part_of_them(num_processes, layout, part):
     run_tests(num_processes, layout, part)
