@@ -51,7 +51,8 @@ void SlotPool::Forget(int64_t size_bytes) {
 }
 
 void SlotPool::ReleaseFree() {
-  std::vector<std::unique_ptr<InProcessCommunicator>> dropped;  // freed without the lock
+  std::vector<std::unique_ptr<InProcessCommunicator>>
+      dropped;  // freed without the lock
   std::lock_guard lock(mutex_);
   dropped.swap(free_);
   for (const auto& one : dropped) size_bytes_ -= one->size_bytes();
