@@ -95,9 +95,9 @@ TEST(AnEndpointThatIsGoneIsNamedAtOnce) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     AtOnce([&] { ConnectAs(process, bulletin, {0, 1}, 4096, 60); });
   });
-  CHECK_EQ(processes.Join()[1],
-           "CommunicatorError: jax_ub.tp: rank 0 (process 0) failed or ended before it "
-           "connected");
+  const std::string text = processes.Join()[1];
+  CHECK(text.starts_with("CommunicatorError: jax_ub.tp: rank 0 (process 0) "));
+  CHECK(text.ends_with("failed or ended before it connected"));
 }
 
 TEST(ProcessesThatWantDifferentThingsAreToldBoth) {

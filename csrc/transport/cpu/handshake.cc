@@ -186,10 +186,12 @@ void Handshake::HearPartner(int place) {
   Message message = ReceiveMessage(partner.connection);
   if (message.arrival == Arrival::kNothing) return;
   if (message.arrival == Arrival::kEnd) {
-    Fail(group_.Describe(place, partner.pid) +
-         (stages_[place] == Stage::kConnected
-              ? " died before all had connected"
-              : " refused this process, failed or ended before it connected"));
+    const char* how = stages_[place] == Stage::kConnected
+                          ? " died before all had connected"
+                      : stages_[place] == Stage::kGreeted
+                          ? " refused this process, failed or ended before it connected"
+                          : " failed or ended before it connected";
+    Fail(group_.Describe(place, partner.pid) + how);
   }
   switch (message.kind) {
     case MessageKind::kPoison:
