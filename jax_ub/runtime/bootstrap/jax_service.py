@@ -29,19 +29,37 @@ class JaxService:
             )
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note."""
-        self._client.key_value_set(self._prefix + key, text, allow_overwrite=True)
+        """Leaves a note.
+
+        Raises:
+            CommunicatorError: if the coordinator of the job does not answer.
+        """
+        try:
+            self._client.key_value_set(self._prefix + key, text, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            raise _gone(error) from error
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None."""
+        """Returns a note, or None.
+
+        Raises:
+            CommunicatorError: if the coordinator of the job does not answer.
+        """
         try:
             return self._client.key_value_try_get(self._prefix + key)
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
-            raise
+            raise _gone(error) from error
 
     def erase(self, key: str) -> None:
         """Takes a note away."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_delete(self._prefix + key)
+
+
+def _gone(error):
+    return CommunicatorError(
+        "initialize_ub: the coordinator of jax.distributed, which keeps the notes of "
+        f"all processes, does not answer: {error}. Process 0 runs it: see why it ended."
+    )
