@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,19 +36,21 @@ Step = tuple[str, int, int]  # a target, its contracting size, its features
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What times and bytes are predicted for.
+    """What times and bytes are predicted for, and what was measured.
 
     Attributes:
         tokens: of all ranks together; None predicts nothing.
         num_ranks: of the tensor-parallel axes; None takes that of the mesh in reach.
         dtype: of the activations.
         hardware: a name or a machine of `jax_ub.simulate`.
+        waited: seconds that a rank waited in a call, by its label and target.
     """
 
     tokens: int | None
     num_ranks: int | None
     dtype: Any
     hardware: Any
+    waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
 
     def ranks_on(self, axis_name: str) -> int | None:
         """The size of an axis, as far as it is known."""
@@ -183,7 +186,8 @@ def _backward_steps(op, mode, is_on, method, k, n) -> list[Step]:  # noqa: PLR09
     if is_on and method is Method.BULK:
         return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
     if is_on:
-        return [("matmul_reduce_scatter", n, k), ("wgrad", k, n)]
+        gather = [("all_gather", k, k)] * method.copies_operands
+        return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
     products = [("matmul", n, k), ("matmul", k, n)]
     if mode == "row" and op.sequence_parallel:
         return [("all_gather", n, n), *products]
@@ -207,6 +211,10 @@ def _collective(op, name, sizes) -> Row:
 
 
 def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:  # noqa: PLR0913
+    calls = dict.fromkeys((site.label, target) for target, _, _ in steps)
+    waited = [sizes.waited[call] for call in calls if call in sizes.waited]
+    if waited:
+        row = dataclasses.replace(row, measured_exposed_s=sum(waited))
     if sizes.tokens is None or ranks is None:
         return row
     dtype = np.dtype(sizes.dtype if dtype is None else dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.errors import ShapeContractError
+from jax_ub.explain.program import exposed
 from jax_ub.explain.table import Table
 from jax_ub.ops.explaining import Sizes, explain
 from jax_ub.ops.fuser import OperationFuser
@@ -56,6 +57,7 @@ class Sequential(Operation):
         num_ranks: int | None = None,
         dtype: Any = jnp.bfloat16,
         hardware: Any = "h200",
+        trace: Any = None,
     ) -> Table:
         """Says which linears are overlapped, which are not, and why; print it.
 
@@ -65,11 +67,13 @@ class Sequential(Operation):
                 reach, or of `initialize_ub`.
             dtype: of the activations.
             hardware: a name or a machine of `jax_ub.simulate`.
+            trace: what `ub.trace` recorded of it, or its files: adds how long ranks
+                waited.
 
         Returns:
             A table with a row for the forward and for the backward of every linear.
         """
-        sizes = Sizes(tokens, num_ranks, dtype, hardware)
+        sizes = Sizes(tokens, num_ranks, dtype, hardware, exposed(trace))
         return explain(OperationFuser(self._ops), sizes)
 
     @property

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import tp_mesh
 
+import jax_ub as ub
 from jax_ub import methods, ops
 from jax_ub.ops import explaining
 
@@ -151,3 +152,34 @@ def test_every_layout_has_a_row(sequence_parallel):
         }.get((mode, sequence_parallel), (False, False))
         assert tuple(row.moved_bytes > 0 for row in rows) == communicates
         assert tuple(not row.overlapped for row in rows) == communicates
+
+
+def test_a_trace_says_how_long_ranks_waited():
+    options = {"sequence_parallel": True, "axis_name": "tp"}
+    column = {
+        "tensor_parallel_mode": "column",
+        "userbuffers_options": {"comm_name": "fc1"},
+    }
+    seq = ops.Sequential(
+        ops.BasicLinear(8, 16, method="ring_exchange", **column, **options)
+    )
+    mesh, tokens = tp_mesh(2), P("tp")
+    apply = jax.shard_map(
+        seq, mesh=mesh, in_specs=(seq.specs(), tokens), out_specs=P(None, "tp")
+    )
+
+    def loss(params, x):
+        return apply(params, x).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    params, x = seq.init(jax.random.key(0)), np.ones((4, 8), np.float32)
+    with ub.trace() as recording:
+        jax.block_until_ready(step(params, x))
+    waited = recording.trace.exposed_by_op_s()
+    forward, backward = seq.explain(trace=recording.trace).rows
+    assert forward.measured_exposed_s in waited.values()
+    assert backward.op == "matmul_reduce_scatter, all_gather, wgrad"
+    assert sum(waited.values()) == pytest.approx(
+        forward.measured_exposed_s + backward.measured_exposed_s
+    )
+    assert seq.explain().rows[0].measured_exposed_s is None
