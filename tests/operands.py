@@ -6,6 +6,9 @@ import numpy as np
 from layouts import visible, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
+RANKS_AND_DTYPES = [
+    (num_ranks, dtype) for dtype in DTYPES for num_ranks in (1, 2, 3, 4, 8)
+]
 
 
 def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:

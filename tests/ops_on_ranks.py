@@ -6,9 +6,6 @@ from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import on_ranks, tp_mesh
 
-RANKS_AND_DTYPES = [
-    (p, dtype) for dtype in ("float32", "bfloat16", "float16") for p in (1, 2, 3, 4, 8)
-]
 TOKENS, FEATURES = P("tp"), P(None, "tp")
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, small_integers
+from operands import RANKS_AND_DTYPES, assert_equal, small_integers
 from ops_on_ranks import (
     FEATURES,
-    RANKS_AND_DTYPES,
     TOKENS,
     assert_are_plain,
     integers_of,

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from operands import assert_equal, small_integers
-from ops_on_ranks import FEATURES, RANKS_AND_DTYPES, TOKENS, value_and_gradients
+from operands import RANKS_AND_DTYPES, assert_equal, small_integers
+from ops_on_ranks import FEATURES, TOKENS, value_and_gradients
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub

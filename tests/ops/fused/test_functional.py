@@ -16,7 +16,14 @@ from linears import (
     wgrad,
     wide,
 )
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from operands import (
+    DTYPES,
+    RANKS_AND_DTYPES,
+    assert_close,
+    assert_equal,
+    normal,
+    small_integers,
+)
 from programs import (
     calls,
     collectives,
@@ -29,14 +36,6 @@ from programs import (
 import jax_ub as ub
 from jax_ub.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
 from jax_ub.ops.fused.userbuffers_forward_linear import UserbuffersForwardLinear
-
-RANKS = (
-    (1, "float32"),
-    (2, "bfloat16"),
-    (3, "float16"),
-    (4, "float32"),
-    (8, "bfloat16"),
-)
 
 
 def forward(mode, **options):
@@ -109,7 +108,7 @@ def test_forward_is_exact_for_every_method(mode):
         assert_equal(found, wide(a.x) @ wide(a.w))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS)
+@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_forward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
@@ -163,7 +162,7 @@ def test_backward_is_exact_for_every_method(mode):
         assert_equal(found, (dgrad(a), wgrad(a)))
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS)
+@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     a = arrays(num_ranks, dtype)

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from linears import arrays, dgrad, wgrad, wide
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
+from operands import (
+    DTYPES,
+    RANKS_AND_DTYPES,
+    assert_close,
+    assert_equal,
+    normal,
+    small_integers,
+)
 from overlapped_models import (
     KINDS,
     bias_of,
@@ -26,14 +33,6 @@ from sequences import names
 
 import jax_ub as ub
 from jax_ub import ops
-
-RANKS = (
-    (1, "float32"),
-    (2, "bfloat16"),
-    (3, "float16"),
-    (4, "float32"),
-    (8, "bfloat16"),
-)
 
 
 def step_of(m, a, **options):
@@ -52,7 +51,7 @@ def results(kind, num_ranks, a, make=small_integers, *, bias=True, **options):
     return y, dx, d_params[0]["kernel"], db, b
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS)
+@pytest.mark.parametrize(("num_ranks", "dtype"), RANKS_AND_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_exact_for_every_number_of_ranks(kind, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
