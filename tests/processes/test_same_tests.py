@@ -10,9 +10,18 @@ import pytest
 from layouts import LAYOUTS
 
 TESTS = pathlib.Path(__file__).parents[1]
+FUSED = [
+    f"ops/fused/test_{name}.py"
+    for name in (
+        "backward_linear_add",
+        "forward_linears",
+        "functional",
+        "userbuffers_linear",
+    )
+]
 SAME = [
     "primitives",
-    "ops/fused/test_userbuffers_linear.py",
+    *FUSED,
     *(
         f"rules/test_{name}.py"
         for name in (
@@ -35,14 +44,14 @@ def first_failure(done):
     return "\n".join(line for line in lines if line.startswith(marks))
 
 
-def run_tests(num_processes, layout, part):
+def run_tests(num_processes, layout, part, paths=SAME):
     """Runs a part of the tests in so many processes; the first failure ends them."""
     pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
             *("--devices-per-process", "8", "--timeout", "1500"),
-            *(*pytest_alone, *(str(TESTS / path) for path in SAME)),
+            *(*pytest_alone, *(str(TESTS / path) for path in paths)),
         ],
         capture_output=True,
         text=True,
@@ -72,6 +81,11 @@ def run_tests(num_processes, layout, part):
 )
 def test_a_part_of_them(num_processes, layout, part):
     run_tests(num_processes, layout, part)
+
+
+@pytest.mark.slow
+def test_a_part_of_the_fused_operations():
+    run_tests(2, "dealt", "1/4", FUSED)
 
 
 @pytest.mark.matrix
