@@ -48,7 +48,11 @@ FileDescriptor WatchProcess(pid_t pid) {
 std::string DescribeIfStopped(pid_t pid) {
   // "123 (the name, which may hold anything) T ...".
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string line((std::istreambuf_iterator<char>(file)), {});
+  // What comes behind the state may be cut. The read fails when the process ends amid
+  // it: `read` then returns less, where an iterator of the buffer would throw.
+  std::string line(256, '\0');
+  file.read(line.data(), static_cast<std::streamsize>(line.size()));
+  line.resize(static_cast<size_t>(file.gcount()));
   const size_t name_end = line.rfind(") ");
   if (name_end == std::string::npos || name_end + 2 >= line.size()) return "";
   const char state = line[name_end + 2];

@@ -232,6 +232,20 @@ TEST(TheStateOfAnotherProcessIsSeen) {
   CHECK(!WatchProcess(0));
 }
 
+TEST(AProcessMayEndWhileItsStateIsRead) {
+  for (int round = 0; round < 200; ++round) {
+    const pid_t pid = fork();
+    if (pid == 0) _exit(0);
+    std::atomic<bool> ended{false};
+    std::thread reader([&] {
+      while (!ended) CHECK_EQ(DescribeIfStopped(pid), "");
+    });
+    waitpid(pid, nullptr, 0);
+    ended = true;
+    reader.join();
+  }
+}
+
 }  // namespace
 }  // namespace jax_ub
 
