@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_ub.primitives import varying
 from jax_ub.rules.site import compiled, is_placeholder, is_zero, keep_if
+from jax_ub.runtime import overlaps
 
 
 class Group(Protocol):
@@ -45,15 +46,16 @@ def fused_group(group: Group, operands: Any) -> Any:
     Returns:
         The results, as the group's forward returns them.
     """
-    return _compiled_group(group, operands)
+    # The operations look up their names while they are traced.
+    return _compiled_group(overlaps.configuration(), group, operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _group(group, operands):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _group(configuration, group, operands):
     return group.forward(operands, jax.tree.map(lambda _: False, operands))[0]
 
 
-def _group_fwd(group, operands):
+def _group_fwd(configuration, group, operands):
     values = jax.tree.map(lambda operand: operand.value, operands)
     needs = jax.tree.map(lambda operand: operand.perturbed, operands)
     results, residuals = group.forward(values, needs)
@@ -64,7 +66,7 @@ def _like_if(wanted, value):
     return like(value) if wanted else keep_if(False, value)
 
 
-def _group_bwd(group, saved, cotangents):
+def _group_bwd(configuration, group, saved, cotangents):
     likes, residuals = jax.tree.map(
         lambda leaf: None if is_placeholder(leaf) else leaf, saved
     )
@@ -79,7 +81,7 @@ def _is_none(leaf):
 
 
 _group.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
-_compiled_group = compiled(_group, static_argnums=0)
+_compiled_group = compiled(_group, static_argnums=(0, 1))
 
 
 def like(value) -> jax.Array:

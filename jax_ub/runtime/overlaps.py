@@ -142,16 +142,32 @@ def _padded(rows, pieces):
 
 
 _DOMAINS: dict[tuple[str, ...], Domain] = {}
+_configuration = object()
+
+
+def configuration() -> object:
+    """Stands for all that is configured: another object after every change.
+
+    For caches of what was traced, where names are looked up in the trace.
+    """
+    return _configuration
+
+
+def _change():
+    global _configuration  # noqa: PLW0603, part of the registry
+    _configuration = object()
 
 
 def add(domain: Domain) -> None:
     """Makes the overlaps of an axis known; there are none yet."""
     _DOMAINS[domain.axis_name] = domain
+    _change()
 
 
 def remove(axis_name: tuple[str, ...]) -> None:
     """Forgets the overlaps of an axis."""
     del _DOMAINS[axis_name]
+    _change()
 
 
 def domains() -> tuple[Domain, ...]:

@@ -19,7 +19,7 @@ def run(num_ranks, method, out_dtype="float32"):
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
     x = small_integers(0, (2, 3 * num_ranks, 7 * num_ranks), dtype)
-    for out_dtype in {dtype, "float32"}:
+    for out_dtype in dict.fromkeys((dtype, "float32")):
         expected = run(num_ranks, Method.XLA, out_dtype)(x)
         assert_equal(run(num_ranks, Method.DIRECT, out_dtype)(x), expected)
 

@@ -12,6 +12,7 @@ from programs import dp_tp_mesh, tp_mesh
 import jax_ub as ub
 from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
 from jax_ub.methods import Method
+from jax_ub.runtime import communicators
 
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
@@ -306,11 +307,12 @@ def test_abstract_mesh_names_no_devices():
     assert "abstract mesh" in ub.fallbacks()[-1].reason
 
 
-def test_mesh_of_several_processes_falls_back(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda *_: 7)
+def test_ranks_in_processes_that_are_not_connected_fall_back(monkeypatch):
+    why = "its ranks lie in processes [0, 1], which are not connected"
+    monkeypatch.setattr(communicators, "reason", lambda groups, processes: why)
     assert "jax_ub$" not in lowered_for("cpu", "auto", tp_mesh(4))
-    assert ub.fallbacks()[-1].reason == "the mesh spans several processes"
-    with pytest.raises(UnsupportedOverlapError, match="spans several processes"):
+    assert ub.fallbacks()[-1].reason == why
+    with pytest.raises(UnsupportedOverlapError, match="which are not connected"):
         lowered_for("cpu", Method.RING_EXCHANGE, tp_mesh(4))
 
 

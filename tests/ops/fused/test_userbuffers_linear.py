@@ -339,3 +339,18 @@ def test_kernel_of_another_size_is_refused():
     message = r"kernel has shape \(14, 5\), but here it is this rank's part"
     with pytest.raises(ub.errors.ShapeContractError, match=message):
         jax.eval_shape(m.on_ranks(), ({"kernel": a.w.T},), a.x)
+
+
+def test_a_new_configuration_counts_for_what_was_traced_before():
+    if layouts.LAYOUT is not None:
+        pytest.skip("the names of this job are configured for all of its tests")
+    a = arrays(4)
+    m, b = model("column", 4, a), bias_of("column", 4, a, small_integers)
+    shape = (a.x.shape[0] * a.x.shape[1], max(a.w.shape))
+    for method, wanted in (("bulk", "bulk_all_gather"), ("direct", "wgrad")):
+        cfgs = {"qkv_dgrad": {"method": method}}
+        ub.initialize_ub(shape, 4, dtype=jnp.float32, ub_cfgs=cfgs, mesh=tp_mesh(4))
+        text = compiled_text(step_of(m, a), params_of(m, a, b), a.x)
+        assert wanted in calls(text)
+        ub.destroy_ub()
+    assert "bulk_all_gather" not in calls(text)
