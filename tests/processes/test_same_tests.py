@@ -21,7 +21,7 @@ FUSED = [
 ]
 SAME = [
     "primitives",
-    *FUSED,
+    "ops/fused/test_userbuffers_linear.py",
     *(
         f"rules/test_{name}.py"
         for name in (
