@@ -32,6 +32,22 @@ std::string_view OpName(Op op);
 // Which operand of a weight gradient is gathered over its tokens.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
+// How a device that has streams runs a call; the CPU ignores it. The same on every rank.
+struct Tuning {
+  bool use_ce = true;  // copy engines move what is sent, not kernels
+  int num_sm = 0;      // of the kernels that move it otherwise; 0: the engine chooses
+  int cga_size = 0;    // their cluster size; 0: none
+  int sm_margin = 0;   // multiprocessors that products leave free
+  int num_lanes = 2;   // products that may run beside each other
+  bool allow_tf32 = false;
+  // Of streams, in CUDA's numbers (less is more urgent); 0: the most urgent for
+  // communication, the least for products.
+  int comm_priority = 0;
+  int gemm_priority = 0;
+
+  bool operator==(const Tuning&) const = default;
+};
+
 // The static part of a call site. Counts that an op does not have are as below.
 struct Attributes {
   Op op = Op::kMatmul;
@@ -51,6 +67,7 @@ struct Attributes {
   bool accumulate = false;
   float scale = 1;  // of the product, before anything is added to it
   Gather gather = Gather::kNone;
+  Tuning tuning;
 };
 
 // A dense row-major array [batch, rows, features] of a rank. A vector is one row.
