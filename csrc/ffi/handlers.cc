@@ -2,13 +2,10 @@
 
 #include <exception>
 #include <memory>
-#include <new>
-#include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "ffi/decode.h"
-#include "platform/error.h"
+#include "ffi/errors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ub {
@@ -23,29 +20,6 @@ struct CallSiteState {
   CallSite site;
 };
 ffi::TypeId CallSiteState::id = {};
-
-// The only place that knows both kinds of errors.
-ffi::Error ToFfiError(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const DeadlineError& error) {
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error.what());
-  } catch (const CommunicatorError& error) {
-    return ffi::Error(ffi::ErrorCode::kAborted, error.what());
-  } catch (const UnsupportedError& error) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, error.what());
-  } catch (const ShapeError& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_ub: out of memory");
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(std::string("jax_ub: ") + error.what());
-  } catch (...) {
-    return ffi::Error::Internal("jax_ub: unknown exception");
-  }
-}
 
 ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary dict) {
   try {
@@ -112,7 +86,7 @@ template <Op op>
 Target TargetOf() {
   return {"jax_ub$" + std::string(OpName(op)),
           reinterpret_cast<void*>(&InstantiateHandler<op>),
-          reinterpret_cast<void*>(&ExecuteHandler)};
+          /*initialize=*/nullptr, reinterpret_cast<void*>(&ExecuteHandler)};
 }
 
 }  // namespace
@@ -128,10 +102,6 @@ std::array<Target, kNumOps> Targets() {
 CallSiteType TheCallSiteType() {
   static ffi::TypeInfo info = ffi::MakeTypeInfo<CallSiteState>();
   return {"jax_ub$CallSite", &CallSiteState::id, &info};
-}
-
-std::pair<int, int> XlaFfiApiVersion() {
-  return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
 }
 
 }  // namespace jax_ub

@@ -1,0 +1,13 @@
+// What the engine throws, as XLA reports it.
+#pragma once
+
+#include <exception>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ub {
+
+// The only place that knows both kinds of errors.
+xla::ffi::Error ToFfiError(const std::exception_ptr& failure);
+
+}  // namespace jax_ub
