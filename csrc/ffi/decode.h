@@ -9,9 +9,11 @@ namespace jax_ub {
 // Throws std::invalid_argument that names the attribute.
 Attributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
 
-// Throws ShapeError for a dtype that no op has.
+// Throws ShapeError for a dtype that no op has. The last `num_workspaces` results are
+// not the op's.
 RankCall DecodeCall(const Attributes& attributes,
                     const xla::ffi::RemainingArgs& operands,
-                    const xla::ffi::RemainingRets& results);
+                    const xla::ffi::RemainingRets& results,
+                    size_t num_workspaces = 0);
 
 }  // namespace jax_ub

@@ -1,0 +1,133 @@
+#include "ffi/attributes.h"
+
+#include <limits>
+#include <stdexcept>
+
+namespace jax_ub {
+
+namespace {
+
+class Reader {
+ public:
+  Reader(Op op, const AttributeSource& source) : op_(op), source_(source) {}
+
+  int64_t InRange(const char* name, int64_t low, int64_t high) const {
+    const int64_t value = source_.Integer(name);
+    if (value < low || value > high) {
+      throw std::invalid_argument("jax_ub." + std::string(OpName(op_)) +
+                                  ": attribute " + name + " is " +
+                                  std::to_string(value) + ", expected " +
+                                  std::to_string(low) + " to " + std::to_string(high));
+    }
+    return value;
+  }
+
+  bool Flag(const char* name) const { return InRange(name, 0, 1) != 0; }
+  int Count(const char* name) const {
+    return static_cast<int>(InRange(name, 1, 1 << 16));
+  }
+
+  // Of Tuning: what is missing stays as it is.
+  void MayHave(const char* name, bool& value) const {
+    if (source_.Has(name)) value = Flag(name);
+  }
+  void MayHave(const char* name, int64_t low, int64_t high, int& value) const {
+    if (source_.Has(name)) value = static_cast<int>(InRange(name, low, high));
+  }
+
+ private:
+  const Op op_;
+  const AttributeSource& source_;
+};
+
+Tuning ReadTuning(const Reader& read) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  Tuning tuning;
+  read.MayHave("use_ce", tuning.use_ce);
+  read.MayHave("num_sm", 0, kMost, tuning.num_sm);
+  read.MayHave("cga_size", 0, 16, tuning.cga_size);
+  read.MayHave("sm_margin", 0, kMost, tuning.sm_margin);
+  read.MayHave("num_lanes", 1, 8, tuning.num_lanes);
+  read.MayHave("allow_tf32", tuning.allow_tf32);
+  read.MayHave("comm_priority", -kMost, kMost, tuning.comm_priority);
+  read.MayHave("gemm_priority", -kMost, kMost, tuning.gemm_priority);
+  return tuning;
+}
+
+}  // namespace
+
+std::string AttributeError(Op op, std::string_view name) {
+  return "jax_ub." + std::string(OpName(op)) + ": attribute " + std::string(name) +
+         ": ";
+}
+
+Attributes ReadAttributes(Op op, const AttributeSource& source) {
+  const Reader read(op, source);
+  Attributes at;
+  at.op = op;
+  at.method = static_cast<Method>(read.InRange("method", 0, 4));
+  at.num_ranks = read.Count("num_ranks");
+  at.ranks = source.Integers("ranks");
+  at.num_splits = read.InRange("num_splits", 0, 1 << 16);
+  at.label = source.Text("label");
+  at.channel = source.Text("channel");
+  at.tuning = ReadTuning(read);
+  switch (op) {
+    case Op::kAllGatherMatmul:
+      at.num_kernels = read.Count("num_kernels");
+      at.rhs_transposed = read.Flag("rhs_transposed");
+      at.has_bias = read.Flag("has_bias");
+      at.has_residual = read.Flag("has_residual");
+      at.scale = source.Float("scale");
+      at.return_gathered = read.Flag("return_gathered");
+      break;
+    case Op::kMatmulReduceScatter:
+    case Op::kMatmulAllReduce:
+    case Op::kMatmul:
+      at.num_kernels = read.Count("num_pairs");
+      at.rhs_transposed = read.Flag("rhs_transposed");
+      at.has_bias = read.Flag("has_bias");
+      at.has_residual = read.Flag("has_residual");
+      at.scale = source.Float("scale");
+      break;
+    case Op::kWgrad:
+      at.num_kernels = read.Count("num_outputs");
+      at.accumulate = read.Flag("accumulate");
+      at.gather = static_cast<Gather>(read.InRange("gather", 0, 2));
+      at.scale = source.Float("scale");
+      break;
+    case Op::kBulkAllGather:
+      at.num_kernels = read.Count("num_pairs");
+      break;
+    case Op::kBulkReduceScatter:
+      at.num_kernels = read.Count("num_outputs");
+      at.accumulate = read.Flag("accumulate");
+      break;
+    case Op::kAllGather:
+    case Op::kReduceScatter:
+    case Op::kAllReduce:
+      break;
+  }
+  return at;
+}
+
+Tensor TensorOf(const Attributes& at,
+                DType dtype,
+                std::span<const int64_t> dimensions,
+                void* data) {
+  Tensor tensor;
+  tensor.dtype = dtype;
+  tensor.data = static_cast<std::byte*>(data);
+  const size_t rank = dimensions.size();
+  if (at.op == Op::kAllReduce) {  // any shape: only the elements count
+    tensor.features = 1;
+    for (const int64_t size : dimensions) tensor.features *= size;
+    return tensor;
+  }
+  tensor.features = rank > 0 ? dimensions[rank - 1] : 1;
+  tensor.rows = rank > 1 ? dimensions[rank - 2] : 1;
+  for (size_t i = 0; i + 2 < rank; ++i) tensor.batch *= dimensions[i];
+  return tensor;
+}
+
+}  // namespace jax_ub
