@@ -1,0 +1,143 @@
+// Ranks on GPUs, of one process or of several: a heap each in device memory, which the
+// devices of all ranks reach; and what becomes of them.
+//
+//   endpoint = CudaEndpoint(driver, own ordinals, slots_bytes, host)    every process
+//   address() and offer() go to all processes, by whatever carries strings
+//   WhyNotConnected(...) is the same in all of them; if it is empty:
+//   communicator = CudaCommunicator::Connect(endpoint, ...)
+//
+// A process that dies, or says that it failed, ends the waits of the local ranks' devices
+// at once, through their error records; the first reason holds, and a communicator that
+// failed stays so. Between hosts there are no connections: there a death is noticed by
+// the deadline of a wait, and a failure by the peers' flags.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "platform/cuda/driver.h"
+#include "transport/cpu/group.h"
+#include "transport/cuda/cuda_slots.h"
+#include "transport/cuda/heap.h"
+
+namespace jax_ub {
+
+// What a process says to the others: what it can do, and why not the rest. Texts, of a
+// few hundred bytes.
+using Offer = std::map<std::string, std::string>;
+
+// The heaps of a process's own ranks, and a socket under which it is found. Made before
+// the processes know of each other.
+class CudaEndpoint {
+ public:
+  // `ordinals`: of the own ranks, in the order of the ranks. `slots_bytes`: for the slots
+  // of a call, on each rank. `host`: equal where processes share one. Throws
+  // CommunicatorError when the devices have no room.
+  CudaEndpoint(const Driver& driver,
+               const std::vector<int>& ordinals,
+               int64_t slots_bytes,
+               std::string host);
+  ~CudaEndpoint();
+  CudaEndpoint(const CudaEndpoint&) = delete;
+  CudaEndpoint& operator=(const CudaEndpoint&) = delete;
+
+  const PeerAddress& address() const;
+  const Offer& offer() const;
+
+ private:
+  friend class CudaCommunicator;
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Why these processes' GPUs cannot share memory, or "". `processes` [rank]; `offers` by
+// process. A pure function: all processes come to the same answer.
+std::string WhyNotConnected(const std::vector<int>& processes,
+                            const std::map<int, Offer>& offers);
+
+// A way that was not taken, though it is preferred to how().
+struct StepDown {
+  std::string way;     // "vmm"
+  std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
+};
+
+class CudaCommunicator {
+ public:
+  // All ranks in this process; `ordinals` [rank]. Throws CommunicatorError without room
+  // and UnsupportedError where the devices cannot access each other.
+  static std::shared_ptr<CudaCommunicator> Make(const Driver& driver,
+                                                const std::vector<int>& ordinals,
+                                                int64_t slots_bytes,
+                                                const std::string& name = "in_process");
+
+  // Exchanges memory with the other processes of the group. `peers` (of this host) and
+  // `offers` by process number, the own ones may be left out. Throws UnsupportedError, on
+  // all of them, when no way to share is left; DeadlineError, which names the processes
+  // that are missing; CommunicatorError when one refused or died.
+  static std::shared_ptr<CudaCommunicator> Connect(
+      std::unique_ptr<CudaEndpoint> endpoint,
+      const Membership& membership,
+      const std::map<int, PeerAddress>& peers,
+      const std::map<int, Offer>& offers,
+      double timeout_s);
+
+  ~CudaCommunicator();  // Close
+  CudaCommunicator(const CudaCommunicator&) = delete;
+  CudaCommunicator& operator=(const CudaCommunicator&) = delete;
+
+  const std::string& name() const;
+  int num_ranks() const;
+  const std::vector<int>& local_ranks() const;
+  int ordinal(int local_rank) const;  // of its device, in this process
+  // "rank 2 (process 1, pid 123)".
+  std::string DescribeRank(int rank) const;
+
+  // "in_process", "vmm", "fabric" or "ipc".
+  std::string how() const;
+  const std::vector<StepDown>& step_downs() const;
+
+  // Room for the slots of a call, on each rank; and device memory of this process.
+  int64_t slots_bytes() const;
+  int64_t size_bytes() const;
+
+  // Where a local rank's device finds the heaps [rank], and its own error record. Both
+  // stay as they are until Close.
+  std::span<const RankPlace> places(int local_rank) const;
+  CUdeviceptr error(int local_rank) const;
+
+  // Places the slots of a call. Throws UnsupportedError when they do not fit, with what
+  // to change.
+  SlotPlaces Place(int num_slots, int64_t slot_bytes) const;
+
+  // The number of a call site, for its error records: `label` is "all_gather_matmul
+  // (ub_name 'qkv_fprop')". The same label has the same number.
+  uint32_t NumberOf(const std::string& label);
+
+  // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
+  // words; poison; a process that died or closed; Close. Cheap: for every call.
+  std::exception_ptr failure();
+  void ThrowIfFailed();
+
+  // Ends all waits of all ranks from now on; the first reason holds.
+  void Poison(const std::exception_ptr& reason);
+
+  // Waits until the local devices have done all that they were given, then until all
+  // peers have, and gives the memory back. Peers that have died are not waited for; one
+  // that does not come within the timeout is left alone (5 s when there is a failure).
+  // No call may be enqueued meanwhile. Idempotent.
+  void Close();
+
+ private:
+  struct State;
+  explicit CudaCommunicator(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace jax_ub

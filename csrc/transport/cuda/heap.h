@@ -1,0 +1,52 @@
+// What a rank has in its heap, and where: the flags that its peers write, then the slots.
+//
+//   arrived[kMaxSlots] | freed[kMaxRanks] | epoch | failed | poison | ... | slots
+//
+// Each flag is the first word of a line of its own. All flags are zero before any peer
+// can see them. On every rank the same lies at the same offset.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "transport/cuda/cuda_slots.h"
+
+namespace jax_ub {
+
+class HeapLayout {
+ public:
+  // A call may have this many slots.
+  static constexpr int kMaxSlots = 4096;
+
+  explicit HeapLayout(int64_t slots_bytes) : slots_bytes_(Align(slots_bytes)) {}
+
+  // For the slots of a call: as asked for, rounded up.
+  int64_t slots_bytes() const { return slots_bytes_; }
+  int64_t size_bytes() const { return flags_bytes() + slots_bytes_; }
+  static constexpr int64_t flags_bytes() {
+    return Align((kMaxSlots + kMaxRanks + 3) * kFlagLineBytes);
+  }
+
+  // Of a heap that is mapped at `base`.
+  static RankPlace PlaceAt(CUdeviceptr base) {
+    const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
+    constexpr int64_t kWords = kMaxSlots + kMaxRanks;
+    return {.slots = base + flags_bytes(),
+            .arrived = line(0),
+            .freed = line(kMaxSlots),
+            .epoch = line(kWords),
+            .failed = line(kWords + 1),
+            .poison = line(kWords + 2)};
+  }
+
+ private:
+  static constexpr int64_t Align(int64_t bytes) {
+    constexpr int64_t kPage = 4096;
+    return (bytes + kPage - 1) / kPage * kPage;
+  }
+
+  int64_t slots_bytes_;
+};
+
+}  // namespace jax_ub
