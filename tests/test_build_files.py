@@ -8,11 +8,38 @@ TOP = pathlib.Path(__file__).parents[1]
 CSRC = TOP / "csrc"
 
 
+def listed_in(cmake, suffix):
+    text = (CSRC / cmake).read_text()
+    return re.findall(rf"^\s+([\w/]+\.{suffix})\)?$", text, re.MULTILINE)
+
+
+def is_cuda(path):
+    return path.parent.name == "cuda"
+
+
 def test_cmake_lists_every_source_once():
-    text = (CSRC / "CMakeLists.txt").read_text()
-    listed = re.findall(r"^\s+([\w/]+\.cc)\)?$", text, re.MULTILINE)
-    sources = [str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cc")]
-    assert sorted([*listed, "module.cc"]) == sorted(sources)
+    sources = [path for path in CSRC.rglob("*.cc") if path.parent != CSRC]
+    for cmake, cuda in (("CMakeLists.txt", False), ("cuda.cmake", True)):
+        expected = [str(p.relative_to(CSRC)) for p in sources if is_cuda(p) == cuda]
+        assert sorted(listed_in(cmake, "cc")) == sorted(expected)
+
+
+def test_cmake_compiles_every_kernel_once():
+    text = (CSRC / "cuda.cmake").read_text()
+    compiled = re.findall(r"^jax_ub_kernels\(k\w+Kernels ([\w/]+\.cu)\)$", text, re.M)
+    kernels = [str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu")]
+    assert sorted(compiled) == sorted(kernels)
+
+
+def test_every_module_has_one_source():
+    assert sorted(p.name for p in CSRC.glob("*.cc")) == ["module.cc", "module_cuda.cc"]
+    text = "".join(
+        (CSRC / name).read_text() for name in ("CMakeLists.txt", "cuda.cmake")
+    )
+    assert re.findall(r"jax_ub_module\((\w+ \w+\.cc)", text) == [
+        "_cpu module.cc",
+        "_cuda module_cuda.cc",
+    ]
 
 
 def test_bazel_and_the_package_have_one_version():

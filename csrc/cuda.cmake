@@ -1,0 +1,87 @@
+# The CUDA part: included by CMakeLists.txt when JAX_UB_CUDA is auto or on. Host code is
+# compiled as any other, with cuda.h's types; nvcc compiles kernels, and nothing links to
+# CUDA: the driver and cuBLASLt are opened at run time. So it builds without a GPU.
+
+# Sets JAX_UB_NVCC and JAX_UB_CUDA_INCLUDE_DIR, or `missing`: what was not found.
+function(jax_ub_find_cuda missing)
+  file(GLOB toolkits /usr/local/cuda /usr/local/cuda-*)
+  list(SORT toolkits COMPARE NATURAL ORDER DESCENDING)
+  find_program(JAX_UB_NVCC nvcc
+    HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS ${toolkits} PATH_SUFFIXES bin
+    DOC "NVIDIA's compiler")
+  if(NOT JAX_UB_NVCC)
+    set(${missing} "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda*" PARENT_SCOPE)
+    return()
+  endif()
+  # nvcc may be a script that runs another one: its own top is where the headers lie.
+  execute_process(COMMAND "${JAX_UB_NVCC}" --dryrun -x cu -fatbin -o /dev/null /dev/null
+    ERROR_VARIABLE dryrun OUTPUT_VARIABLE ignored COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCH "TOP=([^\n]*)" line "${dryrun}")
+  find_path(JAX_UB_CUDA_INCLUDE_DIR cuda.h HINTS "${CMAKE_MATCH_1}/include"
+    DOC "Directory that holds cuda.h")
+  if(NOT JAX_UB_CUDA_INCLUDE_DIR)
+    set(${missing} "no cuda.h near ${JAX_UB_NVCC}" PARENT_SCOPE)
+    return()
+  endif()
+  file(STRINGS "${JAX_UB_CUDA_INCLUDE_DIR}/cuda.h" line REGEX "#define CUDA_VERSION ")
+  string(REGEX MATCH "[0-9]+" version "${line}")
+  if(version LESS 12000)
+    set(${missing} "cuda.h in ${JAX_UB_CUDA_INCLUDE_DIR} is ${version}, not 12000 or newer"
+      PARENT_SCOPE)
+  endif()
+endfunction()
+
+# Compiles `file` for each architecture of `jax_ub_architectures`, and embeds the fatbin:
+# `extern const unsigned char SYMBOL[];` in namespace jax_ub, to load with a Library.
+function(jax_ub_kernels symbol file)
+  cmake_path(GET file STEM name)
+  set(fatbin "${CMAKE_CURRENT_BINARY_DIR}/kernels/${name}.fatbin")
+  set(embedded "${CMAKE_CURRENT_BINARY_DIR}/kernels/${name}.cc")
+  file(MAKE_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/kernels")
+  add_custom_command(OUTPUT "${fatbin}"
+    COMMAND "${JAX_UB_NVCC}" -fatbin -std=c++20 -O3 ${jax_ub_nvcc_flags}
+      "-I${CMAKE_CURRENT_SOURCE_DIR}" -MD -MF "${fatbin}.d" -o "${fatbin}"
+      "${CMAKE_CURRENT_SOURCE_DIR}/${file}"
+    DEPENDS "${file}" DEPFILE "${fatbin}.d" VERBATIM COMMAND_EXPAND_LISTS)
+  set(embed "${CMAKE_CURRENT_SOURCE_DIR}/platform/cuda/embed.cmake")
+  add_custom_command(OUTPUT "${embedded}"
+    COMMAND "${CMAKE_COMMAND}" "-Dfrom=${fatbin}" "-Dto=${embedded}" "-Dsymbol=${symbol}"
+      -P "${embed}"
+    DEPENDS "${fatbin}" "${embed}" VERBATIM)
+  target_sources(jax_ub_cuda PRIVATE "${embedded}")
+endfunction()
+
+jax_ub_find_cuda(missing)
+if(missing AND JAX_UB_CUDA STREQUAL "on")
+  message(FATAL_ERROR "JAX_UB_CUDA is on, and the CUDA part cannot be built: ${missing}")
+elseif(missing)
+  message(STATUS "CUDA: not built (${missing}); -DJAX_UB_CUDA=on makes that an error")
+  return()
+endif()
+message(STATUS "CUDA: ${JAX_UB_NVCC}, headers in ${JAX_UB_CUDA_INCLUDE_DIR}")
+
+# What this nvcc knows of the architectures that have kernels of their own; the others run
+# the PTX, which the driver compiles for them.
+execute_process(COMMAND "${JAX_UB_NVCC}" --list-gpu-code
+  OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
+set(jax_ub_nvcc_flags "-gencode=arch=compute_80,code=[sm_80,compute_80]")
+foreach(number 90 100 120)
+  if(known MATCHES "sm_${number}")
+    list(APPEND jax_ub_nvcc_flags "-gencode=arch=compute_${number}a,code=sm_${number}a")
+  endif()
+endforeach()
+if(JAX_UB_WERROR)
+  list(APPEND jax_ub_nvcc_flags
+    -Werror=all-warnings "-Xptxas=--warn-on-spills,--warning-as-error")
+endif()
+
+jax_ub_library(jax_ub_cuda
+  SOURCES
+    platform/cuda/driver.cc
+    platform/cuda/owners.cc
+  DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})
+target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
+
+if(JAX_UB_PYTHON)
+  jax_ub_module(_cuda module_cuda.cc jax_ub_cuda jax_ub_ffi)
+endif()
