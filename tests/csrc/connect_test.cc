@@ -19,7 +19,7 @@
 #include "platform/shared_mapping.h"
 #include "platform/unix_socket.h"
 #include "processes.h"
-#include "transport/cpu/message.h"
+#include "transport/process/message.h"
 #include "transport/cpu/shared_memory.h"
 
 namespace jax_ub {

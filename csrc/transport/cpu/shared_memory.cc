@@ -4,17 +4,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <mutex>
 #include <utility>
 
 #include "platform/error.h"
 #include "platform/shared_mapping.h"
-#include "platform/unix_socket.h"
 #include "transport/cpu/fate.h"
-#include "transport/cpu/handshake.h"
-#include "transport/cpu/peers.h"
 #include "transport/cpu/slots.h"
+#include "transport/process/handshake.h"
+#include "transport/process/peers.h"
 
 namespace jax_ub {
 
@@ -40,24 +38,12 @@ Reason ReasonOf(const std::exception_ptr& reason) {
   }
 }
 
-std::string RandomName() {
-  char text[48];
-  std::snprintf(text, sizeof(text), "jax_ub-%016llx%016llx",
-                static_cast<unsigned long long>(RandomBits()),
-                static_cast<unsigned long long>(RandomBits()));
-  return text;
-}
-
 }  // namespace
-
-Endpoint::Endpoint()
-    : address_{.address = RandomName(), .token = RandomBits()},
-      listener_(ListenAt(address_.address)) {}
 
 struct SharedCommunicator::State {
   State(Group its_group,
         Layout its_layout,
-        SharedMapping its_memory,
+        std::vector<SharedMapping> its_memories,
         std::vector<Partner> its_partners);
   ~State();
 
@@ -113,14 +99,29 @@ std::vector<Fate::Member> MembersOf(const Group& group,
   return members;
 }
 
-std::vector<SharedMapping> MemoriesOf(const Group& group,
-                                      SharedMapping own,
-                                      std::vector<Partner>& partners) {
-  std::vector<SharedMapping> memories;
-  for (int p = 0; p < group.num_processes(); ++p) {
-    memories.push_back(std::move(p == group.own() ? own : partners[p].memory));
+// That all say the same: what they share, and how it lies.
+std::string SetupText(const Group& group, const Layout& layout) {
+  // Raised with every change of what processes share.
+  constexpr int kProtocol = 2;
+  return group.RanksText() + ", halves of " + std::to_string(layout.half_bytes()) +
+         " bytes, protocol " + std::to_string(kProtocol) + "." +
+         std::to_string(sizeof(ProcessHeader)) + "." +
+         std::to_string(sizeof(AreaHeader));
+}
+
+// The memory that a process has passed on.
+SharedMapping MapOf(const Group& group,
+                    const Layout& layout,
+                    int place,
+                    const Partner& partner,
+                    FileDescriptor memory) {
+  if (!memory) {
+    throw CommunicatorError(
+        group.ErrorPrefix() + group.Describe(place, partner.pid) +
+        " passed no memory: are this process's descriptors used up (ulimit -n)?");
   }
-  return memories;
+  const auto num_ranks = static_cast<int>(group.ranks_of(place).size());
+  return SharedMapping::Map(std::move(memory), layout.size_bytes(num_ranks));
 }
 
 std::vector<ProcessHeader*> HeadersOf(const Layout& layout,
@@ -136,11 +137,11 @@ std::vector<ProcessHeader*> HeadersOf(const Layout& layout,
 
 SharedCommunicator::State::State(Group its_group,
                                  Layout its_layout,
-                                 SharedMapping its_memory,
+                                 std::vector<SharedMapping> its_memories,
                                  std::vector<Partner> its_partners)
     : group(std::move(its_group)),
       layout(its_layout),
-      memories(MemoriesOf(group, std::move(its_memory), its_partners)),
+      memories(std::move(its_memories)),
       fate(MembersOf(group, its_partners)),
       lockstep(HeadersOf(layout, memories), group.own(), fate),
       areas(group.num_ranks()),
@@ -284,14 +285,20 @@ std::shared_ptr<SharedCommunicator> SharedCommunicator::Connect(
     double timeout_s) {
   Group group(membership);
   const Layout layout(half_bytes);
-  SharedMapping memory = NewMemory(group, layout);
-  Handshake handshake(endpoint->listener(), endpoint->address().token, group, peers,
-                      memory, layout.half_bytes());
+  group.CheckAddresses(peers);
+  std::vector<SharedMapping> memories(group.num_processes());
+  SharedMapping& own = memories[group.own()];
+  own = NewMemory(group, layout);
+  Handshake handshake(
+      *endpoint, group, peers, SetupText(group, layout), own.descriptor(),
+      [&](int place, const Partner& partner, FileDescriptor memory) {
+        memories[place] = MapOf(group, layout, place, partner, std::move(memory));
+      });
   std::vector<Partner> partners = handshake.Run(timeout_s);
-  memory.CloseDescriptor();
+  own.CloseDescriptor();
   return std::shared_ptr<SharedCommunicator>(
       new SharedCommunicator(std::make_unique<State>(
-          std::move(group), layout, std::move(memory), std::move(partners))));
+          std::move(group), layout, std::move(memories), std::move(partners))));
 }
 
 SharedCommunicator::SharedCommunicator(std::unique_ptr<State> state)

@@ -32,27 +32,13 @@
 #include <string_view>
 #include <vector>
 
-#include "platform/file_descriptor.h"
-#include "transport/cpu/group.h"
 #include "transport/cpu/layout.h"
 #include "transport/cpu/lockstep.h"
+#include "transport/process/endpoint.h"
+#include "transport/process/group.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
-
-// A listening socket in the abstract namespace, under a random name: no file. Whoever
-// connects must be of the same user and know the token.
-class Endpoint {
- public:
-  Endpoint();
-
-  const PeerAddress& address() const { return address_; }
-  const FileDescriptor& listener() const { return listener_; }
-
- private:
-  PeerAddress address_;
-  FileDescriptor listener_;
-};
 
 class SharedCommunicator {
  public:

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
-#include "transport/cpu/group.h"
+#include "transport/process/group.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/heap.h"
 

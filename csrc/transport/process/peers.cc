@@ -1,4 +1,4 @@
-#include "transport/cpu/peers.h"
+#include "transport/process/peers.h"
 
 #include <pthread.h>
 #include <signal.h>

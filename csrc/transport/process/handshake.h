@@ -1,5 +1,5 @@
-// How the processes of a group find each other: each one dials those before it, and
-// passes the descriptor of its memory on.
+// How the processes of a group find each other: each one dials those before it, and may
+// pass the descriptor of its memory on.
 //
 //   dialer                                   listener
 //   connect                                  accept; of the same user?
@@ -13,21 +13,21 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "platform/deadline.h"
 #include "platform/file_descriptor.h"
-#include "platform/shared_mapping.h"
-#include "transport/cpu/group.h"
-#include "transport/cpu/message.h"
+#include "transport/process/endpoint.h"
+#include "transport/process/group.h"
+#include "transport/process/message.h"
 
 namespace jax_ub {
 
 struct Partner {
   FileDescriptor connection;
-  SharedMapping memory;
   int pid = 0;            // as it knows itself, for messages
   pid_t seen_pid = 0;     // as seen from here; 0: it is not
   bool has_left = false;  // said goodbye already
@@ -35,15 +35,19 @@ struct Partner {
 
 class Handshake {
  public:
-  // `peers` by process number; `memory` is the own one. All of them outlive it.
-  Handshake(const FileDescriptor& listener,
-            uint64_t token,
+  // Is called with each process's memory, if it passed any; what it throws is told to all.
+  using Take = std::function<void(int place, const Partner&, FileDescriptor memory)>;
+
+  // `peers` by process number: who has no address there is left out. `setup` must be the
+  // same everywhere. All but that outlive it.
+  Handshake(const Endpoint& endpoint,
             const Group& group,
             const std::map<int, PeerAddress>& peers,
-            const SharedMapping& memory,
-            int64_t half_bytes);
+            std::string setup,
+            const FileDescriptor& memory,
+            Take take);
 
-  // Returns [place], the own one empty. Throws CommunicatorError and DeadlineError.
+  // Returns [place], empty for the own one and those left out. Throws CommunicatorError and DeadlineError.
   std::vector<Partner> Run(double timeout_s);
 
  private:
@@ -60,21 +64,22 @@ class Handshake {
   void Check(int place, const Hello& hello);
   void Connect(int place, const Hello& hello, FileDescriptor memory);
   Hello HelloTo(int place) const;
-  int64_t MemoryBytesOf(int place) const;
+  bool IsReached(int place) const {
+    return place != group_.own() && peers_.count(group_.numbers()[place]) != 0;
+  }
   bool IsWaited(int place) const {
-    return place != group_.own() && stages_[place] != Stage::kConnected;
+    return IsReached(place) && stages_[place] != Stage::kConnected;
   }
   void TellFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
   [[noreturn]] void FailOverdue(double timeout_s) const;
 
-  const FileDescriptor& listener_;
-  const uint64_t token_;
+  const Endpoint& endpoint_;
   const Group& group_;
   const std::map<int, PeerAddress>& peers_;
-  const SharedMapping& memory_;
-  const int64_t half_bytes_;
   const std::string setup_;
+  const FileDescriptor& memory_;
+  const Take take_;
   std::vector<Stage> stages_;              // [place]
   std::vector<Partner> partners_;          // [place]
   std::vector<FileDescriptor> strangers_;  // accepted, have said nothing yet

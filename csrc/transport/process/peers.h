@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "platform/file_descriptor.h"
-#include "transport/cpu/message.h"
+#include "transport/process/message.h"
 
 namespace jax_ub {
 

@@ -41,6 +41,7 @@ bool SendMessage(const FileDescriptor& connection,
                  const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
+// With the descriptor of the sender's memory, if it has one.
 bool SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory);

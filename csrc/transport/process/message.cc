@@ -1,4 +1,4 @@
-#include "transport/cpu/message.h"
+#include "transport/process/message.h"
 
 #include <algorithm>
 #include <array>
@@ -45,7 +45,8 @@ bool SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory) {
   return SendMessage(connection, MessageKind::kHello,
-                     {reinterpret_cast<const char*>(&hello), sizeof(hello)}, &memory);
+                     {reinterpret_cast<const char*>(&hello), sizeof(hello)},
+                     memory ? &memory : nullptr);
 }
 
 bool ReadHello(const Message& message, Hello* hello) {

@@ -42,6 +42,10 @@ class Group {
   std::string Describe(int place, pid_t pid) const;
   // The same of one rank.
   std::string DescribeRank(int rank, pid_t pid) const;
+  // "'tp' with ranks of processes 0, 0, 1".
+  std::string RanksText() const;
+  // Throws CommunicatorError unless each other process has an address.
+  void CheckAddresses(const std::map<int, PeerAddress>& peers) const;
   // Begins every error: "CommunicatorError: jax_ub.<name>: ".
   std::string ErrorPrefix() const;
 

@@ -1,7 +1,9 @@
-#include "transport/cpu/group.h"
+#include "transport/process/group.h"
 
 #include <algorithm>
 #include <stdexcept>
+
+#include "platform/error.h"
 
 namespace jax_ub {
 
@@ -47,6 +49,23 @@ std::string Group::Describe(int place, pid_t pid) const {
 std::string Group::DescribeRank(int rank, pid_t pid) const {
   return "rank " + std::to_string(rank) +
          ProcessText(numbers_[place_of_rank_[rank]], pid);
+}
+
+std::string Group::RanksText() const {
+  std::string text = "'" + name_ + "' with ranks of processes";
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    text += (rank == 0 ? " " : ", ") + std::to_string(numbers_[place_of_rank_[rank]]);
+  }
+  return text;
+}
+
+void Group::CheckAddresses(const std::map<int, PeerAddress>& peers) const {
+  for (int place = 0; place < num_processes(); ++place) {
+    if (place != own_ && peers.count(numbers_[place]) == 0) {
+      throw CommunicatorError(ErrorPrefix() + "no address of " + Describe(place, 0) +
+                              " was given");
+    }
+  }
 }
 
 std::string Group::ErrorPrefix() const {

@@ -1,4 +1,4 @@
-#include "transport/cpu/handshake.h"
+#include "transport/process/handshake.h"
 
 #include <unistd.h>
 
@@ -9,52 +9,30 @@
 
 #include "platform/error.h"
 #include "platform/unix_socket.h"
-#include "transport/cpu/layout.h"
 
 namespace jax_ub {
 
 namespace {
 
-// Raised with every change of what processes share or say.
-constexpr int kProtocol = 1;
-
 // How soon a listener whose queue was full is dialed again.
 constexpr std::chrono::milliseconds kRedial(10);
 
-std::string SetupText(const Group& group, int64_t half_bytes) {
-  std::ostringstream text;
-  text << "'" << group.name() << "' with ranks of processes";
-  for (int rank = 0; rank < group.num_ranks(); ++rank) {
-    text << (rank == 0 ? " " : ", ") << group.numbers()[group.place_of_rank(rank)];
-  }
-  text << ", halves of " << half_bytes << " bytes, protocol " << kProtocol << "."
-       << sizeof(ProcessHeader) << "." << sizeof(AreaHeader);
-  return text.str().substr(0, Hello::kMaxSetup - 1);
-}
-
 }  // namespace
 
-Handshake::Handshake(const FileDescriptor& listener,
-                     uint64_t token,
+Handshake::Handshake(const Endpoint& endpoint,
                      const Group& group,
                      const std::map<int, PeerAddress>& peers,
-                     const SharedMapping& memory,
-                     int64_t half_bytes)
-    : listener_(listener),
-      token_(token),
+                     std::string setup,
+                     const FileDescriptor& memory,
+                     Take take)
+    : endpoint_(endpoint),
       group_(group),
       peers_(peers),
+      setup_(setup.substr(0, Hello::kMaxSetup - 1)),
       memory_(memory),
-      half_bytes_(half_bytes),
-      setup_(SetupText(group, half_bytes)),
+      take_(std::move(take)),
       stages_(group.num_processes(), Stage::kUndialed),
-      partners_(group.num_processes()) {
-  for (int place = 0; place < group.num_processes(); ++place) {
-    if (place != group.own() && peers.count(group.numbers()[place]) == 0) {
-      Fail("no address of " + group.Describe(place, 0) + " was given");
-    }
-  }
-}
+      partners_(group.num_processes()) {}
 
 std::vector<Partner> Handshake::Run(double timeout_s) {
   const Deadline deadline = Deadline::After(timeout_s);
@@ -84,7 +62,7 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailOverdue(deadline.timeout_s());
     const bool dialed = DialAll();
-    std::vector<pollfd> polled = {{listener_.get(), POLLIN, 0}};
+    std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_strangers = strangers_.size();
     for (const FileDescriptor& stranger : strangers_) {
       polled.push_back({stranger.get(), POLLIN, 0});
@@ -111,7 +89,7 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
 bool Handshake::DialAll() {
   bool dialed = true;
   for (int place = 0; place < group_.num_processes(); ++place) {
-    if (place == group_.own() || stages_[place] != Stage::kUndialed) continue;
+    if (!IsReached(place) || stages_[place] != Stage::kUndialed) continue;
     DialOne(place);
     if (stages_[place] == Stage::kUndialed) dialed = false;
   }
@@ -141,12 +119,12 @@ void Handshake::DialOne(int place) {
     return;
   }
   // A peer that has just died is heard of as an end of the connection.
-  SendHello(partner.connection, HelloTo(place), memory_.descriptor());
+  SendHello(partner.connection, HelloTo(place), memory_);
   stages_[place] = Stage::kGreeted;
 }
 
 void Handshake::AcceptAll() {
-  while (FileDescriptor connection = Accept(listener_)) {
+  while (FileDescriptor connection = Accept(endpoint_.listener())) {
     if (PeerCredentials(connection).uid == geteuid()) {
       strangers_.push_back(std::move(connection));
     } else {
@@ -167,7 +145,7 @@ void Handshake::HearStranger(size_t index) {
   const std::vector<int>& numbers = group_.numbers();
   const auto place = static_cast<int>(
       std::find(numbers.begin(), numbers.end(), hello.process) - numbers.begin());
-  if (!is_hello || hello.token != token_ || place <= group_.own() ||
+  if (!is_hello || hello.token != endpoint_.address().token || place <= group_.own() ||
       place >= group_.num_processes() || !IsWaited(place)) {
     ++num_refused_;
     return;
@@ -177,7 +155,7 @@ void Handshake::HearStranger(size_t index) {
   partner.connection = std::move(connection);
   stages_[place] = Stage::kGreeted;
   Check(place, hello);
-  SendHello(partner.connection, HelloTo(place), memory_.descriptor());
+  SendHello(partner.connection, HelloTo(place), memory_);
   Connect(place, hello, std::move(message.passed));
 }
 
@@ -208,7 +186,7 @@ void Handshake::HearPartner(int place) {
   }
   Hello hello;
   if (stages_[place] != Stage::kGreeted || !ReadHello(message, &hello) ||
-      hello.token != token_) {
+      hello.token != endpoint_.address().token) {
     Fail(group_.Describe(place, 0) + " answered with a wrong token");
   }
   Check(place, hello);
@@ -224,11 +202,7 @@ void Handshake::Check(int place, const Hello& hello) {
 }
 
 void Handshake::Connect(int place, const Hello& hello, FileDescriptor memory) {
-  if (!memory) {
-    Fail(group_.Describe(place, hello.pid) +
-         " passed no memory: are this process's descriptors used up (ulimit -n)?");
-  }
-  partners_[place].memory = SharedMapping::Map(std::move(memory), MemoryBytesOf(place));
+  if (take_) take_(place, partners_[place], std::move(memory));
   stages_[place] = Stage::kConnected;
 }
 
@@ -240,11 +214,6 @@ Hello Handshake::HelloTo(int place) const {
   hello.pid = getpid();
   std::memcpy(hello.setup, setup_.data(), setup_.size());
   return hello;
-}
-
-int64_t Handshake::MemoryBytesOf(int place) const {
-  return Layout(half_bytes_)
-      .size_bytes(static_cast<int>(group_.ranks_of(place).size()));
 }
 
 // To those that know this process, and to those that only hold a lifeline to it.
