@@ -26,6 +26,16 @@ class AllGather(Call):
         """`jax.lax.all_gather`."""
         return [reference.all_gather(x, self.axis_name)]
 
+    @property
+    def gathers(self):
+        """Rows are gathered."""
+        return True
+
+    @property
+    def communicates_only(self):
+        """There is no product."""
+        return True
+
 
 def all_gather(x: jax.Array, **where) -> jax.Array:
     """Gathers the rows of all ranks: `[..., m, K]` -> `[..., P*m, K]`."""

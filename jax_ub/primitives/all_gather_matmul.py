@@ -76,6 +76,11 @@ class AllGatherMatmul(Call):
         behind_biases = 1 + self.num_kernels * (2 if self.has_bias else 1)
         return index == 0 or index >= behind_biases
 
+    @property
+    def gathers(self):
+        """Rows are gathered."""
+        return True
+
 
 def all_gather_matmul(  # noqa: PLR0913
     x: jax.Array,

@@ -31,6 +31,11 @@ class AllReduce(Call):
         """The sum is the same on every rank."""
         return True
 
+    @property
+    def communicates_only(self):
+        """There is no product."""
+        return True
+
 
 def all_reduce(x: jax.Array, **where) -> jax.Array:
     """Sums `x` over the ranks, on every rank."""

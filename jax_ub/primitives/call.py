@@ -20,8 +20,9 @@ from jaxlib.mlir import ir
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
+from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
-from jax_ub.primitives import lowered, varying
+from jax_ub.primitives import lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
 from jax_ub.runtime import engine, overlaps
 
@@ -41,6 +42,7 @@ class Call:
     num_ranks: int = 1
     method: Method
     num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
+    tuning: Tuning = Tuning()  # how it runs on a GPU
     label: str
 
     def __init_subclass__(cls):
@@ -74,6 +76,16 @@ class Call:
 
     def is_replicated(self, index: int) -> bool:
         """Whether operand `index` must be the same on every rank of `axis_name`."""
+        return False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what is communicated is gathered; else it is summed."""
+        return False
+
+    @property
+    def communicates_only(self) -> bool:
+        """Whether it is a collective on its own, without a product."""
         return False
 
     @property
@@ -111,6 +123,7 @@ def _make_primitive(target):
     ad.primitive_jvps[primitive] = _refuse_jvp
     # Not cacheable: every call site is lowered by itself, so that each is recorded.
     mlir.register_lowering(primitive, _lower_on_cpu, platform="cpu", cacheable=False)
+    mlir.register_lowering(primitive, _lower_on_cuda, platform="cuda", cacheable=False)
     mlir.register_lowering(primitive, _lower_elsewhere, cacheable=False)
     return primitive
 
@@ -178,6 +191,18 @@ def _lower_on_cpu(ctx, *operands, call):
     return rule(
         ctx, *operands, **_attributes(call, ranks), channel=_channel(ctx, ranks)
     )
+
+
+def _lower_on_cuda(ctx, *operands, call):
+    _check_capacity(call, ctx.avals_in)
+    ranks = find_ranks(ctx, call.label, call.axis_name)
+    reason = on_cuda.why_not(call, ranks)
+    if reason is not None:
+        return _lower_to_reference(ctx, operands, call, reason)
+    lowered.record(ctx, call, None)
+    # Calls of a device are matched by their order on its stream: no channel is needed.
+    attributes = {**_attributes(call, ranks), "channel": ""}
+    return on_cuda.lower(ctx, operands, call, attributes)
 
 
 def _channel(ctx, ranks):

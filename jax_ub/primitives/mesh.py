@@ -51,6 +51,7 @@ class Ranks:
     table: np.ndarray  # i64 global ids, table[group * P + rank]; empty for a local op
     reason: str | None
     spans_processes: bool = False  # whether a group has ranks in several processes
+    groups: tuple[tuple[jax.Device, ...], ...] = ()  # the same as devices
 
 
 def find_ranks(
@@ -76,14 +77,15 @@ def find_ranks(
             "it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
-    groups = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
-    owners = rank_groups(
-        mesh, axes, [device.process_index for device in mesh.devices.flat]
-    )
+    devices = list(mesh.devices.flat)
+    groups = rank_groups(mesh, axes, [device.id for device in devices])
+    owners = rank_groups(mesh, axes, [device.process_index for device in devices])
+    places = rank_groups(mesh, axes, range(len(devices)))
     return Ranks(
         groups.reshape(-1),
         communicators.reason(groups, owners),
         bool((owners != owners[:, :1]).any()),
+        tuple(tuple(devices[i] for i in row) for row in places.tolist()),
     )
 
 

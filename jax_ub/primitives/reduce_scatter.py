@@ -30,6 +30,11 @@ class ReduceScatter(Call):
         """`jax.lax.psum_scatter` in f32."""
         return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]
 
+    @property
+    def communicates_only(self):
+        """There is no product."""
+        return True
+
 
 def reduce_scatter(x: jax.Array, *, out_dtype, **where) -> jax.Array:
     """Sums the rows over the ranks: `[..., P*m, K]` -> `[..., m, K]`."""

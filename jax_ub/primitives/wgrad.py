@@ -71,6 +71,11 @@ class Wgrad(Call):
         """A batch axis is summed over, so a mapped one cannot become one."""
         return False
 
+    @property
+    def gathers(self):
+        """If it communicates at all."""
+        return True
+
 
 def wgrad(
     x: jax.Array,

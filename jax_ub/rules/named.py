@@ -14,6 +14,7 @@ from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
+from jax_ub.overlap_config.tuning import Tuning, tuning_of
 from jax_ub.runtime.overlaps import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
@@ -32,6 +33,7 @@ class Way:
 
     method: Method
     num_splits: int = 0  # 0 is the engine's choice
+    tuning: Tuning = Tuning()  # on a GPU
 
 
 def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
@@ -57,7 +59,9 @@ def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
         # A wgrad that nobody configured goes along with its dgrad.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
-            ways[direction] = Way(Method(config.method), config.num_splits)
+            ways[direction] = Way(
+                Method(config.method), config.num_splits, tuning_of(config)
+            )
     return ways
 
 

@@ -33,7 +33,7 @@ def row_gradients(
     """
     dy = dy.astype(site.dtype)
     # What the dgrad gathers serves the wgrad too, unless that reads it in place.
-    reuses = x is not None and site.dgrad.method.copies_operands
+    reuses = x is not None and site.dgrad.copies_operands
     dx = gathered = None
     if w is not None:
         (dx,), gathered = all_gather_matmul(

@@ -13,9 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax_ub import methods
 from jax_ub.methods import Method
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
+from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import mesh, varying
 from jax_ub.rules.named import Way, ways_of
-from jax_ub.runtime import overlaps, settings
+from jax_ub.runtime import cuda, overlaps, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Site:
     dtype: np.dtype | None = None  # of the operands
     out_dtype: np.dtype | None = None  # of the result
     num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
+    tuning: Tuning = Tuning()  # how it runs on a GPU
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
@@ -54,7 +56,9 @@ class Site:
     def _as(self, way):
         if way is None:
             return self
-        return dataclasses.replace(self, method=way.method, num_splits=way.num_splits)
+        return dataclasses.replace(
+            self, method=way.method, num_splits=way.num_splits, tuning=way.tuning
+        )
 
     def with_dw_dtype(self, dtype) -> "Site":
         """The same call, for a gradient of the kernel of this dtype."""
@@ -72,8 +76,15 @@ class Site:
             "num_ranks": self.num_ranks,
             "method": method,
             "num_splits": self.num_splits if method is Method.PIPELINE else 0,
+            "tuning": self.tuning,
             "label": self.label,
         }
+
+    @property
+    def copies_operands(self) -> bool:
+        """Whether a gathered operand is laid out in memory: on GPUs it always is."""
+        automatic = self.method is Method.AUTO
+        return self.method.copies_operands or (automatic and cuda.is_default())
 
     @property
     def fused(self) -> dict[str, Any]:
@@ -145,6 +156,7 @@ def plan_site(
         site,
         method=forward.method,
         num_splits=forward.num_splits,
+        tuning=forward.tuning,
         # A pass without a configuration keeps what the call would do without a name.
         dgrad_way=ways.get(DGRAD, Way(chosen)),
         wgrad_way=ways.get(WGRAD),

@@ -28,6 +28,14 @@ def isa() -> str | None:
     return os.environ.get("JAX_UB_ISA") or None
 
 
+def allow_tf32() -> bool:
+    """`JAX_UB_ALLOW_TF32`: whether a GPU may round f32 factors to TF32; default not."""
+    text = os.environ.get("JAX_UB_ALLOW_TF32") or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"JAX_UB_ALLOW_TF32 = {text!r} is neither 0 nor 1.")
+    return text == "1"
+
+
 def host_id() -> str | None:
     """`JAX_UB_HOST_ID`: processes with different ones share no memory; for tests."""
     return os.environ.get("JAX_UB_HOST_ID") or None

@@ -285,18 +285,18 @@ def lowered_for(platform, method, mesh):
 
 
 def test_another_platform_falls_back_where_the_choice_was_automatic():
-    text = lowered_for("cuda", "auto", tp_mesh(4))
+    text = lowered_for("rocm", "auto", tp_mesh(4))
     assert "jax_ub$" not in text
     assert "all_gather" in text
     fallback = ub.fallbacks()[-1]
     assert fallback.label == "all_gather_matmul (ub_name 'qkv')"
-    assert fallback.reason == "no engine for cuda"
+    assert fallback.reason == "no engine for rocm"
 
 
 def test_another_platform_refuses_a_method_that_was_named():
-    message = r'method "direct" cannot run: no engine for cuda. Pass method="auto"'
+    message = r'method "direct" cannot run: no engine for rocm. Pass method="auto"'
     with pytest.raises(UnsupportedOverlapError, match=message):
-        lowered_for("cuda", "direct", tp_mesh(4))
+        lowered_for("rocm", "direct", tp_mesh(4))
 
 
 def test_abstract_mesh_names_no_devices():

@@ -1,0 +1,59 @@
+"""How a call runs on a device that has streams: what of a configuration acts there."""
+
+import dataclasses
+
+from jax_ub.overlap_config.config import OverlapConfig
+
+# Copy engines need no multiprocessors, but the kernels that wait, signal and sum do:
+# products that take all of them would let those in only when they end.
+_MARGIN_BESIDE_COPY_ENGINES = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What is not the same on every GPU: results do not depend on it.
+
+    Attributes:
+        use_ce: whether copy engines move what is sent; else kernels do.
+        num_sm: thread blocks of those kernels; 0 is the engine's choice.
+        cga_size: their cluster size; 0 is none.
+        sm_margin: multiprocessors that products leave free.
+        num_lanes: streams for products, used in turn.
+        comm_priority: of the communication's stream, in CUDA's numbers; 0 is the most
+            urgent there is.
+        gemm_priority: of the products' streams; 0 is the least urgent.
+        aggregate: whether the chunks of two ranks are multiplied together.
+    """
+
+    use_ce: bool = True
+    num_sm: int = 0
+    cga_size: int = 0
+    sm_margin: int = 0
+    num_lanes: int = 2
+    comm_priority: int = 0
+    gemm_priority: int = 0
+    aggregate: bool = False
+
+    def attributes(self) -> dict[str, int]:
+        """As csrc/ffi reads them; `aggregate` is no attribute."""
+        fields = dataclasses.asdict(self)
+        del fields["aggregate"]
+        return {name: int(value) for name, value in fields.items()}
+
+
+def tuning_of(config: OverlapConfig) -> Tuning:
+    """Reads what acts on a GPU from the configuration of a named overlap.
+
+    `num_sm` and `cga_size` are those of the kernels that send, so they say nothing
+    beside copy engines; there `set_sm_margin` leaves room for the small kernels only.
+    """
+    margin = _MARGIN_BESIDE_COPY_ENGINES if config.use_ce else config.num_sm
+    return Tuning(
+        use_ce=config.use_ce,
+        num_sm=config.num_sm,
+        cga_size=config.cga_size,
+        sm_margin=margin if config.set_sm_margin else 0,
+        comm_priority=config.comm_priority,
+        gemm_priority=config.gemm_priority,
+        aggregate=config.aggregate,
+    )

@@ -1,0 +1,103 @@
+"""How a call runs on CUDA devices: by which method, why not, and what XLA is told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ub.methods import Method
+from jax_ub.primitives.mesh import Ranks
+from jax_ub.runtime import cuda, settings
+
+# XLA's results have a size.
+_LEAST_BYTES = 1
+
+
+def method_of(call: Any) -> Method:
+    """The method that the engine is told.
+
+    Chunks are pushed into the peers' slots, nobody reads a peer in place: what is
+    gathered goes to all peers at once, nearest first (a pipeline; one piece a chunk,
+    unless the call says more), and sums go to the rank that owns their rows. A local
+    product, and a collective on its own, has no method to choose.
+    """
+    if not call.axis_name:
+        return Method.DIRECT
+    if call.method is Method.AUTO or (
+        call.method is Method.DIRECT and call.communicates_only
+    ):
+        return Method.PIPELINE if call.gathers else Method.RING_EXCHANGE
+    return call.method
+
+
+def why_not(call: Any, ranks: Ranks) -> str | None:
+    """Why the CUDA engine cannot run a call; None if it can."""
+    if ranks.reason is not None:
+        return ranks.reason
+    if method_of(call) is Method.DIRECT and call.axis_name:
+        return (
+            "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "
+            '"ring_exchange", "pipeline" or "external"'
+        )
+    if call.tuning.aggregate:
+        return (
+            'its name is configured with "aggregate", which the CUDA engine has no '
+            'schedule for; leave it out, or use "pipeline" with "num_splits": 1'
+        )
+    if call.num_ranks > cuda.MOST_RANKS:
+        return (
+            f"it has {call.num_ranks} ranks, and the CUDA engine at most "
+            f"{cuda.MOST_RANKS}"
+        )
+    return cuda.why_not() or _why_no_peers(ranks)
+
+
+def _why_no_peers(ranks):
+    """Of the groups of this process; those that span several were connected."""
+    for group in ranks.groups:
+        own = [d for d in group if d.process_index == jax.process_index()]
+        if len(own) == len(group) and all(map(cuda.is_cuda, own)):
+            reason = cuda.why_no_peers(own)
+            if reason is not None:
+                return reason
+    return None
+
+
+def lower(
+    ctx: Any, operands: Sequence[Any], call: Any, attributes: dict[str, object]
+) -> Sequence[Any]:
+    """Emits the custom call, whose last result is the engine's workspace."""
+    cuda.register_targets()
+    attributes = {
+        **attributes,
+        **{
+            name: np.int64(value)
+            for name, value in {
+                "method": method_of(call).code,
+                **call.tuning.attributes(),
+                "allow_tf32": settings.allow_tf32(),
+            }.items()
+        },
+    }
+    size_bytes = cuda.workspace_bytes(
+        call.target,
+        attributes,
+        [_array(aval) for aval in ctx.avals_in],
+        [_array(aval) for aval in ctx.avals_out],
+    )
+    workspace = jax.core.ShapedArray(
+        (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
+    )
+    rule = jax.ffi.ffi_lowering(
+        call.target,
+        has_side_effect=True,
+        operand_output_aliases=call.aliases(ctx.avals_in),
+    )
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    *results, _ = rule(ctx, *operands, **attributes)
+    return results
+
+
+def _array(aval):
+    return str(aval.dtype), tuple(aval.shape)

@@ -1,0 +1,150 @@
+"""The CUDA engine: loaded only where a CUDA device is used, or lowered for.
+
+Whether it is here, whether it can run, and how XLA gets to know it.
+"""
+
+import functools
+import importlib
+import importlib.util
+import pathlib
+import types
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxlib import xla_client
+
+from jax_ub.runtime import engine, settings
+
+# Pinned with csrc/transport/cuda: lines of flags in a heap.
+MOST_RANKS = 16
+
+_PLATFORM = "CUDA"
+_BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
+# Where NVIDIA's wheels put cuBLASLt, newest first.
+_LIBRARIES = ("cu13/lib", "cublas/lib")
+
+Array = tuple[str, tuple[int, ...]]  # dtype and shape
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Imports `jax_ub._cuda` and checks it against the running jaxlib.
+
+    No driver is needed for that, and nothing is registered.
+
+    Raises:
+        ImportError: if it was not built, or for another FFI API; says what to do.
+    """
+    try:
+        cuda = importlib.import_module("jax_ub._cuda")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "jax_ub: its CUDA engine jax_ub._cuda is missing, since no nvcc was found "
+            f"when it was built. {_BUILD}"
+        ) from error
+    built = tuple(cuda.xla_ffi_api_version)
+    engine.check_ffi_api(built, engine.running_ffi_api(), jax.__version__)
+    cuda.set_library_paths(library_paths())
+    timeout_s = settings.timeout_s()
+    if timeout_s is not None:
+        cuda.set_timeout_s(timeout_s)
+    return cuda
+
+
+def library_paths() -> list[str]:
+    """The directories in which NVIDIA's wheels have cuBLASLt, if they are installed."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
+    found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
+    return [str(path) for path in found if any(path.glob("libcublasLt.so.*"))]
+
+
+def local_devices() -> list[jax.Device]:
+    """The CUDA devices of this process; none where jax has no such backend."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+    return [device for device in devices if is_cuda(device)]
+
+
+def is_cuda(device: jax.Device) -> bool:
+    """Whether a device is NVIDIA's: AMD's are "gpu" to jax as well."""
+    if device.platform == "gpu":
+        return "cuda" in device.client.platform_version.lower()
+    return device.platform == "cuda"
+
+
+def is_default() -> bool:
+    """Whether programs of this process run on CUDA devices, unless they say where."""
+    return jax.default_backend() in ("gpu", "cuda") and bool(local_devices())
+
+
+def why_not() -> str | None:
+    """Why no call can run on the CUDA devices of this process; None if they can.
+
+    Where there are no such devices, a program may still be lowered for others.
+    """
+    try:
+        cuda = load()
+    except ImportError as error:
+        return str(error)
+    return cuda.why_not() if local_devices() else None
+
+
+def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
+    """Why these devices of this process cannot reach each other; None if they can."""
+    ordinals = sorted({device.local_hardware_id for device in devices})
+    return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
+
+
+@functools.cache
+def register_targets() -> None:
+    """Hands the engine's handlers to XLA, once, where jax has CUDA devices.
+
+    Every lowering does this. Only a process that runs programs which another one
+    exported or compiled calls it, before it loads them.
+    """
+    devices = local_devices()
+    if not devices:
+        return
+    cuda = load()
+    cuda.set_local_devices({device.local_hardware_id: device.id for device in devices})
+    jax.ffi.register_ffi_type(
+        "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
+    )
+    for name, handlers in cuda.targets().items():
+        jax.ffi.register_ffi_target(
+            name,
+            handlers,
+            platform=_PLATFORM,
+            api_version=1,
+            # All that a call waits for or counts lies in device memory.
+            traits=xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE,
+        )
+
+
+def workspace_bytes(
+    target: str,
+    attributes: Mapping[str, object],
+    operands: Sequence[Array],
+    results: Sequence[Array],
+) -> int:
+    """How large the last result of a call has to be.
+
+    Args:
+        target: of the call.
+        attributes: of the call.
+        operands: dtypes and shapes.
+        results: the same, without the workspace.
+    """
+    plain = {name: _plain(value) for name, value in attributes.items()}
+    op = target.removeprefix("jax_ub$")
+    return load().workspace_bytes(op, plain, list(operands), list(results))
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,312 @@
+"""What is lowered for CUDA devices: no GPU is needed to read a program."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_programs import (
+    WORKSPACE_BYTES,
+    StandIn,
+    attribute,
+    called,
+    collectives,
+    cuda_text,
+    custom_calls,
+    shape,
+)
+from jax.sharding import PartitionSpec as P
+from programs import dp_tp_mesh, on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.methods import Method
+from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.primitives.all_gather import all_gather
+from jax_ub.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub.primitives.matmul import matmul
+from jax_ub.runtime import cuda
+
+COLUMN = (P("tp"), P(None, "tp"))
+ROW = (P(None, "tp"), P("tp"))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    engine = StandIn()
+    monkeypatch.setattr(cuda, "load", lambda: engine)
+    return engine
+
+
+def column(mesh, **options):
+    def function(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", **options)
+
+    return on_ranks(function, mesh, COLUMN, P(None, "tp"))
+
+
+def row(mesh, function=ub.matmul_reduce_scatter, **options):
+    def run(x, w):
+        return function(x, w, axis_name="tp", **options)
+
+    out = P("tp") if function is ub.matmul_reduce_scatter else P()
+    return on_ranks(run, mesh, ROW, out)
+
+
+def the_call(text):
+    (found,) = custom_calls(text)
+    return found
+
+
+def test_a_call_ends_with_its_workspace(engine):
+    name, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
+    assert name == "all_gather_matmul"
+    assert f"-> (tensor<8x2xf32>, tensor<{WORKSPACE_BYTES}xui8>)" in call
+    ((op, attributes, operands, results),) = engine.asked
+    assert op == "all_gather_matmul"
+    assert operands == [("float32", (2, 6)), ("float32", (6, 2))]
+    assert results == [("float32", (8, 2))]
+    assert attributes["ranks"] == [0, 1, 2, 3]
+    assert {type(value) for value in attributes.values()} == {int, float, str, list}
+
+
+def test_what_the_engine_is_asked_with_is_what_xla_is_told(engine):
+    _, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
+    ((_, attributes, _, _),) = engine.asked
+    told = {name for name in re.findall(r"(\w+) = ", call)} & set(attributes)
+    assert told == set(attributes)
+    for name, value in attributes.items():
+        if type(value) in (int, str):
+            assert attribute(call, name) == value
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("auto", "pipeline"), ("pipeline", "pipeline"), ("ring_exchange",) * 2]
+    + [("external",) * 2],
+)
+def test_gathering_pushes_chunks(engine, named, told):
+    text = cuda_text(column(tp_mesh(2), method=named), shape(8, 6), shape(6, 8))
+    _, call = the_call(text)
+    assert attribute(call, "method") == Method(told).code
+    assert attribute(call, "num_splits") == 0
+
+
+@pytest.mark.parametrize("function", [ub.matmul_reduce_scatter, ub.matmul_all_reduce])
+def test_sums_go_to_the_rank_that_owns_them(engine, function):
+    text = cuda_text(row(tp_mesh(2), function), shape(8, 6), shape(6, 8))
+    _, call = the_call(text)
+    assert attribute(call, "method") == Method.RING_EXCHANGE.code
+    assert not collectives(text)
+
+
+def test_a_collective_on_its_own_has_no_method_to_choose(engine):
+    def function(x):
+        where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
+        return all_gather(x, method=Method.DIRECT, **where)
+
+    run = on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
+    _, call = the_call(cuda_text(run, shape(8, 6)))
+    assert attribute(call, "method") == Method.PIPELINE.code
+
+
+@pytest.mark.parametrize("method", [Method.AUTO, Method.DIRECT])
+def test_a_local_product_is_the_engines_too(engine, method):
+    def function(xs, ws):
+        where = {"label": "test", "method": method}
+        return matmul(xs, ws, None, None, out_dtype="float32", **where)
+
+    text = cuda_text(jax.jit(function), (shape(4, 6),), (shape(6, 8),))
+    name, call = the_call(text)
+    assert (name, attribute(call, "method")) == ("matmul", Method.DIRECT.code)
+
+
+def test_bulk_stays_bulk(engine):
+    def function(dy, w, x):
+        where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
+        return bulk_all_gather((dy,), (w,), x, method=Method.BULK, **where)
+
+    specs = (P(None, "tp"), P(None, "tp"), P("tp"))
+    run = on_ranks(function, tp_mesh(2), specs, (P(), P()), check_vma=False)
+    name, call = the_call(cuda_text(run, shape(8, 4), shape(6, 4), shape(8, 6)))
+    assert (name, attribute(call, "method")) == ("bulk_all_gather", Method.BULK.code)
+
+
+def test_residuals_are_written_in_place(engine):
+    def function(x, w, residual):
+        return ub.matmul_reduce_scatter(x, w, axis_name="tp", residual=residual)
+
+    run = on_ranks(function, tp_mesh(2), (*ROW, P("tp")), P("tp"))
+    _, call = the_call(cuda_text(run, shape(8, 6), shape(6, 8), shape(8, 8)))
+    assert "output_tuple_indices = [0], operand_index = 2" in call
+
+
+def test_every_group_is_in_the_table(engine):
+    mesh = dp_tp_mesh(2, 3)
+    run = on_ranks(
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
+        mesh,
+        (P(("dp", "tp")), P(None, "tp")),
+        P("dp", "tp"),
+    )
+    _, call = the_call(cuda_text(run, shape(12, 6), shape(6, 9)))
+    assert "ranks = dense<[0, 1, 2, 3, 4, 5]>" in call
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (column, {"all_gather_matmul": 1, "matmul_reduce_scatter": 1, "wgrad": 1}),
+        (row, {"matmul_reduce_scatter": 1, "all_gather_matmul": 1, "wgrad": 1}),
+    ],
+)
+def test_the_backward_pass_has_no_stray_collective(engine, make, expected):
+    run = make(tp_mesh(4))
+
+    def loss(x, w):
+        return (run(x, w) ** 2).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = cuda_text(step, shape(8, 8), shape(8, 8))
+    assert called(text) == expected
+    assert not collectives(text)
+    workspaces = re.findall(rf"tensor<{WORKSPACE_BYTES}xui8>\)", text)
+    assert len(workspaces) == sum(expected.values())
+
+
+def test_configurations_act(engine):
+    mesh = tp_mesh(2)
+    cfgs = {
+        "qkv_fprop": {
+            "method": "ring_exchange",
+            "use_ce": False,
+            "num_sm": 4,
+            "cga_size": 2,
+            "set_sm_margin": True,
+            "comm_priority": -2,
+            "gemm_priority": -1,
+        },
+        "fc1_fprop": {"method": "pipeline", "num_splits": 3, "set_sm_margin": True},
+    }
+    ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs=cfgs)
+    operands = shape(8, 6), shape(6, 8)
+    _, call = the_call(cuda_text(column(mesh, ub_name="qkv"), *operands))
+    for name, value in {
+        "method": Method.RING_EXCHANGE.code,
+        "use_ce": 0,
+        "num_sm": 4,
+        "cga_size": 2,
+        "sm_margin": 4,
+        "comm_priority": -2,
+        "gemm_priority": -1,
+    }.items():
+        assert attribute(call, name) == value
+    _, call = the_call(cuda_text(column(mesh, ub_name="fc1"), *operands))
+    assert attribute(call, "num_splits") == 3
+    # Copy engines: room for the kernels that wait, signal and sum.
+    assert (attribute(call, "use_ce"), attribute(call, "sm_margin")) == (1, 2)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tf32_is_used_only_where_it_is_asked_for(engine, allowed, monkeypatch):
+    if allowed:
+        monkeypatch.setenv("JAX_UB_ALLOW_TF32", "1")
+    _, call = the_call(cuda_text(column(tp_mesh(2)), shape(8, 6), shape(6, 8)))
+    assert attribute(call, "allow_tf32") == allowed
+
+
+def refused(mesh, match, **options):
+    """The same call, named and automatic."""
+    operands = shape(8, 6), shape(6, 8)
+    with pytest.raises(UnsupportedOverlapError, match=match):
+        cuda_text(column(mesh, method="pipeline", **options), *operands)
+    text = cuda_text(column(mesh, **options), *operands)
+    assert not custom_calls(text)
+    assert collectives(text) == {"all_gather": 1}
+    assert re.search(match, f"cannot run: {ub.fallbacks()[-1].reason}")
+
+
+def test_direct_is_refused(engine):
+    message = (
+        r"all_gather_matmul: method \"direct\" cannot run: on CUDA peers' buffers are "
+        r'not mapped; chunks are pushed into slots, by "ring_exchange", "pipeline" or '
+    )
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        cuda_text(column(tp_mesh(2), method="direct"), shape(8, 6), shape(6, 8))
+
+
+def test_aggregation_is_refused(engine):
+    mesh = tp_mesh(2)
+    entry = {"method": "ring_exchange", "aggregate": True}
+    ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs={"qkv_fprop": entry})
+    message = r'"ring_exchange" cannot run: its name is configured with "aggregate"'
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        cuda_text(column(mesh, ub_name="qkv"), shape(8, 6), shape(6, 8))
+
+
+def test_more_ranks_than_flags_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    refused(tp_mesh(4), r"cannot run: it has 4 ranks, and the CUDA engine at most 3")
+
+
+def test_an_engine_that_was_not_built_is_a_reason(monkeypatch):
+    def missing():
+        raise ImportError("jax_ub: its CUDA engine jax_ub._cuda is missing")
+
+    monkeypatch.setattr(cuda, "load", missing)
+    refused(tp_mesh(2), "cannot run: jax_ub: its CUDA engine jax_ub._cuda is missing")
+
+
+def test_a_driver_that_is_too_old_is_a_reason(engine, monkeypatch):
+    engine.why_not = lambda: "the driver is for CUDA 11.4, older than 12.3"
+    # Where no device would run the program, nobody asks the driver.
+    assert called(cuda_text(column(tp_mesh(2)), shape(8, 6), shape(6, 8)))
+    monkeypatch.setattr(cuda, "local_devices", jax.local_devices)
+    refused(tp_mesh(2), "cannot run: the driver is for CUDA 11.4")
+
+
+def test_devices_that_cannot_reach_each_other_are_a_reason(engine, monkeypatch):
+    monkeypatch.setattr(cuda, "is_cuda", lambda device: True)
+    engine.why_no_peers = lambda ordinals: f"devices {ordinals} cannot reach each other"
+    refused(tp_mesh(2), r"cannot run: devices \[0, 1\] cannot reach each other")
+
+
+def test_a_mesh_without_devices_is_a_reason(engine):
+    def function(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp")
+
+    mesh = jax.sharding.AbstractMesh((2,), ("tp",))
+    run = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=COLUMN, out_specs=P(None, "tp"))
+    )
+    text = cuda_text(run, shape(8, 6), shape(6, 8))
+    assert not custom_calls(text)
+    assert "abstract mesh" in ub.fallbacks()[-1].reason
+
+
+def test_the_cpu_is_told_nothing_of_it():
+    text = column(tp_mesh(2)).lower(jnp.ones((8, 6)), jnp.ones((6, 8))).as_text()
+    (_, call), *_ = custom_calls(text)
+    assert "use_ce" not in call
+    assert "xui8>" not in call
+
+
+def test_a_tuning_is_hashable_by_every_field():
+    for field in dataclasses.fields(Tuning):
+        other = dataclasses.replace(Tuning(), **{field.name: np.int64(7)})
+        assert other != Tuning()
+        assert hash(other) != hash(Tuning())
+
+
+def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
+    engine, monkeypatch
+):
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    run = row(tp_mesh(4))
+    step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
+    text = cuda_text(step, shape(8, 8), shape(8, 8))
+    calls = dict(custom_calls(text))
+    assert attribute(calls["all_gather_matmul"], "return_gathered") == 1
+    assert attribute(calls["wgrad"], "gather") == 0
