@@ -79,8 +79,13 @@ jax_ub_library(jax_ub_cuda
   SOURCES
     platform/cuda/driver.cc
     platform/cuda/owners.cc
+    reduce/cuda/sum_kernels.cc
+    transport/cuda/cuda_slots.cc
+    transport/cuda/flag_kernels.cc
   DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
+jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)
+jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu)
 
 if(JAX_UB_PYTHON)
   jax_ub_module(_cuda module_cuda.cc jax_ub_cuda jax_ub_ffi)

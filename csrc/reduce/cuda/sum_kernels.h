@@ -15,22 +15,21 @@ class SumKernels {
  public:
   SumKernels(const Driver& driver, CUdevice device);
 
-  // Reduces num_parts matrices as SumParams says; is_vectorized is filled here. Throws
-  // std::invalid_argument without parts or with more than kMaxParts.
+  // Fills in is_aligned. Throws std::invalid_argument without parts or with more than
+  // kMaxParts.
   void Sum(CUstream stream, SumParams params) const;
 
-  // With `num_sms` blocks (0: 16), in clusters of `cluster_size` where the device has
-  // them (0 or 1: none; num_sms is rounded up to a multiple). is_vectorized is filled
-  // here.
-  void Copy(CUstream stream, CopyParams params, int num_sms, int cluster_size) const;
+  // With `num_blocks` blocks (0: 16), in clusters of `cluster_size` where the device has
+  // them (0 or 1: none; the blocks are rounded up to a multiple). Fills in unit_bytes.
+  void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
  private:
   const Driver& driver_;
   int num_sms_ = 0;  // of the device
   bool has_clusters_ = false;
   Library library_;
-  CUkernel sum_ = nullptr;
-  CUkernel copy_ = nullptr;
+  CUfunction sum_ = nullptr;
+  CUfunction copy_ = nullptr;
 };
 
 }  // namespace jax_ub

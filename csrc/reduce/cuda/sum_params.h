@@ -22,8 +22,7 @@ struct SumPart {
 // in f32, rounded once to nearest even. `out` may be the memory of a part, exactly.
 struct SumParams {
   uint32_t num_parts;
-  uint32_t is_vectorized;  // all addresses and strides are multiples of 16 bytes, and
-                           // columns of 8: set by the launcher
+  uint32_t is_aligned;  // addresses and strides are multiples of 16 bytes
   int64_t rows;
   int64_t columns;
   SumPart out;
@@ -39,10 +38,13 @@ struct CopyParams {
   int64_t row_bytes;
   int64_t from_stride;
   int64_t to_stride;
-  uint32_t is_vectorized;  // all of these are multiples of 16: set by the launcher
+  uint32_t unit_bytes;  // 16, 8, 4, 2 or 1, of which all of these are multiples
 };
 
 inline constexpr char kSumKernel[] = "jax_ub_sum";
 inline constexpr char kCopyKernel[] = "jax_ub_copy";
+// Per block.
+inline constexpr int kSumThreads = 128;
+inline constexpr int kCopyThreads = 512;
 
 }  // namespace jax_ub

@@ -31,6 +31,9 @@ namespace jax_ub {
 // From one flag to the next.
 inline constexpr int64_t kFlagLineBytes = 128;
 
+// Slots begin at multiples of this behind RankPlace::slots.
+inline constexpr int64_t kSlotAlignment = 256;
+
 // What a rank has in its heap, at the addresses by which this rank's device reaches it.
 struct RankPlace {
   CUdeviceptr slots = 0;    // bytes, of all slots
@@ -41,7 +44,7 @@ struct RankPlace {
   CUdeviceptr poison = 0;
 };
 
-// Where the slots of a call lie behind RankPlace::slots, on every rank.
+// The slots of a call, on every rank: CudaSlots::StrideOf(slot_bytes) each.
 struct SlotPlaces {
   int num_slots = 0;
   int64_t slot_bytes = 0;
@@ -71,6 +74,9 @@ class CudaSlots : public Transport {
             const SlotPlaces& slots,
             const SlotStream& stream,
             PoisonAll poison);
+
+  // What a slot takes in the heap.
+  static int64_t StrideOf(int64_t slot_bytes);
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return static_cast<int>(places_.size()); }

@@ -25,10 +25,10 @@ class FlagKernels {
  private:
   const Driver& driver_;
   Library library_;
-  CUkernel signal_ = nullptr;
-  CUkernel wait_ = nullptr;
-  CUkernel end_ = nullptr;
-  CUkernel spoil_ = nullptr;
+  CUfunction signal_ = nullptr;
+  CUfunction wait_ = nullptr;
+  CUfunction end_ = nullptr;
+  CUfunction spoil_ = nullptr;
 };
 
 }  // namespace jax_ub

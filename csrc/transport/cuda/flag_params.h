@@ -79,7 +79,6 @@ struct SpoilParams {
     uint64_t size_bytes;
   };
   RankWords own;
-  uint32_t rank;
   uint32_t num_results;
   Result results[kMaxResults];
 };

@@ -1,7 +1,9 @@
-#include "gemm/check_problem.h"
+#include "gemm/cpu/check_problem.h"
 
 #include <stdexcept>
 #include <string>
+
+#include "gemm/cpu/result.h"
 
 namespace jax_ub {
 
@@ -62,7 +64,7 @@ void CheckOperand(const OperandView& view,
 
 }  // namespace
 
-void CheckProblem(const GemmProblem& problem) {
+GemmProblem CheckProblem(GemmProblem problem) {
   if (problem.m < 0 || problem.n < 0 || problem.k < 0) {
     Refuse("sizes M=" + std::to_string(problem.m) + " N=" + std::to_string(problem.n) +
            " K=" + std::to_string(problem.k) + " must not be negative");
@@ -86,10 +88,6 @@ void CheckProblem(const GemmProblem& problem) {
   for (const AddendView& addend : problem.addends) {
     CheckCount(addend.segments.size(), num_segments, "an addend");
   }
-}
-
-GemmProblem Checked(GemmProblem problem) {
-  CheckProblem(problem);
   return problem;
 }
 

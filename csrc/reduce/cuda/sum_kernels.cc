@@ -1,0 +1,132 @@
+#include "reduce/cuda/sum_kernels.h"
+
+#include <algorithm>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "gemm/views.h"
+
+namespace jax_ub {
+
+// The image of sum_kernels.cu.
+extern const unsigned char kSumKernels[];
+
+namespace {
+
+constexpr int64_t kVectorBytes = 16;
+constexpr int64_t kElementsPerThread = 16;
+constexpr int64_t kSumBlocksPerSm = 7;  // as many as are resident
+constexpr int kDefaultCopyBlocks = 16;
+
+bool IsDense(const SumPart& part, int64_t columns) {
+  return part.row_stride == columns;
+}
+
+bool IsAligned(const SumPart& part, bool one_row) {
+  const int64_t stride = one_row ? 0 : part.row_stride * SizeOf(part.dtype);
+  return part.data % kVectorBytes == 0 && stride % kVectorBytes == 0;
+}
+
+// Rows that follow each other without a gap are one.
+void Flatten(SumParams& params) {
+  const std::span<const SumPart> parts(params.parts, params.num_parts);
+  const auto dense = [&](const SumPart& part) { return IsDense(part, params.columns); };
+  if (!dense(params.out) || !std::all_of(parts.begin(), parts.end(), dense)) return;
+  params.columns *= params.rows;
+  params.rows = 1;
+}
+
+void Flatten(CopyParams& params) {
+  if (params.from_stride != params.row_bytes || params.to_stride != params.row_bytes) {
+    return;
+  }
+  params.row_bytes *= params.num_rows;
+  params.num_rows = 1;
+}
+
+uint32_t UnitOf(const CopyParams& params) {
+  uint64_t all = params.from | params.to | static_cast<uint64_t>(params.row_bytes);
+  if (params.num_rows > 1) {
+    all |= static_cast<uint64_t>(params.from_stride | params.to_stride);
+  }
+  // Its lowest bit, 16 at most.
+  return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
+}
+
+CUlaunchConfig ConfigOf(CUstream stream, int64_t blocks, int threads) {
+  CUlaunchConfig config = {};
+  config.gridDimX = static_cast<unsigned>(blocks);
+  config.gridDimY = config.gridDimZ = 1;
+  config.blockDimX = static_cast<unsigned>(threads);
+  config.blockDimY = config.blockDimZ = 1;
+  config.hStream = stream;
+  return config;
+}
+
+int AttributeOf(const Driver& driver, CUdevice device, CUdevice_attribute attribute) {
+  int value = 0;
+  Check(driver, driver.DeviceGetAttribute(&value, attribute, device),
+        "cuDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+SumKernels::SumKernels(const Driver& driver, CUdevice device)
+    : driver_(driver),
+      num_sms_(AttributeOf(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)),
+      has_clusters_(AttributeOf(driver,
+                                device,
+                                CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9),
+      library_(driver, kSumKernels),
+      sum_(library_.Function(kSumKernel)),
+      copy_(library_.Function(kCopyKernel)) {}
+
+void SumKernels::Sum(CUstream stream, SumParams params) const {
+  if (params.num_parts < 1 || params.num_parts > kMaxParts) {
+    throw std::invalid_argument("SumKernels: " + std::to_string(params.num_parts) +
+                                " parts to sum, expected 1 to " +
+                                std::to_string(kMaxParts));
+  }
+  if (params.rows == 0 || params.columns == 0) return;
+  Flatten(params);
+  const std::span<const SumPart> parts(params.parts, params.num_parts);
+  const bool one_row = params.rows == 1;
+  const auto aligned = [&](const SumPart& part) { return IsAligned(part, one_row); };
+  params.is_aligned =
+      aligned(params.out) && std::all_of(parts.begin(), parts.end(), aligned);
+  const int64_t per_block = kElementsPerThread * kSumThreads;
+  const int64_t blocks = (params.rows * params.columns + per_block - 1) / per_block;
+  const CUlaunchConfig config =
+      ConfigOf(stream, std::min(blocks, kSumBlocksPerSm * num_sms_), kSumThreads);
+  void* arguments[] = {&params};
+  Check(driver_, driver_.LaunchKernelEx(&config, sum_, arguments, nullptr),
+        "cuLaunchKernelEx");
+}
+
+void SumKernels::Copy(CUstream stream,
+                      CopyParams params,
+                      int num_blocks,
+                      int cluster_size) const {
+  if (params.num_rows == 0 || params.row_bytes == 0) return;
+  Flatten(params);
+  params.unit_bytes = UnitOf(params);
+  int blocks = num_blocks > 0 ? num_blocks : kDefaultCopyBlocks;
+  const int cluster = has_clusters_ ? std::max(cluster_size, 1) : 1;
+  blocks = (blocks + cluster - 1) / cluster * cluster;
+  CUlaunchConfig config = ConfigOf(stream, blocks, kCopyThreads);
+  CUlaunchAttribute attribute = {};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  attribute.value.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1;
+  if (cluster > 1) {
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  void* arguments[] = {&params};
+  Check(driver_, driver_.LaunchKernelEx(&config, copy_, arguments, nullptr),
+        "cuLaunchKernelEx");
+}
+
+}  // namespace jax_ub

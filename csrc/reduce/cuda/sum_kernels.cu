@@ -1,0 +1,227 @@
+// Sums and copies at the speed of the memory: grid-stride loops over 16-byte vectors.
+//
+// A vector is eight elements of a row; each thread has kVectors of them in flight, part
+// by part, so that the loads of one part do not wait for each other. f32 additions in the
+// order of the parts are all the arithmetic there is: the bits are those of any other
+// order of threads, and of the CPU (but for subnormal f32, which the CPU flushes).
+
+#include "platform/cuda/instructions.cuh"
+#include "reduce/cuda/sum_params.h"
+
+namespace jax_ub::gpu {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kVectors = 2;
+constexpr int kUnits = 4;
+
+// Walks over the cells of a grid of `columns`, by `step` cells each time, without a
+// division but for the first.
+struct Walk {
+  int64_t row;
+  int64_t column;
+  int64_t row_step;
+  int64_t column_step;
+  int64_t columns;
+
+  __device__ Walk(int64_t first, int64_t step, int64_t columns)
+      : row(first / columns),
+        column(first % columns),
+        row_step(step / columns),
+        column_step(step % columns),
+        columns(columns) {}
+
+  __device__ void Next() {
+    row += row_step;
+    column += column_step;
+    if (column >= columns) {
+      column -= columns;
+      ++row;
+    }
+  }
+};
+
+__device__ const char* AddressOf(const SumPart& part, int64_t row, int64_t column) {
+  const int64_t element = row * part.row_stride + column;
+  return reinterpret_cast<const char*>(part.data) +
+         element * (part.dtype == DType::kF32 ? 4 : 2);
+}
+
+template <DType kDType>
+__device__ void LoadVector(const char* from, float (&x)[kLanes]) {
+  if constexpr (kDType == DType::kF32) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0];
+    const float4 high = reinterpret_cast<const float4*>(from)[1];
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  } else {
+    const uint4 vector = *reinterpret_cast<const uint4*>(from);
+    const uint32_t pairs[kLanes / 2] = {vector.x, vector.y, vector.z, vector.w};
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const float2 wide =
+          kDType == DType::kBF16 ? WidenBF16(pairs[i]) : WidenF16(pairs[i]);
+      x[2 * i] = wide.x;
+      x[2 * i + 1] = wide.y;
+    }
+  }
+}
+
+__device__ void StoreVector(char* to, DType dtype, const float (&x)[kLanes]) {
+  if (dtype == DType::kF32) {
+    reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
+    reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+    return;
+  }
+  uint32_t pairs[kLanes / 2];
+  for (int i = 0; i < kLanes / 2; ++i) {
+    const float2 wide = {x[2 * i], x[2 * i + 1]};
+    pairs[i] = dtype == DType::kBF16 ? NarrowBF16(wide) : NarrowF16(wide);
+  }
+  *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// What kCount vectors of a part hold. All loads come before the first use.
+template <DType kDType, int kCount>
+__device__ void LoadVectors(const SumPart& part,
+                            const int64_t (&rows)[kCount],
+                            const int64_t (&columns)[kCount],
+                            float (&x)[kCount][kLanes]) {
+  for (int v = 0; v < kCount; ++v) {
+    LoadVector<kDType>(AddressOf(part, rows[v], columns[v]), x[v]);
+  }
+}
+
+// The vectors at kCount places. The dtype of a part is looked at once for all of them.
+template <int kCount>
+__device__ void SumVectors(const SumParams& params,
+                           const int64_t (&rows)[kCount],
+                           const int64_t (&columns)[kCount]) {
+  float sums[kCount][kLanes];
+  for (uint32_t i = 0; i < params.num_parts; ++i) {
+    const SumPart& part = params.parts[i];
+    float x[kCount][kLanes];
+    if (part.dtype == DType::kF32) {
+      LoadVectors<DType::kF32>(part, rows, columns, x);
+    } else if (part.dtype == DType::kBF16) {
+      LoadVectors<DType::kBF16>(part, rows, columns, x);
+    } else {
+      LoadVectors<DType::kF16>(part, rows, columns, x);
+    }
+    for (int v = 0; v < kCount; ++v) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        sums[v][lane] = i == 0 ? x[v][lane] : sums[v][lane] + x[v][lane];
+      }
+    }
+  }
+  for (int v = 0; v < kCount; ++v) {
+    StoreVector(const_cast<char*>(AddressOf(params.out, rows[v], columns[v])),
+                params.out.dtype, sums[v]);
+  }
+}
+
+__device__ float LoadElement(const char* from, DType dtype) {
+  if (dtype == DType::kF32) return *reinterpret_cast<const float*>(from);
+  const uint32_t bits = *reinterpret_cast<const uint16_t*>(from);
+  return dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
+}
+
+__device__ void SumElement(const SumParams& params, int64_t row, int64_t column) {
+  float sum =
+      LoadElement(AddressOf(params.parts[0], row, column), params.parts[0].dtype);
+  for (uint32_t i = 1; i < params.num_parts; ++i) {
+    sum += LoadElement(AddressOf(params.parts[i], row, column), params.parts[i].dtype);
+  }
+  char* to = const_cast<char*>(AddressOf(params.out, row, column));
+  if (params.out.dtype == DType::kF32) {
+    *reinterpret_cast<float*>(to) = sum;
+  } else {
+    const uint32_t pair =
+        params.out.dtype == DType::kBF16 ? NarrowBF16({sum, 0}) : NarrowF16({sum, 0});
+    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pair);
+  }
+}
+
+template <typename Unit>
+__device__ void CopyUnits(const CopyParams& params, int64_t first, int64_t step) {
+  const int64_t columns = params.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  const int64_t count = params.num_rows * columns;
+  Walk walk(first, step, columns);
+  const auto from = [&] {
+    return reinterpret_cast<const Unit*>(params.from + walk.row * params.from_stride) +
+           walk.column;
+  };
+  const auto to = [&] {
+    return reinterpret_cast<Unit*>(params.to + walk.row * params.to_stride) +
+           walk.column;
+  };
+  int64_t at = first;
+  for (; at + (kUnits - 1) * step < count; at += kUnits * step) {
+    Unit units[kUnits];
+    Unit* targets[kUnits];
+    for (int i = 0; i < kUnits; ++i) {
+      units[i] = *from();
+      targets[i] = to();
+      walk.Next();
+    }
+    for (int i = 0; i < kUnits; ++i) *targets[i] = units[i];
+  }
+  for (; at < count; at += step) {
+    *to() = *from();
+    walk.Next();
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kSumThreads, 7)
+    jax_ub_sum(const __grid_constant__ SumParams params) {
+  const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t step = gridDim.x * int64_t{blockDim.x};
+  const int64_t vectors = params.is_aligned ? params.columns / kLanes : 0;
+  if (vectors > 0) {
+    const int64_t count = params.rows * vectors;
+    Walk walk(first, step, vectors);
+    int64_t at = first;
+    for (; at + (kVectors - 1) * step < count; at += kVectors * step) {
+      int64_t rows[kVectors];
+      int64_t columns[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        rows[v] = walk.row;
+        columns[v] = walk.column * kLanes;
+        walk.Next();
+      }
+      SumVectors<kVectors>(params, rows, columns);
+    }
+    for (; at < count; at += step) {
+      SumVectors<1>(params, {walk.row}, {walk.column * kLanes});
+      walk.Next();
+    }
+  }
+  const int64_t rest = params.columns - vectors * kLanes;
+  if (rest == 0) return;
+  Walk walk(first, step, rest);
+  for (int64_t at = first; at < params.rows * rest; at += step) {
+    SumElement(params, walk.row, vectors * kLanes + walk.column);
+    walk.Next();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
+    jax_ub_copy(const __grid_constant__ CopyParams params) {
+  const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t step = gridDim.x * int64_t{blockDim.x};
+  switch (params.unit_bytes) {
+    case 16:
+      return CopyUnits<uint4>(params, first, step);
+    case 8:
+      return CopyUnits<uint2>(params, first, step);
+    case 4:
+      return CopyUnits<uint32_t>(params, first, step);
+    case 2:
+      return CopyUnits<uint16_t>(params, first, step);
+    default:
+      return CopyUnits<uint8_t>(params, first, step);
+  }
+}
+
+}  // namespace jax_ub::gpu

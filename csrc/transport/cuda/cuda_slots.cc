@@ -1,0 +1,158 @@
+#include "transport/cuda/cuda_slots.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+CUdeviceptr LineOf(CUdeviceptr first, int index) {
+  return first + index * kFlagLineBytes;
+}
+
+CUdeviceptr AddressOf(const std::byte* data) {
+  return reinterpret_cast<CUdeviceptr>(data);
+}
+
+}  // namespace
+
+CudaSlots::CudaSlots(int rank,
+                     std::span<const RankPlace> places,
+                     CUdeviceptr error,
+                     uint32_t call,
+                     const SlotPlaces& slots,
+                     const SlotStream& stream,
+                     PoisonAll poison)
+    : rank_(rank),
+      places_(places),
+      words_{places[rank].epoch, places[rank].failed, places[rank].poison, error},
+      call_(call),
+      slots_(slots),
+      stream_(stream),
+      poison_(std::move(poison)),
+      is_free_(places.size(), false) {
+  if (places.size() > kMaxRanks) {
+    throw std::invalid_argument("CudaSlots: " + std::to_string(places.size()) +
+                                " ranks, expected at most " +
+                                std::to_string(kMaxRanks));
+  }
+}
+
+int64_t CudaSlots::StrideOf(int64_t slot_bytes) {
+  return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
+CUdeviceptr CudaSlots::SlotOf(int rank, int slot) const {
+  return places_[rank].slots + slot * StrideOf(slots_.slot_bytes);
+}
+
+const std::byte* CudaSlots::slot(int index) const {
+  return reinterpret_cast<const std::byte*>(SlotOf(rank_, index));
+}
+
+void CudaSlots::Write(int peer, int slot, int64_t offset, const Rows& rows) {
+  const int64_t size_bytes = rows.num_rows * rows.row_bytes;
+  if (offset + size_bytes > slots_.slot_bytes) {
+    throw Error("jax_ub: a piece of " + std::to_string(offset + size_bytes) +
+                " bytes does not fit into a slot of " +
+                std::to_string(slots_.slot_bytes));
+  }
+  if (size_bytes == 0) return;
+  const CUdeviceptr from = AddressOf(rows.data);
+  const CUdeviceptr to = SlotOf(peer, slot) + offset;
+  const Driver& driver = *stream_.driver;
+  if (!stream_.use_ce) {
+    stream_.sums->Copy(stream_.stream,
+                       {.from = from,
+                        .to = to,
+                        .num_rows = rows.num_rows,
+                        .row_bytes = rows.row_bytes,
+                        .from_stride = rows.stride_bytes,
+                        .to_stride = rows.row_bytes,
+                        .unit_bytes = 0},
+                       stream_.num_sm, stream_.cluster_size);
+  } else if (rows.num_rows == 1 || rows.stride_bytes == rows.row_bytes) {
+    Check(driver, driver.MemcpyAsync(to, from, size_bytes, stream_.stream),
+          "cuMemcpyAsync");
+  } else {
+    CUDA_MEMCPY2D copy = {};
+    copy.srcMemoryType = CU_MEMORYTYPE_UNIFIED;
+    copy.srcDevice = from;
+    copy.srcPitch = rows.stride_bytes;
+    copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+    copy.dstDevice = to;
+    copy.dstPitch = rows.row_bytes;
+    copy.WidthInBytes = rows.row_bytes;
+    copy.Height = rows.num_rows;
+    Check(driver, driver.Memcpy2DAsync(&copy, stream_.stream), "cuMemcpy2DAsync");
+  }
+}
+
+void CudaSlots::Signal(int peer, int slot) {
+  SignalParams params = {};
+  params.own = words_;
+  params.rank = rank_;
+  params.num_targets = 1;
+  params.targets[0] = {LineOf(places_[peer].arrived, slot), places_[peer].poison};
+  stream_.flags->Signal(stream_.stream, params);
+}
+
+WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) const {
+  WaitParams params = {};
+  params.own = words_;
+  params.timeout_ns = static_cast<uint64_t>(std::max(reason.timeout_s, 0.0) * 1e9);
+  params.what.rank = rank_;
+  params.what.peer = peer;
+  params.what.slot = slot;
+  params.what.chunk = reason.chunk;
+  params.what.call = call_;
+  return params;
+}
+
+void CudaSlots::Wait(int peer, int slot, const WaitReason& reason) {
+  WaitParams params = ParamsOfWait(peer, slot, reason);
+  params.flag = LineOf(places_[rank_].arrived, slot);
+  params.ahead = 1;
+  stream_.flags->Wait(stream_.stream, params);
+}
+
+void CudaSlots::WaitFree(int peer, int, const WaitReason& reason) {
+  if (is_free_[peer]) return;
+  is_free_[peer] = true;
+  WaitParams params = ParamsOfWait(peer, ErrorRecord::kNoSlot, reason);
+  params.flag = LineOf(places_[rank_].freed, peer);
+  params.ahead = 0;
+  stream_.flags->Wait(stream_.stream, params);
+}
+
+void CudaSlots::EndCall() {
+  SignalParams params = {};
+  params.own = words_;
+  params.rank = rank_;
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_) continue;
+    params.targets[params.num_targets++] = {LineOf(places_[peer].freed, rank_),
+                                            places_[peer].poison};
+  }
+  stream_.flags->End(stream_.stream, params);
+  is_free_.assign(is_free_.size(), false);
+}
+
+void CudaSlots::Spoil(std::span<const SpoilParams::Result> results) {
+  while (!results.empty()) {
+    SpoilParams params = {};
+    params.own = words_;
+    params.num_results =
+        static_cast<uint32_t>(std::min<size_t>(results.size(), kMaxResults));
+    std::copy_n(results.begin(), params.num_results, params.results);
+    stream_.flags->Spoil(stream_.stream, params);
+    results = results.subspan(params.num_results);
+  }
+}
+
+}  // namespace jax_ub

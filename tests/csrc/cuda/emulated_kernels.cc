@@ -1,0 +1,154 @@
+#include "cuda/emulated_kernels.h"
+
+#include <vector_types.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "gemm/views.h"
+#include "random_gemm.h"
+
+// What nvcc knows and other compilers do not.
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+
+static thread_local uint3 threadIdx;
+static thread_local uint3 blockIdx;
+static thread_local uint3 blockDim;
+static thread_local uint3 gridDim;
+
+#include "platform/cuda/instructions.cuh"
+
+namespace jax_ub::gpu {
+
+uint64_t LoadAcquire(uint64_t address) {
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
+      .load(std::memory_order_acquire);
+}
+
+uint32_t LoadAcquire(const uint32_t* address) {
+  return std::atomic_ref(*const_cast<uint32_t*>(address))
+      .load(std::memory_order_acquire);
+}
+
+void StoreRelease(uint64_t address, uint64_t value) {
+  std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
+      .store(value, std::memory_order_release);
+}
+
+void StoreRelease(uint32_t* address, uint32_t value) {
+  std::atomic_ref(*address).store(value, std::memory_order_release);
+}
+
+bool Claim(uint64_t address) {
+  uint64_t expected = 0;
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
+      .compare_exchange_strong(expected, 1, std::memory_order_relaxed);
+}
+
+uint64_t Now() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+}
+
+// Longer than on a device: more waits than cores are the rule here.
+void Pause(uint32_t ns) {
+  if (ns < 512) return std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+void SyncWarp() {}
+
+float2 WidenBF16(uint32_t pair) {
+  return {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & 0xffff0000u)};
+}
+
+float2 WidenF16(uint32_t pair) {
+  return {F16ToF32(static_cast<uint16_t>(pair)),
+          F16ToF32(static_cast<uint16_t>(pair >> 16))};
+}
+
+static uint32_t Narrow(float2 pair, DType dtype) {
+  uint32_t narrow = 0;
+  std::byte* bytes = reinterpret_cast<std::byte*>(&narrow);
+  Write(bytes, dtype, pair.x);
+  Write(bytes + 2, dtype, pair.y);
+  return narrow;
+}
+
+uint32_t NarrowBF16(float2 pair) { return Narrow(pair, DType::kBF16); }
+uint32_t NarrowF16(float2 pair) { return Narrow(pair, DType::kF16); }
+
+}  // namespace jax_ub::gpu
+
+#include "reduce/cuda/sum_kernels.cu"
+#include "transport/cuda/flag_kernels.cu"
+
+namespace jax_ub {
+
+namespace {
+
+void Require(bool condition, const char* what) {
+  if (!condition)
+    throw std::logic_error("emulated kernel: misaligned " + std::string(what));
+}
+
+void CheckAlignment(const SumParams& params) {
+  const auto check = [&](const SumPart& part, const char* what) {
+    const int64_t stride = part.row_stride * SizeOf(part.dtype);
+    const int64_t bytes = params.is_aligned ? 16 : SizeOf(part.dtype);
+    Require(part.data % bytes == 0 && (params.rows == 1 || stride % bytes == 0), what);
+  };
+  check(params.out, "result of a sum");
+  for (uint32_t i = 0; i < params.num_parts; ++i)
+    check(params.parts[i], "part of a sum");
+}
+
+void CheckAlignment(const CopyParams& params) {
+  const int64_t bytes = params.unit_bytes;
+  Require(params.from % bytes == 0 && params.to % bytes == 0, "copy");
+  Require(params.row_bytes % bytes == 0, "rows of a copy");
+  if (params.num_rows == 1) return;
+  Require(params.from_stride % bytes == 0 && params.to_stride % bytes == 0,
+          "strides of a copy");
+}
+
+template <typename Params>
+void CheckAlignment(const Params&) {}
+
+template <auto kKernel, typename Params>
+void Run(const void* untyped, unsigned num_blocks, unsigned num_threads) {
+  const Params& params = *static_cast<const Params*>(untyped);
+  CheckAlignment(params);
+  gridDim = {num_blocks, 1, 1};
+  blockDim = {num_threads, 1, 1};
+  for (blockIdx = {}; blockIdx.x < num_blocks; ++blockIdx.x) {
+    for (threadIdx = {num_threads, 0, 0}; threadIdx.x-- > 0;) kKernel(params);
+  }
+}
+
+constexpr EmulatedKernel kKernels[] = {
+    {kSignalKernel, sizeof(SignalParams), Run<gpu::jax_ub_signal, SignalParams>},
+    {kEndKernel, sizeof(SignalParams), Run<gpu::jax_ub_end, SignalParams>},
+    {kWaitKernel, sizeof(WaitParams), Run<gpu::jax_ub_wait, WaitParams>},
+    {kSpoilKernel, sizeof(SpoilParams), Run<gpu::jax_ub_spoil, SpoilParams>},
+    {kSumKernel, sizeof(SumParams), Run<gpu::jax_ub_sum, SumParams>},
+    {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},
+};
+
+}  // namespace
+
+const EmulatedKernel* FindEmulatedKernel(std::string_view name) {
+  for (const EmulatedKernel& kernel : kKernels) {
+    if (kernel.name == name) return &kernel;
+  }
+  return nullptr;
+}
+
+}  // namespace jax_ub

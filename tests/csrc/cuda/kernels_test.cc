@@ -1,0 +1,348 @@
+// The kernels' own code on the host: sums against the CPU's, flags against the protocol.
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "check.h"
+#include "cuda/emulated_kernels.h"
+#include "random_gemm.h"
+#include "reduce/cuda/sum_params.h"
+#include "reduce/reduce.h"
+#include "transport/cuda/flag_params.h"
+
+namespace jax_ub {
+
+template <typename Params>
+void Launch(const char* name,
+            const Params& params,
+            unsigned num_blocks,
+            unsigned num_threads) {
+  const EmulatedKernel* kernel = FindEmulatedKernel(name);
+  CHECK(kernel != nullptr);
+  CHECK_EQ(kernel->params_bytes, sizeof(Params));
+  kernel->run(&params, num_blocks, num_threads);
+}
+
+template <typename T>
+uint64_t AddressOf(T* pointer) {
+  return reinterpret_cast<uint64_t>(pointer);
+}
+
+// Memory that begins at a multiple of 16 bytes, or (shifted) at one element behind it.
+class Matrices {
+ public:
+  std::byte* Add(int64_t elements, DType dtype, bool shifted, Random& random) {
+    buffers_.emplace_back((elements + 1) * SizeOf(dtype) / 16 + 1);
+    std::byte* data = reinterpret_cast<std::byte*>(buffers_.back().data());
+    if (shifted) data += SizeOf(dtype);
+    for (int64_t i = 0; i < elements; ++i) {
+      Write(data + i * SizeOf(dtype), dtype, RandomValue(random, Values::kNormal));
+    }
+    return data;
+  }
+
+ private:
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  std::vector<std::vector<Line>> buffers_;
+};
+
+struct SumCase {
+  SumParams params = {};
+  std::vector<ConstMatrix> chunks;
+  Matrix out;
+  int64_t num_out = 0;  // elements that its rows span
+};
+
+SumCase MakeSum(Random& random, Matrices& matrices) {
+  SumCase made;
+  SumParams& params = made.params;
+  params.rows = Pick(random, 1, 5);
+  params.columns = Pick(random, 1, 70);
+  params.is_aligned = Pick(random, 0, 1);
+  const auto matrix = [&](DType dtype, bool repeats) {
+    int64_t stride = params.columns + Pick(random, 0, 3);
+    if (params.is_aligned) stride = (stride + 7) / 8 * 8;
+    const int64_t span = (params.rows - 1) * stride + params.columns;
+    std::byte* data = matrices.Add(span, dtype, !params.is_aligned, random);
+    return std::pair(data, repeats ? int64_t{0} : stride);
+  };
+  params.num_parts = static_cast<uint32_t>(Pick(random, 1, kMaxParts));
+  for (uint32_t i = 0; i < params.num_parts; ++i) {
+    const DType dtype = static_cast<DType>(Pick(random, 0, 2));
+    const auto [data, stride] = matrix(dtype, Pick(random, 0, 4) == 0);
+    params.parts[i] = {AddressOf(data), stride, dtype};
+    made.chunks.push_back({data, stride, dtype});
+  }
+  const DType dtype = static_cast<DType>(Pick(random, 0, 2));
+  const auto [data, stride] = matrix(dtype, false);
+  params.out = {AddressOf(data), stride, dtype};
+  made.out = {data, stride, dtype};
+  made.num_out = (params.rows - 1) * stride + params.columns;
+  return made;
+}
+
+TEST(sums_are_the_cpu_s_bit_by_bit_and_touch_nothing_else) {
+  for (uint64_t seed = 0; seed < 400; ++seed) {
+    Random random(seed);
+    Matrices matrices;
+    const SumCase made = MakeSum(random, matrices);
+    const int64_t bytes = made.num_out * SizeOf(made.out.dtype);
+    const std::vector<std::byte> before(made.out.data, made.out.data + bytes);
+    SumChunks(made.chunks, made.params.rows, made.params.columns, made.out);
+    const std::vector<std::byte> expected(made.out.data, made.out.data + bytes);
+    std::copy(before.begin(), before.end(), made.out.data);
+    // Fewer threads than there are vectors, and more than a row has.
+    Launch(kSumKernel, made.params, static_cast<unsigned>(Pick(random, 1, 3)),
+           static_cast<unsigned>(Pick(random, 1, 20)));
+    const std::vector<std::byte> found(made.out.data, made.out.data + bytes);
+    if (found != expected) check::Fail(__FILE__, __LINE__, "seed ", seed, " differs");
+  }
+}
+
+TEST(a_sum_may_be_stored_over_one_of_its_parts) {
+  Random random(1);
+  Matrices matrices;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    std::byte* own = matrices.Add(64, dtype, false, random);
+    std::byte* other = matrices.Add(64, dtype, false, random);
+    SumParams params = {};
+    params.num_parts = 2;
+    params.is_aligned = true;
+    params.rows = 2;
+    params.columns = 32;
+    params.out = params.parts[0] = {AddressOf(own), 32, dtype};
+    params.parts[1] = {AddressOf(other), 32, dtype};
+    std::vector<float> expected;
+    for (int64_t i = 0; i < 64; ++i) {
+      const int64_t at = i * SizeOf(dtype);
+      std::byte rounded[4];
+      Write(rounded, dtype, Read(own + at, dtype) + Read(other + at, dtype));
+      expected.push_back(Read(rounded, dtype));
+    }
+    Launch(kSumKernel, params, 2, 3);
+    for (int64_t i = 0; i < 64; ++i) {
+      CHECK_EQ(Read(own + i * SizeOf(dtype), dtype), expected[i]);
+    }
+  }
+}
+
+TEST(a_sum_refuses_what_is_less_aligned_than_it_was_told) {
+  alignas(16) float numbers[16] = {};
+  SumParams params = {};
+  params.num_parts = 1;
+  params.is_aligned = true;
+  params.rows = 1;
+  params.columns = 8;
+  params.out = {AddressOf(numbers), 8, DType::kF32};
+  params.parts[0] = {AddressOf(numbers + 1), 8, DType::kF32};
+  CHECK_THROWS(Launch(kSumKernel, params, 1, 1), "misaligned part of a sum");
+}
+
+TEST(copies_move_rows_and_nothing_between_them) {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    const int64_t unit = int64_t{1} << Pick(random, 0, 4);
+    const int64_t rows = Pick(random, 1, 5);
+    const int64_t row_bytes = unit * Pick(random, 1, 40);
+    const int64_t from_stride = row_bytes + unit * Pick(random, 0, 3);
+    const int64_t to_stride = row_bytes + unit * Pick(random, 0, 3);
+    Matrices matrices;
+    const auto bytes = [&](int64_t stride) {
+      return matrices.Add(rows * stride / 2 + 1, DType::kBF16, false, random);
+    };
+    const std::byte* from = bytes(from_stride);
+    std::byte* to = bytes(to_stride);
+    std::vector<std::byte> expected(to, to + rows * to_stride);
+    CopyRows(from, from_stride, expected.data(), to_stride, rows, row_bytes);
+    const CopyParams params = {.from = AddressOf(from),
+                               .to = AddressOf(to),
+                               .num_rows = rows,
+                               .row_bytes = row_bytes,
+                               .from_stride = from_stride,
+                               .to_stride = to_stride,
+                               .unit_bytes = static_cast<uint32_t>(unit)};
+    Launch(kCopyKernel, params, static_cast<unsigned>(Pick(random, 1, 3)),
+           static_cast<unsigned>(Pick(random, 1, 20)));
+    const std::vector<std::byte> found(to, to + rows * to_stride);
+    if (found != expected) check::Fail(__FILE__, __LINE__, "seed ", seed, " differs");
+  }
+}
+
+// The words of a rank, as they lie in its heap.
+struct Rank {
+  explicit Rank(uint64_t first_epoch) : epoch(first_epoch) {
+    for (uint64_t& flag : arrived) flag = first_epoch;
+    for (uint64_t& flag : freed) flag = first_epoch;
+  }
+
+  RankWords words() {
+    return {AddressOf(&epoch), AddressOf(&failed), AddressOf(&poison),
+            AddressOf(&error)};
+  }
+  WaitParams Wait(uint64_t& flag, uint32_t ahead, uint64_t timeout_ns) {
+    WaitParams params = {};
+    params.own = words();
+    params.flag = AddressOf(&flag);
+    params.timeout_ns = timeout_ns;
+    params.ahead = ahead;
+    params.what.rank = 3;
+    params.what.peer = 5;
+    params.what.slot = 2;
+    params.what.chunk = 7;
+    params.what.call = 11;
+    return params;
+  }
+  SignalParams Signal(std::vector<FlagTarget> targets) {
+    SignalParams params = {};
+    params.own = words();
+    params.rank = 3;
+    for (const FlagTarget& target : targets) {
+      params.targets[params.num_targets++] = target;
+    }
+    return params;
+  }
+
+  uint64_t arrived[2];
+  uint64_t freed[kMaxRanks];
+  uint64_t epoch;
+  uint64_t failed = 0;
+  uint64_t poison = 0;
+  ErrorRecord error = {};
+};
+
+constexpr uint64_t kLongNs = 60'000'000'000;
+constexpr uint64_t kEpochs[] = {0, 41, UINT64_MAX - 1, UINT64_MAX};
+
+TEST(a_call_s_flags_are_one_ahead_of_the_epoch_also_around_zero) {
+  for (uint64_t epoch : kEpochs) {
+    Rank own(epoch);
+    Rank peer(epoch);
+    Launch(kSignalKernel,
+           own.Signal({{AddressOf(&peer.arrived[1]), AddressOf(&peer.poison)}}), 1, 32);
+    CHECK_EQ(peer.arrived[1], epoch + 1);
+    CHECK_EQ(peer.arrived[0], epoch);
+    CHECK_EQ(own.epoch, epoch);
+    Launch(kWaitKernel, peer.Wait(peer.arrived[1], 1, kLongNs), 1, 32);
+    Launch(kWaitKernel, peer.Wait(peer.freed[0], 0, kLongNs), 1, 32);
+    std::vector<FlagTarget> targets;
+    for (int i = 1; i < kMaxRanks; ++i) {
+      targets.push_back({AddressOf(&peer.freed[i]), AddressOf(&peer.poison)});
+    }
+    Launch(kEndKernel, own.Signal(targets), 1, 32);
+    for (int i = 1; i < kMaxRanks; ++i) CHECK_EQ(peer.freed[i], epoch + 1);
+    CHECK_EQ(peer.freed[0], epoch);
+    CHECK_EQ(own.epoch, epoch + 1);
+    CHECK_EQ(peer.error.code + own.error.code + peer.poison, 0u);
+  }
+}
+
+TEST(a_wait_sees_what_was_written_before_the_signal) {
+  for (uint64_t epoch : kEpochs) {
+    Rank own(epoch);
+    Rank peer(epoch);
+    int64_t data = 0;
+    std::thread sender([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      data = 42;
+      Launch(kSignalKernel,
+             own.Signal({{AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)}}), 1,
+             32);
+    });
+    Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
+    CHECK_EQ(data, 42);
+    sender.join();
+    CHECK_EQ(peer.failed, 0u);
+  }
+}
+
+TEST(a_wait_ends_at_its_deadline_and_says_what_it_waited_for) {
+  Rank rank(9);
+  constexpr uint64_t kTimeoutNs = 5'000'000;
+  const auto began = std::chrono::steady_clock::now();
+  Launch(kWaitKernel, rank.Wait(rank.arrived[0], 1, kTimeoutNs), 1, 32);
+  CHECK(std::chrono::steady_clock::now() - began >=
+        std::chrono::nanoseconds(kTimeoutNs));
+  CHECK_EQ(rank.error.code, ErrorRecord::kDeadline);
+  CHECK_EQ(rank.error.rank, 3u);
+  CHECK_EQ(rank.error.peer, 5u);
+  CHECK_EQ(rank.error.slot, 2u);
+  CHECK_EQ(rank.error.chunk, 7);
+  CHECK_EQ(rank.error.call, 11u);
+  CHECK(rank.error.waited_ns >= kTimeoutNs);
+  CHECK_EQ(rank.failed, 1u);
+  // Later waits end at once, and the first record stays.
+  WaitParams later = rank.Wait(rank.arrived[0], 1, kLongNs);
+  later.what.peer = 6;
+  Launch(kWaitKernel, later, 1, 32);
+  CHECK_EQ(rank.error.peer, 5u);
+}
+
+TEST(the_host_ends_a_wait_that_has_begun) {
+  Rank rank(9);
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    std::atomic_ref(rank.error.poisoned).store(1);
+  });
+  Launch(kWaitKernel, rank.Wait(rank.freed[4], 0, kLongNs), 1, 32);
+  CHECK_EQ(rank.error.code, ErrorRecord::kNone);  // freed[4] is there
+  Launch(kWaitKernel, rank.Wait(rank.arrived[0], 1, kLongNs), 1, 32);
+  host.join();
+  CHECK_EQ(rank.error.code, ErrorRecord::kPoisoned);
+}
+
+TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
+  Rank own(9);
+  Rank peer(9);
+  own.failed = 1;
+  const SignalParams to_peer =
+      own.Signal({{AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)}});
+  Launch(kSignalKernel, to_peer, 1, 32);
+  CHECK_EQ(peer.arrived[0], 9u);
+  CHECK_EQ(peer.poison, 4u);  // 1 + its rank
+  peer.poison = 0;
+  Launch(kEndKernel, to_peer, 1, 32);
+  CHECK_EQ(own.epoch, 9u);
+  CHECK_EQ(peer.poison, 4u);
+  Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
+  CHECK_EQ(peer.error.code, ErrorRecord::kPeerFailed);
+  CHECK_EQ(peer.error.peer, 3u);
+  // What did arrive is not spoilt by a peer that failed afterwards.
+  Rank third(9);
+  third.poison = 4;
+  third.arrived[0] = 10;
+  Launch(kWaitKernel, third.Wait(third.arrived[0], 1, kLongNs), 1, 32);
+  CHECK_EQ(third.failed, 0u);
+}
+
+TEST(results_are_spoilt_only_if_the_rank_failed) {
+  for (size_t size : {1, 15, 16, 100}) {
+    for (size_t shift : {0, 3}) {
+      alignas(16) uint8_t bytes[160] = {};
+      Rank rank(0);
+      SpoilParams params = {};
+      params.own = rank.words();
+      params.num_results = 1;
+      params.results[0] = {AddressOf(bytes + 16 + shift), size};
+      Launch(kSpoilKernel, params, 2, 3);
+      for (uint8_t byte : bytes) CHECK_EQ(byte, 0);
+      rank.failed = 1;
+      Launch(kSpoilKernel, params, 2, 3);
+      for (size_t i = 0; i < sizeof bytes; ++i) {
+        const bool inside = i >= 16 + shift && i < 16 + shift + size;
+        CHECK_EQ(bytes[i], inside ? 0xff : 0);
+      }
+    }
+  }
+}
+
+TEST(there_are_no_other_kernels) {
+  CHECK(FindEmulatedKernel("jax_ub_none") == nullptr);
+}
+
+}  // namespace jax_ub
+
+CHECK_MAIN()
