@@ -25,8 +25,9 @@ from jax_ub.rules.matmul_reduce_scatter import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from jax_ub.rules.wgrad_accumulate import wgrad_accumulate as wgrad_accumulate
-from jax_ub.runtime.engine import register_targets as register_targets
+from jax_ub.runtime.communicators import check_communicators as check_communicators
 from jax_ub.runtime.exporting import export_safety_checks as export_safety_checks
+from jax_ub.runtime.exporting import register_targets as register_targets
 from jax_ub.runtime.memory import MemoryReport as MemoryReport
 from jax_ub.runtime.memory import memory_report as memory_report
 from jax_ub.runtime.overlaps import CommOverlap as CommOverlap

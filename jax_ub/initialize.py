@@ -28,11 +28,11 @@ from jax_ub.overlap_config import (
 )
 from jax_ub.overlap_config.resolve import read_entries, resolve
 from jax_ub.primitives.mesh import axis_tuple, rank_groups
-from jax_ub.runtime import communicators, overlaps, settings
+from jax_ub.runtime import communicators, cuda, overlaps, settings
 from jax_ub.runtime.bootstrap.agreement import Agreement
 from jax_ub.runtime.bootstrap.board import check_backend, open_board
-from jax_ub.runtime.communicators import Place
 from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
+from jax_ub.runtime.place import Place
 
 _Modes = Sequence[UserBufferQuantizationMode]
 
@@ -109,6 +109,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         communicators.connect(place, agreement, _about(domain), refusal)
     elif refusal is not None:
         raise refusal
+    else:
+        communicators.connect_alone(place)
     if domain is not None:
         overlaps.add(domain)
 
@@ -223,15 +225,17 @@ def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
 
 def _place(axes, domain, devices) -> Place:
     process_of = {device.id: device.process_index for device in devices}
+    own = [d for d in devices if d.process_index == jax.process_index()]
     return Place(
         # One group of all where the ranks are not known: nothing will be connected.
         groups=domain.groups if domain is not None else (tuple(process_of),),
         process_of=process_of,
         process=jax.process_index(),
-        platform=devices[0].platform,
+        platform=cuda.platform_of(devices[0]),
         capacity=domain.capacity if domain is not None else 0,
         num_slots=domain.num_slots if domain is not None else 0,
         name=f"initialize_ub(axis_name={axes!r})",
+        ordinals=cuda.ordinals(own),
     )
 
 
@@ -243,6 +247,7 @@ def _about(domain: Domain | None) -> dict[str, str]:
         "the version of jax_ub": _version(),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
+        "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
         "shape": str(domain.shape),
         "tp_size": str(domain.tp_size),
         "dtype": str(domain.dtype),

@@ -13,21 +13,18 @@ import numpy as np
 
 from jax_ub import errors
 from jax_ub.errors import CommunicatorError, ConfigurationError
-from jax_ub.runtime import engine, hosts, settings
+from jax_ub.runtime import cuda, engine, hosts, settings
 from jax_ub.runtime.bootstrap.agreement import Agreement, Values
-
-Group = tuple[int, ...]  # global device ids, in the order of the ranks
-
-# What a rank's share of a call needs at most, for each element of the capacity: f32
-# partial sums and f32 results; and room for the starts of slots to be aligned.
-_BYTES_PER_ELEMENT = 8
-_SLACK_BYTES = 64 * 1024
-_SLOT_ALIGNMENT_BYTES = 64
+from jax_ub.runtime.place import Group, Place
+from jax_ub.runtime.wirings import wiring_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """One group of ranks that lie in several processes, as all of them decided."""
+    """One group of ranks that share memory, as all processes decided.
+
+    On a CPU those in several processes; on GPUs all that `initialize_ub` was given.
+    """
 
     group: Group
     processes: tuple[int, ...]  # by rank
@@ -35,43 +32,11 @@ class Connection:
     communicator: Any = None  # the engine's, where a rank of the group lies here
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the ranks of `initialize_ub` lie, as this process sees it."""
-
-    groups: tuple[Group, ...]
-    process_of: Mapping[int, int]  # by global device id
-    process: int
-    platform: str  # of the devices
-    capacity: int  # elements of a call, at most
-    num_slots: int  # of a rank, at most
-    name: str  # for errors
-
-    @property
-    def processes(self) -> list[int]:
-        """All processes with a rank."""
-        return sorted({self.process_of[i] for group in self.groups for i in group})
-
-    @property
-    def half_bytes(self) -> int:
-        """What a rank may share for one call; there is twice as much."""
-        slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
-        return _BYTES_PER_ELEMENT * self.capacity + slots + _SLACK_BYTES
-
-    def processes_of(self, group: Group) -> tuple[int, ...]:
-        """The process of every rank."""
-        return tuple(self.process_of[device] for device in group)
-
-    def spanning(self) -> list[Group]:
-        """The groups that lie in several processes."""
-        return [g for g in self.groups if len(set(self.processes_of(g))) > 1]
-
-
 _CONNECTIONS: dict[Group, Connection] = {}
 
 
 def connections() -> tuple[Connection, ...]:
-    """All groups over several processes that were initialised, connected or not."""
+    """All groups that were initialised and share memory, or would if they could."""
     return tuple(_CONNECTIONS.values())
 
 
@@ -85,10 +50,10 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
         processes: the process of each, `[groups, P]`.
     """
     for group, owners in zip(groups.tolist(), processes.tolist(), strict=True):
-        if len(set(owners)) == 1:
-            continue
         connection = _CONNECTIONS.get(tuple(group))
         if connection is None:
+            if len(set(owners)) == 1:
+                continue
             return (
                 f"its ranks lie in processes {sorted(set(owners))}, which are not "
                 "connected; call ub.initialize_ub(mesh=..., axis_name=...) on all of "
@@ -119,7 +84,7 @@ def connect(
     about: Mapping[str, str],
     refusal: Exception | None,
 ) -> None:
-    """Agrees with all processes of the mesh, and connects the groups of one host.
+    """Agrees with all processes of the mesh, and connects the groups that can be.
 
     Args:
         place: where the ranks lie.
@@ -134,25 +99,48 @@ def connect(
     """
     made: list[Connection] = []
     offered: dict[Group, Any] = {}
+    wiring = wiring_of(place.platform)
     with agreement:
         if refusal is None:
-            offered, refusal = _offer(place)
-        told = _gather(agreement, _introduction(about, refusal, offered), refusal)
+            offered, refusal = _offer(place, wiring)
+        introduction = _introduction(about, refusal, offered, wiring)
+        told = _gather(agreement, introduction, refusal)
         failure = refusal or _first_refusal(told)
         if failure is None and len({one["hash"] for one in told.values()}) > 1:
             failure = _difference(agreement.gather(dict(about)))
         if failure is None:
-            error = _connect_all(place, told, offered, made)
-            # Others may wait in vain for a connection before they come to this round.
-            outcome = None if error is None else str(error)
+            error = _connect_all(place, wiring, told, offered, made)
+            outcome = {
+                # Others may wait in vain for a connection before they come here.
+                "failed": None if error is None else str(error),
+                "reasons": {_key(one.group): one.reason for one in made if one.reason},
+            }
             done = _gather(agreement, outcome, error, num_deadlines=2)
             failure = error or _first_failure(done)
+            made = _with_reasons(made, done)
     if failure is not None:
         _close(made)
         raise failure
     _CONNECTIONS.update((one.group, one) for one in made)
-    _share_cores(told)
+    if place.platform == "cpu":
+        _share_cores(told)
     _close_at_exit()
+
+
+def connect_alone(place: Place) -> None:
+    """Connects the groups of the only process of a mesh, as far as they need it.
+
+    Raises:
+        CommunicatorError: if there is no memory for that.
+    """
+    made: list[Connection] = []
+    error = _connect_all(place, wiring_of(place.platform), {}, {}, made)
+    if error is not None:
+        _close(made)
+        raise error
+    _CONNECTIONS.update((one.group, one) for one in made)
+    if made:
+        _close_at_exit()
 
 
 def _gather(agreement, value, own_error, num_deadlines=1):
@@ -165,18 +153,18 @@ def _gather(agreement, value, own_error, num_deadlines=1):
         raise own_error from error
 
 
-def _offer(place):
+def _offer(place, wiring):
     try:
-        cpu = engine.load()
-        own = [g for g in place.spanning() if place.process in place.processes_of(g)]
-        if place.platform != "cpu":
-            return {}, None
-        return {group: cpu.endpoint() for group in own}, None
+        engine.load()  # needed wherever a call runs, so that all learn if it is missing
+        own = [g for g in wiring.groups(place) if place.spans(g) and place.is_here(g)]
+        return {group: wiring.offer(place, group) for group in own}, None
     except Exception as error:
-        return {}, CommunicatorError(f"initialize_ub: {error}")
+        return {}, errors.of_engine(error) or CommunicatorError(
+            f"initialize_ub: {error}"
+        )
 
 
-def _introduction(about, refusal, offered):
+def _introduction(about, refusal, offered, wiring):
     text = json.dumps(dict(about), sort_keys=True)
     return {
         "refused": None if refusal is None else str(refusal),
@@ -184,8 +172,7 @@ def _introduction(about, refusal, offered):
         "host": hosts.identity(),
         "cores": hosts.cores(),
         "endpoints": {
-            _key(group): [endpoint.address, endpoint.token]
-            for group, endpoint in offered.items()
+            _key(group): wiring.introduce(one) for group, one in offered.items()
         },
     }
 
@@ -218,55 +205,55 @@ def _difference(abouts: Values):
 
 
 def _first_failure(done: Values):
-    for process, text in sorted(done.items()):
-        if text is not None:
+    for process, one in sorted(done.items()):
+        if one["failed"] is not None:
             return CommunicatorError(
-                f"initialize_ub: process {process} could not connect: {text}"
+                f"initialize_ub: process {process} could not connect: {one['failed']}"
             )
     return None
 
 
-def _connect_all(place, told, offered, made):
+def _connect_all(place, wiring, told, offered, made):
     try:
-        for group in place.spanning():
-            made.append(_connect(place, told, offered, group))
+        for group in wiring.groups(place):
+            made.append(_connect(place, wiring, told, offered, group))
     except Exception as error:
         offered.clear()  # so that others find closed sockets instead of waiting
         return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
     return None
 
 
-def _connect(place, told, offered, group) -> Connection:
+def _connect(place, wiring, told, offered, group) -> Connection:
     processes = place.processes_of(group)
-    if place.platform != "cpu":
-        return Connection(group, processes, f"no engine for {place.platform}")
-    by_host: dict[str, list[int]] = {}
-    for process in sorted(set(processes)):
-        by_host.setdefault(told[process]["host"], []).append(process)
-    if len(by_host) > 1:
-        names = [
-            f"{hosts.short_name(host)} (processes {members})"
-            for host, members in by_host.items()
-        ]
-        return Connection(
-            group, processes, f"its ranks span the hosts {' and '.join(names)}"
-        )
-    if group not in offered:
-        return Connection(group, processes, None)
-    others = sorted(set(processes) - {place.process})
-    peers = {process: told[process]["endpoints"][_key(group)] for process in others}
-    communicator = engine.load().connect(
-        offered.pop(group),
-        name=place.name,
-        devices=list(group),
-        processes=list(processes),
-        process=place.process,
-        addresses={process: address for process, (address, _) in peers.items()},
-        tokens={process: token for process, (_, token) in peers.items()},
-        half_bytes=place.half_bytes,
-        timeout_s=settings.deadline_s(),
-    )
+    spans = place.spans(group)
+    introduced = {
+        process: told[process]["endpoints"].get(_key(group), {})
+        for process in (set(processes) if spans else ())
+    }
+    reason = wiring.why_not(place, group, told, introduced)
+    if reason is not None or not place.is_here(group):
+        return Connection(group, processes, reason)
+    try:
+        endpoint = offered.pop(group) if spans else None
+        communicator = wiring.connect(place, group, endpoint, introduced)
+    except NotImplementedError as error:
+        return Connection(group, processes, str(error))
     return Connection(group, processes, None, communicator)
+
+
+def _with_reasons(made, done: Values):
+    """What some process found out about a group holds for all."""
+    reasons: dict[str, str] = {}
+    for _, one in sorted(done.items()):
+        reasons = {**one["reasons"], **reasons}
+    agreed = []
+    for connection in made:
+        reason = connection.reason or reasons.get(_key(connection.group))
+        if reason is not None and connection.communicator is not None:
+            _close([connection])
+            connection = dataclasses.replace(connection, communicator=None)
+        agreed.append(dataclasses.replace(connection, reason=reason))
+    return agreed
 
 
 def _share_cores(told: Values):
@@ -287,7 +274,8 @@ def disconnect(groups: Sequence[Group]) -> None:
     """Closes the connections of these groups; peers that are dead are no hindrance."""
     closed = [_CONNECTIONS.pop(group) for group in groups if group in _CONNECTIONS]
     _close(closed)
-    if closed and not _CONNECTIONS and settings.num_threads() is None:
+    shared = any(len(set(one.processes)) > 1 for one in closed)
+    if shared and not _CONNECTIONS and settings.num_threads() is None:
         engine.load().set_num_threads(len(hosts.cores()))
 
 
@@ -296,12 +284,28 @@ def release_slots() -> None:
     cpu = sys.modules.get("jax_ub._cpu")
     if cpu is not None:
         cpu.release_slots()
+    cuda.release_in_process()
 
 
 def _close(made: Sequence[Connection]):
     for connection in made:
         if connection.communicator is not None:
             connection.communicator.close()
+
+
+def check_communicators() -> None:
+    """Raises what `failures` finds first.
+
+    A GPU's waits end on the device, and the host hears of it at the next call, or here:
+    after a failure the results of that call are NaN.
+
+    Raises:
+        TimeoutError: if a rank waited for its peers until its deadline.
+        CommunicatorError: if a rank failed in another way.
+    """
+    for group, failure in failures():
+        kind = errors.TimeoutError if "waited" in failure else CommunicatorError
+        raise kind(f"ranks {list(group)}: {failure}")
 
 
 def failures() -> Iterator[tuple[Group, str]]:

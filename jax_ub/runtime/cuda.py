@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import pathlib
+import sys
 import types
 from collections.abc import Mapping, Sequence
 
@@ -76,6 +77,18 @@ def is_cuda(device: jax.Device) -> bool:
     return device.platform == "cuda"
 
 
+def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
+    """The numbers that the driver knows devices of this process by, by global id."""
+    return {device.id: device.local_hardware_id for device in devices}
+
+
+def platform_of(device: jax.Device) -> str:
+    """What a device is to a lowering rule: to jax all kinds of GPUs are "gpu"."""
+    if is_cuda(device):
+        return "cuda"
+    return "rocm" if device.platform == "gpu" else device.platform
+
+
 def is_default() -> bool:
     """Whether programs of this process run on CUDA devices, unless they say where."""
     return jax.default_backend() in ("gpu", "cuda") and bool(local_devices())
@@ -99,6 +112,17 @@ def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
     return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
 
 
+def is_loaded() -> bool:
+    """Whether something of this process has used the engine."""
+    return "jax_ub._cuda" in sys.modules
+
+
+def release_in_process() -> None:
+    """Returns the heaps of calls inside this process that no program needs."""
+    if is_loaded() and local_devices():
+        load().release_in_process()
+
+
 @functools.cache
 def register_targets() -> None:
     """Hands the engine's handlers to XLA, once, where jax has CUDA devices.
@@ -110,7 +134,7 @@ def register_targets() -> None:
     if not devices:
         return
     cuda = load()
-    cuda.set_local_devices({device.local_hardware_id: device.id for device in devices})
+    cuda.set_local_devices({n: i for i, n in ordinals(devices).items()})
     jax.ffi.register_ffi_type(
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )

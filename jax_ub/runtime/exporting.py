@@ -1,8 +1,8 @@
-"""What `jax.export` has to be told about the engine's calls."""
+"""What `jax.export` has to be told about the engines' calls."""
 
 from jax import export
 
-from jax_ub.runtime import engine
+from jax_ub.runtime import cuda, engine
 
 # For jax.export.export(f, disabled_checks=ub.export_safety_checks): jax does not know
 # that these calls are stable. A process that only loads what another one exported, or
@@ -11,3 +11,13 @@ export_safety_checks = tuple(
     export.DisabledSafetyCheck.custom_call(target)
     for target in sorted(engine.load().targets())
 )
+
+
+def register_targets() -> None:
+    """Hands the handlers of every engine that this process has devices for to XLA.
+
+    Every lowering does this. Only a process that runs programs which another one
+    exported or compiled calls it, before it loads them.
+    """
+    engine.register_targets()
+    cuda.register_targets()

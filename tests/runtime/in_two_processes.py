@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jax_ub as ub
 from jax_ub import doctor
-from jax_ub.runtime import communicators, engine, overlaps
+from jax_ub.runtime import communicators, engine, overlaps, wirings
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 jax.distributed.initialize()
@@ -184,7 +184,7 @@ def what_cannot_be_connected_is_told_to_all():
                 raise RuntimeError("CommunicatorError: no memory is left")
             return load().connect(*arguments, **options)
 
-    communicators.engine = type("module", (), {"load": staticmethod(Broken)})
+    wirings.engine = type("module", (), {"load": staticmethod(Broken)})
     text = "no memory is left" if ME == 1 else "process 1"
     mesh = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
     os.environ["JAX_UB_TIMEOUT_S"] = "3"
@@ -192,7 +192,7 @@ def what_cannot_be_connected_is_told_to_all():
     raises(ub.errors.CommunicatorError, text, initialize, size=2, mesh=mesh)
     assert time.monotonic() - begin < 30
     os.environ["JAX_UB_TIMEOUT_S"] = "20"
-    communicators.engine = engine
+    wirings.engine = engine
     assert not communicators.connections()
     initialize(size=2, mesh=mesh)
     product(mesh, method="direct")

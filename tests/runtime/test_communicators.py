@@ -11,7 +11,9 @@ import pytest
 import jax_ub
 from jax_ub.errors import ConfigurationError, TimeoutError
 from jax_ub.runtime import communicators
-from jax_ub.runtime.communicators import Connection, Place
+from jax_ub.runtime.communicators import Connection
+from jax_ub.runtime.place import Place
+from jax_ub.runtime.wirings import CpuWiring
 
 HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
@@ -68,14 +70,14 @@ def place(**changes):
 
 
 def test_only_groups_over_several_processes_need_a_connection():
-    assert place().spanning() == [(2, 3)]
+    assert CpuWiring().groups(place()) == [(2, 3)]
     assert place().processes == [0, 1]
     assert place().processes_of((2, 3)) == (0, 1)
 
 
 def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
-    slack = place(capacity=0).half_bytes
-    assert place().half_bytes == slack + 8 * 1000
+    slack = place(capacity=0).call_bytes
+    assert place().call_bytes == slack + 8 * 1000
     assert slack >= 64 * 1024
 
 

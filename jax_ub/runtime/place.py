@@ -1,0 +1,55 @@
+"""Where the ranks of `initialize_ub` lie, and how much they may share."""
+
+import dataclasses
+from collections.abc import Mapping
+
+Group = tuple[int, ...]  # global device ids, in the order of the ranks
+
+# What a rank's share of a call needs at most, for each element of the capacity: f32
+# partial sums and f32 results; and room for the starts of slots to be aligned.
+_BYTES_PER_ELEMENT = 8
+_SLACK_BYTES = 64 * 1024
+_SLOT_ALIGNMENT_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the ranks of `initialize_ub` lie, as this process sees it."""
+
+    groups: tuple[Group, ...]
+    process_of: Mapping[int, int]  # by global device id
+    process: int
+    platform: str  # of the devices: "cpu", "cuda", ...
+    capacity: int  # elements of a call, at most
+    num_slots: int  # of a rank, at most
+    name: str  # for errors
+    ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    # by global device id, of GPUs in this process
+
+    @property
+    def processes(self) -> list[int]:
+        """All processes with a rank."""
+        return sorted({self.process_of[i] for group in self.groups for i in group})
+
+    @property
+    def call_bytes(self) -> int:
+        """What a rank may share for one call."""
+        slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
+        return _BYTES_PER_ELEMENT * self.capacity + slots + _SLACK_BYTES
+
+    def processes_of(self, group: Group) -> tuple[int, ...]:
+        """The process of every rank."""
+        return tuple(self.process_of[device] for device in group)
+
+    def is_here(self, group: Group) -> bool:
+        """Whether a rank of the group lies in this process."""
+        return self.process in self.processes_of(group)
+
+    def spans(self, group: Group) -> bool:
+        """Whether the group lies in several processes."""
+        return len(set(self.processes_of(group))) > 1
+
+    def ordinals_of(self, group: Group) -> list[int]:
+        """The ordinals of the group's own devices, in the order of the ranks."""
+        own = (i for i in group if self.process_of[i] == self.process)
+        return [self.ordinals[i] for i in own]

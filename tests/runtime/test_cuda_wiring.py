@@ -1,0 +1,196 @@
+"""What initialize_ub connects on GPUs, with an engine that only notes what it is told."""
+
+import types
+
+import pytest
+from cuda_programs import StandIn
+
+import jax_ub as ub
+from jax_ub.errors import CommunicatorError
+from jax_ub.runtime import communicators, cuda, engine
+from jax_ub.runtime.communicators import connections
+from jax_ub.runtime.place import Place
+
+# Two groups of two over two processes, and one inside each.
+GROUPS = ((0, 4), (1, 5), (2, 3), (6, 7))
+INTRODUCTION = {"address": "there", "token": 7, "offer": {"vmm": "yes"}}
+
+
+class Communicator(types.SimpleNamespace):
+    failure = None
+    size_bytes = 1000
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
+class Engine(StandIn):
+    def __init__(self):
+        super().__init__(made=[], offered=[], fails={}, reasons={})
+
+    def endpoint(self, ordinals, slots_bytes, host):
+        self.offered.append((ordinals, slots_bytes))
+        return types.SimpleNamespace(address="here", token=5, offer={"vmm": "yes"})
+
+    def why_not_connected(self, processes, offers):
+        assert {0, 1} == set(offers)
+        return self.reasons.get(len(self.reasons.setdefault("asked", [])), "")
+
+    def _make(self, devices, **options):
+        if devices[0] in self.fails:
+            raise self.fails[devices[0]]
+        made = Communicator(devices=devices, **options)
+        self.made.append(made)
+        return made
+
+    def connect(self, endpoint, **options):
+        assert endpoint.address == "here"
+        return self._make(**options)
+
+    connect_in_process = _make
+
+    def release_in_process(self):
+        pass
+
+
+class Agreement:
+    """With a process 1 that says what `said` holds for each round."""
+
+    def __init__(self, *said):
+        self.said = list(said)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def gather(self, value, num_deadlines=1):
+        return {0: value, 1: {**value, **self.said.pop(0)}}
+
+
+def introduced(host="here"):
+    return {
+        "endpoints": {key: {**INTRODUCTION, "host": host} for key in ("0,4", "1,5")}
+    }
+
+
+@pytest.fixture
+def cuda_engine(monkeypatch):
+    engine_of_gpus = Engine()
+    monkeypatch.setattr(cuda, "load", lambda: engine_of_gpus)
+    monkeypatch.setattr("jax_ub.runtime.hosts.identity", lambda: "here")
+    yield engine_of_gpus
+    communicators.disconnect(GROUPS)
+
+
+def place(**changes):
+    fields = {
+        "groups": GROUPS,
+        "process_of": {i: i // 4 for i in range(8)},
+        "process": 0,
+        "platform": "cuda",
+        "capacity": 1000,
+        "num_slots": 10,
+        "name": "test",
+        "ordinals": {i: 10 + i for i in range(4)},
+    }
+    return Place(**{**fields, **changes})
+
+
+def connect(*rounds, **changes):
+    communicators.connect(place(**changes), Agreement(*rounds), {}, None)
+    return {one.group: one for one in connections()}
+
+
+def test_groups_in_one_process_have_heaps_too(cuda_engine):
+    found = connect(introduced(), {"reasons": {}})
+    assert set(found) == set(GROUPS)
+    assert cuda_engine.offered == [
+        ([10], place().call_bytes),
+        ([11], place().call_bytes),
+    ]
+    first, second, inside = cuda_engine.made
+    assert (first.devices, first.processes, first.process) == ([0, 4], [0, 1], 0)
+    assert (first.addresses, first.tokens) == ({1: "there"}, {1: 7})
+    assert first.offers == {0: {"vmm": "yes"}, 1: {"vmm": "yes"}}
+    assert second.devices == [1, 5]
+    assert (inside.devices, inside.ordinals) == ([2, 3], [12, 13])
+    assert inside.slots_bytes == place().call_bytes
+    assert found[6, 7].communicator is None
+    assert all(one.reason is None for one in found.values())
+
+
+def test_only_processes_of_the_host_are_dialed(cuda_engine):
+    connect(introduced(host="there"), {"reasons": {}})
+    first = cuda_engine.made[0]
+    assert (first.addresses, first.tokens) == ({}, {})
+    assert set(first.offers) == {0, 1}
+
+
+def test_what_the_offers_rule_out_is_the_reason(cuda_engine, monkeypatch):
+    monkeypatch.setattr(
+        cuda_engine, "why_not_connected", lambda processes, offers: "no P2P"
+    )
+    found = connect(introduced(), {"reasons": {}})
+    assert found[0, 4].reason == found[1, 5].reason == "no P2P"
+    assert found[2, 3].reason is None
+    assert [one.devices for one in cuda_engine.made] == [[2, 3]]
+
+
+def test_a_way_that_fails_here_is_the_reason(cuda_engine):
+    cuda_engine.fails[0] = NotImplementedError("cuMemMap: no")
+    cuda_engine.fails[2] = NotImplementedError("no peer access")
+    found = connect(introduced(), {"reasons": {}})
+    assert found[0, 4].reason == "cuMemMap: no"
+    assert found[2, 3].reason == "no peer access"
+    assert found[1, 5].communicator is cuda_engine.made[0]
+
+
+def test_a_way_that_fails_elsewhere_closes_what_was_made_here(cuda_engine):
+    found = connect(introduced(), {"reasons": {"0,4": "cuMemMap: no"}})
+    assert found[0, 4].reason == "cuMemMap: no"
+    assert found[0, 4].communicator is None
+    assert [one.closed for one in cuda_engine.made] == [True, False, False]
+
+
+def test_a_failure_leaves_nothing_behind(cuda_engine):
+    cuda_engine.fails[1] = RuntimeError("CommunicatorError: process 1 died")
+    with pytest.raises(CommunicatorError, match="process 1 died"):
+        connect(introduced(), {"reasons": {}})
+    assert all(one.closed for one in cuda_engine.made)
+    assert not connections()
+
+
+def test_one_process_makes_its_heaps_and_destroys_them(cuda_engine):
+    alone = place(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
+    communicators.connect_alone(alone)
+    (made,) = cuda_engine.made
+    assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
+    communicators.disconnect([(2, 3)])
+    assert made.closed
+    cuda_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
+    with pytest.raises(CommunicatorError, match="out of memory"):
+        communicators.connect_alone(alone)
+    assert not connections()
+
+
+def test_failures_are_raised_where_they_are_asked_for(cuda_engine):
+    connect(introduced(), {"reasons": {}})
+    ub.check_communicators()
+    cuda_engine.made[0].failure = "rank 1 died"
+    with pytest.raises(CommunicatorError, match=r"ranks \[0, 4\]: rank 1 died"):
+        ub.check_communicators()
+    cuda_engine.made[0].failure = "rank 0 waited 3 s for rank 1"
+    with pytest.raises(ub.errors.TimeoutError, match="waited 3 s"):
+        ub.check_communicators()
+
+
+def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
+    monkeypatch.setattr(engine, "load", lambda: pytest.fail("asked for an engine"))
+    process_of = dict.fromkeys(range(4), 0)
+    communicators.connect_alone(
+        place(groups=((2, 3),), process_of=process_of, platform="cpu")
+    )
+    assert not connections()
