@@ -1,4 +1,4 @@
-"""What initialize_ub connects on GPUs, with an engine that only notes what it is told."""
+"""What initialize_ub connects on GPUs: an engine notes what it is told."""
 
 import types
 
@@ -27,7 +27,7 @@ class Communicator(types.SimpleNamespace):
 
 class Engine(StandIn):
     def __init__(self):
-        super().__init__(made=[], offered=[], fails={}, reasons={})
+        super().__init__(made=[], offered=[], fails={})
 
     def endpoint(self, ordinals, slots_bytes, host):
         self.offered.append((ordinals, slots_bytes))
@@ -35,7 +35,7 @@ class Engine(StandIn):
 
     def why_not_connected(self, processes, offers):
         assert {0, 1} == set(offers)
-        return self.reasons.get(len(self.reasons.setdefault("asked", [])), "")
+        return ""
 
     def _make(self, devices, **options):
         if devices[0] in self.fails:
@@ -107,10 +107,8 @@ def connect(*rounds, **changes):
 def test_groups_in_one_process_have_heaps_too(cuda_engine):
     found = connect(introduced(), {"reasons": {}})
     assert set(found) == set(GROUPS)
-    assert cuda_engine.offered == [
-        ([10], place().call_bytes),
-        ([11], place().call_bytes),
-    ]
+    size_bytes = place().call_bytes
+    assert cuda_engine.offered == [([10], size_bytes), ([11], size_bytes)]
     first, second, inside = cuda_engine.made
     assert (first.devices, first.processes, first.process) == ([0, 4], [0, 1], 0)
     assert (first.addresses, first.tokens) == ({1: "there"}, {1: 7})
