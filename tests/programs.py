@@ -4,8 +4,9 @@ import collections
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from layouts import connect, devices
 
 from jax_ub.methods import Method
@@ -38,6 +39,19 @@ def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = Tru
             check_vma=check_vma,
         )
     )
+
+
+def own_copy(tree, mesh: Mesh, spec):
+    """Copies arrays onto the mesh, to be donated.
+
+    The result of a program is held by nobody else. `jax.device_put` may use its
+    operand's buffer for a shard, and what compares that operand between processes lets
+    go of it some time later; until then XLA copies what is donated, and says nothing.
+    """
+    return jax.jit(
+        lambda tree: jax.tree.map(jnp.copy, tree),
+        out_shardings=NamedSharding(mesh, spec),
+    )(tree)
 
 
 def compiled_text(function, *operands) -> str:

@@ -11,6 +11,7 @@ from programs import (
     compiled_text,
     copies,
     on_ranks,
+    own_copy,
     tp_mesh,
     with_methods,
 )
@@ -152,8 +153,7 @@ def test_residual_becomes_the_product_in_place(method):
         ),
         donate_argnums=2,
     )
-    sharding = jax.sharding.NamedSharding(mesh, FEATURES)
-    residual = jax.device_put(residuals[0], sharding)
+    residual = own_copy(residuals[0], mesh, FEATURES)
     assert copies(compiled_text(run, x, ws[0], residual), "f32[2,6,5]") == 0
     pointers = [s.data.unsafe_buffer_pointer() for s in residual.addressable_shards]
     result = run(x, ws[0], residual)

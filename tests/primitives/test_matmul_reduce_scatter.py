@@ -11,6 +11,7 @@ from programs import (
     compiled_text,
     copies,
     on_ranks,
+    own_copy,
     tp_mesh,
     with_methods,
 )
@@ -130,7 +131,7 @@ def test_residual_becomes_the_result_in_place(method):
         ),
         donate_argnums=2,
     )
-    residual = jax.device_put(residual, jax.sharding.NamedSharding(mesh, ROWS))
+    residual = own_copy(residual, mesh, ROWS)
     assert copies(compiled_text(run, x, w, residual), "f32[2,3,11]") == 0
     pointers = [s.data.unsafe_buffer_pointer() for s in residual.addressable_shards]
     result = run(x, w, residual)

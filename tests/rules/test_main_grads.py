@@ -8,7 +8,15 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from programs import calls, compiled_text, copies, dp_tp_mesh, on_ranks, tp_mesh
+from programs import (
+    calls,
+    compiled_text,
+    copies,
+    dp_tp_mesh,
+    on_ranks,
+    own_copy,
+    tp_mesh,
+)
 
 import jax_ub as ub
 
@@ -83,8 +91,7 @@ def test_accumulates_in_place_under_a_scan_over_microbatches(kind):
     )
     _, w, main_grad = operands()
     xs = small_integers(0, (5, 8, 16))
-    sharding = jax.sharding.NamedSharding(tp_mesh(2), w_spec)
-    main_grad = jax.device_put(main_grad, sharding)
+    main_grad = own_copy(main_grad, tp_mesh(2), w_spec)
     text = compiled_text(run, xs, w, main_grad)
     local = main_grad.addressable_shards[0].data.shape
     assert copies(text, f"f32[{local[0]},{local[1]}]") == 0

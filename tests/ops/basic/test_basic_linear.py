@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import RANKS_AND_DTYPES, assert_equal, small_integers
 from ops_on_ranks import (
@@ -14,7 +13,15 @@ from ops_on_ranks import (
     integers_of,
     value_and_gradients,
 )
-from programs import calls, compiled_text, copies, dp_tp_mesh, on_ranks, tp_mesh
+from programs import (
+    calls,
+    compiled_text,
+    copies,
+    dp_tp_mesh,
+    on_ranks,
+    own_copy,
+    tp_mesh,
+)
 
 import jax_ub as ub
 from jax_ub import ops
@@ -116,7 +123,7 @@ def test_accumulates_in_place_under_a_scan_over_microbatches():
     expected = main_grads[0]["main_grad"] + sum(
         x.T @ (2 * (x @ weights[0]["kernel"])) for x in xs
     )
-    main_grads = jax.device_put(main_grads, NamedSharding(tp_mesh(2), FEATURES))
+    main_grads = own_copy(main_grads, tp_mesh(2), FEATURES)
     text = compiled_text(run, weights, main_grads, xs)
     assert copies(text, "f32[24,24]") == 0
     old = main_grads[0]["main_grad"].addressable_shards

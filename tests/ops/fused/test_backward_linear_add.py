@@ -1,6 +1,5 @@
 """dgrad GEMMs that add to the gradient of a residual, alone and overlapped."""
 
-import functools
 import re
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from linears import arrays, dgrad, wgrad, wide
 from operands import assert_close, assert_equal, normal, small_integers
 from overlapped_models import model, params_of
-from programs import calls, compiled_text, copies, tp_mesh
+from programs import calls, compiled_text, copies, own_copy, tp_mesh
 from sequences import FEATURES, names
 
 from jax_ub import ops
@@ -123,10 +122,8 @@ def test_sum_is_written_where_the_gradient_of_the_residual_was(kind):
     layer, given = residual_layer(kind, 4, a)[1], params(kind, 4, a)
     x, dy, residual = a.x, a.dy, a.residual + 0
     if mode is not None:
-        place = functools.partial(jax.sharding.NamedSharding, tp_mesh(4))
-        rows = P(None, "tp")
-        x, residual = (jax.device_put(v, place(FEATURES)) for v in (x, residual))
-        dy = jax.device_put(dy, place(rows))
+        x, residual = own_copy((x, residual), tp_mesh(4), FEATURES)
+        dy = own_copy(dy, tp_mesh(4), P(None, "tp"))
     step = jax.jit(
         lambda x, dy, r: jax.vjp(lambda x: layer(given, x), x)[1]((dy, r)),
         donate_argnums=2,

@@ -30,6 +30,7 @@ from programs import (
     compiled_text,
     copies,
     on_ranks,
+    own_copy,
     tp_mesh,
 )
 
@@ -271,16 +272,15 @@ def test_what_is_donated_is_written_in_place(mode, method):
     a, layout = arrays(4), LAYOUTS[mode]
     names = ("main_grad", "residual")
     run = backward_program(mode, 4, names=names, donate=(3, 4), method=method)
-    place = functools.partial(jax.sharding.NamedSharding, tp_mesh(4))
-    main_grad = jax.device_put(a.main_grad, place(layout.w))
-    residual = jax.device_put(a.residual, place(layout.x))
+    main_grad = own_copy(a.main_grad, tp_mesh(4), layout.w)
+    residual = own_copy(a.residual, tp_mesh(4), layout.x)
     local = [array.addressable_shards[0].data.shape for array in (main_grad, residual)]
     text = compiled_text(run, a.dy, a.x, a.w, main_grad, residual)
     for shape in local:
         assert copies(text, f"f32[{','.join(map(str, shape))}]") == 0
-    pointer = main_grad.addressable_shards[0].data.unsafe_buffer_pointer()
+    pointers = [s.data.unsafe_buffer_pointer() for s in main_grad.addressable_shards]
     dx, dw, _ = run(a.dy, a.x, a.w, main_grad, residual)
-    assert dw.addressable_shards[0].data.unsafe_buffer_pointer() == pointer
+    assert pointers == [s.data.unsafe_buffer_pointer() for s in dw.addressable_shards]
     assert_equal((dx, dw), (dgrad(a) + a.residual, a.main_grad + wgrad(a)))
 
 
