@@ -1,7 +1,8 @@
-"""The package's import rules: a layer imports itself, what is below, and the leaves."""
+"""The import rules: a layer imports itself, what is below, and the leaves."""
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -30,9 +31,23 @@ LEAVES = [
     "pictures",
     "errors",
     "_cpu",
+    "_cuda",
 ]
 # These show, measure and start the library, with everything that is public.
 OUTSIDE = {"bench", "launch", "__main__", "doctor", "__init__"}
+
+# The same of csrc: what a folder's files may include, besides the system's headers. How
+# the CPU and CUDA do it lies in folders of these names below.
+CSRC = ROOT / "csrc"
+CSRC_LAYERS = {
+    "platform": {"platform"},
+    "gemm": {"gemm", "reduce", "platform"},
+    "reduce": {"gemm", "reduce", "platform"},
+    "schedule": {"schedule"},
+    "transport": {"transport", "gemm", "reduce", "platform"},
+    "engine": {"engine", "transport", "schedule", "gemm", "reduce", "platform"},
+    "ffi": {"ffi", "engine", "platform", "xla"},
+}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -81,6 +96,50 @@ def test_derivatives_are_defined_in_rules_only():
         own_layer(path) for path in MODULES if "custom_vjp(" in path.read_text()
     } | {own_layer(path) for path in MODULES if "jax.custom_vjp" in path.read_text()}
     assert definers == {"rules"}
+
+
+CSRC_FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cc", ".h", ".cu"})
+
+
+def includes(path):
+    """What it includes in quotes, and in angle brackets."""
+    text = path.read_text()
+    return (
+        set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)),
+        set(re.findall(r"^#include <([^>]+)>", text, re.MULTILINE)),
+    )
+
+
+def test_includes_point_down():
+    for path in CSRC_FILES:
+        layer = path.relative_to(CSRC).parts[0]
+        if layer in CSRC_LAYERS:  # the modules are above all
+            found = {n.split("/")[0] for n in includes(path)[0] if "/" in n}
+            assert found <= CSRC_LAYERS[layer], path
+
+
+def test_only_cuda_includes_cuda():
+    allowed = {path for path in CSRC_FILES if "/cuda/" in str(path)}
+    assert allowed
+    for path in set(CSRC_FILES) - allowed - {CSRC / "module_cuda.cc"}:
+        own, system = includes(path)
+        assert not {name for name in own if "/cuda/" in name}, path
+        assert not {name for name in system if name.startswith("cu")}, path
+
+
+def test_the_host_part_of_cuda_needs_the_drivers_header_only():
+    # So that any compiler builds it, and nothing of CUDA's runtime is linked.
+    for path in CSRC_FILES:
+        if path.suffix != ".cu":
+            assert {n for n in includes(path)[1] if n.startswith("cu")} <= {"cuda.h"}
+
+
+def test_xla_is_included_in_ffi_only_and_nanobind_in_the_modules_only():
+    for path in CSRC_FILES:
+        folder = path.relative_to(CSRC).parent.parts[:1]
+        own, system = includes(path)
+        assert folder == ("ffi",) or not {n for n in own if n.startswith("xla/")}, path
+        assert not folder or not {n for n in system if "nanobind" in n}, path
 
 
 def sources():

@@ -4,8 +4,9 @@
 #include <memory>
 #include <utility>
 
+#include "engine/crew_device.h"
 #include "engine/direct.h"
-#include "engine/executor.h"
+#include "engine/exchange.h"
 #include "engine/segments.h"
 #include "engine/work.h"
 
@@ -22,8 +23,6 @@ constexpr int64_t kSmallBytes = 64 << 10;
 int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
-
-bool IsBulk(Op op) { return op == Op::kBulkAllGather || op == Op::kBulkReduceScatter; }
 
 // Operands that peers read, in the order in which they lie in a half.
 std::vector<size_t> CommunicatedOperands(const Attributes& at, const RankCall& call) {

@@ -9,7 +9,9 @@
 #include <utility>
 
 #include "engine/across.h"
+#include "engine/crew_device.h"
 #include "engine/direct.h"
+#include "engine/exchange.h"
 #include "engine/executor.h"
 #include "platform/deadline.h"
 #include "platform/error.h"
@@ -34,22 +36,26 @@ bool IsNear(uint32_t one, uint32_t other) {
   return one - other < kNear || other - one < kNear;
 }
 
-int64_t HalfBytesOf(const Gang& gang, const SharedCommunicator& communicator) {
+int64_t HalfBytesOf(const Gang& gang,
+                    const SharedCommunicator& communicator,
+                    Crew& crew) {
   const Attributes& at = *gang.attributes;
   if (!UsesSlots(at)) {
     return HalfBytesOfDirect(at, gang.calls[0], communicator.num_processes());
   }
-  const SlotPlan plan = PlanSlots(at, gang.calls[0]);
+  const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew));
   constexpr int64_t kSlotAlignment = 64;
   return plan.num_slots *
          ((plan.slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
 }
 
 // Why no process can run the call, all alike; or nothing.
-std::exception_ptr Refusal(const Gang& gang, const SharedCommunicator& communicator) {
+std::exception_ptr Refusal(const Gang& gang,
+                           const SharedCommunicator& communicator,
+                           Crew& crew) {
   int64_t size_bytes = 0;
   try {
-    size_bytes = HalfBytesOf(gang, communicator);
+    size_bytes = HalfBytesOf(gang, communicator, crew);
   } catch (...) {
     return std::current_exception();
   }
@@ -256,7 +262,7 @@ std::exception_ptr Conductor::Run(const Gang& gang, int64_t call) {
   const Attributes& at = *gang.attributes;
   const double timeout_s = hooks_.timeout_s();
   CheckAgreement(gang);
-  if (const std::exception_ptr refusal = Refusal(gang, *communicator_)) {
+  if (const std::exception_ptr refusal = Refusal(gang, *communicator_, crew_)) {
     Meet(gang, call, timeout_s);
     return refusal;
   }
@@ -298,9 +304,9 @@ std::string Conductor::TextOf(uint64_t signature, const Gang& gang) {
 
 void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
   const Attributes& at = *gang.attributes;
-  const SlotPlan plan = PlanSlots(at, gang.calls[0]);
+  const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew_));
   std::shared_ptr<WorkJob> products;
-  if (at.op == Op::kBulkAllGather || at.op == Op::kBulkReduceScatter) {
+  if (IsBulk(at.op)) {
     Work work = PlanProducts(at, gang.calls, crew_.num_threads());
     work.set_trace(gang.trace, {});
     products = std::make_shared<WorkJob>(std::move(work));
@@ -319,8 +325,9 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
     try {
       Transport& transport =
           communicator_->rank(local_ranks()[i], call, plan.num_slots, plan.slot_bytes);
-      ExecuteRank(at, gang.calls[i], plan, timeout_s, transport, crew_,
-                  gang.trace.OfRank(gang.RankOf(i)));
+      const TraceContext trace = gang.trace.OfRank(gang.RankOf(i));
+      CrewDevice device(crew_, trace);
+      ExecuteRank(at, gang.calls[i], plan, timeout_s, transport, device, trace);
     } catch (...) {
       own = std::current_exception();
       communicator_->Poison(own);  // or the other ranks would wait for this one

@@ -313,17 +313,14 @@ void AddReduceToAll(const Parties& calls, Work& work) {
   work.Add(sum);
 }
 
-// Every rank's own dx, or its own dw_i.
 void AddProducts(const Attributes& at,
                  const Calls& calls,
                  int num_workers,
                  Work& work) {
   for (const RankCall& call : calls) {
-    if (at.op == Op::kBulkAllGather) {
-      work.Add(Dgrad(at, call), num_workers);
-      continue;
+    for (GemmProblem& problem : LocalProducts(at, call)) {
+      work.Add(std::move(problem), num_workers);
     }
-    for (int i = 0; i < at.num_kernels; ++i) work.Add(Wgrad(at, call, i), num_workers);
   }
 }
 
@@ -380,9 +377,7 @@ Work PlanDirect(const Attributes& at, const Parties& calls, int num_workers) {
       work.Add(MatmulAllReduce(at, calls.own), num_workers);
       break;
     case Op::kMatmul:
-      for (const RankCall& call : calls.own) {
-        work.Add(MatmulAllReduce(at, {call}), num_workers);
-      }
+      AddProducts(at, calls.own, num_workers, work);
       break;
     case Op::kWgrad:
       AddWgrads(at, calls, num_workers, work);
@@ -399,6 +394,18 @@ Work PlanDirect(const Attributes& at, const Parties& calls, int num_workers) {
       break;
   }
   return work;
+}
+
+std::vector<GemmProblem> LocalProducts(const Attributes& at, const RankCall& call) {
+  std::vector<GemmProblem> products;
+  if (at.op == Op::kMatmul) {
+    products.push_back(MatmulAllReduce(at, {call}));
+  } else if (at.op == Op::kBulkAllGather) {
+    products.push_back(Dgrad(at, call));
+  } else {
+    for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
+  }
+  return products;
 }
 
 Work PlanProducts(const Attributes& at, const Calls& calls, int num_workers) {

@@ -29,7 +29,12 @@ struct Parties {
 // (matmul_reduce_scatter, matmul_all_reduce) only where all ranks are own ones.
 Work PlanDirect(const Attributes& attributes, const Parties& calls, int num_workers);
 
-// Only the products of a bulk op, or of a wgrad whose operands are gathered already.
+// What a rank multiplies for itself: a matmul, the dx or the dw_i of a bulk op, or those of
+// a wgrad whose operands are gathered already.
+std::vector<GemmProblem> LocalProducts(const Attributes& attributes,
+                                       const RankCall& call);
+
+// These of all the calls.
 Work PlanProducts(const Attributes& attributes,
                   const std::vector<RankCall>& calls,
                   int num_workers);

@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "engine/crew_device.h"
 #include "engine/direct.h"
+#include "engine/exchange.h"
 #include "engine/executor.h"
 #include "platform/error.h"
 
@@ -203,11 +205,11 @@ struct Engine::SlotCall {
 
 void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
   const Attributes& at = *gang->attributes;
-  const SlotPlan plan = PlanSlots(at, gang->calls[0]);
+  const SlotPlan plan = PlanSlots(at, gang->calls[0], CrewDevice(*crew_));
   auto slot_call = std::make_shared<SlotCall>(
       gang, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
       board_->timeout_s());
-  if (at.op == Op::kBulkAllGather || at.op == Op::kBulkReduceScatter) {
+  if (IsBulk(at.op)) {
     Work work = PlanProducts(at, gang->calls, crew_->num_threads());
     work.set_trace(gang->trace, {});
     slot_call->products = std::make_shared<WorkJob>(std::move(work));
@@ -223,8 +225,10 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
   const Gang& gang = *slot_call.gang;
   std::exception_ptr failure;
   try {
+    const TraceContext trace = gang.trace.OfRank(rank);
+    CrewDevice device(*crew_, trace);
     ExecuteRank(*gang.attributes, gang.calls[rank], slot_call.plan, slot_call.timeout_s,
-                slot_call.communicator->rank(rank), *crew_, gang.trace.OfRank(rank));
+                slot_call.communicator->rank(rank), device, trace);
   } catch (...) {
     failure = std::current_exception();
     slot_call.communicator->rank(rank).Poison(failure);

@@ -1,30 +1,15 @@
-// Where the pieces of a schedule lie in a rank's tensors.
+// What a call communicates, and where the pieces of a schedule lie in a rank's tensors.
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "engine/call.h"
+#include "gemm/gemm.h"
 #include "schedule/schedule.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
-
-// A tensor of the executor's own, for what has no place in the call.
-class OwnedTensor {
- public:
-  OwnedTensor(DType dtype, int64_t batch, int64_t rows, int64_t features)
-      : tensor_{dtype, batch, rows, features, nullptr} {
-    memory_.reset(new std::byte[tensor_.size_bytes()]);
-    tensor_.data = memory_.get();
-  }
-  const Tensor& tensor() const { return tensor_; }
-
- private:
-  std::unique_ptr<std::byte[]> memory_;
-  Tensor tensor_;
-};
 
 // Rows [begin, end) of every batch of a tensor.
 struct Piece {
@@ -50,5 +35,36 @@ inline Piece PackedPiece(const Piece& like, const std::byte* data) {
   tensor.data = const_cast<std::byte*>(data);
   return {tensor, 0, tensor.rows};
 }
+
+Pattern PatternOf(const Attributes& attributes);
+
+bool IsGather(Pattern pattern);
+bool HasProduct(Pattern pattern);
+bool IsBulk(Op op);
+
+// The tensors of one pass of a schedule.
+struct Exchange {
+  Tensor operand;        // the own shard; or what is summed, when there is no product
+  Tensor gathered;       // where copies go; no data: nowhere
+  Tensor result;         // where sums go
+  int64_t num_rows = 0;  // that the chunks share
+};
+
+// One per tensor that is communicated: several only for the gradients of a wgrad.
+std::vector<Exchange> ExchangesOf(const Attributes& attributes, const RankCall& call);
+
+// y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r] for the rows r
+// of the piece, of every kernel; none for a piece without rows.
+std::vector<GemmProblem> GatherProducts(const Attributes& attributes,
+                                        const RankCall& call,
+                                        const Piece& x,
+                                        int64_t row);
+
+// Rows [begin, end) of the rank's partial sum over its pairs; none for no rows.
+std::vector<GemmProblem> PartialProducts(const Attributes& attributes,
+                                         const RankCall& call,
+                                         const Tensor& partial,
+                                         int64_t begin,
+                                         int64_t end);
 
 }  // namespace jax_ub

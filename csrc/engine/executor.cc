@@ -1,156 +1,103 @@
 #include "engine/executor.h"
 
 #include <algorithm>
-#include <array>
-#include <optional>
 #include <utility>
 
+#include "engine/crew_device.h"
 #include "engine/direct.h"
 #include "engine/exchange.h"
-#include "engine/segments.h"
 #include "platform/error.h"
-#include "reduce/reduce.h"
 
 namespace jax_ub {
 
 namespace {
 
-// Pieces of a shard when the caller leaves it to the engine: enough that all but a
-// quarter of the communication can hide.
-constexpr int kDefaultSplits = 4;
-
-// Below this a job is not worth waking others for.
-constexpr double kInlineUs = 50;
-
-Pattern PatternOf(const Attributes& at) {
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-      return Pattern::kAllGatherMatmul;
-    case Op::kMatmulReduceScatter:
-      return Pattern::kMatmulReduceScatter;
-    case Op::kMatmulAllReduce:
-      return Pattern::kMatmulAllReduce;
-    case Op::kReduceScatter:
-    case Op::kBulkReduceScatter:
-      return Pattern::kReduceScatter;
-    case Op::kAllReduce:
-      return Pattern::kAllReduce;
-    case Op::kMatmul:
-    case Op::kWgrad:
-    case Op::kAllGather:
-    case Op::kBulkAllGather:
-      break;
-  }
-  return Pattern::kAllGather;
-}
-
-bool IsGather(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
-}
-
-bool HasProduct(Pattern pattern) {
-  return pattern != Pattern::kAllGather && pattern != Pattern::kReduceScatter &&
-         pattern != Pattern::kAllReduce;
-}
-
-// Elements of any shape are rows of one feature, so that they can be cut anywhere.
-Tensor AsRows(const Attributes& at, Tensor tensor) {
-  if (at.op == Op::kAllReduce) {
-    tensor.rows = tensor.num_elements();
-    tensor.batch = tensor.features = 1;
-  }
-  return tensor;
-}
-
-// The tensors of one pass of a schedule.
-struct Exchange {
-  Tensor operand;        // the own shard; or what is summed, when there is no product
-  Tensor gathered;       // where copies go; no data: nowhere
-  Tensor result;         // where sums go
-  int64_t num_rows = 0;  // that the chunks share
+// A point of a lane; none where there is nothing to await.
+struct Point {
+  Lane lane = kCommunicationLane;
+  Mark mark = kNoMark;
 };
 
-Tensor Gathered(const Attributes& at, Tensor shard) {
-  shard.rows *= at.num_ranks;
-  shard.data = nullptr;
-  return shard;
-}
+// Product lanes in turn, over all passes of a call.
+class Lanes {
+ public:
+  explicit Lanes(Device& device) : device_(device) {}
 
-// One per tensor that is communicated: several only for the gradients of a wgrad.
-std::vector<Exchange> ExchangesOf(const Attributes& at, const RankCall& call) {
-  const size_t n = at.num_kernels;
-  std::vector<Exchange> exchanges;
-  const auto gather = [&](const Tensor& shard, std::byte* to) {
-    Exchange exchange{shard, Gathered(at, shard), {}, shard.rows * at.num_ranks};
-    exchange.gathered.data = to;
-    exchanges.push_back(exchange);
-  };
-  const auto reduce = [&](const Tensor& partial, const Tensor& result) {
-    exchanges.push_back({partial, result, result, partial.rows});
-  };
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-      gather(call.operands[0], at.return_gathered ? call.results[n].data : nullptr);
-      break;
-    case Op::kAllGather:
-      gather(call.operands[0], call.results[0].data);
-      break;
-    case Op::kBulkAllGather:
-      gather(call.operands[2 * n], call.results[1].data);
-      break;
-    case Op::kWgrad:
-      if (at.gather == Gather::kX) gather(call.operands[0], nullptr);
-      if (at.gather == Gather::kDy) {
-        for (size_t i = 0; i < n; ++i) gather(call.operands[1 + i], nullptr);
-      }
-      break;
-    case Op::kMatmul:
-    case Op::kMatmulReduceScatter:
-    case Op::kMatmulAllReduce:
-    case Op::kReduceScatter:
-    case Op::kAllReduce:
-      reduce(AsRows(at, call.operands[0]), AsRows(at, call.results[0]));
-      break;
-    case Op::kBulkReduceScatter:
-      reduce(call.operands.back(), call.results.back());
-      break;
+  Lane Next() { return 1 + next_++ % device_.num_product_lanes(); }
+  Point Record(Lane lane) { return {lane, device_.Record(lane)}; }
+  void Await(Lane lane, const Point& point) {
+    if (point.mark != kNoMark && point.lane != lane) device_.Await(lane, point.mark);
   }
-  return exchanges;
-}
 
-// One rank, one pass.
+ private:
+  Device& device_;
+  int next_ = 0;
+};
+
+// One rank, one pass. Where the device enqueues, a step waits for what it reads, and for
+// nothing else:
+//
+//   product of what arrived   the mark behind its kWait
+//   put of a partial sum      its product
+//   sum                       the waits for all parts, and the product of the own one
+//   put of a sum              that sum
+//   product of all            the copies
+//   the end                   what reads slots on product lanes
 class RankExecution {
  public:
+  // `beside`: products that have nothing to do with the exchange.
   RankExecution(const Attributes& at,
                 const RankCall& call,
                 const Exchange& exchange,
                 const Schedule& schedule,
+                const SlotPlan& plan,
                 double timeout_s,
+                std::vector<GemmProblem> beside,
                 Transport& transport,
-                Crew& crew,
+                Device& device,
+                Lanes& lanes,
                 const TraceContext& trace)
       : at_(at),
         call_(call),
         exchange_(exchange),
         schedule_(schedule),
         timeout_s_(timeout_s),
+        beside_(std::move(beside)),
         transport_(transport),
-        crew_(crew),
+        device_(device),
+        lanes_(lanes),
         trace_(trace),
-        held_(3 * schedule.num_ranks * schedule.num_splits, kNone) {
+        held_(3 * schedule.num_ranks * schedule.num_splits),
+        made_(held_.size()),
+        reads_slots_(1 + device.num_product_lanes()) {
     if (HasProduct(schedule.pattern) && !IsGather(schedule.pattern)) {
-      partial_memory_.emplace(DType::kF32, exchange.operand.batch, exchange.num_rows,
-                              exchange.result.features);
+      partial_ = device.Allocate(plan.partial_dtype, exchange.operand.batch,
+                                 exchange.num_rows, exchange.result.features);
+    } else {
+      partial_ = exchange.operand;
     }
-    partial_ = partial_memory_ ? partial_memory_->tensor() : exchange.operand;
   }
 
   void Run() {
-    for (const Step& step : schedule_.steps) Take(step);
+    for (const Step& step : schedule_.steps) {
+      // All that can be sent at once is on its way.
+      if (step.kind == StepKind::kWait) MultiplyBeside();
+      Take(step);
+    }
+    MultiplyBeside();
+    for (Lane lane = 1; lane < static_cast<Lane>(reads_slots_.size()); ++lane) {
+      if (reads_slots_[lane]) lanes_.Await(kCommunicationLane, lanes_.Record(lane));
+    }
     transport_.EndCall();
   }
 
  private:
+  // A piece in a slot, and behind which point it may be read.
+  struct Held {
+    int slot = kNone;
+    Point arrival;
+  };
+
   void Take(const Step& step) {
     const WaitReason reason{at_.label, step.chunk, timeout_s_};
     // Kinds of steps and of spans have the same numbers.
@@ -167,11 +114,7 @@ class RankExecution {
       case StepKind::kPublish:
         return transport_.Signal(step.peer, step.slot);
       case StepKind::kWait:
-        transport_.Wait(step.peer, step.slot, reason);
-        // Parts to be added are found by who sent them, the others by what they are.
-        Held(step.payload, step.payload == Payload::kPartial ? step.peer : step.chunk,
-             step.split) = step.slot;
-        return;
+        return Wait(step, reason);
       case StepKind::kRelease:
         return transport_.Release(step.slot);
       case StepKind::kWaitFree:
@@ -179,10 +122,31 @@ class RankExecution {
     }
   }
 
-  int& Held(Payload payload, int chunk, int split) {
-    return held_[(static_cast<size_t>(payload) * schedule_.num_ranks + chunk) *
-                     schedule_.num_splits +
-                 split];
+  size_t IndexOf(Payload payload, int chunk, int split) const {
+    return (static_cast<size_t>(payload) * schedule_.num_ranks + chunk) *
+               schedule_.num_splits +
+           split;
+  }
+  // Parts to be added are found by who sent them, the others by what they are.
+  Held& HeldOf(Payload payload, int chunk, int split) {
+    return held_[IndexOf(payload, chunk, split)];
+  }
+  // Behind which point a piece that this rank computes is there.
+  Point& MadeAt(Payload payload, int chunk, int split) {
+    return made_[IndexOf(payload, chunk, split)];
+  }
+
+  void Wait(const Step& step, const WaitReason& reason) {
+    transport_.Wait(step.peer, step.slot, reason);
+    const bool partial = step.payload == Payload::kPartial;
+    Held& held = HeldOf(step.payload, partial ? step.peer : step.chunk, step.split);
+    held.slot = step.slot;
+    // Products read pieces one by one, a sum all parts at once, and copies are made on
+    // the lane that waits.
+    if (schedule_.pattern == Pattern::kAllGatherMatmul &&
+        schedule_.method != Method::kExternal) {
+      held.arrival = lanes_.Record(kCommunicationLane);
+    }
   }
 
   RowRange RowsOfChunk(int chunk, int split) const {
@@ -212,11 +176,13 @@ class RankExecution {
         step.payload == Payload::kSum ? exchange_.result : exchange_.operand;
     if (own) return PieceOf(tensor, step);
     const RowRange rows = RowsOfChunk(step);
-    return PackedPiece({tensor, rows.begin, rows.end},
-                       transport_.slot(Held(step.payload, step.chunk, step.split)));
+    return PackedPiece(
+        {tensor, rows.begin, rows.end},
+        transport_.slot(HeldOf(step.payload, step.chunk, step.split).slot));
   }
 
   void Put(const Step& step) {
+    lanes_.Await(kCommunicationLane, MadeAt(step.payload, step.chunk, step.split));
     transport_.Write(step.peer, step.slot, 0, Source(step).rows());
     transport_.Signal(step.peer, step.slot);
   }
@@ -225,92 +191,58 @@ class RankExecution {
     if (exchange_.gathered.data == nullptr) return;
     const Rows from = Source(step).rows();
     const Rows to = PieceOf(exchange_.gathered, step).rows();
-    CopyRows(from.data, from.stride_bytes, const_cast<std::byte*>(to.data),
-             to.stride_bytes, from.num_rows, from.row_bytes);
+    device_.Copy(kCommunicationLane, from, const_cast<std::byte*>(to.data),
+                 to.stride_bytes);
   }
 
   void Multiply(const Step& step) {
-    Work work;
+    const Lane lane = lanes_.Next();
     if (IsGather(schedule_.pattern)) {
-      if (step.chunk == kAllChunks) {
-        const Tensor& x = exchange_.gathered;
-        AddGatherProducts({x, 0, x.rows}, 0, work);
-      } else {
-        AddGatherProducts(Source(step), RowsOfChunk(step).begin, work);
-        CopyPiece(step);
-      }
-    } else if (step.chunk == kAllChunks) {
-      AddPartialProduct(0, exchange_.num_rows, work);
+      MultiplyGathered(lane, step);
     } else {
-      const RowRange rows = RowsOfChunk(step);
-      AddPartialProduct(rows.begin, rows.end, work);
-    }
-    work.set_trace(trace_, step);
-    RunWork(std::move(work), crew_);
-  }
-
-  // y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r] for the rows r
-  // of the piece.
-  void AddGatherProducts(const Piece& x, int64_t row, Work& work) {
-    if (x.num_rows() == 0) return;
-    const int n = at_.num_kernels;
-    for (int i = 0; i < n; ++i) {
-      const Tensor& y = call_.results[i];
-      OperandSegments a(x.tensor.dtype);
-      OperandSegments w(x.tensor.dtype);
-      ResultSegments c(y.dtype);
-      a.AddInner(x.tensor.features);
-      c.AddColumns(y.features);
-      for (int64_t b = 0; b < y.batch; ++b) {
-        a.AddOuter(x.num_rows());
-        a.Append(RowsOf(x.tensor, b, x.begin));
-        c.AddRows(x.num_rows());
-        c.Append(RowsOf(y, b, row));
-      }
-      w.AddInner(x.tensor.features);
-      w.AddOuter(y.features);
-      w.Append(KernelOf(call_.operands[1 + i], at_.rhs_transposed));
-      GemmProblem problem =
-          Problem(at_.scale, std::move(a), std::move(w), std::move(c));
-      if (at_.has_bias) {
-        const Tensor& bias = call_.operands[1 + n + i];
-        problem.addends.push_back({bias.dtype, {}});
-        problem.addends.back().segments.assign(y.batch, {bias.data, 0});
-      }
-      if (at_.has_residual) {
-        const Tensor& residual = call_.operands[FirstResidual(at_) + i];
-        problem.addends.push_back({residual.dtype, {}});
-        for (int64_t b = 0; b < y.batch; ++b) {
-          problem.addends.back().segments.push_back(
-              {residual.At(b, row), residual.features});
-        }
-      }
-      work.Add(std::move(problem), crew_.num_threads());
+      MultiplyPartial(lane, step);
     }
   }
 
-  // Rows [begin, end) of this rank's partial sum, in f32.
-  void AddPartialProduct(int64_t begin, int64_t end, Work& work) {
-    if (begin == end) return;
-    const int n = at_.num_kernels;
-    OperandSegments a(call_.operands[0].dtype);
-    OperandSegments w(call_.operands[0].dtype);
-    ResultSegments c(DType::kF32);
-    w.AddOuter(partial_.features);
-    c.AddColumns(partial_.features);
-    for (int i = 0; i < n; ++i) {
-      a.AddInner(call_.operands[i].features);
-      w.AddInner(call_.operands[i].features);
-      w.Append(KernelOf(call_.operands[n + i], at_.rhs_transposed));
+  void MultiplyGathered(Lane lane, const Step& step) {
+    if (step.chunk == kAllChunks) {
+      const Tensor& x = exchange_.gathered;
+      lanes_.Await(lane, lanes_.Record(kCommunicationLane));
+      return Compute(lane, GatherProducts(at_, call_, {x, 0, x.rows}, 0), step);
     }
-    for (int64_t b = 0; b < partial_.batch; ++b) {
-      a.AddOuter(end - begin);
-      for (int i = 0; i < n; ++i) a.Append(RowsOf(call_.operands[i], b, begin));
-      c.AddRows(end - begin);
-      c.Append(RowsOf(partial_, b, begin));
+    CopyPiece(step);
+    if (step.chunk != schedule_.rank) {
+      lanes_.Await(lane, HeldOf(step.payload, step.chunk, step.split).arrival);
+      reads_slots_[lane] = true;
     }
-    work.Add(Problem(at_.scale, std::move(a), std::move(w), std::move(c)),
-             crew_.num_threads());
+    Compute(lane, GatherProducts(at_, call_, Source(step), RowsOfChunk(step).begin),
+            step);
+  }
+
+  void MultiplyPartial(Lane lane, const Step& step) {
+    const bool all = step.chunk == kAllChunks;
+    const RowRange rows = all ? RowRange{0, exchange_.num_rows} : RowsOfChunk(step);
+    Compute(lane, PartialProducts(at_, call_, partial_, rows.begin, rows.end), step);
+    const Point made = lanes_.Record(lane);
+    if (!all) {
+      MadeAt(Payload::kPartial, step.chunk, step.split) = made;
+      return;
+    }
+    for (int chunk = 0; chunk < schedule_.num_ranks; ++chunk) {
+      for (int split = 0; split < schedule_.num_splits; ++split) {
+        MadeAt(Payload::kPartial, chunk, split) = made;
+      }
+    }
+  }
+
+  // All on one lane: the sums come on another one, if there is one.
+  void MultiplyBeside() {
+    if (beside_.empty()) return;
+    Compute(lanes_.Next(), std::exchange(beside_, {}), {});
+  }
+
+  void Compute(Lane lane, std::vector<GemmProblem> problems, const Step& step) {
+    if (!problems.empty()) device_.Multiply(lane, std::move(problems), step);
   }
 
   // The parts of all ranks, in their order, then bias and residual; rounded once.
@@ -318,21 +250,29 @@ class RankExecution {
     const Piece own = PieceOf(partial_, step);
     const Piece out = PieceOf(exchange_.result, step);
     if (out.num_rows() == 0) return;
+    const Lane lane = lanes_.Next();
+    if (schedule_.num_ranks > 1) {
+      // The waits for the parts are what that lane was given last.
+      lanes_.Await(lane, lanes_.Record(kCommunicationLane));
+      reads_slots_[lane] = true;
+    }
+    lanes_.Await(lane, MadeAt(Payload::kPartial, step.chunk, step.split));
     for (int64_t b = 0; b < out.tensor.batch; ++b) {
       std::vector<ConstMatrix> parts;
       for (int r = 0; r < schedule_.num_ranks; ++r) {
         const Piece part =
             r == schedule_.rank
                 ? own
-                : PackedPiece(own,
-                              transport_.slot(Held(Payload::kPartial, r, step.split)));
+                : PackedPiece(own, transport_.slot(
+                                       HeldOf(Payload::kPartial, r, step.split).slot));
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
       }
       if (HasProduct(schedule_.pattern)) AddBiasAndResidual(b, out.begin, parts);
-      SumChunks(parts, out.num_rows(), out.tensor.features,
-                {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
+      device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
+                  {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
+    MadeAt(Payload::kSum, step.chunk, step.split) = lanes_.Record(lane);
   }
 
   void AddBiasAndResidual(int64_t b, int64_t row, std::vector<ConstMatrix>& parts) {
@@ -352,54 +292,71 @@ class RankExecution {
   const Exchange& exchange_;
   const Schedule& schedule_;
   const double timeout_s_;
+  std::vector<GemmProblem> beside_;
   Transport& transport_;
-  Crew& crew_;
+  Device& device_;
+  Lanes& lanes_;
   const TraceContext& trace_;
-  std::vector<int> held_;  // [payload][chunk, or sender of a part][split] -> slot
-  std::optional<OwnedTensor> partial_memory_;
+  std::vector<Held> held_;         // [payload][chunk, or sender of a part][split]
+  std::vector<Point> made_;        // [payload][chunk][split]
+  std::vector<bool> reads_slots_;  // [lane]
   Tensor partial_;
 };
 
-}  // namespace
-
-void RunWork(Work work, Crew& crew) {
-  const bool small = work.estimated_us() < kInlineUs;
-  const auto job = std::make_shared<WorkJob>(std::move(work));
-  if (small) {
-    crew.RunInline(*job);
-    job->Wait();
-  } else {
-    crew.RunAndWait(job);
+// The products of a call whose operands are all there behind the point.
+void MultiplyInTurn(const Attributes& at,
+                    const RankCall& call,
+                    const Point& ready,
+                    Device& device,
+                    Lanes& lanes) {
+  const auto multiply = [&](std::vector<GemmProblem> problems) {
+    const Lane lane = lanes.Next();
+    lanes.Await(lane, ready);
+    device.Multiply(lane, std::move(problems), {});
+  };
+  std::vector<GemmProblem> problems = LocalProducts(at, call);
+  if (!device.enqueues()) return multiply(std::move(problems));
+  for (GemmProblem& problem : problems) {
+    std::vector<GemmProblem> one;
+    one.push_back(std::move(problem));
+    multiply(std::move(one));
   }
 }
+
+}  // namespace
 
 bool UsesSlots(const Attributes& at) {
   if (at.method == Method::kDirect || at.ranks.empty()) return false;
   return at.op != Op::kMatmul && (at.op != Op::kWgrad || at.gather != Gather::kNone);
 }
 
-SlotPlan PlanSlots(const Attributes& at, const RankCall& call) {
+SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& device) {
   SlotPlan plan;
   plan.pattern = PatternOf(at);
   if (!HasSchedule(plan.pattern, at.method)) {
     throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
                            " has no method " + std::string(MethodName(at.method)) +
-                           ": use direct, ring_exchange, pipeline or external");
+                           ": use " + (device.enqueues() ? "" : "direct, ") +
+                           "ring_exchange, pipeline or external");
   }
-  const int splits =
-      at.num_splits == 0 ? kDefaultSplits : static_cast<int>(at.num_splits);
+  const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.pattern)
+                                        : static_cast<int>(at.num_splits);
   const Schedule schedule =
       MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits);
   plan.num_splits = schedule.num_splits;
   plan.num_slots = schedule.num_slots;
+  plan.partial_dtype = device.PartialDType(at, call);
   for (const Exchange& exchange : ExchangesOf(at, call)) {
     const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
     const int64_t piece_rows = (chunk_rows + plan.num_splits - 1) / plan.num_splits;
     const bool gather = IsGather(plan.pattern);
     const Tensor& sent = gather ? exchange.operand : exchange.result;
     int64_t element_bytes = SizeOf(exchange.operand.dtype);
-    if (!gather) element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
-    if (!gather && HasProduct(plan.pattern)) element_bytes = SizeOf(DType::kF32);
+    if (!gather) {
+      if (HasProduct(plan.pattern)) element_bytes = SizeOf(plan.partial_dtype);
+      // An all-reduce sends the sums too.
+      element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
+    }
     plan.slot_bytes = std::max(plan.slot_bytes,
                                sent.batch * piece_rows * sent.features * element_bytes);
   }
@@ -411,32 +368,37 @@ void ExecuteRank(const Attributes& at,
                  const SlotPlan& plan,
                  double timeout_s,
                  Transport& transport,
-                 Crew& crew,
+                 Device& device,
                  const TraceContext& trace) {
   const Schedule schedule = MakeSchedule(plan.pattern, at.method, transport.rank(),
                                          transport.num_ranks(), plan.num_splits);
   const bool whole = at.op == Op::kWgrad ||
                      (at.op == Op::kAllGatherMatmul && at.method == Method::kExternal);
-  std::vector<OwnedTensor> gathered;
+  Lanes lanes(device);
+  std::vector<GemmProblem> beside;
+  if (device.enqueues() && IsBulk(at.op)) beside = LocalProducts(at, call);
+  RankCall local = call;
+  size_t next = at.gather == Gather::kX ? 0 : 1;
   for (Exchange exchange : ExchangesOf(at, call)) {
     if (whole && exchange.gathered.data == nullptr) {
       const Tensor& like = exchange.gathered;
-      gathered.emplace_back(like.dtype, like.batch, like.rows, like.features);
-      exchange.gathered = gathered.back().tensor();
+      exchange.gathered =
+          device.Allocate(like.dtype, like.batch, like.rows, like.features);
     }
-    RankExecution(at, call, exchange, schedule, timeout_s, transport, crew, trace)
+    RankExecution(at, call, exchange, schedule, plan, timeout_s,
+                  std::exchange(beside, {}), transport, device, lanes, trace)
         .Run();
+    if (at.op == Op::kWgrad) local.operands[next++] = exchange.gathered;
   }
   if (at.op != Op::kWgrad) return;
-  RankCall local = call;
-  const size_t first = at.gather == Gather::kX ? 0 : 1;
-  for (size_t i = 0; i < gathered.size(); ++i) {
-    local.operands[first + i] = gathered[i].tensor();
-  }
-  Work work = PlanProducts(at, {local}, crew.num_threads());
-  work.set_trace(trace, {});
   const TraceScope scope(trace, TraceKind::kMultiply, {});
-  RunWork(std::move(work), crew);
+  const Point gathered = lanes.Record(kCommunicationLane);
+  MultiplyInTurn(at, local, gathered, device, lanes);
+}
+
+void ExecuteLocal(const Attributes& at, const RankCall& call, Device& device) {
+  Lanes lanes(device);
+  MultiplyInTurn(at, call, {}, device, lanes);
 }
 
 }  // namespace jax_ub

@@ -18,6 +18,9 @@
 
 namespace jax_ub {
 
+// No operation has more than a bias, a residual and an accumulator.
+inline constexpr int kMaxAddends = 7;
+
 struct GemmProblem {
   int64_t m = 0;
   int64_t n = 0;

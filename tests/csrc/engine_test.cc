@@ -11,6 +11,7 @@
 
 #include "call_maker.h"
 #include "check.h"
+#include "engine/crew_device.h"
 #include "engine/executor.h"
 #include "engine_calls.h"
 #include "gemm/gemm.h"
@@ -287,7 +288,7 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
       MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, kNumRanks);
   Arrays arrays(1);
   const auto calls = MakeCalls(at, {}, arrays);
-  const SlotPlan plan = PlanSlots(at, calls[0]);
+  const SlotPlan plan = PlanSlots(at, calls[0], CrewDevice(engine.crew()));
   InProcessCommunicator communicator(kNumRanks, plan.num_slots, plan.slot_bytes);
   // Rank 2 never begins.
   std::vector<std::string> texts(kNumRanks);
@@ -295,8 +296,9 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       try {
+        CrewDevice device(engine.crew());
         ExecuteRank(at, calls[rank], plan, rank == 0 ? 0.1 : kLongS,
-                    communicator.rank(rank), engine.crew(), {});
+                    communicator.rank(rank), device, {});
       } catch (const std::exception& error) {
         texts[rank] = error.what();
         communicator.rank(rank).Poison(std::current_exception());

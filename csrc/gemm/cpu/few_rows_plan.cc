@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "gemm/cpu/check_problem.h"
+#include "gemm/check_problem.h"
 #include "gemm/cpu/flush_subnormals.h"
 
 namespace jax_ub {
@@ -20,7 +20,7 @@ int64_t StripColumns(int64_t n, int num_workers) {
 }  // namespace
 
 FewRowsPlan::FewRowsPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
-    : problem_(CheckProblem(std::move(problem))),
+    : problem_(Checked(std::move(problem))),
       kernels_(kernels),
       c_(problem_, kernels),
       strip_(StripColumns(problem_.n, num_workers)) {}

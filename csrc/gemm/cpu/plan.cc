@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "gemm/cpu/check_problem.h"
+#include "gemm/check_problem.h"
 #include "gemm/cpu/few_rows_plan.h"
 #include "gemm/cpu/flush_subnormals.h"
 
@@ -26,7 +26,7 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
 }
 
 TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
-    : problem_(CheckProblem(std::move(problem))),
+    : problem_(Checked(std::move(problem))),
       kernels_(kernels),
       blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
       a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),

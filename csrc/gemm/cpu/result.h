@@ -10,9 +10,6 @@
 
 namespace jax_ub {
 
-// No operation has more than a bias, a residual and an accumulator.
-inline constexpr int kMaxAddends = 7;
-
 class Result {
  public:
   // Both outlive the result.

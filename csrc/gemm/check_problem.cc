@@ -1,9 +1,7 @@
-#include "gemm/cpu/check_problem.h"
+#include "gemm/check_problem.h"
 
 #include <stdexcept>
 #include <string>
-
-#include "gemm/cpu/result.h"
 
 namespace jax_ub {
 
@@ -64,7 +62,7 @@ void CheckOperand(const OperandView& view,
 
 }  // namespace
 
-GemmProblem CheckProblem(GemmProblem problem) {
+void CheckProblem(const GemmProblem& problem) {
   if (problem.m < 0 || problem.n < 0 || problem.k < 0) {
     Refuse("sizes M=" + std::to_string(problem.m) + " N=" + std::to_string(problem.n) +
            " K=" + std::to_string(problem.k) + " must not be negative");
@@ -88,6 +86,10 @@ GemmProblem CheckProblem(GemmProblem problem) {
   for (const AddendView& addend : problem.addends) {
     CheckCount(addend.segments.size(), num_segments, "an addend");
   }
+}
+
+GemmProblem Checked(GemmProblem problem) {
+  CheckProblem(problem);
   return problem;
 }
 

@@ -1,0 +1,66 @@
+#include "engine/crew_device.h"
+
+#include <utility>
+
+#include "reduce/reduce.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Pieces of a shard when the caller leaves it to the engine: enough that all but a
+// quarter of the communication can hide.
+constexpr int kDefaultSplits = 4;
+
+// Below this a job is not worth waking others for.
+constexpr double kInlineUs = 50;
+
+}  // namespace
+
+int CrewDevice::DefaultSplits(Pattern pattern) const { return kDefaultSplits; }
+
+Tensor CrewDevice::Allocate(DType dtype,
+                            int64_t batch,
+                            int64_t rows,
+                            int64_t features) {
+  Tensor tensor{dtype, batch, rows, features, nullptr};
+  memory_.emplace_back(new std::byte[tensor.size_bytes()]);
+  tensor.data = memory_.back().get();
+  return tensor;
+}
+
+void CrewDevice::Multiply(Lane lane,
+                          std::vector<GemmProblem> problems,
+                          const Step& step) {
+  Work work;
+  for (GemmProblem& problem : problems) {
+    work.Add(std::move(problem), crew_.num_threads());
+  }
+  work.set_trace(trace_, step);
+  RunWork(std::move(work), crew_);
+}
+
+void CrewDevice::Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) {
+  CopyRows(from.data, from.stride_bytes, to, to_stride, from.num_rows, from.row_bytes);
+}
+
+void CrewDevice::Sum(Lane lane,
+                     std::span<const ConstMatrix> parts,
+                     int64_t rows,
+                     int64_t columns,
+                     const Matrix& out) {
+  SumChunks(parts, rows, columns, out);
+}
+
+void RunWork(Work work, Crew& crew) {
+  const bool small = work.estimated_us() < kInlineUs;
+  const auto job = std::make_shared<WorkJob>(std::move(work));
+  if (small) {
+    crew.RunInline(*job);
+    job->Wait();
+  } else {
+    crew.RunAndWait(job);
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,170 @@
+#include "engine/exchange.h"
+
+#include <utility>
+
+#include "engine/segments.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Elements of any shape are rows of one feature, so that they can be cut anywhere.
+Tensor AsRows(const Attributes& at, Tensor tensor) {
+  if (at.op == Op::kAllReduce) {
+    tensor.rows = tensor.num_elements();
+    tensor.batch = tensor.features = 1;
+  }
+  return tensor;
+}
+
+Tensor Gathered(const Attributes& at, Tensor shard) {
+  shard.rows *= at.num_ranks;
+  shard.data = nullptr;
+  return shard;
+}
+
+}  // namespace
+
+Pattern PatternOf(const Attributes& at) {
+  switch (at.op) {
+    case Op::kAllGatherMatmul:
+      return Pattern::kAllGatherMatmul;
+    case Op::kMatmulReduceScatter:
+      return Pattern::kMatmulReduceScatter;
+    case Op::kMatmulAllReduce:
+      return Pattern::kMatmulAllReduce;
+    case Op::kReduceScatter:
+    case Op::kBulkReduceScatter:
+      return Pattern::kReduceScatter;
+    case Op::kAllReduce:
+      return Pattern::kAllReduce;
+    case Op::kMatmul:
+    case Op::kWgrad:
+    case Op::kAllGather:
+    case Op::kBulkAllGather:
+      break;
+  }
+  return Pattern::kAllGather;
+}
+
+bool IsGather(Pattern pattern) {
+  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
+}
+
+bool HasProduct(Pattern pattern) {
+  return pattern != Pattern::kAllGather && pattern != Pattern::kReduceScatter &&
+         pattern != Pattern::kAllReduce;
+}
+
+bool IsBulk(Op op) { return op == Op::kBulkAllGather || op == Op::kBulkReduceScatter; }
+
+std::vector<Exchange> ExchangesOf(const Attributes& at, const RankCall& call) {
+  const size_t n = at.num_kernels;
+  std::vector<Exchange> exchanges;
+  const auto gather = [&](const Tensor& shard, std::byte* to) {
+    Exchange exchange{shard, Gathered(at, shard), {}, shard.rows * at.num_ranks};
+    exchange.gathered.data = to;
+    exchanges.push_back(exchange);
+  };
+  const auto reduce = [&](const Tensor& partial, const Tensor& result) {
+    exchanges.push_back({partial, result, result, partial.rows});
+  };
+  switch (at.op) {
+    case Op::kAllGatherMatmul:
+      gather(call.operands[0], at.return_gathered ? call.results[n].data : nullptr);
+      break;
+    case Op::kAllGather:
+      gather(call.operands[0], call.results[0].data);
+      break;
+    case Op::kBulkAllGather:
+      gather(call.operands[2 * n], call.results[1].data);
+      break;
+    case Op::kWgrad:
+      if (at.gather == Gather::kX) gather(call.operands[0], nullptr);
+      if (at.gather == Gather::kDy) {
+        for (size_t i = 0; i < n; ++i) gather(call.operands[1 + i], nullptr);
+      }
+      break;
+    case Op::kMatmul:
+    case Op::kMatmulReduceScatter:
+    case Op::kMatmulAllReduce:
+    case Op::kReduceScatter:
+    case Op::kAllReduce:
+      reduce(AsRows(at, call.operands[0]), AsRows(at, call.results[0]));
+      break;
+    case Op::kBulkReduceScatter:
+      reduce(call.operands.back(), call.results.back());
+      break;
+  }
+  return exchanges;
+}
+
+std::vector<GemmProblem> GatherProducts(const Attributes& at,
+                                        const RankCall& call,
+                                        const Piece& x,
+                                        int64_t row) {
+  std::vector<GemmProblem> problems;
+  if (x.num_rows() == 0) return problems;
+  const int n = at.num_kernels;
+  for (int i = 0; i < n; ++i) {
+    const Tensor& y = call.results[i];
+    OperandSegments a(x.tensor.dtype);
+    OperandSegments w(x.tensor.dtype);
+    ResultSegments c(y.dtype);
+    a.AddInner(x.tensor.features);
+    c.AddColumns(y.features);
+    for (int64_t b = 0; b < y.batch; ++b) {
+      a.AddOuter(x.num_rows());
+      a.Append(RowsOf(x.tensor, b, x.begin));
+      c.AddRows(x.num_rows());
+      c.Append(RowsOf(y, b, row));
+    }
+    w.AddInner(x.tensor.features);
+    w.AddOuter(y.features);
+    w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
+    GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
+    if (at.has_bias) {
+      const Tensor& bias = call.operands[1 + n + i];
+      problem.addends.push_back({bias.dtype, {}});
+      problem.addends.back().segments.assign(y.batch, {bias.data, 0});
+    }
+    if (at.has_residual) {
+      const Tensor& residual = call.operands[FirstResidual(at) + i];
+      problem.addends.push_back({residual.dtype, {}});
+      for (int64_t b = 0; b < y.batch; ++b) {
+        problem.addends.back().segments.push_back(
+            {residual.At(b, row), residual.features});
+      }
+    }
+    problems.push_back(std::move(problem));
+  }
+  return problems;
+}
+
+std::vector<GemmProblem> PartialProducts(const Attributes& at,
+                                         const RankCall& call,
+                                         const Tensor& partial,
+                                         int64_t begin,
+                                         int64_t end) {
+  if (begin == end) return {};
+  const int n = at.num_kernels;
+  OperandSegments a(call.operands[0].dtype);
+  OperandSegments w(call.operands[0].dtype);
+  ResultSegments c(partial.dtype);
+  w.AddOuter(partial.features);
+  c.AddColumns(partial.features);
+  for (int i = 0; i < n; ++i) {
+    a.AddInner(call.operands[i].features);
+    w.AddInner(call.operands[i].features);
+    w.Append(KernelOf(call.operands[n + i], at.rhs_transposed));
+  }
+  for (int64_t b = 0; b < partial.batch; ++b) {
+    a.AddOuter(end - begin);
+    for (int i = 0; i < n; ++i) a.Append(RowsOf(call.operands[i], b, begin));
+    c.AddRows(end - begin);
+    c.Append(RowsOf(partial, b, begin));
+  }
+  return {Problem(at.scale, std::move(a), std::move(w), std::move(c))};
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,25 @@
+// cuBLASLt without a GPU, by its rules, on the streams of emulated_driver.h. Sums are f32,
+// in the order of the contraction, whatever the algorithm.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/cuda/cublaslt.h"
+
+namespace jax_ub {
+
+const CublasLt& EmulatedCublasLt();
+
+struct EmulatedCublasLtState {
+  int64_t num_handles = 0;
+  int64_t num_objects = 0;  // live descriptions, layouts, preferences
+  int64_t num_heuristics = 0;
+  int64_t num_matmuls = 0;  // enqueued or captured
+};
+EmulatedCublasLtState ReadEmulatedCublasLt();
+
+// From now on: no heuristic finds an algorithm; matmuls return `result`.
+void RefuseEmulatedMatmuls(bool no_algorithms,
+                           lt::Status result = lt::Status::kSuccess);
+
+}  // namespace jax_ub

@@ -1,0 +1,97 @@
+"""jax_ub._cuda: loads everywhere, links nothing of CUDA, and can be left out."""
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+SPEC = importlib.util.find_spec("jax_ub._cuda")
+built = pytest.mark.skipif(SPEC is None, reason="built without nvcc: no jax_ub._cuda")
+
+
+def tool(name):
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"no {name} here")
+    return path
+
+
+def output(*command):
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def there_is_a_driver():
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def test_the_package_neither_loads_nor_needs_it_without_a_gpu():
+    # None: importing it is an error, as where no toolkit built it.
+    program = """
+import sys
+sys.modules["jax_ub._cuda"] = None
+import jax, jax.numpy as jnp
+import jax_ub as ub
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+spec = jax.sharding.PartitionSpec
+linear = jax.shard_map(
+    lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
+    mesh=mesh,
+    in_specs=(spec("tp"), spec(None, "tp")),
+    out_specs=spec(None, "tp"))
+assert (linear(x, w) == 8).all()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_importing_the_package_leaves_it_alone():
+    program = "import jax_ub, sys; assert 'jax_ub._cuda' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@built
+def test_it_says_why_there_is_no_driver():
+    from jax_ub import _cuda
+
+    if there_is_a_driver():
+        pytest.skip("there is an NVIDIA driver")
+    assert "libcuda.so.1 was not found" in _cuda.why_not()
+    for function in (_cuda.devices, _cuda.driver_version):
+        with pytest.raises(RuntimeError, match="there is no NVIDIA driver here"):
+            function()
+
+
+@built
+def test_it_lists_the_devices():
+    from jax_ub import _cuda
+
+    if not there_is_a_driver() or _cuda.why_not() is not None:
+        pytest.skip("no NVIDIA GPU here")
+    assert _cuda.driver_version() >= 12000
+    for ordinal, device in enumerate(_cuda.devices()):
+        assert device["ordinal"] == ordinal
+        assert device["compute_capability"] >= (5, 0)
+        assert device["num_sms"] > 0 and device["memory_bytes"] > 0
+
+
+@built
+def test_it_links_nothing_of_cuda():
+    needed = re.findall(r"NEEDED.*\[(.*)\]", output(tool("readelf"), "-d", SPEC.origin))
+    libraries = {name.partition(".so")[0] for name in needed}
+    assert "libc" in libraries
+    assert libraries <= {"libc", "libm", "libdl", "libpthread", "libstdc++", "libgcc_s"}
+
+
+@built
+def test_it_exports_its_entry_only():
+    table = output(tool("nm"), "-D", "--defined-only", SPEC.origin)
+    assert [line.split()[-1] for line in table.splitlines()] == ["PyInit__cuda"]
