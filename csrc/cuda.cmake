@@ -77,6 +77,10 @@ endif()
 
 jax_ub_library(jax_ub_cuda
   SOURCES
+    gemm/cuda/cublaslt.cc
+    gemm/cuda/cuda_gemm.cc
+    gemm/cuda/gemm_blocks.cc
+    gemm/cuda/gemm_plan_cache.cc
     platform/cuda/driver.cc
     platform/cuda/owners.cc
     reduce/cuda/sum_kernels.cc
