@@ -77,12 +77,15 @@ endif()
 
 jax_ub_library(jax_ub_cuda
   SOURCES
-    gemm/cuda/cublaslt.cc
-    gemm/cuda/cuda_gemm.cc
-    gemm/cuda/gemm_blocks.cc
-    gemm/cuda/gemm_plan_cache.cc
+    engine/cuda/cuda_device.cc
+    engine/cuda/cuda_engine.cc
+    engine/cuda/gpu.cc
+    engine/cuda/measuring_device.cc
+    engine/cuda/stream_device.cc
+    engine/cuda/stream_lanes.cc
     platform/cuda/driver.cc
     platform/cuda/owners.cc
+    reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
     transport/cuda/cuda_slots.cc
     transport/cuda/flag_kernels.cc

@@ -3,6 +3,7 @@
 #include <array>
 #include <bit>
 #include <sstream>
+#include <stdexcept>
 
 #include "platform/error.h"
 
@@ -228,6 +229,29 @@ size_t FirstResidual(const Attributes& at) {
 }
 
 std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
+
+std::unordered_map<int64_t, size_t> PlacesOf(const Attributes& at) {
+  const auto refuse = [&](const std::string& text) {
+    throw std::invalid_argument("jax_ub." + at.label + ": " + text);
+  };
+  if (at.num_ranks < 1) refuse("num_ranks is " + std::to_string(at.num_ranks));
+  if (at.num_kernels < 1) refuse("num_kernels is " + std::to_string(at.num_kernels));
+  if (at.num_splits < 0) refuse("num_splits is " + std::to_string(at.num_splits));
+  if (at.ranks.empty() && at.num_ranks != 1) {
+    refuse("a local op has num_ranks = " + std::to_string(at.num_ranks));
+  }
+  if (at.ranks.size() % static_cast<size_t>(at.num_ranks) != 0) {
+    refuse("ranks lists " + std::to_string(at.ranks.size()) +
+           " devices, no multiple of num_ranks = " + std::to_string(at.num_ranks));
+  }
+  std::unordered_map<int64_t, size_t> places;
+  for (size_t place = 0; place < at.ranks.size(); ++place) {
+    if (!places.emplace(at.ranks[place], place).second) {
+      refuse("ranks lists device " + std::to_string(at.ranks[place]) + " twice");
+    }
+  }
+  return places;
+}
 
 std::string Describe(const Tensor& tensor) {
   std::ostringstream text;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "gemm/views.h"
@@ -69,6 +70,10 @@ struct Attributes {
   Gather gather = Gather::kNone;
   Tuning tuning;
 };
+
+// Where each device is: its id -> group * P + rank. Throws std::invalid_argument for
+// attributes that no op has.
+std::unordered_map<int64_t, size_t> PlacesOf(const Attributes& attributes);
 
 // A dense row-major array [batch, rows, features] of a rank. A vector is one row.
 struct Tensor {

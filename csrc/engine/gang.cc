@@ -78,28 +78,12 @@ void CheckAgreement(const Gang& gang) {
 CallSite::CallSite(Attributes attributes, uint64_t ordinal)
     : attributes_(std::move(attributes)),
       id_(NextId()),
-      key_(KeyOf(attributes_.channel, ordinal)) {
-  const Attributes& at = attributes_;
-  const auto refuse = [&](const std::string& text) {
-    throw std::invalid_argument("jax_ub." + at.label + ": " + text);
-  };
-  if (at.num_ranks < 1) refuse("num_ranks is " + std::to_string(at.num_ranks));
-  if (at.num_kernels < 1) refuse("num_kernels is " + std::to_string(at.num_kernels));
-  if (at.num_splits < 0) refuse("num_splits is " + std::to_string(at.num_splits));
-  if (at.ranks.empty() && at.num_ranks != 1) {
-    refuse("a local op has num_ranks = " + std::to_string(at.num_ranks));
-  }
-  if (at.ranks.size() % static_cast<size_t>(at.num_ranks) != 0) {
-    refuse("ranks lists " + std::to_string(at.ranks.size()) +
-           " devices, no multiple of num_ranks = " + std::to_string(at.num_ranks));
-  }
-  for (size_t place = 0; place < at.ranks.size(); ++place) {
-    if (!places_.emplace(at.ranks[place], place).second) {
-      refuse("ranks lists device " + std::to_string(at.ranks[place]) + " twice");
-    }
-    if (place % at.num_ranks == 0) group_keys_.push_back(kHashBegin);
+      key_(KeyOf(attributes_.channel, ordinal)),
+      places_(PlacesOf(attributes_)) {
+  for (size_t place = 0; place < attributes_.ranks.size(); ++place) {
+    if (place % attributes_.num_ranks == 0) group_keys_.push_back(kHashBegin);
     group_keys_.back() =
-        Mix(group_keys_.back(), static_cast<uint64_t>(at.ranks[place] + 1));
+        Mix(group_keys_.back(), static_cast<uint64_t>(attributes_.ranks[place] + 1));
   }
 }
 

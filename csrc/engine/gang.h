@@ -80,9 +80,9 @@ class CallSite {
   bool IsGroup(int group, const std::vector<int64_t>& devices) const;
 
   const Attributes attributes_;
-  const uint64_t id_;                           // no other site of this process had it
-  const uint64_t key_;                          // channel and ordinal
-  std::unordered_map<int64_t, size_t> places_;  // device id -> group * P + rank
+  const uint64_t id_;   // no other site of this process had it
+  const uint64_t key_;  // channel and ordinal
+  const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
   std::vector<uint64_t> group_keys_;
   std::deque<Run> runs_;  // guarded by Board::mutex_; newest last
 };

@@ -303,10 +303,9 @@ def check_communicators() -> None:
         TimeoutError: if a rank waited for its peers until its deadline.
         CommunicatorError: if a rank failed in another way.
     """
-    found = {f"ranks {list(group)}": failure for group, failure in failures()}
-    for where, failure in {**found, **cuda.failures()}.items():
+    for group, failure in failures():
         kind = errors.TimeoutError if "waited" in failure else CommunicatorError
-        raise kind(f"{where}: {failure}")
+        raise kind(f"ranks {list(group)}: {failure}")
 
 
 def failures() -> Iterator[tuple[Group, str]]:

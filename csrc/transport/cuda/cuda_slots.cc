@@ -62,35 +62,15 @@ void CudaSlots::Write(int peer, int slot, int64_t offset, const Rows& rows) {
                 " bytes does not fit into a slot of " +
                 std::to_string(slots_.slot_bytes));
   }
-  if (size_bytes == 0) return;
-  const CUdeviceptr from = AddressOf(rows.data);
-  const CUdeviceptr to = SlotOf(peer, slot) + offset;
-  const Driver& driver = *stream_.driver;
-  if (!stream_.use_ce) {
-    stream_.sums->Copy(stream_.stream,
-                       {.from = from,
-                        .to = to,
-                        .num_rows = rows.num_rows,
-                        .row_bytes = rows.row_bytes,
-                        .from_stride = rows.stride_bytes,
-                        .to_stride = rows.row_bytes,
-                        .unit_bytes = 0},
-                       stream_.num_sm, stream_.cluster_size);
-  } else if (rows.num_rows == 1 || rows.stride_bytes == rows.row_bytes) {
-    Check(driver, driver.MemcpyAsync(to, from, size_bytes, stream_.stream),
-          "cuMemcpyAsync");
-  } else {
-    CUDA_MEMCPY2D copy = {};
-    copy.srcMemoryType = CU_MEMORYTYPE_UNIFIED;
-    copy.srcDevice = from;
-    copy.srcPitch = rows.stride_bytes;
-    copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
-    copy.dstDevice = to;
-    copy.dstPitch = rows.row_bytes;
-    copy.WidthInBytes = rows.row_bytes;
-    copy.Height = rows.num_rows;
-    Check(driver, driver.Memcpy2DAsync(&copy, stream_.stream), "cuMemcpy2DAsync");
-  }
+  EnqueueCopy(*stream_.driver, *stream_.sums, stream_.stream,
+              {.from = AddressOf(rows.data),
+               .to = SlotOf(peer, slot) + offset,
+               .num_rows = rows.num_rows,
+               .row_bytes = rows.row_bytes,
+               .from_stride = rows.stride_bytes,
+               .to_stride = rows.row_bytes,
+               .unit_bytes = 0},
+              stream_.copies);
 }
 
 void CudaSlots::Signal(int peer, int slot) {

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
+#include "reduce/cuda/row_copies.h"
 #include "reduce/cuda/sum_kernels.h"
 #include "transport/cuda/flag_kernels.h"
 #include "transport/transport.h"
@@ -56,9 +57,7 @@ struct SlotStream {
   const FlagKernels* flags = nullptr;
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
-  bool use_ce = true;    // copy engines; else the copy kernel:
-  int num_sm = 0;        // its blocks; 0: its own default
-  int cluster_size = 0;  // of them
+  CopyWay copies;
 };
 
 class CudaSlots : public Transport {

@@ -1,0 +1,29 @@
+#include "engine/cuda/cuda_device.h"
+
+#include "engine/exchange.h"
+
+namespace jax_ub {
+
+namespace {
+
+// As many as Transformer Engine's pipelined reduce-scatter.
+constexpr int kDefaultSplits = 4;
+
+}  // namespace
+
+int64_t WorkspacePlan::size_bytes() const {
+  int64_t bytes = tensor_bytes;
+  for (const int64_t scratch : scratch_bytes) bytes += scratch;
+  return bytes == 0 ? 0 : bytes + kAlignment;
+}
+
+DType CudaDevice::PartialDType(const Attributes& at, const RankCall& call) const {
+  const bool rounded = at.num_kernels == 1 && at.num_ranks > 1;
+  return rounded ? call.operands[0].dtype : DType::kF32;
+}
+
+int CudaDevice::DefaultSplits(Pattern pattern) const {
+  return IsGather(pattern) ? 1 : kDefaultSplits;
+}
+
+}  // namespace jax_ub

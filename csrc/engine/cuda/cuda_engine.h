@@ -1,0 +1,153 @@
+// Calls on GPUs. XLA asks for each on its device's launch thread, in the same order on
+// every rank: so ranks need no matching on the host. Initialize comes before every run of
+// a program, Execute enqueues a call, or is captured once and then replayed without it.
+#pragma once
+
+#include <cuda.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/call.h"
+#include "engine/cuda/cuda_device.h"
+#include "engine/cuda/gpu.h"
+#include "engine/cuda/measuring_device.h"
+#include "gemm/cuda/cublaslt.h"
+#include "platform/cuda/driver.h"
+#include "transport/cuda/communicator.h"
+
+namespace jax_ub {
+
+// Executions of one custom call of one compiled program, on all devices of this process.
+class CudaCallSite {
+ public:
+  // Throws std::invalid_argument for attributes that no op has, UnsupportedError for what
+  // does not run on GPUs.
+  explicit CudaCallSite(Attributes attributes);
+
+  const Attributes& attributes() const { return attributes_; }
+
+ private:
+  friend class CudaEngine;
+
+  // What Initialize found out for a device.
+  struct Preparation {
+    Gpu* gpu = nullptr;
+    std::vector<int> alignments;  // of the tensors that the products were planned for
+    CallPlan plan;
+    GemmOptions options;
+    int group = 0;
+    int rank = 0;
+    bool uses_communicator = false;
+  };
+  // The communicator of a group. Captured graphs hold its addresses, so that another one
+  // may take its place only while nothing has been captured.
+  struct Binding {
+    std::shared_ptr<CudaCommunicator> communicator;
+    uint32_t number = 0;  // of the call site, there
+    bool captured = false;
+  };
+
+  const Attributes attributes_;
+  const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
+  std::mutex mutex_;                                  // guards the two below
+  std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by ordinal
+  std::map<int, Binding> bindings_;                                 // by group
+};
+
+struct CudaCounters {
+  std::array<int64_t, kNumOps> calls = {};  // enqueued or captured
+  int64_t failed_calls = 0;                 // that were refused on the host
+  int64_t heap_bytes = 0;                   // of communicators that exist
+};
+
+class CudaEngine {
+ public:
+  // Both outlive it. Touches no device.
+  CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s);
+
+  // What Python asks for while it lowers a call, whose tensors have no data: the largest
+  // need of any rank. Needs no device.
+  static int64_t WorkspaceBytes(const Attributes& attributes, const RankCall& call);
+
+  // Finds or makes the communicator, plans products, loads kernels; cheap when nothing
+  // has changed. Throws what failed in an earlier call of the communicator.
+  void Initialize(CudaCallSite& site, int ordinal, const RankCall& call);
+  // Enqueues the call: allocates no device memory and waits for nothing.
+  void Execute(CudaCallSite& site,
+               int ordinal,
+               CUstream stream,
+               const RankCall& call,
+               const DeviceBytes& workspace);
+
+  // Ids of the devices of this process, by ordinal; until they are set, the ordinals.
+  void set_local_devices(std::map<int, int64_t> devices);
+  void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
+
+  // The communicator of the group of these devices [rank], until it leaves; then it is
+  // closed. Throws CommunicatorError when the group has one already.
+  void Join(std::shared_ptr<CudaCommunicator> communicator,
+            std::vector<int64_t> devices);
+  void Leave(const std::shared_ptr<CudaCommunicator>& communicator);
+
+  // Forgets the communicators that were made for groups within this process: what no
+  // call site holds is destroyed.
+  void ReleaseInProcess();
+
+  // Why communicators failed that still exist, by name.
+  std::map<std::string, std::exception_ptr> Failures();
+
+  CudaCounters counters();
+
+ private:
+  struct Joined {
+    std::shared_ptr<CudaCommunicator> communicator;
+    std::vector<int64_t> devices;
+  };
+
+  std::shared_ptr<const CudaCallSite::Preparation> Prepare(CudaCallSite& site,
+                                                           int ordinal,
+                                                           const RankCall& call);
+  void Bind(CudaCallSite& site, const CudaCallSite::Preparation& preparation);
+  std::shared_ptr<CudaCommunicator> FindCommunicator(const Attributes& attributes,
+                                                     int group,
+                                                     const SlotPlan& slots);
+  void Enqueue(CudaCallSite& site,
+               int ordinal,
+               CUstream stream,
+               const RankCall& call,
+               const DeviceBytes& workspace);
+  CudaSlots SlotsOf(const CudaCallSite::Preparation& preparation,
+                    const CudaCallSite::Binding& binding,
+                    StreamDevice& device) const;
+  std::vector<std::shared_ptr<CudaCommunicator>> Communicators();
+
+  Gpu& GpuOf(int ordinal);
+  int64_t DeviceOf(int ordinal);
+  // With the lock held. OrdinalOf is -1 for a device of another process.
+  Gpu& GpuOfLocked(int ordinal);
+  int OrdinalOf(int64_t device) const;
+
+  const Driver& driver_;
+  const CublasLt& library_;
+  std::atomic<double> timeout_s_;
+  std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
+  std::atomic<int64_t> num_failed_{0};
+
+  std::mutex mutex_;  // guards all below
+  std::map<int, int64_t> local_devices_;
+  std::map<int, std::unique_ptr<Gpu>> gpus_;
+  std::vector<Joined> joined_;
+  // The newest of each group, by ordinals [rank].
+  std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> in_process_;
+  std::vector<std::weak_ptr<CudaCommunicator>> all_;  // that still exist, and others
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,55 @@
+// What the engine has on one GPU: its context, kernels, plans of products and streams.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "engine/cuda/stream_device.h"
+#include "engine/cuda/stream_lanes.h"
+#include "gemm/cuda/cublaslt.h"
+#include "gemm/cuda/cuda_gemm.h"
+#include "platform/cuda/driver.h"
+#include "platform/cuda/owners.h"
+#include "reduce/cuda/sum_kernels.h"
+#include "transport/cuda/flag_kernels.h"
+
+namespace jax_ub {
+
+class Gpu {
+ public:
+  // All kernels are loaded here: what is loaded while a wait kernel of this device spins
+  // would wait for it.
+  Gpu(const Driver& driver, const CublasLt& library, int ordinal);
+
+  CUcontext context() const { return context_.get(); }
+  const Driver& driver() const { return context_.driver(); }
+  const FlagKernels& flags() const { return loaded_->flags; }
+  const SumKernels& sums() const { return loaded_->sums; }
+  CudaGemm& gemm() { return loaded_->gemm; }
+  StreamKit kit() { return {driver(), sums(), gemm()}; }
+  int num_sms() const { return num_sms_; }
+
+  // Held while a call enqueues: lanes are one call's at a time.
+  std::mutex& mutex() { return mutex_; }
+  LanePool& lanes() { return loaded_->lanes; }  // guarded by mutex()
+
+ private:
+  struct Loaded {
+    Loaded(const CublasLt& library, const Context& context)
+        : flags(context.driver()),
+          sums(context.driver(), context.device()),
+          gemm(library, context.driver(), sums),
+          lanes(context.driver()) {}
+    const FlagKernels flags;
+    const SumKernels sums;
+    CudaGemm gemm;
+    LanePool lanes;
+  };
+
+  const Context context_;
+  const int num_sms_;
+  std::unique_ptr<Loaded> loaded_;  // made while the context is current
+  std::mutex mutex_;
+};
+
+}  // namespace jax_ub

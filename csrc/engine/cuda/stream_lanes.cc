@@ -1,0 +1,42 @@
+#include "engine/cuda/stream_lanes.h"
+
+#include <algorithm>
+
+namespace jax_ub {
+
+StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning) : driver_(driver) {
+  int least = 0;
+  int greatest = 0;
+  Check(driver, driver.CtxGetStreamPriorityRange(&least, &greatest),
+        "cuCtxGetStreamPriorityRange");
+  const auto priority = [&](int asked, int otherwise) {
+    return asked == 0 ? otherwise : std::clamp(asked, greatest, least);
+  };
+  streams_.emplace_back(driver, priority(tuning.comm_priority, greatest));
+  for (int lane = 0; lane < std::max(tuning.num_lanes, 1); ++lane) {
+    streams_.emplace_back(driver, priority(tuning.gemm_priority, least));
+  }
+}
+
+CUevent StreamLanes::event(int index) {
+  while (static_cast<int>(events_.size()) <= index) events_.emplace_back(driver_);
+  return events_[index].get();
+}
+
+bool StreamLanes::IsCapturing() const {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  Check(driver_, driver_.StreamIsCapturing(streams_[0].get(), &status),
+        "cuStreamIsCapturing");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+StreamLanes& LanePool::Find(const Tuning& tuning) {
+  std::deque<StreamLanes>& lanes =
+      lanes_[{tuning.num_lanes, tuning.comm_priority, tuning.gemm_priority}];
+  for (StreamLanes& one : lanes) {
+    if (!one.IsCapturing()) return one;
+  }
+  return lanes.emplace_back(driver_, tuning);
+}
+
+}  // namespace jax_ub
