@@ -83,6 +83,10 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/measuring_device.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
+    gemm/cuda/cublaslt.cc
+    gemm/cuda/cuda_gemm.cc
+    gemm/cuda/gemm_blocks.cc
+    gemm/cuda/gemm_plan_cache.cc
     platform/cuda/driver.cc
     platform/cuda/owners.cc
     reduce/cuda/row_copies.cc

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_ub.initialize import destroy_ub, initialize_ub
 from jax_ub.methods import Method, fallbacks
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
-from jax_ub.runtime import communicators, engine, hosts, overlaps, settings
+from jax_ub.runtime import communicators, cuda, engine, hosts, overlaps, settings
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _REQUIRED = _PACKAGES[1:4]
@@ -115,6 +115,7 @@ def _environment():
         settings.timeout_s,
         settings.num_threads,
         settings.pool_threads,
+        settings.allow_tf32,
     )
     for reader in readers:
         try:
@@ -153,14 +154,18 @@ def _engine():
 
 def _devices():
     devices = jax.devices()
-    found = f"{len(devices)} {devices[0].platform}"
-    if devices[0].platform != "cpu":
-        text = (
-            f"{found}; the engine serves CPU devices, and calls here run plain jax.lax"
-        )
+    platform = cuda.platform_of(devices[0])
+    found = f"{len(devices)} {platform}"
+    if platform == "cuda":
+        yield Finding("devices", State.FINE, found)
+        yield from _gpus()
+        return
+    if platform != "cpu":
+        text = f"{found}; there is no engine for them, and calls run plain jax.lax"
         yield Finding("devices", State.WARNING, text)
         return
     yield Finding("devices", State.FINE, found)
+    yield _cuda_engine()
     wanted = 2 * len(devices)
     try:
         threads = settings.pool_threads() or len(os.sched_getaffinity(0))
@@ -178,6 +183,54 @@ def _devices():
         yield Finding("jaxlib threads", State.FINE, text)
 
 
+def _cuda_engine():
+    """Where no GPU is used: whether programs may be lowered for one."""
+    reason = cuda.why_not()
+    text = "built; there are no CUDA devices here" if reason is None else reason
+    return Finding("CUDA engine", State.NOTE, text)
+
+
+def _gpus():
+    """The GPUs of this process, what drives them, and whether they reach each other."""
+    reason = cuda.why_not()
+    if reason is not None:
+        yield Finding("CUDA engine", State.FAULT, f"calls run plain jax.lax: {reason}")
+        return
+    native = cuda.load()
+    major, minor = divmod(native.driver_version(), 1000)
+    text = f"for CUDA {major}.{minor // 10}"
+    yield Finding("CUDA driver", State.FINE, text)
+    library = native.cublaslt()
+    text = f"version {library['version']}, {library['path']}"
+    yield Finding("cuBLASLt", State.FINE, text)
+    devices = cuda.usable_devices()
+    for one in devices:
+        major, minor = one["compute_capability"]
+        text = (
+            f"{one['name']}, sm_{major}{minor}, {one['num_sms']} multiprocessors, "
+            f"{one['num_copy_engines']} copy engines, "
+            f"{one['memory_bytes'] / (1 << 30):.1f} GiB"
+        )
+        yield Finding(f"GPU {one['ordinal']}", State.FINE, text)
+    yield _peers([one["ordinal"] for one in devices])
+
+
+def _peers(ordinals):
+    if len(ordinals) == 1:
+        return Finding("peer access", State.NOTE, "one GPU in this process")
+    rows = cuda.load().peers(ordinals)
+    apart = [
+        f"{one} to {other}"
+        for one, row in zip(ordinals, rows, strict=True)
+        for other, can in zip(ordinals, row, strict=True)
+        if not can
+    ]
+    if not apart:
+        text = f"all {len(ordinals)} GPUs of this process reach each other"
+        return Finding("peer access", State.FINE, text)
+    return Finding("peer access", State.WARNING, f"none from GPU {', '.join(apart)}")
+
+
 def _trial(method: Method) -> Finding:
     """Runs one small AG+GEMM and compares it with numpy's product."""
     name = f'method "{method.value}"'
@@ -187,7 +240,8 @@ def _trial(method: Method) -> Finding:
     try:
         y = np.asarray(run(x, w))
     except Exception as error:  # Whatever it is, the report is where it belongs.
-        return Finding(name, _state_of(devices), f"{type(error).__name__}: {error}")
+        state = _state_of(method, devices)
+        return Finding(name, state, f"{type(error).__name__}: {error}")
     if not np.array_equal(y, x @ w):
         return Finding(name, State.FAULT, "runs, but its numbers are wrong")
     return Finding(name, State.FINE, f"runs on {len(devices)} devices")
@@ -230,7 +284,19 @@ def _between_processes():
             text = f'{where}: "auto" is plain jax.lax, since {connection.reason}'
             yield Finding(name, State.WARNING, text)
         else:
-            yield Finding(name, State.FINE, f"{where}: connected")
+            yield Finding(name, State.FINE, f"{where}: {_connected(connection)}")
+
+
+def _connected(connection):
+    """How, and what would have been preferred."""
+    how = getattr(connection.communicator, "how", None)
+    if how is None:
+        return "connected"
+    preferred = [
+        f"; not by {way}: {reason}"
+        for way, reason in connection.communicator.step_downs
+    ]
+    return f"connected by {how}{''.join(preferred)}"
 
 
 def _named_overlaps():
@@ -277,6 +343,11 @@ def _fallbacks():
         yield Finding("not overlapped", State.WARNING, text)
 
 
-def _state_of(devices):
-    # Elsewhere than on a CPU the engine is not expected to run.
-    return State.FAULT if devices[0].platform == "cpu" else State.NOTE
+def _state_of(method, devices):
+    """How bad it is that a method does not run: not all run everywhere."""
+    platform = cuda.platform_of(devices[0])
+    if platform == "cuda":
+        expected = method is not Method.DIRECT and cuda.why_not() is None
+    else:
+        expected = platform == "cpu"
+    return State.FAULT if expected else State.NOTE

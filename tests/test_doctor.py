@@ -1,6 +1,8 @@
 import json
 
+import jax
 import pytest
+from cuda_programs import StandIn
 from programs import tp_mesh
 
 import jax_ub as ub
@@ -8,7 +10,7 @@ from jax_ub import doctor
 from jax_ub.__main__ import main
 from jax_ub.doctor import State
 from jax_ub.methods import Fallback, Method
-from jax_ub.runtime import communicators, engine
+from jax_ub.runtime import communicators, cuda, engine
 from jax_ub.runtime.communicators import Connection
 
 
@@ -124,3 +126,73 @@ def test_calls_that_were_not_overlapped_are_counted_by_reason(monkeypatch):
         doctor, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
     )
     assert findings()["not overlapped"].text == "2 calls, the last b: why"
+
+
+class Gpus(StandIn):
+    """Two GPUs, of which the second cannot reach the first."""
+
+    def driver_version(self):
+        return 13010
+
+    def cublaslt(self):
+        return {"path": "/nvidia/libcublasLt.so.13", "version": 130200}
+
+    def devices(self):
+        gpu = {
+            "name": "NVIDIA H200",
+            "compute_capability": (9, 0),
+            "num_sms": 132,
+            "num_copy_engines": 3,
+            "memory_bytes": 141 << 30,
+        }
+        return [{"ordinal": ordinal, **gpu} for ordinal in (0, 1)]
+
+    def peers(self, ordinals):
+        assert ordinals == [0, 1]
+        return [[True, True], [False, True]]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    native = Gpus()
+    monkeypatch.setattr(cuda, "load", lambda: native)
+    monkeypatch.setattr(cuda, "local_devices", lambda: jax.local_devices()[:2])
+    monkeypatch.setattr(cuda, "platform_of", lambda device: "cuda")
+    return native
+
+
+def test_gpus_and_what_drives_them_are_shown(gpus):
+    found = {finding.name: finding for finding in doctor._devices()}
+    assert found["CUDA driver"].text == "for CUDA 13.1"
+    assert found["cuBLASLt"].text == "version 130200, /nvidia/libcublasLt.so.13"
+    assert found["GPU 1"].text == (
+        "NVIDIA H200, sm_90, 132 multiprocessors, 3 copy engines, 141.0 GiB"
+    )
+    assert found["peer access"].state is State.WARNING
+    assert found["peer access"].text == "none from GPU 1 to 0"
+
+
+def test_why_gpus_are_not_used_is_a_fault(gpus):
+    gpus.why_not = lambda: "the driver is for CUDA 11.4"
+    found = {finding.name: finding for finding in doctor._devices()}
+    assert found["CUDA engine"].state is State.FAULT
+    assert found["CUDA engine"].text == (
+        "calls run plain jax.lax: the driver is for CUDA 11.4"
+    )
+
+
+def test_a_method_that_gpus_do_not_have_is_no_fault(gpus):
+    devices = jax.local_devices()
+    assert doctor._state_of(Method.DIRECT, devices) is State.NOTE
+    assert doctor._state_of(Method.PIPELINE, devices) is State.FAULT
+
+
+def test_how_gpus_are_connected_is_shown():
+    class Heaps:
+        how = "ipc"
+        step_downs = (("vmm", "process 1: cuMemCreate: not permitted"),)
+
+    connection = Connection((0, 1), (0, 1), None, Heaps())
+    assert doctor._connected(connection) == (
+        "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
+    )

@@ -303,9 +303,10 @@ def check_communicators() -> None:
         TimeoutError: if a rank waited for its peers until its deadline.
         CommunicatorError: if a rank failed in another way.
     """
-    for group, failure in failures():
+    found = {f"ranks {list(group)}": failure for group, failure in failures()}
+    for where, failure in {**found, **cuda.failures()}.items():
         kind = errors.TimeoutError if "waited" in failure else CommunicatorError
-        raise kind(f"ranks {list(group)}: {failure}")
+        raise kind(f"{where}: {failure}")
 
 
 def failures() -> Iterator[tuple[Group, str]]:

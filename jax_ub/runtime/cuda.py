@@ -10,6 +10,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -117,9 +118,24 @@ def is_loaded() -> bool:
     return "jax_ub._cuda" in sys.modules
 
 
+def usable_devices() -> list[dict[str, Any]]:
+    """What the driver says of this process's GPUs; none where it cannot use them."""
+    own = {device.local_hardware_id for device in local_devices()}
+    if not own or why_not() is not None:
+        return []
+    return [one for one in load().devices() if one["ordinal"] in own]
+
+
+def failures() -> dict[str, str]:
+    """Why communicators on GPUs have failed, by name."""
+    if is_loaded() and local_devices() and why_not() is None:
+        return load().failures()
+    return {}
+
+
 def release_in_process() -> None:
     """Returns the heaps of calls inside this process that no program needs."""
-    if is_loaded() and local_devices():
+    if is_loaded() and local_devices() and why_not() is None:
         load().release_in_process()
 
 

@@ -20,4 +20,5 @@ def register_targets() -> None:
     exported or compiled calls it, before it loads them.
     """
     engine.register_targets()
-    cuda.register_targets()
+    if cuda.local_devices() and cuda.why_not() is None:
+        cuda.register_targets()

@@ -6,10 +6,10 @@ import math
 import numpy as np
 
 from jax_ub.overlap_config import names
-from jax_ub.runtime import communicators, engine, overlaps
+from jax_ub.runtime import communicators, cuda, engine, overlaps, settings
 from jax_ub.runtime.overlaps import Domain, Overlap
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,11 @@ class AxisMemory:
         num_ranks: how many ranks this process has.
         shared_bytes: memory that this process shares with others, of all its ranks; the
             names of all modes have it together. 0 where every group lies in one
-            process: peers are read in place there, and slots come with the calls.
+            process on a CPU: peers are read in place there, and slots come with the
+            calls. On GPUs it is device memory, in one process too.
         transformer_engine_bytes: what Transformer Engine would allocate for the same
             ranks: a buffer for every name and mode, 12 T H a mode by default.
+        on_gpus: whether the ranks are GPUs.
     """
 
     axis_name: tuple[str, ...]
@@ -36,6 +38,7 @@ class AxisMemory:
     num_ranks: int
     shared_bytes: int
     transformer_engine_bytes: int
+    on_gpus: bool = False
 
     def __str__(self) -> str:
         """A table of the overlaps, and the sums."""
@@ -60,6 +63,8 @@ class AxisMemory:
         ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
         if self.shared_bytes == 0:
             ours = "none: ranks of one process read each other in place"
+        elif self.on_gpus:
+            ours = f"heaps of {ours}"
         return (
             f"axis {self.axis_name}, {self.tp_size} ranks, {self.num_ranks} of them "
             f"here, [T, H] = {list(self.shape)}\n"
@@ -77,17 +82,23 @@ class MemoryReport:
         axes: one entry for each `initialize_ub`.
         slot_bytes: slots of calls inside this process, which all axes share;
             `destroy_ub` returns them.
+        heap_bytes: the same on GPUs, for calls that `initialize_ub` made no heap for;
+            programs that may run again keep them.
+        gpus: what else takes the memory of this process's GPUs.
         held_bytes: all of it together.
         transformer_engine_bytes: of all axes.
     """
 
     axes: tuple[AxisMemory, ...]
     slot_bytes: int
+    heap_bytes: int = 0
+    gpus: tuple["GpuMemory", ...] = ()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of this process."""
-        return self.slot_bytes + sum(axis.shared_bytes for axis in self.axes)
+        shared = sum(axis.shared_bytes for axis in self.axes)
+        return self.slot_bytes + self.heap_bytes + shared
 
     @property
     def transformer_engine_bytes(self) -> int:
@@ -97,21 +108,68 @@ class MemoryReport:
     def __str__(self) -> str:
         """The axes one after another, and what calls inside this process hold."""
         slots = f"slots of calls inside this process: {self.slot_bytes / _MIB:.1f} MiB"
-        return "\n".join([*map(str, self.axes), slots])
+        lines = [*map(str, self.axes), slots]
+        if self.gpus:
+            heaps = f"{self.heap_bytes / _MIB:.1f} MiB"
+            lines += [f"heaps of calls without initialize_ub: {heaps}"]
+        return "\n".join([*lines, *map(str, self.gpus)])
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuMemory:
+    """Who shares the memory of a GPU: heaps do not come out of XLA's part.
+
+    Attributes:
+        ordinal: its number in this process.
+        name: what it is.
+        total_bytes: all of it.
+        xla_bytes: what XLA takes for itself before any program runs.
+    """
+
+    ordinal: int
+    name: str
+    total_bytes: int
+    xla_bytes: int
+
+    def __str__(self) -> str:
+        """One line."""
+        left = self.total_bytes - self.xla_bytes
+        return (
+            f"GPU {self.ordinal} ({self.name}): {self.total_bytes / _GIB:.1f} GiB, of "
+            f"which XLA takes {self.xla_bytes / _GIB:.1f} GiB at its start "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps "
+            f"come out of the other {left / _GIB:.1f} GiB"
+        )
 
 
 def memory_report() -> MemoryReport:
     """Says who communicates in which buffers, and what they take in this process."""
     axes = tuple(_axis_memory(domain) for domain in overlaps.domains())
-    return MemoryReport(axes, engine.load().counters()["slot_bytes"])
+    slot_bytes = engine.load().counters()["slot_bytes"]
+    devices = cuda.usable_devices()
+    if not devices:
+        return MemoryReport(axes, slot_bytes)
+    connected = sum(axis.shared_bytes for axis in axes if axis.on_gpus)
+    heap_bytes = max(0, cuda.load().counters()["heap_bytes"] - connected)
+    share = settings.xla_memory_share()
+    gpus = tuple(
+        GpuMemory(
+            ordinal=one["ordinal"],
+            name=one["name"],
+            total_bytes=one["memory_bytes"],
+            xla_bytes=int(share * one["memory_bytes"]),
+        )
+        for one in devices
+    )
+    return MemoryReport(axes, slot_bytes, heap_bytes, gpus)
 
 
 def _axis_memory(domain: Domain) -> AxisMemory:
-    communicator_bytes = sum(
-        connection.communicator.size_bytes
+    made = [
+        connection.communicator
         for connection in communicators.connections()
         if connection.group in domain.groups and connection.communicator is not None
-    )
+    ]
     found = tuple(domain.overlaps.values())
     return AxisMemory(
         axis_name=domain.axis_name,
@@ -119,8 +177,9 @@ def _axis_memory(domain: Domain) -> AxisMemory:
         shape=domain.shape,
         overlaps=found,
         num_ranks=domain.num_local_ranks,
-        shared_bytes=communicator_bytes,
+        shared_bytes=sum(one.size_bytes for one in made),
         transformer_engine_bytes=domain.num_local_ranks * _engine_bytes(domain, found),
+        on_gpus=any(hasattr(one, "how") for one in made),
     )
 
 

@@ -71,12 +71,18 @@ inline void Write(std::byte* p, DType dtype, float x) {
 class Buffers {
  public:
   std::byte* Add(int64_t size_bytes) {
-    all_.push_back(std::make_unique<std::byte[]>(size_bytes));
-    return all_.back().get();
+    all_.push_back({std::make_unique<std::byte[]>(size_bytes), size_bytes});
+    return all_.back().data.get();
   }
 
+  struct Buffer {
+    std::unique_ptr<std::byte[]> data;
+    int64_t size_bytes = 0;
+  };
+  const std::vector<Buffer>& all() const { return all_; }
+
  private:
-  std::vector<std::unique_ptr<std::byte[]>> all_;
+  std::vector<Buffer> all_;
 };
 
 inline std::vector<int64_t> RandomBounds(Random& random,

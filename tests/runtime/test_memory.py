@@ -1,9 +1,12 @@
+import types
+
 import jax.numpy as jnp
+from cuda_programs import StandIn
 from jax import P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.runtime import engine
+from jax_ub.runtime import communicators, cuda, engine, overlaps
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
 
@@ -58,3 +61,40 @@ def test_the_report_is_a_table():
     assert "none: ranks of one process read each other in place" in lines[1]
     (row,) = [line for line in lines if "qkv_fprop" in line]
     assert row.split()[:5] == ["qkv_fprop", "FP8", "ring_exchange", "AG", "uint8"]
+
+
+def test_heaps_on_gpus_stand_beside_what_xla_takes(monkeypatch):
+    class Heap:
+        how = "vmm"
+        size_bytes = 3 << 20
+        failure = None
+
+        def close(self):
+            pass
+
+    class Gpus(StandIn):
+        def counters(self):
+            return {"heap_bytes": 5 << 20}
+
+        def devices(self):
+            return [{"ordinal": 0, "name": "H200", "memory_bytes": 140 << 30}]
+
+        def release_in_process(self):
+            pass
+
+    device = types.SimpleNamespace(local_hardware_id=0)
+    monkeypatch.setattr(cuda, "load", Gpus)
+    monkeypatch.setattr(cuda, "local_devices", lambda: [device])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
+    groups = overlaps.domains()[0].groups
+    connection = communicators.Connection(groups[0], (0, 0), None, Heap())
+    monkeypatch.setitem(communicators._CONNECTIONS, groups[0], connection)
+    report = ub.memory_report()
+    assert report.axes[0].shared_bytes == 3 << 20
+    assert report.heap_bytes == 2 << 20
+    assert report.held_bytes == report.slot_bytes + (5 << 20)
+    assert "buffers: heaps of 3.0 MiB, shared by all names" in str(report)
+    assert "heaps of calls without initialize_ub: 2.0 MiB" in str(report)
+    assert "which XLA takes 70.0 GiB at its start" in str(report)
+    assert "heaps come out of the other 70.0 GiB" in str(report)

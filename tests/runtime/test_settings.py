@@ -37,3 +37,35 @@ def test_number_of_threads_is_whole(monkeypatch):
         ValueError, match="JAX_UB_NUM_THREADS = '1.5' is not a positive"
     ):
         settings.num_threads()
+
+
+def test_tf32_is_allowed_by_one_and_nothing_else(monkeypatch):
+    monkeypatch.delenv("JAX_UB_ALLOW_TF32", raising=False)
+    assert not settings.allow_tf32()
+    monkeypatch.setenv("JAX_UB_ALLOW_TF32", "1")
+    assert settings.allow_tf32()
+    monkeypatch.setenv("JAX_UB_ALLOW_TF32", "yes")
+    with pytest.raises(ValueError, match="ALLOW_TF32 = 'yes' is neither 0 nor 1"):
+        settings.allow_tf32()
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({}, 0.75),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, 0.4),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, 0),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 0),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, 0.75),
+    ],
+)
+def test_what_xla_takes_of_a_gpu_is_what_its_variables_say(
+    monkeypatch, variables, share
+):
+    for name in ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR"):
+        monkeypatch.delenv(f"XLA_PYTHON_CLIENT_{name}", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert settings.xla_memory_share() == share

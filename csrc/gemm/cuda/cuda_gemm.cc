@@ -1,0 +1,307 @@
+#include "gemm/cuda/cuda_gemm.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gemm/cuda/gemm_blocks.h"
+#include "gemm/cuda/gemm_plan_cache.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr int64_t kNoAddend = -1;
+
+int64_t RoundUp(int64_t size_bytes) {
+  return (size_bytes + kMaxAlignmentBytes - 1) / kMaxAlignmentBytes *
+         kMaxAlignmentBytes;
+}
+
+// Which addends cuBLASLt adds, as indices; the sum needs no further pass if it adds all.
+struct Fused {
+  int64_t matrix = kNoAddend;  // as C
+  int64_t bias = kNoAddend;
+  bool all = true;
+};
+
+bool IsBias(const AddendView& addend) {
+  return std::all_of(
+      addend.segments.begin(), addend.segments.end(),
+      [](const AddendSegment& segment) { return segment.row_stride == 0; });
+}
+
+Fused FuseAddends(const GemmProblem& problem) {
+  Fused fused;
+  for (size_t i = 0; i < problem.addends.size(); ++i) {
+    const AddendView& addend = problem.addends[i];
+    int64_t& place = IsBias(addend) ? fused.bias : fused.matrix;
+    if (addend.dtype == problem.c.dtype && place == kNoAddend) {
+      place = static_cast<int64_t>(i);
+    } else {
+      fused.all = false;
+    }
+  }
+  return fused;
+}
+
+// Whether cuBLASLt can leave the finished sum in the result. By shapes and dtypes alone,
+// so that the workspace of a problem does not depend on addresses.
+bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
+  const int64_t num_terms = MaxTerms(problem);
+  if (num_terms == 0) return problem.addends.empty();
+  if (!fused.all) return false;
+  if (problem.c.dtype == DType::kF32) return true;
+  return problem.c.dtype == problem.a.dtype && num_terms == 1;
+}
+
+// Bytes of the f32 sum that lies in the workspace.
+int64_t SumBytes(const GemmProblem& problem) {
+  if (IsSummedInResult(problem, FuseAddends(problem))) return 0;
+  return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
+}
+
+// The largest power of two, up to kMaxAlignmentBytes, that all of a batch is aligned to.
+int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
+  const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
+                        static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
+                        kMaxAlignmentBytes;
+  return static_cast<int64_t>(bits & (~bits + 1));
+}
+
+PlannedMatrix Planned(const BlockOperand& operand, DType dtype) {
+  return {operand.line_stride, operand.batch_stride,
+          AlignmentOf(operand.data, operand.batch_stride, dtype)};
+}
+
+PlannedMatrix Planned(const BlockMatrix& matrix,
+                      const GemmBlock& block,
+                      DType dtype,
+                      const char* name) {
+  const int64_t m = block.m;
+  const int64_t n = block.n;
+  // The stride of a single row says nothing.
+  const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
+  if (leading < n) {
+    throw std::invalid_argument(
+        "GEMM: rows of " + std::string(name) + " [" + std::to_string(m) + ", " +
+        std::to_string(n) + "] overlap: their stride is " + std::to_string(leading));
+  }
+  return {leading, matrix.batch_stride,
+          AlignmentOf(matrix.data, matrix.batch_stride, dtype)};
+}
+
+uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
+
+// What cuBLASLt shall compute of a term, but for the addresses.
+MatmulKey KeyOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
+  MatmulKey key;
+  key.operand_dtype = dtype;
+  key.m = block.n;
+  key.n = block.m;
+  key.k = term.k;
+  key.batch = block.batch;
+  key.transpose_a = term.b.lines_run_along_k;
+  key.transpose_b = !term.a.lines_run_along_k;
+  key.a = Planned(term.b, dtype);
+  key.b = Planned(term.a, dtype);
+  return key;
+}
+
+}  // namespace
+
+class CudaGemm::State {
+ public:
+  State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
+      : driver_(driver), sums_(sums), plans_(library) {}
+
+  // Enqueues, or only plans where there is no stream. Returns the number of algorithms,
+  // of the term that has most.
+  int Run(const GemmProblem& problem,
+          const GemmOptions& options,
+          const GemmWorkspace& workspace,
+          std::optional<CUstream> stream) {
+    const std::vector<GemmBlock> blocks = CutIntoBlocks(problem);
+    if (problem.a.dtype != problem.b.dtype) {
+      throw std::invalid_argument(
+          "GEMM: the operands have two dtypes, a GPU needs one");
+    }
+    const Pass pass = MakePass(problem, options, workspace, stream);
+    int num_algorithms = 1;
+    for (const GemmBlock& block : blocks) {
+      num_algorithms = std::max(num_algorithms, Multiply(pass, block));
+      if (!stream) continue;
+      if (!pass.in_result) {
+        Finish(pass, block);
+      } else if (block.terms.empty()) {
+        Clear(pass, block);
+      }
+    }
+    return num_algorithms;
+  }
+
+ private:
+  struct Pass {
+    const GemmProblem& problem;
+    const GemmOptions& options;
+    std::optional<CUstream> stream;
+    Fused fused;
+    bool in_result = false;
+    CUdeviceptr sums =
+        0;  // f32, where they are not in the result; of one block at a time
+    CUdeviceptr library = 0;  // cuBLASLt's own workspace
+    int64_t library_bytes = 0;
+  };
+
+  static Pass MakePass(const GemmProblem& problem,
+                       const GemmOptions& options,
+                       const GemmWorkspace& workspace,
+                       std::optional<CUstream> stream) {
+    Pass pass{problem, options, stream, FuseAddends(problem)};
+    pass.in_result = IsSummedInResult(problem, pass.fused);
+    const int64_t sum_bytes = SumBytes(problem);
+    pass.sums = workspace.data;
+    pass.library = workspace.data + sum_bytes;
+    pass.library_bytes =
+        std::min(kLibraryWorkspaceBytes, workspace.size_bytes - sum_bytes);
+    if (pass.library_bytes < 0 || workspace.data % kMaxAlignmentBytes != 0) {
+      throw std::invalid_argument(
+          "GEMM: the workspace has " + std::to_string(workspace.size_bytes) +
+          " bytes at " + std::to_string(workspace.data) + ", expected " +
+          std::to_string(WorkspaceBytes(problem)) + " at a multiple of " +
+          std::to_string(kMaxAlignmentBytes));
+    }
+    return pass;
+  }
+
+  // The sum of all terms, into the result or into pass.sums.
+  int Multiply(const Pass& pass, const GemmBlock& block) {
+    const DType dtype = pass.in_result ? pass.problem.c.dtype : DType::kF32;
+    const BlockMatrix to = pass.in_result
+                               ? block.c
+                               : BlockMatrix{reinterpret_cast<std::byte*>(pass.sums),
+                                             block.n, block.m * block.n};
+    int num_algorithms = 1;
+    for (size_t t = 0; t < block.terms.size(); ++t) {
+      const BlockTerm& term = block.terms[t];
+      MatmulKey key = KeyOf(block, term, pass.problem.a.dtype);
+      key.result_dtype = dtype;
+      key.allow_tf32 = pass.options.allow_tf32;
+      key.sm_target = pass.options.sm_target;
+      key.workspace_bytes = pass.library_bytes;
+      key.d = Planned(to, block, dtype, "the result");
+      key.c = key.d;
+      MatmulArguments arguments;
+      arguments.a = term.b.data;
+      arguments.b = term.a.data;
+      arguments.c = to.data;
+      arguments.d = to.data;
+      arguments.alpha = pass.problem.scale;
+      arguments.beta = t == 0 ? 0 : 1;
+      arguments.workspace = reinterpret_cast<void*>(pass.library);
+      if (t == 0 && pass.in_result) AddFused(pass, block, key, arguments);
+      MatmulPlan& plan = plans_.Find(key);
+      num_algorithms = std::max(num_algorithms, plan.num_algorithms());
+      if (pass.stream) {
+        plan.Enqueue(arguments, pass.options.algorithm, *pass.stream);
+      }
+    }
+    return num_algorithms;
+  }
+
+  static void AddFused(const Pass& pass,
+                       const GemmBlock& block,
+                       MatmulKey& key,
+                       MatmulArguments& arguments) {
+    const DType dtype = key.result_dtype;
+    if (pass.fused.matrix != kNoAddend) {
+      const BlockMatrix& matrix = block.addends[pass.fused.matrix];
+      key.c = Planned(matrix, block, dtype, "an addend");
+      arguments.c = matrix.data;
+      arguments.beta = 1;
+    }
+    if (pass.fused.bias != kNoAddend) {
+      const BlockMatrix& bias = block.addends[pass.fused.bias];
+      key.has_bias = true;
+      key.bias = {0, bias.batch_stride,
+                  AlignmentOf(bias.data, bias.batch_stride, dtype)};
+      arguments.bias = bias.data;
+    }
+  }
+
+  // The result from pass.sums and all addends, rounded once.
+  void Finish(const Pass& pass, const GemmBlock& block) const {
+    const auto part = [&](const BlockMatrix& matrix, int64_t b, DType dtype) {
+      return SumPart{AddressOf(matrix.data + b * matrix.batch_stride * SizeOf(dtype)),
+                     matrix.row_stride, dtype};
+    };
+    for (int64_t b = 0; b < block.batch; ++b) {
+      SumParams params = {};
+      params.rows = block.m;
+      params.columns = block.n;
+      params.out = part(block.c, b, pass.problem.c.dtype);
+      if (!block.terms.empty()) {
+        const int64_t offset = b * block.m * block.n * SizeOf(DType::kF32);
+        params.parts[params.num_parts++] = {pass.sums + offset, block.n, DType::kF32};
+      }
+      for (size_t i = 0; i < block.addends.size(); ++i) {
+        params.parts[params.num_parts++] =
+            part(block.addends[i], b, pass.problem.addends[i].dtype);
+      }
+      sums_.Sum(*pass.stream, params);
+    }
+  }
+
+  // The empty sum.
+  void Clear(const Pass& pass, const GemmBlock& block) const {
+    const int64_t element_bytes = SizeOf(pass.problem.c.dtype);
+    for (int64_t b = 0; b < block.batch; ++b) {
+      for (int64_t row = 0; row < block.m; ++row) {
+        const int64_t offset = b * block.c.batch_stride + row * block.c.row_stride;
+        Check(driver_,
+              driver_.MemsetD8Async(AddressOf(block.c.data + offset * element_bytes), 0,
+                                    block.n * element_bytes, *pass.stream),
+              "cuMemsetD8Async");
+      }
+    }
+  }
+
+  const Driver& driver_;
+  const SumKernels& sums_;
+  GemmPlanCache plans_;
+};
+
+CudaGemm::CudaGemm(const CublasLt& library,
+                   const Driver& driver,
+                   const SumKernels& sums)
+    : state_(std::make_unique<State>(library, driver, sums)) {}
+
+CudaGemm::~CudaGemm() = default;
+
+int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem) {
+  return SumBytes(problem) + kLibraryWorkspaceBytes;
+}
+
+void CudaGemm::Prepare(const GemmProblem& problem,
+                       const GemmOptions& options,
+                       const GemmWorkspace& workspace) {
+  state_->Run(problem, options, workspace, std::nullopt);
+}
+
+void CudaGemm::Enqueue(const GemmProblem& problem,
+                       const GemmOptions& options,
+                       const GemmWorkspace& workspace,
+                       CUstream stream) {
+  state_->Run(problem, options, workspace, stream);
+}
+
+int CudaGemm::NumAlgorithms(const GemmProblem& problem,
+                            const GemmOptions& options,
+                            const GemmWorkspace& workspace) {
+  return state_->Run(problem, options, workspace, std::nullopt);
+}
+
+}  // namespace jax_ub

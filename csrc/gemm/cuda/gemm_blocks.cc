@@ -1,0 +1,299 @@
+#include "gemm/cuda/gemm_blocks.h"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "gemm/check_problem.h"
+
+namespace jax_ub {
+
+namespace {
+
+enum Axis { kRows, kColumns, kInner };
+
+// A piece of an axis, and where it begins in both views that are cut along it.
+struct Cut {
+  int64_t size = 0;
+  std::array<size_t, 2> segment;
+  std::array<int64_t, 2> offset;  // in elements of that segment
+};
+
+// The common refinement of two lists of bounds, without empty pieces.
+std::vector<Cut> Refine(const std::vector<int64_t>& first,
+                        const std::vector<int64_t>& second) {
+  std::vector<int64_t> bounds;
+  std::set_union(first.begin(), first.end(), second.begin(), second.end(),
+                 std::back_inserter(bounds));
+  bounds.erase(std::unique(bounds.begin(), bounds.end()), bounds.end());
+  std::vector<Cut> cuts;
+  for (size_t i = 0; i + 1 < bounds.size(); ++i) {
+    Cut cut;
+    cut.size = bounds[i + 1] - bounds[i];
+    for (int view = 0; view < 2; ++view) {
+      const std::vector<int64_t>& own = view == 0 ? first : second;
+      const auto next = std::upper_bound(own.begin(), own.end(), bounds[i]);
+      cut.segment[view] = next - own.begin() - 1;
+      cut.offset[view] = bounds[i] - *(next - 1);
+    }
+    cuts.push_back(cut);
+  }
+  return cuts;
+}
+
+// Where a view has the piece (i, j) of its two axes. Strides are in elements.
+struct Spot {
+  const std::byte* data = nullptr;
+  std::array<int64_t, 2> strides;
+};
+
+struct Table {
+  std::array<Axis, 2> axes;
+  int64_t element_bytes = 0;
+  std::array<size_t, 2> size;
+  std::vector<Spot> spots;  // [i][j]
+
+  const Spot& At(size_t i, size_t j) const { return spots[i * size[1] + j]; }
+  int Side(Axis axis) const { return axes[0] == axis ? 0 : axes[1] == axis ? 1 : -1; }
+  // Along one side at `along`, across the other at `across`.
+  const Spot& Along(int side, size_t along, size_t across) const {
+    return side == 0 ? At(along, across) : At(across, along);
+  }
+
+  void Keep(int side, const std::vector<size_t>& kept) {
+    std::vector<Spot> left;
+    for (size_t i = 0; i < (side == 0 ? kept.size() : size[0]); ++i) {
+      for (size_t j = 0; j < (side == 1 ? kept.size() : size[1]); ++j) {
+        left.push_back(At(side == 0 ? kept[i] : i, side == 1 ? kept[j] : j));
+      }
+    }
+    size[side] = kept.size();
+    spots = std::move(left);
+  }
+};
+
+// Pieces [first, first + count) of an axis that make one batch.
+struct Run {
+  size_t first = 0;
+  int64_t count = 1;
+};
+
+class Grid {
+ public:
+  explicit Grid(const GemmProblem& problem)
+      : cuts_{Refine(problem.a.outer_bounds, problem.c.row_bounds),
+              Refine(problem.b.outer_bounds, problem.c.column_bounds),
+              Refine(problem.a.inner_bounds, problem.b.inner_bounds)} {
+    AddOperand(problem.a, kRows, 0);
+    AddOperand(problem.b, kColumns, 1);
+    AddMatrix(problem.c, problem.c.dtype, problem.c.segments);
+    for (const AddendView& addend : problem.addends) {
+      AddMatrix(problem.c, addend.dtype, addend.segments);
+    }
+    for (Axis axis : {kRows, kColumns, kInner}) Merge(axis);
+  }
+
+  std::vector<GemmBlock> Blocks() const {
+    std::vector<Run> rows = Runs(kRows);
+    std::vector<Run> columns = Runs(kColumns);
+    const bool rows_are_batched = rows.size() < cuts_[kRows].size();
+    (rows_are_batched ? columns : rows) =
+        Singles((rows_are_batched ? cuts_[kColumns] : cuts_[kRows]).size());
+    std::vector<GemmBlock> blocks;
+    for (const Run& row : rows) {
+      for (const Run& column : columns) blocks.push_back(Block(row, column));
+    }
+    return blocks;
+  }
+
+ private:
+  void AddOperand(const OperandView& view, Axis outer, int inner_view) {
+    Table table{{outer, kInner}, SizeOf(view.dtype), {}, {}};
+    table.size = {cuts_[outer].size(), cuts_[kInner].size()};
+    const size_t row_length = view.inner_bounds.size() - 1;
+    for (const Cut& o : cuts_[outer]) {
+      for (const Cut& k : cuts_[kInner]) {
+        const ConstSegment& segment =
+            view.segments[o.segment[0] * row_length + k.segment[inner_view]];
+        const int64_t offset = o.offset[0] * segment.outer_stride +
+                               k.offset[inner_view] * segment.inner_stride;
+        table.spots.push_back({segment.data + offset * table.element_bytes,
+                               {segment.outer_stride, segment.inner_stride}});
+      }
+    }
+    tables_.push_back(std::move(table));
+  }
+
+  template <typename Segment>
+  void AddMatrix(const ResultView& like,
+                 DType dtype,
+                 const std::vector<Segment>& segments) {
+    Table table{{kRows, kColumns}, SizeOf(dtype), {}, {}};
+    table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
+    const size_t row_length = like.column_bounds.size() - 1;
+    for (const Cut& r : cuts_[kRows]) {
+      for (const Cut& c : cuts_[kColumns]) {
+        const Segment& segment = segments[r.segment[1] * row_length + c.segment[1]];
+        const int64_t offset = r.offset[1] * segment.row_stride + c.offset[1];
+        table.spots.push_back(
+            {segment.data + offset * table.element_bytes, {segment.row_stride, 1}});
+      }
+    }
+    tables_.push_back(std::move(table));
+  }
+
+  // Whether test(table, here, next, side) holds of pieces i and i + 1, everywhere.
+  template <typename Test>
+  bool Everywhere(Axis axis, size_t i, Test test) const {
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      const Table& table = tables_[t];
+      const int side = table.Side(axis);
+      if (side < 0) continue;
+      for (size_t across = 0; across < table.size[1 - side]; ++across) {
+        const Spot& here = table.Along(side, i, across);
+        const Spot& next = table.Along(side, i + 1, across);
+        if (here.strides != next.strides || !test(table, here, next, side)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  void Merge(Axis axis) {
+    std::vector<Cut>& cuts = cuts_[axis];
+    std::vector<size_t> kept;
+    std::vector<Cut> merged;
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const auto adjoins = [&](const Table& table, const Spot& here, const Spot& next,
+                               int side) {
+        return next.data ==
+               here.data + cuts[i - 1].size * here.strides[side] * table.element_bytes;
+      };
+      if (i > 0 && Everywhere(axis, i - 1, adjoins)) {
+        merged.back().size += cuts[i].size;
+      } else {
+        kept.push_back(i);
+        merged.push_back(cuts[i]);
+      }
+    }
+    cuts = std::move(merged);
+    for (Table& table : tables_) {
+      if (table.Side(axis) >= 0) table.Keep(table.Side(axis), kept);
+    }
+  }
+
+  static int64_t Distance(const Spot& here, const Spot& next) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(next.data) -
+                                reinterpret_cast<uintptr_t>(here.data));
+  }
+
+  // Whether piece i + 1 continues the batch that began with pieces i - 1 and i, or may
+  // begin one with i.
+  bool Continues(Axis axis, size_t i, bool has_begun) const {
+    if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
+    return Everywhere(
+        axis, i, [&](const Table& table, const Spot& here, const Spot& next, int side) {
+          const int64_t distance = Distance(here, next);
+          if (distance < 0 || distance % table.element_bytes != 0) return false;
+          if (!has_begun) return true;
+          const int64_t index = &here - table.spots.data();
+          const int64_t step = side == 0 ? static_cast<int64_t>(table.size[1]) : 1;
+          return Distance(table.spots[index - step], here) == distance;
+        });
+  }
+
+  std::vector<Run> Runs(Axis axis) const {
+    std::vector<Run> runs;
+    for (size_t i = 0; i < cuts_[axis].size(); ++i) {
+      if (i > 0 && Continues(axis, i - 1, runs.back().count > 1)) {
+        ++runs.back().count;
+      } else {
+        runs.push_back({i, 1});
+      }
+    }
+    return runs;
+  }
+
+  static std::vector<Run> Singles(size_t size) {
+    std::vector<Run> runs(size);
+    for (size_t i = 0; i < size; ++i) runs[i].first = i;
+    return runs;
+  }
+
+  GemmBlock Block(const Run& row, const Run& column) const {
+    GemmBlock block;
+    block.batch = std::max(row.count, column.count);
+    block.m = cuts_[kRows][row.first].size;
+    block.n = cuts_[kColumns][column.first].size;
+    for (size_t p = 0; p < cuts_[kInner].size(); ++p) {
+      const int64_t k = cuts_[kInner][p].size;
+      block.terms.push_back({k, Operand(tables_[0], row, p, block.m, k),
+                             Operand(tables_[1], column, p, block.n, k)});
+    }
+    block.c = Matrix(tables_[2], row, column);
+    for (size_t t = 3; t < tables_.size(); ++t) {
+      block.addends.push_back(Matrix(tables_[t], row, column));
+    }
+    return block;
+  }
+
+  static BlockOperand Operand(
+      const Table& table, const Run& run, size_t p, int64_t outer, int64_t k) {
+    const Spot& spot = table.At(run.first, p);
+    const auto [outer_stride, inner_stride] = spot.strides;
+    BlockOperand operand;
+    operand.data = spot.data;
+    // The stride of a single line says nothing.
+    if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
+      operand.line_stride = std::max(outer_stride, k);
+    } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {
+      operand.lines_run_along_k = false;
+      operand.line_stride = std::max(inner_stride, outer);
+    } else {
+      throw std::invalid_argument(
+          "GEMM: an operand's lines overlap: strides " + std::to_string(outer_stride) +
+          " and " + std::to_string(inner_stride) + " of [" + std::to_string(outer) +
+          ", " + std::to_string(k) + "]");
+    }
+    if (run.count > 1) {
+      operand.batch_stride =
+          Distance(spot, table.At(run.first + 1, p)) / table.element_bytes;
+    }
+    return operand;
+  }
+
+  static BlockMatrix Matrix(const Table& table, const Run& row, const Run& column) {
+    const Spot& spot = table.At(row.first, column.first);
+    BlockMatrix matrix{const_cast<std::byte*>(spot.data), spot.strides[0], 0};
+    if (row.count > 1 || column.count > 1) {
+      const Spot& next = table.At(row.first + (row.count > 1 ? 1 : 0),
+                                  column.first + (column.count > 1 ? 1 : 0));
+      matrix.batch_stride = Distance(spot, next) / table.element_bytes;
+    }
+    return matrix;
+  }
+
+  std::array<std::vector<Cut>, 3> cuts_;
+  std::vector<Table> tables_;  // A, B, C, addends
+};
+
+}  // namespace
+
+std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem) {
+  CheckProblem(problem);
+  if (problem.c.num_replicas != 1) {
+    throw std::invalid_argument("GEMM: C has " +
+                                std::to_string(problem.c.num_replicas) +
+                                " replicas, a GPU stores one");
+  }
+  return Grid(problem).Blocks();
+}
+
+int64_t MaxTerms(const GemmProblem& problem) {
+  return static_cast<int64_t>(
+      Refine(problem.a.inner_bounds, problem.b.inner_bounds).size());
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,217 @@
+#include "gemm/cuda/gemm_plan_cache.h"
+
+#include <algorithm>
+#include <array>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+// What heuristics are asked for; the first is used unless an option says otherwise.
+constexpr int kMaxAlgorithms = 8;
+
+const char* NameOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return "f32";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF16:
+      break;
+  }
+  return "f16";
+}
+
+std::string Shape(DType dtype, int64_t rows, int64_t columns) {
+  return std::string(NameOf(dtype)) + "[" + std::to_string(rows) + ", " +
+         std::to_string(columns) + "]";
+}
+
+lt::MatmulDesc MakeDesc(const CublasLt& library, const MatmulKey& key) {
+  const bool is_tf32 = key.allow_tf32 && key.operand_dtype == DType::kF32;
+  lt::MatmulDesc desc = nullptr;
+  Check(library,
+        library.MatmulDescCreate(
+            &desc, is_tf32 ? lt::ComputeType::k32FFastTF32 : lt::ComputeType::k32F,
+            lt::DataType::kF32),
+        "cublasLtMatmulDescCreate");
+  return desc;
+}
+
+lt::Handle MakeHandle(const CublasLt& library) {
+  lt::Handle handle = nullptr;
+  Check(library, library.Create(&handle), "cublasLtCreate");
+  return handle;
+}
+
+lt::Preference MakePreference(const CublasLt& library) {
+  lt::Preference preference = nullptr;
+  Check(library, library.MatmulPreferenceCreate(&preference),
+        "cublasLtMatmulPreferenceCreate");
+  return preference;
+}
+
+}  // namespace
+
+std::string Describe(const MatmulKey& key) {
+  std::string text = Shape(key.operand_dtype, key.n, key.k) + " x " +
+                     Shape(key.operand_dtype, key.k, key.m) + " to " +
+                     NameOf(key.result_dtype);
+  if (key.has_bias) text += " with bias";
+  if (key.batch > 1) text += ", " + std::to_string(key.batch) + " times";
+  const int64_t alignment = std::min({key.a.alignment_bytes, key.b.alignment_bytes,
+                                      key.c.alignment_bytes, key.d.alignment_bytes});
+  return text + ", aligned to " + std::to_string(alignment) + " bytes";
+}
+
+MatmulPlan::MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulKey& key)
+    : library_(library),
+      handle_(handle),
+      key_(key),
+      a_(MakeLayout(key.operand_dtype,
+                    key.transpose_a ? key.k : key.m,
+                    key.transpose_a ? key.m : key.k,
+                    key.a)),
+      b_(MakeLayout(key.operand_dtype,
+                    key.transpose_b ? key.n : key.k,
+                    key.transpose_b ? key.k : key.n,
+                    key.b)),
+      c_(MakeLayout(key.result_dtype, key.m, key.n, key.c)),
+      d_(MakeLayout(key.result_dtype, key.m, key.n, key.d)),
+      description_(MakeDesc(library, key), library.MatmulDescDestroy) {
+  MakeDescription();
+  FindAlgorithms();
+}
+
+MatmulPlan::Owned<lt::LayoutObject> MatmulPlan::MakeLayout(
+    DType dtype, int64_t rows, int64_t columns, const PlannedMatrix& matrix) const {
+  lt::Layout made = nullptr;
+  Check(library_,
+        library_.MatrixLayoutCreate(&made, DataTypeOf(dtype), rows, columns,
+                                    matrix.leading),
+        "cublasLtMatrixLayoutCreate");
+  Owned<lt::LayoutObject> layout(made, library_.MatrixLayoutDestroy);
+  if (key_.batch == 1) return layout;
+  const auto set = [&](lt::LayoutAttribute attribute, auto value) {
+    Check(library_,
+          library_.MatrixLayoutSetAttribute(made, attribute, &value, sizeof value),
+          "cublasLtMatrixLayoutSetAttribute");
+  };
+  set(lt::LayoutAttribute::kBatchCount, static_cast<int32_t>(key_.batch));
+  set(lt::LayoutAttribute::kStridedBatchOffset, matrix.batch_stride);
+  return layout;
+}
+
+void MatmulPlan::MakeDescription() {
+  const auto set = [&](lt::DescAttribute attribute, auto value) {
+    Check(library_,
+          library_.MatmulDescSetAttribute(description_.get(), attribute, &value,
+                                          sizeof value),
+          "cublasLtMatmulDescSetAttribute");
+  };
+  const auto operation = [](bool transpose) {
+    return static_cast<int32_t>(transpose ? lt::Operation::kT : lt::Operation::kN);
+  };
+  set(lt::DescAttribute::kTransA, operation(key_.transpose_a));
+  set(lt::DescAttribute::kTransB, operation(key_.transpose_b));
+  if (key_.sm_target > 0) {
+    set(lt::DescAttribute::kSmCountTarget, static_cast<int32_t>(key_.sm_target));
+  }
+  if (!key_.has_bias) return;
+  set(lt::DescAttribute::kEpilogue, static_cast<uint32_t>(lt::Epilogue::kBias));
+  set(lt::DescAttribute::kBiasDataType,
+      static_cast<int32_t>(DataTypeOf(key_.result_dtype)));
+  if (key_.batch > 1) {
+    set(lt::DescAttribute::kBiasBatchStride, key_.bias.batch_stride);
+  }
+  // Nothing reads it yet; the heuristics look how it is aligned.
+  set(lt::DescAttribute::kBiasPointer,
+      reinterpret_cast<const void*>(key_.bias.alignment_bytes));
+}
+
+void MatmulPlan::FindAlgorithms() {
+  const Owned<lt::PreferenceObject> preference(MakePreference(library_),
+                                               library_.MatmulPreferenceDestroy);
+  const auto set = [&](lt::PreferenceAttribute attribute, auto value) {
+    Check(library_,
+          library_.MatmulPreferenceSetAttribute(preference.get(), attribute, &value,
+                                                sizeof value),
+          "cublasLtMatmulPreferenceSetAttribute");
+  };
+  set(lt::PreferenceAttribute::kMaxWorkspaceBytes,
+      static_cast<uint64_t>(key_.workspace_bytes));
+  // Partial sums of a contraction that is split are never rounded to the result's dtype.
+  if (key_.result_dtype != DType::kF32) {
+    set(lt::PreferenceAttribute::kReductionSchemeMask,
+        static_cast<uint32_t>(lt::ReductionScheme::kComputeType));
+  }
+  const auto align = [&](lt::PreferenceAttribute attribute,
+                         const PlannedMatrix& matrix) {
+    set(attribute, static_cast<uint32_t>(matrix.alignment_bytes));
+  };
+  align(lt::PreferenceAttribute::kMinAlignmentA, key_.a);
+  align(lt::PreferenceAttribute::kMinAlignmentB, key_.b);
+  align(lt::PreferenceAttribute::kMinAlignmentC, key_.c);
+  align(lt::PreferenceAttribute::kMinAlignmentD, key_.d);
+
+  std::array<lt::HeuristicResult, kMaxAlgorithms> found = {};
+  int num_found = 0;
+  const lt::Status status = library_.MatmulAlgoGetHeuristic(
+      handle_, description_.get(), a_.get(), b_.get(), c_.get(), d_.get(),
+      preference.get(), kMaxAlgorithms, found.data(), &num_found);
+  if (status == lt::Status::kSuccess) {
+    for (int i = 0; i < num_found; ++i) {
+      if (found[i].state == lt::Status::kSuccess &&
+          found[i].workspace_bytes <= static_cast<size_t>(key_.workspace_bytes)) {
+        algorithms_.push_back(found[i].algorithm);
+      }
+    }
+  } else if (status != lt::Status::kNotSupported &&
+             status != lt::Status::kInvalidValue) {
+    Check(library_, status, "cublasLtMatmulAlgoGetHeuristic");
+  }
+  if (algorithms_.empty()) {
+    throw UnsupportedError("cuBLASLt " + std::to_string(library_.version) +
+                           " has no algorithm for " + Describe(key_) + " (" +
+                           library_.GetStatusName(status) + "): use method=\"xla\"");
+  }
+}
+
+void MatmulPlan::Enqueue(const MatmulArguments& arguments,
+                         int algorithm,
+                         CUstream stream) {
+  const int last = num_algorithms() - 1;
+  const auto enqueue = [&] {
+    Check(library_,
+          library_.Matmul(handle_, description_.get(), &arguments.alpha, arguments.a,
+                          a_.get(), arguments.b, b_.get(), &arguments.beta, arguments.c,
+                          c_.get(), arguments.d, d_.get(),
+                          &algorithms_[std::clamp(algorithm, 0, last)],
+                          arguments.workspace, key_.workspace_bytes, stream),
+          "cublasLtMatmul");
+  };
+  if (!key_.has_bias) return enqueue();
+  const std::lock_guard lock(mutex_);
+  Check(library_,
+        library_.MatmulDescSetAttribute(description_.get(),
+                                        lt::DescAttribute::kBiasPointer,
+                                        &arguments.bias, sizeof arguments.bias),
+        "cublasLtMatmulDescSetAttribute");
+  enqueue();
+}
+
+GemmPlanCache::GemmPlanCache(const CublasLt& library)
+    : library_(library), handle_(MakeHandle(library), library.Destroy) {}
+
+MatmulPlan& GemmPlanCache::Find(const MatmulKey& key) {
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<MatmulPlan>& plan = plans_[key];
+  if (plan == nullptr) {
+    plan = std::make_unique<MatmulPlan>(library_, handle_.get(), key);
+  }
+  return *plan;
+}
+
+}  // namespace jax_ub

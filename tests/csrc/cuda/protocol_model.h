@@ -1,0 +1,246 @@
+// Explores every order in which the ranks' operations can happen: an explicit-state
+// search over the programs that CudaSlots enqueues. Flags are changed and awaited by the
+// kernels' own code on real memory; slots are cells that hold the number of a piece.
+//
+// An operation is one indivisible step. That is enough: where a read or a write that
+// takes time could meet another write, some order puts that write before or behind it,
+// and then the read finds another piece than it means. Flags are released and acquired,
+// and what is found to be ordered has no race, so there are no other behaviours than these
+// orders (sequential consistency for programs without data races).
+//
+// `eager` takes flag kernels as soon as they can go on, and branches on copies and reads
+// only. That loses nothing: flags only grow, a wait that may go on may do so for ever,
+// and a kernel that goes on early never keeps anybody from doing what he could do before.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "cuda/recorded_program.h"
+
+namespace jax_ub {
+
+class ProtocolModel {
+ public:
+  ProtocolModel(const std::vector<Collective>& calls, uint64_t first_epoch)
+      : num_ranks_(static_cast<int>(calls.at(0).size())),
+        first_epoch_(first_epoch),
+        errors_(num_ranks_) {
+    for (size_t call = 0; call < calls.size(); ++call) {
+      const int num_slots = calls[call][0].num_slots;
+      num_slots_ = std::max(num_slots_, num_slots);
+      // 2, 3, 1, 2, ... cells for a slot.
+      slot_bytes_.push_back(kSlotAlignment * (1 + (call + 1) % 3));
+      num_cells_ = std::max<int64_t>(num_cells_,
+                                     num_slots * slot_bytes_.back() / kSlotAlignment);
+    }
+    num_lines_ = num_slots_ + num_ranks_ + 3;
+    lines_.resize(num_ranks_ * num_lines_);
+    PlaceRanks();
+    Record(calls);
+  }
+
+  std::vector<RankProgram>& programs() { return programs_; }
+
+  // What goes wrong in some order, or "".
+  std::string Explore(bool eager) {
+    State first = FirstState();
+    if (eager) TakeFlags(first);
+    Visit(std::move(first));
+    while (!todo_.empty() && wrong_.empty()) {
+      const State state = *todo_.back();
+      todo_.pop_back();
+      bool moved = false;
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        moved |= TryBeside(state, rank, eager);
+        moved |= TryLane(state, rank, eager);
+      }
+      if (!moved) CheckDone(state);
+    }
+    return wrong_;
+  }
+
+ private:
+  // [rank]: next of its lane, reads done (four bytes), lines, cells.
+  using State = std::string;
+  struct alignas(kFlagLineBytes) Line {
+    uint64_t word;
+  };
+  static constexpr size_t kProgressBytes = 5;
+  // Far away from any real memory.
+  static constexpr CUdeviceptr kFirstSlot = CUdeviceptr{1} << 60;
+  static constexpr CUdeviceptr kRankBytes = CUdeviceptr{1} << 32;
+
+  size_t rank_bytes() const { return kProgressBytes + num_lines_ + num_cells_; }
+  size_t At(int rank) const { return rank * rank_bytes(); }
+  uint8_t Next(const State& state, int rank) const { return state[At(rank)]; }
+  uint32_t Done(const State& state, int rank) const {
+    uint32_t done;
+    std::memcpy(&done, &state[At(rank) + 1], sizeof done);
+    return done;
+  }
+
+  void PlaceRanks() {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      const auto line = [&](int n) {
+        return reinterpret_cast<CUdeviceptr>(&lines_[rank * num_lines_ + n]);
+      };
+      places_.push_back({.slots = kFirstSlot + rank * kRankBytes,
+                         .arrived = line(0),
+                         .freed = line(num_slots_),
+                         .epoch = line(num_slots_ + num_ranks_),
+                         .failed = line(num_slots_ + num_ranks_ + 1),
+                         .poison = line(num_slots_ + num_ranks_ + 2)});
+    }
+  }
+
+  void Record(const std::vector<Collective>& calls) {
+    const Driver driver = RecordingDriver();
+    const FlagKernels kernels(driver);
+    std::map<Piece, PieceId> pieces;
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      const auto error = reinterpret_cast<CUdeviceptr>(&errors_[rank]);
+      Recorder recorder(driver, kernels, places_, error, pieces);
+      for (size_t call = 0; call < calls.size(); ++call) {
+        recorder.Call(calls[call][rank], slot_bytes_[call]);
+      }
+      programs_.push_back(recorder.program());
+    }
+  }
+
+  // Flags are kept as the distance from the first epoch, `failed` and `poison` as are.
+  State FirstState() const { return State(num_ranks_ * rank_bytes(), '\0'); }
+  uint64_t Zero(int line) const {
+    return line < num_slots_ + num_ranks_ + 1 ? first_epoch_ : 0;
+  }
+  void ToMemory(const State& state) {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      for (int n = 0; n < num_lines_; ++n) {
+        const auto distance = static_cast<int8_t>(state[At(rank) + kProgressBytes + n]);
+        lines_[rank * num_lines_ + n].word = Zero(n) + distance;
+      }
+    }
+  }
+  void FromMemory(State& state) const {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      for (int n = 0; n < num_lines_; ++n) {
+        const uint64_t word = lines_[rank * num_lines_ + n].word;
+        state[At(rank) + kProgressBytes + n] = static_cast<char>(word - Zero(n));
+      }
+    }
+  }
+
+  char* Cells(State& state, CUdeviceptr address) const {
+    const CUdeviceptr offset = address - kFirstSlot;
+    return &state[At(static_cast<int>(offset / kRankBytes)) + kProgressBytes +
+                  num_lines_ + offset % kRankBytes / kSlotAlignment];
+  }
+
+  void CheckReads(State& state, int rank, const std::vector<Read>& reads) {
+    for (const Read& read : reads) {
+      const char* cells = Cells(state, read.slot);
+      for (int64_t i = 0; i < read.size_bytes / kSlotAlignment; ++i) {
+        if (static_cast<PieceId>(cells[i]) == read.piece) continue;
+        wrong_ = "rank " + std::to_string(rank) + " reads piece " +
+                 std::to_string(static_cast<PieceId>(cells[i])) + " where it means " +
+                 std::to_string(read.piece);
+      }
+    }
+  }
+
+  // False: it waits. A wait looks once, since its time limit is zero.
+  bool RunKernel(State& state, int rank, const Operation& launch) {
+    ToMemory(state);
+    launch.kernel->run(launch.params.data(), 1, 32);
+    if (lines_[rank * num_lines_ + num_slots_ + num_ranks_ + 1].word != 0) return false;
+    FromMemory(state);
+    return true;
+  }
+
+  // True if the rank's next operation of that kind could be taken.
+  bool TakeNext(State& state, int rank, bool kernels_only) {
+    const std::vector<Operation>& lane = programs_[rank].lane;
+    const uint8_t next = Next(state, rank);
+    if (next == lane.size()) return false;
+    const Operation& operation = lane[next];
+    if ((operation.needs & ~Done(state, rank)) != 0) return false;
+    if (operation.kernel != nullptr) {
+      if (!RunKernel(state, rank, operation)) return false;
+    } else if (kernels_only) {
+      return false;
+    } else {
+      CheckReads(state, rank, operation.reads);
+      std::memset(Cells(state, operation.to), operation.piece,
+                  operation.size_bytes / kSlotAlignment);
+    }
+    state[At(rank)] = static_cast<char>(next + 1);
+    return true;
+  }
+
+  void TakeFlags(State& state) {
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        while (TakeNext(state, rank, true)) moved = true;
+      }
+    }
+  }
+
+  bool TryLane(const State& state, int rank, bool eager) {
+    State next = state;
+    if (!TakeNext(next, rank, false)) return false;
+    if (eager) TakeFlags(next);
+    Visit(std::move(next));
+    return true;
+  }
+
+  bool TryBeside(const State& state, int rank, bool eager) {
+    bool moved = false;
+    const std::vector<ReadBeside>& beside = programs_[rank].beside;
+    for (size_t i = 0; i < beside.size(); ++i) {
+      const uint32_t done = Done(state, rank);
+      if ((done >> i & 1) != 0 || beside[i].after > Next(state, rank)) continue;
+      State next = state;
+      CheckReads(next, rank, beside[i].reads);
+      const uint32_t now_done = done | 1u << i;
+      std::memcpy(&next[At(rank) + 1], &now_done, sizeof now_done);
+      if (eager) TakeFlags(next);
+      Visit(std::move(next));
+      moved = true;
+    }
+    return moved;
+  }
+
+  void Visit(State state) {
+    const auto [place, is_new] = visited_.insert(std::move(state));
+    if (is_new) todo_.push_back(&*place);
+  }
+
+  void CheckDone(const State& state) {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (Next(state, rank) == programs_[rank].lane.size()) continue;
+      wrong_ = "rank " + std::to_string(rank) + " waits for ever";
+    }
+  }
+
+  const int num_ranks_;
+  const uint64_t first_epoch_;
+  int num_slots_ = 0;
+  int64_t num_cells_ = 0;
+  int num_lines_ = 0;
+  std::vector<int64_t> slot_bytes_;  // [call]
+  std::vector<Line> lines_;          // [rank][line]
+  std::vector<ErrorRecord> errors_;
+  std::vector<RankPlace> places_;
+  std::vector<RankProgram> programs_;
+  std::unordered_set<State> visited_;
+  std::vector<const State*> todo_;
+  std::string wrong_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,174 @@
+"""When the CUDA engine is loaded, and what XLA is told of it."""
+
+import importlib
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from cuda_programs import StandIn
+from jaxlib import xla_client
+
+from jax_ub.runtime import cuda, engine, exporting
+
+
+class Device(types.SimpleNamespace):
+    def __init__(self, platform, version, **attributes):
+        client = types.SimpleNamespace(platform_version=version)
+        super().__init__(platform=platform, client=client, **attributes)
+
+
+NVIDIA = Device("gpu", "PJRT C API\ncuda 13000", id=5, local_hardware_id=1)
+AMD = Device("gpu", "PJRT C API\nrocm 60300", id=0, local_hardware_id=0)
+
+
+@pytest.fixture
+def fresh():
+    cached = cuda.load, cuda.register_targets
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def built(monkeypatch, fresh):
+    """A module as it would be imported, and what it was told."""
+    told = {}
+    module = types.ModuleType("jax_ub._cuda")
+    module.xla_ffi_api_version = (0, 3)
+    for name in ("set_library_paths", "set_timeout_s", "set_local_devices"):
+        setattr(module, name, lambda value, name=name: told.update({name: value}))
+    module.call_site_type = lambda: "the type"
+    module.targets = lambda: {"jax_ub$matmul": "handlers"}
+    monkeypatch.setitem(sys.modules, "jax_ub._cuda", module)
+    return told
+
+
+def test_a_build_without_nvcc_says_so(monkeypatch, fresh):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match="_cuda is missing, since no nvcc was found"):
+        cuda.load()
+    assert "where nvcc is installed: pip install ." in cuda.why_not()
+
+
+def test_an_engine_for_newer_headers_is_not_registered(monkeypatch, built):
+    monkeypatch.setattr(engine, "running_ffi_api", lambda: (0, 2))
+    with pytest.raises(
+        ImportError, match=r"built for XLA FFI API 0\.3, but jax .* 0\.2"
+    ):
+        cuda.load()
+
+
+def test_settings_are_handed_over(monkeypatch, built):
+    monkeypatch.setenv("JAX_UB_TIMEOUT_S", "7")
+    monkeypatch.setattr(cuda, "library_paths", lambda: ["/nvidia"])
+    cuda.load()
+    assert built == {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
+
+
+def test_cublaslt_is_looked_for_in_nvidias_wheels(monkeypatch, tmp_path):
+    for folder, name in (
+        ("cu13/lib", "so.13"),
+        ("cublas/lib", "so.12"),
+        ("x", "so.13"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"libcublasLt.{name}").touch()
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert cuda.library_paths() == [
+        str(tmp_path / "cu13/lib"),
+        str(tmp_path / "cublas/lib"),
+    ]
+    (tmp_path / "cu13/lib/libcublasLt.so.13").unlink()
+    assert cuda.library_paths() == [str(tmp_path / "cublas/lib")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cuda.library_paths() == []
+
+
+def test_targets_are_registered_for_command_buffers_behind_their_type(
+    monkeypatch, built
+):
+    registered = []
+    monkeypatch.setattr(cuda, "local_devices", lambda: [NVIDIA])
+    monkeypatch.setattr(
+        jax.ffi, "register_ffi_type", lambda *a, **k: registered.append((a, k))
+    )
+    monkeypatch.setattr(
+        jax.ffi, "register_ffi_target", lambda *a, **k: registered.append((a, k))
+    )
+    cuda.register_targets()
+    cuda.register_targets()
+    assert built["set_local_devices"] == {1: 5}
+    traits = xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
+    assert registered == [
+        (("jax_ub$CudaCallSite", "the type"), {"platform": "CUDA"}),
+        (
+            ("jax_ub$matmul", "handlers"),
+            {"platform": "CUDA", "api_version": 1, "traits": traits},
+        ),
+    ]
+
+
+def test_the_handler_of_jaxlib_takes_the_traits(monkeypatch):
+    """What jax.ffi passes on, for a platform that has no backend here."""
+    taken = []
+    monkeypatch.setitem(
+        xla_client._custom_callback_handler, "CUDA", lambda *a: taken.append(a)
+    )
+    traits = xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
+    jax.ffi.register_ffi_target(
+        "jax_ub$test", {}, platform="CUDA", api_version=1, traits=traits
+    )
+    assert taken == [("jax_ub$test", {}, "CUDA", 1, traits)]
+
+
+def test_without_cuda_devices_nothing_is_registered(monkeypatch, fresh):
+    monkeypatch.setattr(cuda, "load", lambda: pytest.fail("was loaded"))
+    cuda.register_targets()
+    exporting.register_targets()
+    assert cuda.failures() == {}
+    assert cuda.usable_devices() == []
+    cuda.release_in_process()
+
+
+def test_devices_are_told_apart_by_who_made_them():
+    assert (cuda.is_cuda(NVIDIA), cuda.is_cuda(AMD)) == (True, False)
+    assert cuda.platform_of(NVIDIA) == "cuda"
+    assert cuda.platform_of(AMD) == "rocm"
+    assert cuda.platform_of(jax.devices()[0]) == "cpu"
+    assert cuda.ordinals([NVIDIA, AMD]) == {5: 1, 0: 0}
+    assert not cuda.is_default()
+
+
+def test_only_devices_of_different_numbers_need_to_reach_each_other(monkeypatch):
+    native = StandIn()
+    native.why_no_peers = lambda ordinals: f"asked for {ordinals}"
+    monkeypatch.setattr(cuda, "load", lambda: native)
+    assert cuda.why_no_peers([NVIDIA, NVIDIA]) is None
+    assert cuda.why_no_peers([NVIDIA, AMD]) == "asked for [0, 1]"
+
+
+def test_a_program_on_a_cpu_does_not_load_it():
+    program = """
+import sys
+import jax
+import numpy as np
+import jax_ub as ub
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("tp",))
+f = jax.shard_map(lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"), mesh=mesh,
+                  in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+ub.initialize_ub((8, 8), 1, mesh=mesh)
+jax.jit(jax.grad(lambda x, w: f(x, w).sum()))(np.ones((4, 4)), np.ones((4, 4)))
+ub.memory_report()
+ub.destroy_ub()
+assert "jax_ub._cuda" not in sys.modules, "loaded"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
