@@ -91,8 +91,15 @@ jax_ub_library(jax_ub_cuda
     platform/cuda/owners.cc
     reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
+    transport/cuda/communicator.cc
     transport/cuda/cuda_slots.cc
+    transport/cuda/endpoint.cc
+    transport/cuda/fault.cc
     transport/cuda/flag_kernels.cc
+    transport/cuda/group_heaps.cc
+    transport/cuda/offer.cc
+    transport/cuda/sharing.cc
+    transport/cuda/virtual_memory.cc
   DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
 jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)

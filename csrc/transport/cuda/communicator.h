@@ -23,50 +23,13 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
-#include "transport/process/group.h"
 #include "transport/cuda/cuda_slots.h"
+#include "transport/cuda/endpoint.h"
 #include "transport/cuda/heap.h"
+#include "transport/cuda/offer.h"
+#include "transport/process/group.h"
 
 namespace jax_ub {
-
-// What a process says to the others: what it can do, and why not the rest. Texts, of a
-// few hundred bytes.
-using Offer = std::map<std::string, std::string>;
-
-// The heaps of a process's own ranks, and a socket under which it is found. Made before
-// the processes know of each other.
-class CudaEndpoint {
- public:
-  // `ordinals`: of the own ranks, in the order of the ranks. `slots_bytes`: for the slots
-  // of a call, on each rank. `host`: equal where processes share one. Throws
-  // CommunicatorError when the devices have no room.
-  CudaEndpoint(const Driver& driver,
-               const std::vector<int>& ordinals,
-               int64_t slots_bytes,
-               std::string host);
-  ~CudaEndpoint();
-  CudaEndpoint(const CudaEndpoint&) = delete;
-  CudaEndpoint& operator=(const CudaEndpoint&) = delete;
-
-  const PeerAddress& address() const;
-  const Offer& offer() const;
-
- private:
-  friend class CudaCommunicator;
-  struct State;
-  std::unique_ptr<State> state_;
-};
-
-// Why these processes' GPUs cannot share memory, or "". `processes` [rank]; `offers` by
-// process. A pure function: all processes come to the same answer.
-std::string WhyNotConnected(const std::vector<int>& processes,
-                            const std::map<int, Offer>& offers);
-
-// A way that was not taken, though it is preferred to how().
-struct StepDown {
-  std::string way;     // "vmm"
-  std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
-};
 
 class CudaCommunicator {
  public:
@@ -121,8 +84,9 @@ class CudaCommunicator {
   uint32_t NumberOf(const std::string& label);
 
   // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
-  // words; poison; a process that died or closed; Close. Cheap: for every call.
+  // words; poison; a process that died; Close. A peer that closed in order is none. Cheap.
   std::exception_ptr failure();
+  // The same for every call, which also needs all peers.
   void ThrowIfFailed();
 
   // Ends all waits of all ranks from now on; the first reason holds.

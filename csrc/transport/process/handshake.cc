@@ -181,6 +181,12 @@ void Handshake::HearPartner(int place) {
     case MessageKind::kGoodbye:
       partner.has_left = true;
       return;
+    case MessageKind::kNote:
+    case MessageKind::kNotePassed:
+      if (stages_[place] == Stage::kConnected) {
+        partner.early.push_back(std::move(message));
+      }
+      return;
     case MessageKind::kHello:
       break;
   }

@@ -13,6 +13,7 @@
 
 #include <sys/types.h>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -28,9 +29,10 @@ namespace jax_ub {
 
 struct Partner {
   FileDescriptor connection;
-  int pid = 0;            // as it knows itself, for messages
-  pid_t seen_pid = 0;     // as seen from here; 0: it is not
-  bool has_left = false;  // said goodbye already
+  int pid = 0;                // as it knows itself, for messages
+  pid_t seen_pid = 0;         // as seen from here; 0: it is not
+  bool has_left = false;      // said goodbye already
+  std::deque<Message> early;  // what notes it has sent already
 };
 
 class Handshake {

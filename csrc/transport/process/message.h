@@ -16,6 +16,8 @@ enum class MessageKind : uint32_t {
   kDeadlinePoison,      // "I waited too long, for ..."
   kObituary,            // "process <place> died"
   kGoodbye,             // "I have done my part and leave"
+  kNote,                // what notes.h exchanges
+  kNotePassed,          // a descriptor that belongs to it
 };
 
 // The body of kHello. Of one host, so of one byte order.

@@ -124,6 +124,8 @@ void Peers::Hear(Watched& peer, bool has_died) {
         SetLeft(peer, PeerNews::kClosed, "");
         break;
       case MessageKind::kHello:
+      case MessageKind::kNote:
+      case MessageKind::kNotePassed:
         break;
     }
   }

@@ -1,0 +1,130 @@
+#include "transport/cuda/endpoint.h"
+
+#include <algorithm>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr unsigned kFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+constexpr unsigned kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
+
+std::string UuidOf(const Driver& driver, CUdevice device) {
+  CUuuid uuid = {};
+  Check(driver, driver.DeviceGetUuid(&uuid, device), "cuDeviceGetUuid");
+  return HexOf(&uuid, sizeof(uuid));
+}
+
+// "GPU 0 has no POSIX descriptors of memory", or "".
+std::string WhyLacks(const OwnDevices& devices,
+                     CUdevice_attribute attribute,
+                     const char* what) {
+  for (const Context& context : devices.contexts()) {
+    if (context.Attribute(attribute) == 0) {
+      return "GPU " + std::to_string(context.device()) + " has no " + what;
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+CudaEndpoint::CudaEndpoint(const Driver& driver,
+                           const std::vector<int>& ordinals,
+                           int64_t slots_bytes,
+                           const std::string& host)
+    : layout_(slots_bytes), devices_(std::make_unique<OwnDevices>(driver, ordinals)) {
+  OfferDevices(host);
+  OfferVirtual();
+  OfferIpc();
+}
+
+void CudaEndpoint::OfferDevices(const std::string& host) {
+  const Driver& driver = devices_->driver();
+  offer_[kHostKey] = host;
+  std::string& gpus = offer_[kGpusKey];
+  for (int n = 0; n < devices_->num_ranks(); ++n) {
+    AppendPart(gpus, UuidOf(driver, devices_->context_of(n).device()));
+  }
+  int num_visible = 0;
+  Check(driver, driver.DeviceGetCount(&num_visible), "cuDeviceGetCount");
+  std::string& apart = offer_[kApartKey];
+  for (const CUdevice device : devices_->devices()) {
+    for (int ordinal = 0; ordinal < num_visible; ++ordinal) {
+      CUdevice peer = 0;
+      Check(driver, driver.DeviceGet(&peer, ordinal), "cuDeviceGet");
+      if (peer == device) continue;
+      int can = 0;
+      Check(driver, driver.DeviceCanAccessPeer(&can, device, peer),
+            "cuDeviceCanAccessPeer");
+      if (can != 0) continue;
+      AppendPart(apart,
+                 UuidOf(driver, device).append(">").append(UuidOf(driver, peer)));
+    }
+  }
+}
+
+// Fabric handles may be refused where descriptors are not: without an IMEX channel.
+void CudaEndpoint::OfferVirtual() {
+  const std::string no_vmm =
+      WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+               "virtual memory management");
+  std::string no_fd = WhyLacks(
+      *devices_, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+      "memory handles that are descriptors");
+  std::string no_fabric =
+      WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
+               "memory handles for a fabric");
+  if (!no_vmm.empty()) no_fd = no_fabric = no_vmm;
+  const auto attempt = [&] {
+    const unsigned types =
+        (no_fd.empty() ? kFd : 0u) | (no_fabric.empty() ? kFabric : 0u);
+    if (types == 0) return;
+    try {
+      heaps_ = OwnHeaps::Virtual(*devices_, layout_.size_bytes(), types);
+    } catch (const SystemError& error) {
+      (no_fabric.empty() ? no_fabric : no_fd) = error.what();
+    }
+  };
+  attempt();
+  if (!heaps_) attempt();
+  const auto offer = [&](Way way, std::string reason, bool has_value) {
+    if (heaps_ && reason.empty()) {
+      try {
+        const Note exported = heaps_.Export(way);
+        offer_[WayName(way)] = has_value ? exported.text : "yes";
+        return;
+      } catch (const SystemError& error) {
+        reason = error.what();
+      }
+    }
+    offer_[CannotKey(way)] = reason;
+  };
+  offer(Way::kVmm, no_fd, false);
+  offer(Way::kFabric, no_fabric, true);
+  if (offer_.count(WayName(Way::kVmm)) + offer_.count(WayName(Way::kFabric)) == 0) {
+    heaps_ = OwnHeaps();
+  }
+}
+
+// With what shall be shared where there is nothing better, otherwise with a little.
+void CudaEndpoint::OfferIpc() {
+  try {
+    if (heaps_) {
+      OwnHeaps::Allocated(*devices_, 1).Export(Way::kIpc);
+    } else {
+      heaps_ = OwnHeaps::Allocated(*devices_, layout_.size_bytes());
+      heaps_.Export(Way::kIpc);
+    }
+    offer_[WayName(Way::kIpc)] = "yes";
+  } catch (const Error& error) {
+    // No room for that little, beside heaps that can be shared otherwise, is no failure.
+    if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
+    if (!heaps_.is_virtual()) heaps_ = OwnHeaps();
+    offer_[CannotKey(Way::kIpc)] = error.what();
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,79 @@
+// The heaps of all ranks of a group, as one process reaches them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "platform/cuda/driver.h"
+#include "platform/deadline.h"
+#include "transport/cuda/heap.h"
+#include "transport/cuda/offer.h"
+#include "transport/cuda/sharing.h"
+#include "transport/process/group.h"
+#include "transport/process/notes.h"
+
+namespace jax_ub {
+
+class GroupHeaps {
+ public:
+  // `ordinals` [rank]. Throws UnsupportedError when a device cannot access another one.
+  static GroupHeaps InProcess(const Driver& driver,
+                              const std::vector<int>& ordinals,
+                              const HeapLayout& layout,
+                              const Group& group);
+
+  // Comes to the ways of `agreement`, one after the other, until all processes have
+  // mapped all heaps by one. Throws UnsupportedError when none is left, and what Notes
+  // throws. `offers` by process.
+  static GroupHeaps Shared(std::unique_ptr<OwnDevices> devices,
+                           OwnHeaps own,
+                           const Group& group,
+                           const HeapLayout& layout,
+                           const Agreement& agreement,
+                           const std::map<int, Offer>& offers,
+                           Notes& notes,
+                           const Deadline& deadline);
+
+  const OwnDevices& devices() const { return *devices_; }
+  const std::string& how() const { return how_; }
+  const std::vector<StepDown>& step_downs() const { return step_downs_; }
+  int64_t size_bytes() const { return own_.size_bytes(); }
+  // Of all ranks, for the device of the n-th own one.
+  std::span<const RankPlace> places(int n) const { return places_[n]; }
+
+  void GiveBack();
+  // GiveBack will leave the own heaps to the end of the process where a peer that still
+  // writes to them could be harmed.
+  void Abandon() { own_.Abandon(); }
+
+ private:
+  GroupHeaps() = default;
+
+  OwnHeaps ProvideOwn(Way way, OwnHeaps own, const HeapLayout& layout) const;
+  // Why this way is none, as the first process that cannot says; or "".
+  std::string ShareBy(Way way,
+                      const Group& group,
+                      const HeapLayout& layout,
+                      const std::map<int, Offer>& offers,
+                      Notes& notes,
+                      const Deadline& deadline);
+  void Import(Way way,
+              const Group& group,
+              const HeapLayout& layout,
+              const std::map<int, Offer>& offers,
+              std::vector<Note>& exported);
+  void FindPlaces(const Group& group);
+
+  std::unique_ptr<OwnDevices> devices_;
+  OwnHeaps own_;
+  std::vector<PeerHeaps> others_;               // [place]
+  std::vector<std::vector<RankPlace>> places_;  // [own rank][rank]
+  std::string how_;
+  std::vector<StepDown> step_downs_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,64 @@
+// The ways in which processes may share device memory, and which one a group takes.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace jax_ub {
+
+// What a process says to the others: what it can do, and why not the rest. Texts, of a
+// few kilobytes.
+using Offer = std::map<std::string, std::string>;
+
+// In order of preference. XLA's own communicator and its windows, which would come first,
+// are not used: docs/gpu.md says why.
+enum class Way { kVmm, kFabric, kIpc };
+inline constexpr Way kWays[] = {Way::kVmm, Way::kFabric, Way::kIpc};
+const char* WayName(Way way);  // "vmm", "fabric", "ipc"
+
+// A way that was not taken, though it is preferred to the one that was.
+struct StepDown {
+  std::string way;     // "vmm"
+  std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
+  bool operator==(const StepDown&) const = default;
+};
+// The keys of an offer. A way has its own name as its key if the process can share by it
+// (the value is what to share, for fabric), and otherwise CannotKey, with the reason.
+inline constexpr char kHostKey[] = "host";
+inline constexpr char kGpusKey[] = "gpus";  // "uuid,uuid", of the own ranks
+// "uuid>uuid,...": GPUs of this process that cannot access one that it sees.
+inline constexpr char kApartKey[] = "apart";
+std::string CannotKey(Way way);
+
+// Makes a list of parts with commas between them.
+void AppendPart(std::string& list, const std::string& part);
+
+// Bytes as text, and back.
+std::string HexOf(const void* bytes, size_t size);
+std::string BytesOf(const std::string& hex);
+
+struct Agreement {
+  std::vector<Way> ways;  // that all can share by, best first
+  std::vector<StepDown> step_downs;
+  std::string refusal;  // why there is none; otherwise ""
+  bool spans_hosts = false;
+};
+
+// `processes` [rank]; `offers` by process. A pure function: all processes come to the
+// same answer.
+Agreement Agree(const std::vector<int>& processes, const std::map<int, Offer>& offers);
+
+// All that come before `way`: what could not be agreed, and what then failed.
+std::vector<StepDown> StepDownsTo(Way way,
+                                  const Agreement& agreement,
+                                  const std::vector<StepDown>& failed);
+// The reason when no way is left.
+std::string RefusalOf(const Agreement& agreement, const std::vector<StepDown>& failed);
+
+// Why these processes' GPUs cannot share memory, or "".
+std::string WhyNotConnected(const std::vector<int>& processes,
+                            const std::map<int, Offer>& offers);
+
+}  // namespace jax_ub

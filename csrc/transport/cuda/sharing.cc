@@ -1,0 +1,243 @@
+#include "transport/cuda/sharing.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr CUmemAllocationHandleType kFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+constexpr CUmemAllocationHandleType kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
+
+// Handles are plain bytes, of a size that the driver fixes.
+template <typename Handle>
+Handle HandleOf(const std::string& bytes) {
+  if (bytes.size() != sizeof(Handle)) {
+    throw SystemError("a peer's handle has " + std::to_string(bytes.size()) +
+                      " bytes, not " + std::to_string(sizeof(Handle)));
+  }
+  Handle handle;
+  std::memcpy(&handle, bytes.data(), sizeof(Handle));
+  return handle;
+}
+
+// On a stream of its own, and only that is waited for: a peer's kernel may be waiting
+// for this process on others.
+void ZeroFlags(const Context& context, CUdeviceptr base) {
+  const Driver& driver = context.driver();
+  const ScopedContext scoped(driver, context.get());
+  const Stream stream(driver);
+  Check(driver,
+        driver.MemsetD8Async(base, 0, static_cast<size_t>(HeapLayout::flags_bytes()),
+                             stream.get()),
+        "cuMemsetD8Async");
+  Check(driver, driver.StreamSynchronize(stream.get()), "cuStreamSynchronize");
+}
+
+}  // namespace
+
+OwnDevices::OwnDevices(const Driver& driver, std::vector<int> ordinals)
+    : driver_(driver), ordinals_(std::move(ordinals)) {
+  std::vector<int> distinct;
+  for (const int ordinal : ordinals_) {
+    const auto found = std::find(distinct.begin(), distinct.end(), ordinal);
+    indices_.push_back(static_cast<int>(found - distinct.begin()));
+    if (found != distinct.end()) continue;
+    distinct.push_back(ordinal);
+    contexts_.emplace_back(driver, ordinal);
+    devices_.push_back(contexts_.back().device());
+  }
+}
+
+std::string OwnDevices::WhyApart() const {
+  for (const CUdevice device : devices_) {
+    for (const CUdevice peer : devices_) {
+      if (device == peer) continue;
+      int can = 0;
+      Check(driver_, driver_.DeviceCanAccessPeer(&can, device, peer),
+            "cuDeviceCanAccessPeer");
+      if (can != 0) continue;
+      return "GPU " + std::to_string(device) + " cannot access GPU " +
+             std::to_string(peer) +
+             " (cuDeviceCanAccessPeer): there is no NVLink or PCIe peer-to-peer "
+             "between them";
+    }
+  }
+  return "";
+}
+
+void OwnDevices::EnablePeerAccess() const {
+  for (const Context& context : contexts_) {
+    const ScopedContext scoped(driver_, context.get());
+    for (const Context& peer : contexts_) {
+      if (&peer == &context) continue;
+      const CUresult result = driver_.CtxEnablePeerAccess(peer.get(), 0);
+      if (result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) continue;
+      Check(driver_, result, "cuCtxEnablePeerAccess");
+    }
+  }
+}
+
+OwnHeaps OwnHeaps::Virtual(const OwnDevices& devices,
+                           int64_t size_bytes,
+                           unsigned handle_types) {
+  OwnHeaps heaps;
+  heaps.devices_ = &devices;
+  for (int n = 0; n < devices.num_ranks(); ++n) {
+    const Context& context = devices.context_of(n);
+    heaps.virtual_.push_back(VirtualMemory::Create(devices.driver(), context.device(),
+                                                   size_bytes, handle_types,
+                                                   devices.devices()));
+    heaps.bases_.push_back(heaps.virtual_.back().base());
+    heaps.size_bytes_ += heaps.virtual_.back().size_bytes();
+    ZeroFlags(context, heaps.bases_.back());
+  }
+  return heaps;
+}
+
+OwnHeaps OwnHeaps::Allocated(const OwnDevices& devices, int64_t size_bytes) {
+  // A block of its own: what shares one with it would be exported, too.
+  constexpr int64_t kBlock = int64_t{2} << 20;
+  const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
+  OwnHeaps heaps;
+  heaps.devices_ = &devices;
+  devices.EnablePeerAccess();
+  for (int n = 0; n < devices.num_ranks(); ++n) {
+    const Context& context = devices.context_of(n);
+    const ScopedContext scoped(devices.driver(), context.get());
+    try {
+      heaps.allocated_.emplace_back(devices.driver(), size);
+    } catch (const SystemError& error) {
+      throw CommunicatorError(std::string(error.what()) + ", of " +
+                              std::to_string(size) + " bytes");
+    }
+    heaps.bases_.push_back(heaps.allocated_.back().get());
+    heaps.size_bytes_ += size;
+    ZeroFlags(context, heaps.bases_.back());
+  }
+  return heaps;
+}
+
+// "size:handle,size:handle", and the descriptors.
+Note OwnHeaps::Export(Way way) const {
+  Note note;
+  for (int n = 0; n < devices_->num_ranks(); ++n) {
+    std::string handle;
+    int64_t size = 0;
+    if (way == Way::kIpc) {
+      size = allocated_[n].size_bytes();
+      CUipcMemHandle ipc = {};
+      const Driver& driver = devices_->driver();
+      const ScopedContext scoped(driver, devices_->context_of(n).get());
+      Check(driver, driver.IpcGetMemHandle(&ipc, bases_[n]), "cuIpcGetMemHandle");
+      handle = HexOf(&ipc, sizeof(ipc));
+    } else if (way == Way::kFabric) {
+      size = virtual_[n].size_bytes();
+      CUmemFabricHandle fabric = {};
+      virtual_[n].Export(kFabric, &fabric);
+      handle = HexOf(&fabric, sizeof(fabric));
+    } else {
+      size = virtual_[n].size_bytes();
+      int descriptor = -1;
+      virtual_[n].Export(kFd, &descriptor);
+      note.passed.emplace_back(descriptor);
+    }
+    AppendPart(note.text, std::to_string(size).append(":").append(handle));
+  }
+  return note;
+}
+
+void OwnHeaps::Abandon() {
+  for (DeviceMemory& memory : allocated_) {
+    static_cast<void>(new DeviceMemory(std::move(memory)));
+  }
+}
+
+void IpcOpenedTraits::Close(const Driver& driver, Value opened) noexcept {
+  CUcontext before = nullptr;
+  driver.CtxGetCurrent(&before);
+  driver.CtxSetCurrent(opened.context);
+  driver.IpcCloseMemHandle(opened.base);
+  driver.CtxSetCurrent(before);
+}
+
+PeerHeaps::PeerHeaps(const OwnDevices& devices,
+                     Way way,
+                     const Note& note,
+                     int num_ranks,
+                     int64_t size_bytes)
+    : exported_(Parse(note, num_ranks)) {
+  for (const Exported& exported : exported_) {
+    if (exported.size_bytes < size_bytes) {
+      throw SystemError("a peer's heap has " + std::to_string(exported.size_bytes) +
+                        " bytes, not " + std::to_string(size_bytes));
+    }
+  }
+  if (way == Way::kIpc) {
+    OpenIpc(devices);
+  } else {
+    ImportVirtual(devices, way, note);
+  }
+}
+
+std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note, int num_ranks) {
+  std::vector<Exported> all;
+  std::istringstream stream(note.text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    const size_t colon = part.find(':');
+    if (colon == std::string::npos) break;
+    all.push_back({std::stoll(part), BytesOf(part.substr(colon + 1))});
+  }
+  if (static_cast<int>(all.size()) != num_ranks) {
+    throw SystemError("a peer passed " + std::to_string(all.size()) + " heaps, not " +
+                      std::to_string(num_ranks));
+  }
+  return all;
+}
+
+void PeerHeaps::ImportVirtual(const OwnDevices& devices, Way way, const Note& note) {
+  if (way == Way::kVmm && note.passed.size() != exported_.size()) {
+    throw SystemError("a peer passed " + std::to_string(note.passed.size()) +
+                      " descriptors, not " + std::to_string(exported_.size()));
+  }
+  bases_.emplace_back();
+  for (size_t n = 0; n < exported_.size(); ++n) {
+    void* shareable = nullptr;
+    CUmemFabricHandle fabric = {};
+    if (way == Way::kVmm) {
+      // The driver takes the descriptor itself where it takes an address otherwise.
+      shareable = reinterpret_cast<void*>(static_cast<intptr_t>(note.passed[n].get()));
+    } else {
+      fabric = HandleOf<CUmemFabricHandle>(exported_[n].handle);
+      shareable = &fabric;
+    }
+    virtual_.push_back(
+        VirtualMemory::Import(devices.driver(), way == Way::kVmm ? kFd : kFabric,
+                              shareable, exported_[n].size_bytes, devices.devices()));
+    bases_.back().push_back(virtual_.back().base());
+  }
+}
+
+void PeerHeaps::OpenIpc(const OwnDevices& devices) {
+  const Driver& driver = devices.driver();
+  for (const Context& context : devices.contexts()) {
+    const ScopedContext scoped(driver, context.get());
+    bases_.emplace_back();
+    for (const Exported& exported : exported_) {
+      CUdeviceptr base = 0;
+      Check(driver,
+            driver.IpcOpenMemHandle(&base, HandleOf<CUipcMemHandle>(exported.handle),
+                                    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
+            "cuIpcOpenMemHandle");
+      opened_.emplace_back(driver, IpcOpened{context.get(), base});
+      bases_.back().push_back(base);
+    }
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,123 @@
+// The memory of heaps: of the own ranks, in whatever way it is to be shared, and of the
+// others as this process's devices reach it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "platform/cuda/driver.h"
+#include "platform/cuda/owners.h"
+#include "transport/cuda/heap.h"
+#include "transport/cuda/offer.h"
+#include "transport/cuda/virtual_memory.h"
+#include "transport/process/notes.h"
+
+namespace jax_ub {
+
+// The devices of a process's own ranks. Several ranks may have one.
+class OwnDevices {
+ public:
+  // `ordinals`: of the own ranks.
+  OwnDevices(const Driver& driver, std::vector<int> ordinals);
+
+  const Driver& driver() const { return driver_; }
+  int num_ranks() const { return static_cast<int>(ordinals_.size()); }
+  int ordinal(int n) const { return ordinals_[n]; }
+  int index_of(int n) const { return indices_[n]; }  // into contexts()
+  const Context& context_of(int n) const { return contexts_[indices_[n]]; }
+  const std::vector<Context>& contexts() const { return contexts_; }
+  const std::vector<CUdevice>& devices() const { return devices_; }
+
+  // Which of them cannot access another one: "GPU 0 cannot access GPU 1 ..."; or "".
+  std::string WhyApart() const;
+  // Lets each of them reach what the others allocate.
+  void EnablePeerAccess() const;
+
+ private:
+  const Driver& driver_;
+  std::vector<int> ordinals_;      // [own rank]
+  std::vector<int> indices_;       // [own rank]
+  std::vector<Context> contexts_;  // one for each device
+  std::vector<CUdevice> devices_;
+};
+
+// The heaps of the own ranks, with their flags zero.
+class OwnHeaps {
+ public:
+  OwnHeaps() = default;
+  // By virtual memory management: throws SystemError where that is refused. Both throw
+  // CommunicatorError when a device has no room.
+  static OwnHeaps Virtual(const OwnDevices& devices,
+                          int64_t size_bytes,
+                          unsigned handle_types);
+  static OwnHeaps Allocated(const OwnDevices& devices, int64_t size_bytes);
+
+  explicit operator bool() const { return !bases_.empty(); }
+  bool is_virtual() const { return !virtual_.empty(); }
+  CUdeviceptr base(int n) const { return bases_[n]; }
+  int64_t size_bytes() const { return size_bytes_; }  // of all of them
+
+  // What another process needs to import them. Throws SystemError.
+  Note Export(Way way) const;
+
+  // Leaves the memory to the end of the process: a peer may still write to it.
+  void Abandon();
+
+ private:
+  const OwnDevices* devices_ = nullptr;
+  std::vector<VirtualMemory> virtual_;
+  std::vector<DeviceMemory> allocated_;
+  std::vector<CUdeviceptr> bases_;  // [own rank]
+  int64_t size_bytes_ = 0;
+};
+
+// An opened cuIpc handle: of one context.
+struct IpcOpened {
+  CUcontext context = nullptr;
+  CUdeviceptr base = 0;
+  bool operator==(const IpcOpened&) const = default;
+};
+struct IpcOpenedTraits {
+  using Value = IpcOpened;
+  static void Close(const Driver& driver, Value opened) noexcept;
+};
+
+// The heaps of another process's ranks.
+class PeerHeaps {
+ public:
+  PeerHeaps() = default;
+  // `note` is what OwnHeaps::Export returned there, of `num_ranks` ranks whose heaps are
+  // at least of `size_bytes`. Throws SystemError.
+  PeerHeaps(const OwnDevices& devices,
+            Way way,
+            const Note& note,
+            int num_ranks,
+            int64_t size_bytes);
+
+  // Of the process's n-th rank, for an own device.
+  CUdeviceptr base(int device_index, int n) const {
+    return bases_[bases_.size() == 1 ? 0 : device_index][n];
+  }
+
+ private:
+  void ImportVirtual(const OwnDevices& devices, Way way, const Note& note);
+  void OpenIpc(const OwnDevices& devices);
+
+  struct Exported {
+    int64_t size_bytes = 0;
+    std::string handle;  // its bytes
+  };
+  static std::vector<Exported> Parse(const Note& note, int num_ranks);
+
+  std::vector<Exported> exported_;
+  std::vector<VirtualMemory> virtual_;
+  std::vector<DriverHandle<IpcOpenedTraits>> opened_;
+  // [own device][rank of the process]; one for all devices where addresses are the same.
+  std::vector<std::vector<CUdeviceptr>> bases_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,76 @@
+#include "transport/cuda/virtual_memory.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "platform/error.h"
+
+namespace jax_ub {
+
+VirtualMemory VirtualMemory::Create(const Driver& driver,
+                                    CUdevice device,
+                                    int64_t size_bytes,
+                                    unsigned handle_types,
+                                    std::span<const CUdevice> accessed_by) {
+  CUmemAllocationProp properties = {};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes =
+      static_cast<CUmemAllocationHandleType>(handle_types);
+  properties.location = {};
+  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties.location.id = device;
+  size_t unit = 0;
+  Check(driver,
+        driver.MemGetAllocationGranularity(&unit, &properties,
+                                           CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+  const size_t size = (static_cast<size_t>(size_bytes) + unit - 1) / unit * unit;
+  CUmemGenericAllocationHandle memory = 0;
+  const CUresult result = driver.MemCreate(&memory, size, &properties, 0);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+    throw CommunicatorError("cuMemCreate of " + std::to_string(size) +
+                            " bytes: " + DescribeResult(driver, result));
+  }
+  Check(driver, result, "cuMemCreate");
+  return VirtualMemory({driver, memory}, size, accessed_by);
+}
+
+VirtualMemory VirtualMemory::Import(const Driver& driver,
+                                    CUmemAllocationHandleType type,
+                                    void* shareable,
+                                    int64_t size_bytes,
+                                    std::span<const CUdevice> accessed_by) {
+  CUmemGenericAllocationHandle memory = 0;
+  Check(driver, driver.MemImportFromShareableHandle(&memory, shareable, type),
+        "cuMemImportFromShareableHandle");
+  return VirtualMemory({driver, memory}, static_cast<size_t>(size_bytes), accessed_by);
+}
+
+VirtualMemory::VirtualMemory(PhysicalMemory memory,
+                             size_t size,
+                             std::span<const CUdevice> accessed_by)
+    : memory_(std::move(memory)) {
+  const Driver& driver = memory_.driver();
+  CUdeviceptr base = 0;
+  Check(driver, driver.MemAddressReserve(&base, size, 0, 0, 0), "cuMemAddressReserve");
+  reserved_ = {driver, {base, size}};
+  Check(driver, driver.MemMap(base, size, 0, memory_.get(), 0), "cuMemMap");
+  mapped_ = {driver, {base, size}};
+  std::vector<CUmemAccessDesc> access(accessed_by.size());
+  for (size_t i = 0; i < access.size(); ++i) {
+    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access[i].location.id = accessed_by[i];
+    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  }
+  Check(driver, driver.MemSetAccess(base, size, access.data(), access.size()),
+        "cuMemSetAccess");
+}
+
+void VirtualMemory::Export(CUmemAllocationHandleType type, void* shareable) const {
+  const Driver& driver = memory_.driver();
+  Check(driver, driver.MemExportToShareableHandle(shareable, memory_.get(), type, 0),
+        "cuMemExportToShareableHandle");
+}
+
+}  // namespace jax_ub

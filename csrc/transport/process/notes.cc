@@ -1,0 +1,129 @@
+#include "transport/process/notes.h"
+
+#include <unistd.h>
+
+#include <exception>
+#include <sstream>
+#include <utility>
+
+#include "platform/error.h"
+#include "transport/process/message.h"
+
+namespace jax_ub {
+
+Notes::Notes(const Group& group, std::vector<Partner>& partners)
+    : group_(group), partners_(partners) {}
+
+bool Notes::IsReached(int place) const {
+  return static_cast<bool>(partners_[place].connection);
+}
+
+// The first byte of a note's body is the number of descriptors that follow it.
+void Notes::Send(int place, const Note& note) const {
+  const FileDescriptor& connection = partners_[place].connection;
+  std::string body(1, static_cast<char>(note.passed.size()));
+  body += note.text;
+  // A partner that has just died is heard of as an end of the connection.
+  SendMessage(connection, MessageKind::kNote, body);
+  for (const FileDescriptor& passed : note.passed) {
+    SendMessage(connection, MessageKind::kNotePassed, "", &passed);
+  }
+}
+
+std::vector<Note> Notes::Exchange(Note own, const Deadline& deadline) {
+  const int num_processes = group_.num_processes();
+  for (int place = 0; place < num_processes; ++place) {
+    if (IsReached(place)) Send(place, own);
+  }
+  std::vector<Note> notes(num_processes);
+  std::vector<int> num_missing(num_processes, kMissing);
+  notes[group_.own()] = std::move(own);
+  for (;;) {
+    std::vector<pollfd> polled;
+    std::string missing;
+    for (int place = 0; place < num_processes; ++place) {
+      if (!IsReached(place)) continue;
+      Hear(place, notes[place], num_missing[place]);
+      if (num_missing[place] == 0) continue;
+      polled.push_back({partners_[place].connection.get(), POLLIN, 0});
+      if (!missing.empty()) missing.append(" and ");
+      missing.append(group_.Describe(place, partners_[place].pid));
+    }
+    if (polled.empty()) return notes;
+    if (!Poll(polled, deadline.time())) {
+      std::ostringstream text;
+      text << group_.ErrorPrefix() << group_.Describe(group_.own(), getpid())
+           << " waited " << deadline.timeout_s() << " s for " << missing
+           << " to share memory";
+      throw DeadlineError(text.str());
+    }
+  }
+}
+
+void Notes::Hear(int place, Note& note, int& num_missing) {
+  Partner& partner = partners_[place];
+  // What comes behind a complete note belongs to the next one.
+  while (num_missing != 0 && !partner.early.empty()) {
+    Message message = std::move(partner.early.front());
+    partner.early.pop_front();
+    Take(place, std::move(message), note, num_missing);
+  }
+  while (num_missing != 0) {
+    Message message = ReceiveMessage(partner.connection);
+    if (message.arrival == Arrival::kNothing) return;
+    Take(place, std::move(message), note, num_missing);
+  }
+}
+
+void Notes::Take(int place, Message message, Note& note, int& num_missing) const {
+  const std::string name = group_.Describe(place, partners_[place].pid);
+  if (message.arrival == Arrival::kEnd) {
+    Fail(name + " died before all had shared their memory");
+  }
+  switch (message.kind) {
+    case MessageKind::kPoison:
+      throw CommunicatorError(message.body);
+    case MessageKind::kDeadlinePoison:
+      throw DeadlineError(message.body);
+    case MessageKind::kNote:
+      num_missing =
+          message.body.empty() ? 0 : static_cast<unsigned char>(message.body[0]);
+      note.text = message.body.empty() ? "" : message.body.substr(1);
+      return;
+    case MessageKind::kNotePassed:
+      if (!message.passed) {
+        Fail("a descriptor of " + name +
+             " did not arrive: are this process's used up (ulimit -n)?");
+      }
+      note.passed.push_back(std::move(message.passed));
+      --num_missing;
+      return;
+    case MessageKind::kGoodbye:
+      Fail(name + " left before all had shared their memory");
+    case MessageKind::kObituary:  // its own connection says so, too
+    case MessageKind::kHello:
+      return;
+  }
+}
+
+void Notes::TellFailure(const std::exception_ptr& reason) const {
+  MessageKind kind = MessageKind::kPoison;
+  std::string text;
+  try {
+    std::rethrow_exception(reason);
+  } catch (const DeadlineError& error) {
+    kind = MessageKind::kDeadlinePoison;
+    text = error.what();
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  for (const Partner& partner : partners_) {
+    if (partner.connection) SendMessage(partner.connection, kind, text);
+  }
+}
+
+void Notes::Fail(const std::string& text) const {
+  throw CommunicatorError(group_.ErrorPrefix() + text);
+}
+
+}  // namespace jax_ub
