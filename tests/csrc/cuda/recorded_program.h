@@ -1,5 +1,5 @@
 // What a rank enqueues for calls in a row, written down instead of run: its schedules go
-// through CudaSlots, and a driver of five functions keeps launches and copies.
+// through CudaSlots, and a driver of a few functions keeps launches and copies.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,13 @@ struct Read {
 struct Operation {
   const EmulatedKernel* kernel = nullptr;
   std::vector<std::byte> params;
-  CUdeviceptr to = 0;  // of a copy
+  unsigned num_blocks = 0;
+  unsigned num_threads = 0;
+  unsigned cluster_size = 0;  // 0: not asked for
+  CUdeviceptr to = 0;         // of a copy
   int64_t size_bytes = 0;
+  int64_t num_rows = 1;  // more than one: with strides
+  int64_t from_stride = 0;
   PieceId piece = 0;
   std::vector<Read> reads;  // by this very copy: what it passes on
   uint32_t needs = 0;       // reads beside the lane that come first: bits
@@ -49,6 +54,8 @@ struct RankProgram {
   std::vector<Operation> lane;
   std::vector<ReadBeside> beside;
 };
+
+inline constexpr int kRecordedSms = 2;
 
 // A driver whose streams are the vectors that launches and copies are appended to.
 inline Driver RecordingDriver() {
@@ -74,6 +81,13 @@ inline Driver RecordingDriver() {
     launch.kernel = reinterpret_cast<const EmulatedKernel*>(function);
     const auto* params = static_cast<const std::byte*>(arguments[0]);
     launch.params.assign(params, params + launch.kernel->params_bytes);
+    launch.num_blocks = config->gridDimX;
+    launch.num_threads = config->blockDimX;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+      if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+        launch.cluster_size = config->attrs[i].value.clusterDim.x;
+      }
+    }
     reinterpret_cast<std::vector<Operation>*>(config->hStream)->push_back(launch);
     return CUDA_SUCCESS;
   };
@@ -82,6 +96,22 @@ inline Driver RecordingDriver() {
     copy.to = to;
     copy.size_bytes = static_cast<int64_t>(bytes);
     reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
+    return CUDA_SUCCESS;
+  };
+  driver.Memcpy2DAsync = [](const CUDA_MEMCPY2D* rows, CUstream stream) {
+    Operation copy;
+    copy.to = rows->dstDevice;
+    copy.size_bytes = static_cast<int64_t>(rows->WidthInBytes);
+    copy.num_rows = static_cast<int64_t>(rows->Height);
+    copy.from_stride = static_cast<int64_t>(rows->srcPitch);
+    reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
+    return CUDA_SUCCESS;
+  };
+  // Devices are as many as there are compute capabilities: 80 is device 80.
+  driver.DeviceGetAttribute = [](int* value, CUdevice_attribute attribute,
+                                 CUdevice device) {
+    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? device / 10
+                                                                       : kRecordedSms;
     return CUDA_SUCCESS;
   };
   return driver;

@@ -1,0 +1,262 @@
+// What is launched and copied, and with which parameters.
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/recorded_program.h"
+#include "platform/error.h"
+#include "random_gemm.h"
+#include "reduce/cuda/sum_kernels.h"
+#include "reduce/reduce.h"
+#include "transport/cuda/cuda_slots.h"
+
+namespace jax_ub {
+
+constexpr CUdevice kAmpere = 80;
+constexpr CUdevice kHopper = 90;
+
+const Driver& Recording() {
+  static const Driver driver = RecordingDriver();
+  return driver;
+}
+
+CUstream StreamInto(std::vector<Operation>& operations) {
+  return reinterpret_cast<CUstream>(&operations);
+}
+
+template <typename Params>
+const Params& ParamsOf(const Operation& operation) {
+  CHECK_EQ(operation.params.size(), sizeof(Params));
+  return *reinterpret_cast<const Params*>(operation.params.data());
+}
+
+SumPart PartOf(const void* data, int64_t row_stride, DType dtype) {
+  return {reinterpret_cast<uint64_t>(data), row_stride, dtype};
+}
+
+Operation LaunchSum(const SumParams& params) {
+  const SumKernels kernels(Recording(), kHopper);
+  std::vector<Operation> launched;
+  kernels.Sum(StreamInto(launched), params);
+  CHECK_EQ(launched.size(), 1u);
+  CHECK_EQ(launched[0].kernel->name, kSumKernel);
+  return launched[0];
+}
+
+TEST(a_sum_is_cut_into_blocks_that_reach_every_element) {
+  const std::pair<int64_t, int64_t> kShapes[] = {{1, 1}, {3, 7},    {16, 64}, {5, 33},
+                                                 {4, 8}, {1000, 1}, {7, 5000}};
+  for (const auto& [rows, columns] : kShapes) {
+    for (int64_t gap : {0, 3, 8}) {
+      const int64_t stride = columns + gap;
+      Random random(rows * columns);
+      std::vector<float> own(rows * stride), other(rows * stride), bias(columns);
+      for (auto* part : {&own, &other, &bias}) {
+        for (float& x : *part) x = RandomValue(random, Values::kNormal);
+      }
+      std::vector<float> found(rows * stride), expected(rows * stride);
+      SumParams params = {};
+      params.num_parts = 3;
+      params.rows = rows;
+      params.columns = columns;
+      params.out = PartOf(found.data(), stride, DType::kF32);
+      params.parts[0] = PartOf(own.data(), stride, DType::kF32);
+      params.parts[1] = PartOf(other.data(), stride, DType::kF32);
+      params.parts[2] = PartOf(bias.data(), 0, DType::kF32);
+      const Operation sum = LaunchSum(params);
+      CHECK(sum.num_blocks >= 1 && sum.num_blocks <= 7u * kRecordedSms);
+      sum.kernel->run(sum.params.data(), sum.num_blocks, sum.num_threads);
+      const auto bytes = [](auto& v) { return reinterpret_cast<std::byte*>(v.data()); };
+      const ConstMatrix chunks[] = {{bytes(own), stride, DType::kF32},
+                                    {bytes(other), stride, DType::kF32},
+                                    {bytes(bias), 0, DType::kF32}};
+      SumChunks(chunks, rows, columns, {bytes(expected), stride, DType::kF32});
+      CHECK(found == expected);
+    }
+  }
+}
+
+TEST(vectors_are_used_where_everything_is_aligned) {
+  alignas(16) static float memory[256];
+  const auto aligned = [](int64_t rows, int64_t columns, int64_t stride, int shift) {
+    SumParams params = {};
+    params.num_parts = 2;
+    params.rows = rows;
+    params.columns = columns;
+    params.out = PartOf(memory, stride, DType::kF32);
+    params.parts[0] = PartOf(memory, stride, DType::kF32);
+    params.parts[1] = PartOf(memory + shift, stride, DType::kF32);
+    return ParamsOf<SumParams>(LaunchSum(params));
+  };
+  CHECK_EQ(aligned(4, 8, 12, 0).is_aligned, 1u);
+  CHECK_EQ(aligned(4, 8, 12, 1).is_aligned, 0u);
+  CHECK_EQ(aligned(4, 8, 11, 0).is_aligned, 0u);
+  CHECK_EQ(aligned(1, 8, 11, 0).is_aligned, 1u);  // no second row
+  // Rows without gaps are one row, however short they are.
+  const SumParams dense = aligned(32, 1, 1, 0);
+  CHECK_EQ(dense.rows, 1);
+  CHECK_EQ(dense.columns, 32);
+  CHECK_EQ(dense.is_aligned, 1u);
+}
+
+TEST(a_sum_of_nothing_or_too_much_is_refused) {
+  const SumKernels kernels(Recording(), kHopper);
+  std::vector<Operation> launched;
+  SumParams params = {};
+  params.rows = params.columns = 1;
+  CHECK_THROWS(kernels.Sum(StreamInto(launched), params), "0 parts to sum");
+  params.num_parts = kMaxParts + 1;
+  CHECK_THROWS(kernels.Sum(StreamInto(launched), params), "21 parts to sum");
+  params.num_parts = 1;
+  params.rows = 0;
+  kernels.Sum(StreamInto(launched), params);
+  CHECK(launched.empty());
+}
+
+TEST(a_copy_moves_the_largest_units_that_fit) {
+  const SumKernels kernels(Recording(), kHopper);
+  const auto unit = [&](uint64_t from, int64_t rows, int64_t bytes, int64_t stride) {
+    std::vector<Operation> launched;
+    kernels.Copy(StreamInto(launched), {from, 4096, rows, bytes, stride, bytes, 0}, 0,
+                 0);
+    return ParamsOf<CopyParams>(launched.at(0)).unit_bytes;
+  };
+  CHECK_EQ(unit(0, 4, 64, 96), 16u);
+  CHECK_EQ(unit(0, 4, 64, 72), 8u);
+  CHECK_EQ(unit(4, 4, 64, 96), 4u);
+  CHECK_EQ(unit(0, 4, 6, 16), 2u);
+  CHECK_EQ(unit(1, 4, 64, 96), 1u);
+  CHECK_EQ(unit(0, 1, 64, 72), 16u);  // no second row
+  CHECK_EQ(unit(0, 16, 2, 2), 16u);   // one row
+}
+
+TEST(a_copy_takes_as_many_sms_as_it_may_in_clusters_where_there_are_any) {
+  const auto launch = [](CUdevice device, int num_blocks, int cluster_size) {
+    const SumKernels kernels(Recording(), device);
+    std::vector<Operation> launched;
+    kernels.Copy(StreamInto(launched), {0, 4096, 1, 64, 64, 64, 0}, num_blocks,
+                 cluster_size);
+    return std::pair(launched.at(0).num_blocks, launched.at(0).cluster_size);
+  };
+  CHECK(launch(kHopper, 5, 2) == std::pair(6u, 2u));
+  CHECK(launch(kHopper, 5, 1) == std::pair(5u, 0u));
+  CHECK(launch(kHopper, 0, 0) == std::pair(16u, 0u));
+  CHECK(launch(kAmpere, 5, 2) == std::pair(5u, 0u));
+}
+
+// Rank 1 of three, with slots of 40 bytes at 256 bytes' distance.
+struct End {
+  explicit End(bool use_ce = true)
+      : flags(Recording()),
+        sums(Recording(), kHopper),
+        slots(1,
+              places,
+              7,
+              5,
+              {4, 40},
+              {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}},
+              nullptr) {}
+
+  static RankPlace Place(CUdeviceptr base) {
+    return {base, base + 4096, base + 8192, base + 12288, base + 12544, base + 12800};
+  }
+
+  const std::vector<RankPlace> places = {Place(1 << 20), Place(2 << 20),
+                                         Place(3 << 20)};
+  std::vector<Operation> operations;
+  FlagKernels flags;
+  SumKernels sums;
+  CudaSlots slots;
+};
+
+const std::string kLabel = "call";
+const WaitReason kReason{kLabel, 9, 1.5};
+
+TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
+  End end;
+  end.slots.Write(2, 3, 8, {nullptr, 1, 32, 0});
+  end.slots.Write(2, 3, 0, {nullptr, 4, 8, 8});
+  end.slots.Write(2, 3, 0, {nullptr, 2, 8, 24});
+  end.slots.Write(2, 3, 0, {nullptr, 2, 0, 24});  // nothing
+  CHECK_EQ(end.operations.size(), 3u);
+  const CUdeviceptr slot = end.places[2].slots + 3 * 256;
+  CHECK_EQ(end.operations[0].to, slot + 8);
+  CHECK_EQ(end.operations[0].size_bytes, 32);
+  CHECK_EQ(end.operations[1].size_bytes, 32);  // rows without gaps
+  CHECK_EQ(end.operations[2].to, slot);
+  CHECK_EQ(end.operations[2].size_bytes, 8);
+  CHECK_EQ(end.operations[2].num_rows, 2);
+  CHECK_EQ(end.operations[2].from_stride, 24);
+  CHECK_THROWS(end.slots.Write(2, 3, 16, {nullptr, 1, 32, 0}),
+               "a piece of 48 bytes does not fit into a slot of 40");
+}
+
+TEST(pieces_go_by_sms_when_copy_engines_are_not_to_be_used) {
+  End end(/*use_ce=*/false);
+  end.slots.Write(0, 1, 8, {nullptr, 2, 8, 24});
+  const Operation& copy = end.operations.at(0);
+  CHECK_EQ(copy.kernel->name, kCopyKernel);
+  CHECK_EQ(copy.num_blocks, 3u);
+  CHECK_EQ(ParamsOf<CopyParams>(copy).to, end.places[0].slots + 256 + 8);
+  CHECK_EQ(ParamsOf<CopyParams>(copy).from_stride, 24);
+  CHECK_EQ(ParamsOf<CopyParams>(copy).to_stride, 8);
+}
+
+TEST(waits_say_what_they_wait_for) {
+  End end;
+  end.slots.Wait(2, 3, kReason);
+  const WaitParams& wait = ParamsOf<WaitParams>(end.operations.at(0));
+  CHECK_EQ(wait.flag, end.places[1].arrived + 3 * kFlagLineBytes);
+  CHECK_EQ(wait.ahead, 1u);
+  CHECK_EQ(wait.timeout_ns, 1'500'000'000u);
+  CHECK_EQ(wait.what.rank, 1u);
+  CHECK_EQ(wait.what.peer, 2u);
+  CHECK_EQ(wait.what.slot, 3u);
+  CHECK_EQ(wait.what.chunk, 9);
+  CHECK_EQ(wait.what.call, 5u);
+  CHECK_EQ(wait.own.error, 7u);
+}
+
+TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
+  End end;
+  end.slots.WaitFree(2, 3, kReason);
+  end.slots.WaitFree(2, 1, kReason);
+  end.slots.WaitFree(0, 1, kReason);
+  CHECK_EQ(end.operations.size(), 2u);
+  const WaitParams& wait = ParamsOf<WaitParams>(end.operations[0]);
+  CHECK_EQ(wait.flag, end.places[1].freed + 2 * kFlagLineBytes);
+  CHECK_EQ(wait.ahead, 0u);
+  CHECK_EQ(wait.what.slot, ErrorRecord::kNoSlot);
+  end.slots.EndCall();
+  const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
+  CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
+  CHECK_EQ(freed.num_targets, 2u);
+  CHECK_EQ(freed.targets[0].flag, end.places[0].freed + kFlagLineBytes);
+  CHECK_EQ(freed.targets[1].flag, end.places[2].freed + kFlagLineBytes);
+  CHECK_EQ(freed.targets[1].poison, end.places[2].poison);
+  end.slots.WaitFree(2, 3, kReason);
+  CHECK_EQ(end.operations.size(), 4u);
+}
+
+TEST(any_number_of_results_can_be_spoilt) {
+  End end;
+  const std::vector<SpoilParams::Result> results(kMaxResults + 1, {16, 4});
+  end.slots.Spoil(results);
+  CHECK_EQ(end.operations.size(), 2u);
+  CHECK_EQ(ParamsOf<SpoilParams>(end.operations[0]).num_results, 16u);
+  CHECK_EQ(ParamsOf<SpoilParams>(end.operations[1]).num_results, 1u);
+  end.operations.clear();
+  end.slots.Spoil({});
+  CHECK(end.operations.empty());
+}
+
+TEST(more_ranks_than_there_are_flags_for_are_refused) {
+  const std::vector<RankPlace> places(kMaxRanks + 1);
+  CHECK_THROWS(CudaSlots(0, places, 0, 0, {}, {}, nullptr),
+               "17 ranks, expected at most");
+}
+
+}  // namespace jax_ub
+
+CHECK_MAIN()
