@@ -11,11 +11,13 @@ from jax_ub.explain import command as explain
 from jax_ub.launch import command as launch
 from jax_ub.simulate import command as simulate
 from jax_ub.tracing import command as trace
+from jax_ub.tune import command as tune
 
 _COMMANDS = {
     "doctor": (doctor, "says what is installed, what can run here, and why not"),
     "bench": (bench, "times every op against XLA"),
     "launch": (launch, "runs a program in several processes on this machine"),
+    "tune": (tune, "finds the fastest way to run each linear on this machine"),
     "trace": (trace, "records what every rank does when, for Perfetto and as PNG"),
     "explain": (explain, "says what overlaps in a program, what does not, and why"),
     "simulate": (simulate, "says what overlapping is worth on another machine"),

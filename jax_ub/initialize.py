@@ -7,6 +7,7 @@ nothing behind on any of them.
 
 import importlib.metadata
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -26,9 +27,9 @@ from jax_ub.overlap_config import (
     OverlapConfig,
     UserBufferQuantizationMode,
 )
-from jax_ub.overlap_config.resolve import read_entries, resolve
+from jax_ub.overlap_config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub.primitives.mesh import axis_tuple, rank_groups
-from jax_ub.runtime import communicators, cuda, overlaps, settings
+from jax_ub.runtime import communicators, cuda, overlaps, settings, tuned
 from jax_ub.runtime.bootstrap.agreement import Agreement
 from jax_ub.runtime.bootstrap.board import check_backend, open_board
 from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
@@ -43,7 +44,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
     use_fp8: bool = False,
     quantization_modes: _Modes | None = None,
     dtype=jnp.bfloat16,
-    ub_cfgs: Mapping | Sequence[Mapping] | None = None,
+    ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None = None,
     bootstrap_backend: str | None = None,
     *,
     mesh: Mesh | None = None,
@@ -66,6 +67,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         dtype: of the unquantised operands.
         ub_cfgs: by name, what differs from Transformer Engine's defaults; or a list of
             that, one for each mode. `ub.overlap_config.from_te` reads Megatron's files.
+            A path: every name is "auto", and "auto" takes the choices of this file of
+            `python -m jax_ub tune` for the sizes that it has.
         bootstrap_backend: how processes find each other: None or "jax", "mpi",
             or "file:<directory>".
         mesh: the mesh; None takes that of `jax.set_mesh`, else groups of `tp_size`
@@ -198,6 +201,9 @@ def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
 def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
     """Checks everything that one process can check by itself."""
     shape, dtype = _read_shape(shape), _read_dtype(dtype)
+    choices = None
+    if isinstance(ub_cfgs, str | os.PathLike):
+        choices, ub_cfgs = tuned.read(os.fspath(ub_cfgs)), AUTOMATIC
     found = {}
     for mode, cfgs in zip(modes, _per_mode(ub_cfgs, modes), strict=True):
         entries = read_entries(cfgs)
@@ -220,6 +226,7 @@ def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
         groups,
         num_local_ranks=int((owners == jax.process_index()).sum()),
         spans_processes=bool((owners != owners[:, :1]).any()),
+        choices=choices,
     )
 
 
@@ -252,6 +259,7 @@ def _about(domain: Domain | None) -> dict[str, str]:
         "tp_size": str(domain.tp_size),
         "dtype": str(domain.dtype),
         "quantization_modes": str([mode.name for mode in domain.modes]),
+        "the tuned choices": domain.choices.digest if domain.choices else "none",
         "the devices of the ranks": str(domain.groups),
         **{
             f"ub_cfgs[{name!r}][{key!r}] for {mode.name}": str(value)

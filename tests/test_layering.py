@@ -34,7 +34,7 @@ LEAVES = [
     "_cuda",
 ]
 # These show, measure and start the library, with everything that is public.
-OUTSIDE = {"bench", "launch", "__main__", "doctor", "__init__"}
+OUTSIDE = {"bench", "launch", "tune", "__main__", "doctor", "__init__"}
 
 # The same of csrc: what a folder's files may include, besides the system's headers. How
 # the CPU and CUDA do it lies in folders of these names below.

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub import methods
@@ -18,6 +18,7 @@ from jax_ub.bench import (
     table,
     workloads,
 )
+from jax_ub.bench.arguments import list_of, names_of, positive
 from jax_ub.bench.cases import Builder, Case, Place
 from jax_ub.bench.collective_cases import (
     all_gather_matmul,
@@ -35,10 +36,7 @@ from jax_ub.bench.timing import Rounds, interleave
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import (
     ShapeContractError,
-    UbError,
-    UnknownNameError,
     UnsupportedOverlapError,
-    nearest,
 )
 
 OPS: dict[str, Builder] = {
@@ -78,21 +76,21 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; those left out are chosen by `options`."""
     known = ", ".join(OPS)
-    names = _names({**OPS, _BARRIER: None})
+    names = names_of({**OPS, _BARRIER: None})
     parser.add_argument("--ops", type=names, help=f"comma-separated: {known}")
     parser.add_argument(
-        "--devices", type=_list(_positive), help="the P to run on, as in 1,2,4,8"
+        "--devices", type=list_of(positive), help="the P to run on, as in 1,2,4,8"
     )
-    parser.add_argument("--dtypes", type=_names(DTYPES), help="bf16,f32")
+    parser.add_argument("--dtypes", type=names_of(DTYPES), help="bf16,f32")
     parser.add_argument(
         "--shapes",
-        type=_list(workloads.parse_shape),
+        type=list_of(workloads.parse_shape),
         help="global sizes MxKxN, as in 512x1024x2816,64x1024x2816",
     )
-    parser.add_argument("--rounds", type=_positive, help="timed calls of each program")
+    parser.add_argument("--rounds", type=positive, help="timed calls of each program")
     parser.add_argument(
         "--patience",
-        type=_positive,
+        type=positive,
         help="run up to this many times as many rounds, and keep those in which other "
         "processes left the cores alone",
     )
@@ -106,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="draw a PNG (matplotlib)")
     parser.add_argument(
         "--processes",
-        type=_list(_positive),
+        type=list_of(positive),
         help="compare over so many processes instead, as in 2,4, with XLA and gloo",
     )
     # Of the processes that this starts: what they measure.
@@ -249,29 +247,3 @@ def _describe(about, chosen):
         f'{about["engine"]["threads"]} threads; method "{chosen.method}", '
         f"{chosen.rounds} rounds"
     )
-
-
-def _list(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def parse(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(read(part) for part in text.split(","))
-        except UbError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse
-
-
-def _names(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
-    def read(name: str) -> str:
-        if name not in known:
-            raise UnknownNameError(f"{name!r} is not known. {nearest(name, known)}")
-        return name
-
-    return _list(read)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value

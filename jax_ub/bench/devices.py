@@ -16,10 +16,14 @@ AXIS = "tp"
 Spec = PartitionSpec
 
 
-def start(num_devices: int) -> None:
+def start(num_devices: int, platform: str | None = "cpu") -> None:
     """Sees that this process has that many CPU devices.
 
     Unless it was set up with as many, jax must not have computed yet.
+
+    Args:
+        num_devices: how many.
+        platform: what jax is to run on; None leaves it to jax.
 
     Raises:
         UnsupportedOverlapError: if jax has started already, with fewer devices.
@@ -29,7 +33,8 @@ def start(num_devices: int) -> None:
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
     try:
-        jax.config.update("jax_platforms", "cpu")
+        if platform is not None:
+            jax.config.update("jax_platforms", platform)
         if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
             jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError as error:

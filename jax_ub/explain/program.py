@@ -16,6 +16,7 @@ from jax_ub.explain.table import Row, Table
 from jax_ub.methods import Method
 from jax_ub.primitives.call import Call
 from jax_ub.primitives.lowered import Lowered, recording, shape_of
+from jax_ub.primitives.sizes import op_of
 from jax_ub.simulate.hardware import HARDWARE, Hardware
 from jax_ub.tracing import chrome
 from jax_ub.tracing.spans import Trace
@@ -99,13 +100,13 @@ def call_rows(
         notes.append("nothing to communicate" if local else "")
         yield Row(
             scope=_scope(sites[0].scope, call.label),
-            op=sizes.op_of(call),
+            op=op_of(call),
             overlapped=reason is None,
             method=method,
             reason=reason or "",
             moved_bytes=None if local else round(found.moved_bytes),
             predicted_s=found.seconds,
-            measured_exposed_s=waited.get((call.label, sizes.op_of(call))),
+            measured_exposed_s=waited.get((call.label, op_of(call))),
             note=", ".join(filter(None, notes)),
         )
 

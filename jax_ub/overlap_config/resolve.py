@@ -58,6 +58,13 @@ _ONLY = {
     "use_ce": (Method.RING_EXCHANGE, None),
     "pipeline_rs_overlap_first_gemm": (Method.PIPELINE, True),
 }
+# The entries that leave all to "auto". A wgrad that would scatter what its dgrad has
+# left is displaced by that.
+AUTOMATIC = {
+    name: {"method": Method.AUTO.value}
+    for name in NAMES
+    if split_name(name)[1] != WGRAD
+}
 _IGNORED = (
     "ub.overlap_config.from_te leaves out what Transformer Engine accepts and ignores."
 )

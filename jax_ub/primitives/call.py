@@ -20,10 +20,12 @@ from jaxlib.mlir import ir
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
+from jax_ub.overlap_config.tuned import Case, Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
+from jax_ub.primitives.sizes import global_sizes
 from jax_ub.runtime import engine, overlaps
 
 
@@ -43,6 +45,7 @@ class Call:
     method: Method
     num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
     tuning: Tuning = Tuning()  # how it runs on a GPU
+    choices: Choices | None = None  # what to take instead, where the sizes are known
     label: str
 
     def __init_subclass__(cls):
@@ -101,9 +104,20 @@ class Call:
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the call on the operands, promoted to vary over the axes it needs."""
         operands = self._promote(operands)
-        if self.method is Method.XLA:
-            return tuple(self.reference(*operands))
-        return tuple(self.primitive.bind(*operands, call=self))
+        call = self._tuned(operands)
+        if call.method is Method.XLA:
+            return tuple(call.reference(*operands))
+        return tuple(call.primitive.bind(*operands, call=call))
+
+    def _tuned(self, operands):
+        """The same call as it was the fastest, where that was found out."""
+        if self.choices is None:
+            return self
+        call = dataclasses.replace(self, choices=None)
+        op, M, K, N = global_sizes(call, operands)
+        case = Case(op, call.num_ranks, M, K, N, str(operands[0].dtype))
+        choice = self.choices.by_case.get(case)
+        return call if choice is None else choice.apply(call)
 
     def _promote(self, operands):
         axes = varying.axes_of(*operands)

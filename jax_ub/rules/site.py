@@ -13,10 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax_ub import methods
 from jax_ub.methods import Method
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
+from jax_ub.overlap_config.tuned import Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import mesh, varying
 from jax_ub.rules.named import Way, ways_of
-from jax_ub.runtime import cuda, overlaps, settings
+from jax_ub.runtime import cuda, overlaps, settings, tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Site:
     out_dtype: np.dtype | None = None  # of the result
     num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
     tuning: Tuning = Tuning()  # how it runs on a GPU
+    choices: Choices | None = None  # of tuned methods, for "auto"
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
@@ -77,6 +79,7 @@ class Site:
             "method": method,
             "num_splits": self.num_splits if method is Method.PIPELINE else 0,
             "tuning": self.tuning,
+            "choices": self.choices if method is Method.AUTO else None,
             "label": self.label,
         }
 
@@ -146,7 +149,8 @@ def plan_site(
     """The same for known ranks, outside `jax.shard_map` too."""
     label = label_of(op, ub_name)
     chosen = methods.resolve(label, method, settings.method())
-    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False)
+    choices = tuned.on_axis(axes, num_ranks) if axes else None
+    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
     found = overlaps.find(label, axes, num_ranks, ub_name)
     if method is not None or not found:
         return site

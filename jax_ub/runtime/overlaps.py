@@ -24,6 +24,7 @@ from jax_ub.overlap_config import (
     UserBufferQuantizationMode,
     names,
 )
+from jax_ub.overlap_config.tuned import Choices
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
@@ -76,6 +77,7 @@ class Domain:
     groups: tuple[tuple[int, ...], ...]  # global device ids, in the order of ranks
     num_local_ranks: int  # in this process
     spans_processes: bool  # whether a group has ranks in several processes
+    choices: Choices | None = None  # what "auto" takes for known sizes
 
     def names(self) -> list[str]:
         """The names, each once."""

@@ -54,6 +54,11 @@ def xla_memory_share() -> float:
         return 0.75  # XLA itself refuses it
 
 
+def tuned() -> str | None:
+    """`JAX_UB_TUNED`: a file of `python -m jax_ub tune`, whose choices "auto" takes."""
+    return os.environ.get("JAX_UB_TUNED") or None
+
+
 def host_id() -> str | None:
     """`JAX_UB_HOST_ID`: processes with different ones share no memory; for tests."""
     return os.environ.get("JAX_UB_HOST_ID") or None

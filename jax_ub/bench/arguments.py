@@ -1,0 +1,38 @@
+"""Reads what command lines of benchmarks give: lists, known names, counts."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from jax_ub.errors import UbError, UnknownNameError, nearest
+
+
+def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Reads comma-separated values."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(read(part) for part in text.split(","))
+        except UbError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
+    """Reads comma-separated names."""
+
+    def read(name: str) -> str:
+        if name not in known:
+            raise UnknownNameError(f"{name!r} is not known. {nearest(name, known)}")
+        return name
+
+    return list_of(read)
+
+
+def positive(text: str) -> int:
+    """Reads a count."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value

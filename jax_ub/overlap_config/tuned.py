@@ -1,0 +1,198 @@
+"""Files of tuned choices: which method was the fastest for which sizes, and where.
+
+`python -m jax_ub tune` writes them. A file has a *tuning* for every device and set of
+library versions that it was made with; a tuning has a choice for each op and size.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
+from jax_ub.methods import Method
+from jax_ub.overlap_config.tuning import Tuning
+
+# Raised where a key changes its meaning.
+SCHEMA = 1
+# What has a choice: the products that are one with their communication.
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a choice is for: an op, and its global sizes."""
+
+    op: str
+    num_ranks: int
+    M: int
+    K: int
+    N: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a case runs: by which method, and with what settings of it."""
+
+    method: Method
+    num_splits: int = 0
+    tuning: Tuning = Tuning()
+
+    def apply(self, call: Any) -> Any:
+        """The same call, a dataclass with fields of these names, done this way."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(call, **fields)
+
+    def __str__(self) -> str:
+        """Writes it as tables show it: "pipeline, num_splits 4"."""
+        settings = {} if not self.num_splits else {"num_splits": self.num_splits}
+        settings |= _differences(self.tuning)
+        words = [f"{name} {value}" for name, value in settings.items()]
+        return ", ".join([self.method.value, *words])
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """What a tuning was made with: times elsewhere say little."""
+
+    device: str
+    versions: tuple[tuple[str, str], ...]  # by library, sorted
+
+    def __str__(self) -> str:
+        """Writes it for errors."""
+        libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.device} with {libraries}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The tuning that fits a process, for "auto"."""
+
+    source: str  # the file
+    digest: str  # the same where all choices are the same
+    by_case: Mapping[Case, Choice] = dataclasses.field(compare=False, repr=False)
+
+
+Tunings = dict[Maker, dict[Case, tuple[Choice, dict[str, float]]]]
+
+
+def read(path: str | os.PathLike[str]) -> Tunings:
+    """Reads a file: by maker and case, the choice and the times that led to it, in us.
+
+    Raises:
+        ConfigurationError: if there is no such file, or it is not one of tuned choices.
+        UnknownNameError: if it names an unknown op or method.
+    """
+    try:
+        found = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"tuned choices in {str(path)!r}: {error}. Write the file with: "
+            "python -m jax_ub tune --output FILE"
+        ) from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ConfigurationError(
+            f"tuned choices in {str(path)!r}: it is no file of schema {SCHEMA}. Write "
+            "it anew with: python -m jax_ub tune --output FILE"
+        )
+    try:
+        return {
+            _read_maker(tuning): dict(map(_read_entry, tuning["entries"]))
+            for tuning in found["tunings"]
+        }
+    except UnknownNameError as error:
+        raise UnknownNameError(f"tuned choices in {str(path)!r}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"tuned choices in {str(path)!r}: {type(error).__name__} {error}. Write "
+            "the file anew with: python -m jax_ub tune --output FILE"
+        ) from error
+
+
+def write(path: str | os.PathLike[str], tunings: Tunings) -> None:
+    """Writes a file that `read` reads, in the place of what is there."""
+    document = {
+        "schema": SCHEMA,
+        "tunings": [
+            {
+                "device": maker.device,
+                "versions": dict(maker.versions),
+                "entries": [
+                    _entry(case, choice, times_us)
+                    for case, (choice, times_us) in cases.items()
+                ],
+            }
+            for maker, cases in tunings.items()
+        ],
+    }
+    path = pathlib.Path(path)
+    # Whoever reads it meanwhile finds the old one.
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(document, indent=1) + "\n")
+    beside.replace(path)
+
+
+def choices(path: str | os.PathLike[str], here: Maker) -> Choices:
+    """Finds the tuning of a file that was made with what runs here.
+
+    Raises:
+        ConfigurationError: if there is none; says what there is.
+        UnknownNameError: as `read`.
+    """
+    tunings = read(path)
+    if here not in tunings:
+        made = "; ".join(map(str, tunings)) or "nothing"
+        raise ConfigurationError(
+            f"tuned choices in {str(path)!r} were made on {made}, but this is {here}. "
+            "Add a tuning for it: python -m jax_ub tune --output FILE"
+        )
+    by_case = {case: choice for case, (choice, _) in tunings[here].items()}
+    return Choices(str(path), _digest(by_case), by_case)
+
+
+def _digest(by_case):
+    entries = sorted(map(str, by_case.items()))
+    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
+
+
+def _read_maker(tuning):
+    return Maker(tuning["device"], tuple(sorted(tuning["versions"].items())))
+
+
+def _read_entry(entry: dict[str, Any]):
+    names = [field.name for field in dataclasses.fields(Case)]
+    case = Case(**{name: entry[name] for name in names})
+    if case.op not in OPS:
+        raise UnknownNameError(f"no op {case.op!r}. {nearest(case.op, OPS)}")
+    methods = [method.value for method in Method]
+    if entry["method"] not in methods:
+        raise UnknownNameError(
+            f"no method {entry['method']!r}. {nearest(entry['method'], methods)}"
+        )
+    choice = Choice(
+        Method(entry["method"]), entry["num_splits"], Tuning(**entry["tuning"])
+    )
+    return case, (choice, dict(entry["times_us"]))
+
+
+def _entry(case, choice, times_us):
+    return {
+        **dataclasses.asdict(case),
+        "method": choice.method.value,
+        "num_splits": choice.num_splits,
+        "tuning": _differences(choice.tuning),
+        "times_us": {name: round(us, 3) for name, us in times_us.items()},
+    }
+
+
+def _differences(tuning):
+    default = dataclasses.asdict(Tuning())
+    return {
+        name: value
+        for name, value in dataclasses.asdict(tuning).items()
+        if value != default[name]
+    }

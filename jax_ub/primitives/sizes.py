@@ -1,0 +1,64 @@
+"""The global sizes of a call: M, K and N over all its ranks."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+_TARGET = "jax_ub$"
+
+
+def op_of(call: Any) -> str:
+    """The name of a call's target, as the engine and the simulator know it."""
+    return call.target.removeprefix(_TARGET)
+
+
+def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int]:
+    """The op of a call, and M, K, N over all ranks.
+
+    A wgrad that communicates nothing is a plain matmul.
+    """
+    op, P = op_of(call), call.num_ranks
+    shapes = [operand.shape for operand in operands]
+    if op == "wgrad" and call.gather is None:
+        rows, features = _matrix(shapes[0])
+        return "matmul", features, rows, _features(shapes[1 : 1 + call.num_outputs])
+    if op == "matmul":
+        rows, _ = _matrix(shapes[0])
+        return (
+            op,
+            rows,
+            _features(shapes[: call.num_pairs]),
+            _out(call, shapes[call.num_pairs : call.num_pairs + 1]),
+        )
+    communicated: tuple[int, ...] = (1, *call.communicated(*operands))
+    rows, width = _matrix(communicated)
+    if op == "all_gather_matmul":
+        kernels = shapes[1 : 1 + call.num_kernels]
+        return op, rows, width, P * _out(call, kernels)
+    if op in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        return op, rows, P * _features(shapes[: call.num_pairs]), width
+    return op, rows, width, P * _beside(call, op, shapes, width)
+
+
+def _beside(call, op, shapes, width):
+    """Output features of a local product beside `width` features of communication."""
+    if op == "bulk_all_gather":
+        return _features(shapes[: call.num_pairs])
+    if op == "bulk_reduce_scatter":
+        return _features(shapes[1 : 1 + call.num_outputs])
+    if op == "wgrad":
+        kept = shapes[1 : 1 + call.num_outputs] if call.gather == "x" else shapes[:1]
+        return _features(kept)
+    return width
+
+
+def _matrix(shape):
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _features(shapes):
+    return sum(shape[-1] for shape in shapes)
+
+
+def _out(call, kernels):
+    return sum(shape[0 if call.rhs_transposed else 1] for shape in kernels)

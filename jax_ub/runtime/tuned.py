@@ -1,0 +1,59 @@
+"""Which tuned choices hold in this process, and with what they must be made."""
+
+import functools
+import importlib.metadata
+import os
+
+import jax
+
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import Choices, Maker
+from jax_ub.runtime import cuda, engine, overlaps, settings
+
+_PACKAGES = ("jax", "jaxlib", "jax_ub")
+
+
+@functools.cache
+def maker() -> Maker:
+    """The devices and libraries of this process."""
+    device = jax.local_devices()[0]
+    versions = {name: _version(name) for name in _PACKAGES}
+    if cuda.is_cuda(device):
+        versions["CUDA"] = device.client.platform_version.splitlines()[-1]
+        name = device.device_kind
+    else:
+        cpu = engine.load()
+        cores = len(os.sched_getaffinity(0))
+        name = f"{device.device_kind} {cpu.isa()}, {cores} cores"
+    return Maker(name, tuple(sorted(versions.items())))
+
+
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Choices | None:
+    """The choices for "auto": of `initialize_ub` for this axis, else of the process.
+
+    Raises:
+        ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
+    """
+    domain = overlaps.on_axis(axis_name, num_ranks)
+    if domain is not None and domain.choices is not None:
+        return domain.choices
+    path = settings.tuned()
+    return None if path is None else read(path)
+
+
+@functools.cache
+def read(path: str) -> Choices:
+    """Reads the choices of a file that fit this process, once.
+
+    Raises:
+        ConfigurationError: if it has none; says what it has.
+        UnknownNameError: if it names an unknown op or method.
+    """
+    return tuned.choices(path, maker())
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"

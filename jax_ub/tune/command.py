@@ -1,0 +1,135 @@
+"""Finds the fastest way to run each linear on this machine, and writes it down.
+
+`initialize_ub(ub_cfgs="FILE")`, or `JAX_UB_TUNED=FILE`, makes method "auto" take what
+was found, for the sizes that were tuned. Not to overlap is one of the choices.
+"""
+
+import argparse
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+from jax_ub.bench import devices, workloads
+from jax_ub.bench.arguments import list_of, names_of, positive
+from jax_ub.bench.command import DTYPES
+from jax_ub.bench.workloads import Shape
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import Case
+from jax_ub.runtime import cuda
+from jax_ub.runtime.tuned import maker
+from jax_ub.simulate import models
+from jax_ub.tune.candidates import candidates
+from jax_ub.tune.measure import Timed, cases, measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        required=True,
+        help="the file; what it has for other devices and sizes is kept",
+    )
+    parser.add_argument(
+        "--tp",
+        type=list_of(positive),
+        default=(2,),
+        help="the P to tune for, as in 2,4 (default: 2)",
+    )
+    parser.add_argument(
+        "--dtypes", type=names_of(DTYPES), default=("bf16",), help="bf16,f32"
+    )
+    parser.add_argument(
+        "--shapes",
+        type=list_of(workloads.parse_shape),
+        help="global sizes MxKxN of column linears, as in 512x1024x2816; the row "
+        "linear behind each is MxNxK",
+    )
+    parser.add_argument(
+        "--model", help=f"instead: the linears of {', '.join(models.MODELS)}"
+    )
+    parser.add_argument("--tokens", type=positive, default=8192, help="M of --model")
+    parser.add_argument(
+        "--rounds", type=positive, default=9, help="timed calls of each candidate"
+    )
+    parser.add_argument(
+        "--devices", choices=("cpu", "cuda"), help="default: GPUs where jax has enough"
+    )
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Times all candidates of all cases, prints the best, and writes after each."""
+    shapes = _shapes(given)
+    for shape, num_ranks in itertools.product(shapes, given.tp):
+        if not shape.divides(num_ranks):
+            raise ShapeContractError(
+                f"tune: shape {shape} does not divide into {num_ranks} ranks. Take "
+                f"sizes that are multiples of {num_ranks}."
+            )
+    choices = candidates(_start(given.devices, max(given.tp)))
+    here = maker()
+    tunings = tuned.read(given.output) if given.output.exists() else {}
+    found = tunings.setdefault(here, {})
+    print(f"jax_ub tune on {here}\n\n{_head()}")
+    for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes):
+        for case in cases(shape, num_ranks, DTYPES[name]):
+            timed, refused = measure(case, choices, given.rounds)
+            times_us = {str(one.choice): one.us for one in timed}
+            found[case] = (timed[0].choice, times_us)
+            tuned.write(given.output, tunings)
+            print(_line(case, timed), flush=True)
+            for choice, reason in refused:
+                print(f"    {choice} cannot run: {reason}")
+    print(f"\nwrote {given.output}")
+    return 0
+
+
+def _shapes(given) -> Sequence[Shape]:
+    if given.model is None:
+        return given.shapes or workloads.DEFAULT
+    if given.shapes is not None:
+        raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
+    shapes = [
+        Shape(given.tokens, layer.K, layer.N)
+        for layer in models.find(given.model).layers
+    ]
+    # A row linear [M, K, N] is the one behind a column linear [M, N, K].
+    ops = [layer.op for layer in models.find(given.model).layers]
+    return [
+        shape if op == "all_gather_matmul" else shape.row
+        for shape, op in zip(shapes, ops, strict=True)
+    ]
+
+
+def _start(wanted, num_devices) -> bool:
+    """Whether it runs on GPUs."""
+    devices.start(num_devices, wanted)
+    if wanted == "cpu":
+        return False
+    num_found = len(cuda.local_devices())
+    if num_found >= num_devices:
+        return True
+    if wanted == "cuda" or num_found:
+        raise UnsupportedOverlapError(
+            f"tune: jax has {num_found} CUDA devices here, and P = {num_devices} was "
+            "asked for. Take a smaller --tp, or --devices cpu."
+        )
+    return False
+
+
+def _head():
+    return f"{'op':<22} {'P':>2} {'M':>6} {'K':>6} {'N':>6} {'dtype':<9} best"
+
+
+def _line(case: Case, timed: Sequence[Timed]):
+    best = timed[0]
+    xla = [one.us for one in timed if one.choice.method is Method.XLA]
+    overlaps = xla and best.choice.method is not Method.XLA
+    ratio = f", {xla[0] / best.us:.2f} times as fast as xla" if overlaps else ""
+    return (
+        f"{case.op:<22} {case.num_ranks:>2} {case.M:>6} {case.K:>6} {case.N:>6} "
+        f"{case.dtype:<9} {best.choice}: {best.us:.0f} us{ratio}"
+    )

@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from jax_ub.errors import ConfigurationError, UnknownNameError
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import Case, Choice, Maker
+from jax_ub.overlap_config.tuning import Tuning
+
+HERE = Maker("cpu avx2, 2 cores", (("jax", "0.10.2"),))
+CASE = Case("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")
+CHOICE = Choice(Method.PIPELINE, 4, Tuning(num_lanes=3, sm_margin=2))
+
+
+@pytest.fixture
+def path(tmp_path):
+    tuned.write(tmp_path / "tuned.json", {HERE: {CASE: (CHOICE, {"xla": 12.5})}})
+    return tmp_path / "tuned.json"
+
+
+def test_what_was_written_is_read(path):
+    assert tuned.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
+    assert tuned.choices(path, HERE).by_case == {CASE: CHOICE}
+
+
+def test_a_choice_is_written_with_what_is_not_default():
+    assert str(CHOICE) == "pipeline, num_splits 4, sm_margin 2, num_lanes 3"
+    assert str(Choice(Method.XLA)) == "xla"
+
+
+def test_the_digest_is_of_the_choices(path):
+    found = tuned.choices(path, HERE)
+    tuned.write(path, {HERE: {CASE: (CHOICE, {"xla": 99.0})}})
+    again = tuned.choices(path, HERE)
+    tuned.write(path, {HERE: {CASE: (Choice(Method.XLA), {"xla": 99.0})}})
+    assert found == again != tuned.choices(path, HERE)
+
+
+def test_choices_of_another_machine_are_refused(path):
+    there = Maker("NVIDIA H200", (("jax", "0.11.2"),))
+    with pytest.raises(ConfigurationError, match="made on cpu avx2, 2 cores with"):
+        tuned.choices(path, there)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"none.json.*jax_ub tune --output"):
+        tuned.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 2}'])
+def test_another_schema_is_refused(tmp_path, text):
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="no file of schema 1"):
+        tuned.read(tmp_path / "tuned.json")
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"op": "all_gather"}, UnknownNameError, "no op 'all_gather'"),
+        ({"method": "pipelin"}, UnknownNameError, "no method 'pipelin'"),
+        ({"tuning": {"lanes": 2}}, ConfigurationError, "lanes"),
+    ],
+)
+def test_an_entry_that_says_nothing_known_is_refused(path, change, error, words):
+    found = json.loads(path.read_text())
+    found["tunings"][0]["entries"][0].update(change)
+    path.write_text(json.dumps(found))
+    with pytest.raises(error, match=words):
+        tuned.read(path)
+
+
+def test_an_entry_without_a_size_is_refused(path):
+    found = json.loads(path.read_text())
+    del found["tunings"][0]["entries"][0]["K"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(ConfigurationError, match="KeyError 'K'"):
+        tuned.read(path)

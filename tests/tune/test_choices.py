@@ -1,0 +1,101 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.errors import ConfigurationError
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.runtime.tuned import maker
+
+SIZES = (16, 8, 12)
+COLUMN = ((P("tp"), P(None, "tp")), P(None, "tp"))
+
+
+@pytest.fixture
+def operands():
+    M, K, N = SIZES
+    return small_integers(0, (M, K)), small_integers(1, (K, N))
+
+
+def write(path, choice, op="all_gather_matmul", dtype="float32"):
+    case = Case(op, 2, *SIZES, dtype)
+    tuned.write(path, {maker(): {case: (choice, {})}})
+    return str(path)
+
+
+def column(method=None, ub_name=None):
+    def function(x, w):
+        return ub.all_gather_matmul(
+            x, w, axis_name="tp", method=method, ub_name=ub_name
+        )
+
+    return on_ranks(function, tp_mesh(2), *COLUMN)
+
+
+def lowered(function, *operands):
+    return jax.jit(function).lower(*operands).as_text()
+
+
+def test_auto_takes_the_choice_of_initialize_ub(tmp_path, operands):
+    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    text = lowered(column(), *operands)
+    assert "method = 2" in text and "num_splits = 3" in text
+    x, w = operands
+    assert_equal(column()(x, w), x @ w)
+
+
+def test_a_named_call_takes_the_choice_too(tmp_path, operands):
+    path = write(tmp_path / "t.json", Choice(Method.RING_EXCHANGE))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    assert ub.get_ub("qkv_fprop").method == "auto"
+    assert "method = 1" in lowered(column(ub_name="qkv"), *operands)
+
+
+def test_not_to_overlap_is_a_choice(tmp_path, operands):
+    path = write(tmp_path / "t.json", Choice(Method.XLA))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    text = compiled_text(column(), *operands)
+    assert not calls(text)
+    assert collectives(text)["all-gather"] == 1
+
+
+def test_the_gradient_takes_the_choice_for_its_sizes(tmp_path, operands):
+    M, K, N = SIZES
+    case = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
+    choices = {maker(): {case: (Choice(Method.PIPELINE, 2), {})}}
+    tuned.write(tmp_path / "t.json", choices)
+    ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
+    gradient = jax.grad(lambda x, w: jnp.sum(column()(x, w)))
+    assert "num_splits = 2" in lowered(gradient, *operands)
+
+
+def test_a_method_that_is_named_is_taken_in_any_case(tmp_path, operands):
+    path = write(tmp_path / "t.json", Choice(Method.XLA))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    assert "method = 2" in lowered(column("pipeline"), *operands)
+
+
+def test_other_sizes_and_dtypes_run_as_before(tmp_path, operands):
+    path = write(tmp_path / "t.json", Choice(Method.XLA), dtype="bfloat16")
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    assert "method = 0" in lowered(column(), *operands)
+
+
+def test_the_environment_names_a_file_too(tmp_path, operands, monkeypatch):
+    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    monkeypatch.setenv("JAX_UB_TUNED", path)
+    assert "num_splits = 3" in lowered(column(), *operands)
+
+
+def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
+    there = tuned.Maker("another machine", ())
+    tuned.write(tmp_path / "t.json", {there: {}})
+    with pytest.raises(ConfigurationError, match="made on another machine"):
+        ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
+    assert not ub.is_ub_initialized()

@@ -1,0 +1,81 @@
+import json
+
+import pytest
+
+from jax_ub.__main__ import main
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import OPS, Case
+from jax_ub.runtime.tuned import maker
+from jax_ub.tune.candidates import candidates
+
+
+def tune(path, *arguments):
+    return main(
+        ["tune", "--devices", "cpu", "--rounds", "1", "--output", path, *arguments]
+    )
+
+
+def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
+    path = str(tmp_path / "tuned.json")
+    assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
+    found = tuned.read(path)[maker()]
+    assert [case.op for case in found] == list(OPS)
+    wanted = {str(choice) for choice in candidates(is_cuda=False)}
+    for choice, times_us in found.values():
+        assert set(times_us) == wanted
+        assert min(times_us, key=times_us.get) == str(choice)
+        assert min(times_us.values()) > 0
+    text = capsys.readouterr().out
+    for choice, _ in found.values():
+        assert f" {choice}: " in text
+
+
+def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
+    path = str(tmp_path / "tuned.json")
+    tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
+    assert (
+        Case("all_gather_matmul", 2, 32, 48, 80, "float32") in tuned.read(path)[maker()]
+    )
+    row = Case("matmul_reduce_scatter", 2, 32, 80, 48, "float32")
+    assert row in tuned.read(path)[maker()]
+
+
+def test_a_second_run_keeps_what_the_file_has(tmp_path):
+    path = str(tmp_path / "tuned.json")
+    tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
+    elsewhere = json.loads((tmp_path / "tuned.json").read_text())
+    elsewhere["tunings"].append({**elsewhere["tunings"][0], "device": "another"})
+    (tmp_path / "tuned.json").write_text(json.dumps(elsewhere))
+    tune(path, "--shapes", "32x48x96", "--dtypes", "f32")
+    tunings = tuned.read(path)
+    assert {found.device for found in tunings} == {maker().device, "another"}
+    assert {case.N for case in tunings[maker()] if case.op == OPS[0]} == {80, 96}
+
+
+def test_gpus_are_tuned_for_streams_and_margins_too():
+    choices = candidates(is_cuda=True)
+    assert len(set(choices)) == len(choices)
+    assert {choice.tuning.num_lanes for choice in choices} == {1, 2, 3}
+    assert {choice.tuning.sm_margin for choice in choices} == {0, 2}
+    assert all(choice.method is not Method.DIRECT for choice in choices)
+    assert choices[-1].method is Method.XLA
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--shapes", "33x48x80"], "shape 33x48x80 does not divide into 2 ranks"),
+        (["--model", "llama3-70b", "--shapes", "32x48x80"], "not both"),
+        (["--model", "llama3"], "llama3-70b"),
+    ],
+)
+def test_wrong_calls_are_refused(arguments, text, tmp_path, capsys):
+    assert tune(str(tmp_path / "tuned.json"), *arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_are_refused(tmp_path, capsys):
+    path = str(tmp_path / "tuned.json")
+    assert main(["tune", "--devices", "cuda", "--output", path]) == 2
+    assert "jax has 0 CUDA devices here" in capsys.readouterr().err
