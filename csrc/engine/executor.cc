@@ -6,33 +6,12 @@
 #include "engine/crew_device.h"
 #include "engine/direct.h"
 #include "engine/exchange.h"
+#include "engine/lanes.h"
 #include "platform/error.h"
 
 namespace jax_ub {
 
 namespace {
-
-// A point of a lane; none where there is nothing to await.
-struct Point {
-  Lane lane = kCommunicationLane;
-  Mark mark = kNoMark;
-};
-
-// Product lanes in turn, over all passes of a call.
-class Lanes {
- public:
-  explicit Lanes(Device& device) : device_(device) {}
-
-  Lane Next() { return 1 + next_++ % device_.num_product_lanes(); }
-  Point Record(Lane lane) { return {lane, device_.Record(lane)}; }
-  void Await(Lane lane, const Point& point) {
-    if (point.mark != kNoMark && point.lane != lane) device_.Await(lane, point.mark);
-  }
-
- private:
-  Device& device_;
-  int next_ = 0;
-};
 
 // One rank, one pass. Where the device enqueues, a step waits for what it reads, and for
 // nothing else:
@@ -69,7 +48,7 @@ class RankExecution {
         trace_(trace),
         held_(3 * schedule.num_ranks * schedule.num_splits),
         made_(held_.size()),
-        reads_slots_(1 + device.num_product_lanes()) {
+        readers_(1 + device.num_product_lanes()) {
     if (HasProduct(schedule.pattern) && !IsGather(schedule.pattern)) {
       partial_ = device.Allocate(plan.partial_dtype, exchange.operand.batch,
                                  exchange.num_rows, exchange.result.features);
@@ -85,8 +64,11 @@ class RankExecution {
       Take(step);
     }
     MultiplyBeside();
-    for (Lane lane = 1; lane < static_cast<Lane>(reads_slots_.size()); ++lane) {
-      if (reads_slots_[lane]) lanes_.Await(kCommunicationLane, lanes_.Record(lane));
+    for (Lane lane = 1; lane < static_cast<Lane>(readers_.size()); ++lane) {
+      const Reader& reader = readers_[lane];
+      if (!reader.reads_slots) continue;
+      const bool is_known = reader.last.index != kNone;
+      lanes_.Await(kCommunicationLane, is_known ? reader.last : lanes_.Record(lane));
     }
     transport_.EndCall();
   }
@@ -96,6 +78,12 @@ class RankExecution {
   struct Held {
     int slot = kNone;
     Point arrival;
+  };
+
+  // Whether a lane reads slots, and a point behind the last time, if there is one.
+  struct Reader {
+    bool reads_slots = false;
+    Point last;
   };
 
   void Take(const Step& step) {
@@ -196,7 +184,7 @@ class RankExecution {
   }
 
   void Multiply(const Step& step) {
-    const Lane lane = lanes_.Next();
+    const Lane lane = lanes_.NextProduct();
     if (IsGather(schedule_.pattern)) {
       MultiplyGathered(lane, step);
     } else {
@@ -213,7 +201,7 @@ class RankExecution {
     CopyPiece(step);
     if (step.chunk != schedule_.rank) {
       lanes_.Await(lane, HeldOf(step.payload, step.chunk, step.split).arrival);
-      reads_slots_[lane] = true;
+      readers_[lane] = {true, {}};
     }
     Compute(lane, GatherProducts(at_, call_, Source(step), RowsOfChunk(step).begin),
             step);
@@ -238,7 +226,7 @@ class RankExecution {
   // All on one lane: the sums come on another one, if there is one.
   void MultiplyBeside() {
     if (beside_.empty()) return;
-    Compute(lanes_.Next(), std::exchange(beside_, {}), {});
+    Compute(lanes_.NextProduct(), std::exchange(beside_, {}), {});
   }
 
   void Compute(Lane lane, std::vector<GemmProblem> problems, const Step& step) {
@@ -250,11 +238,10 @@ class RankExecution {
     const Piece own = PieceOf(partial_, step);
     const Piece out = PieceOf(exchange_.result, step);
     if (out.num_rows() == 0) return;
-    const Lane lane = lanes_.Next();
+    const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
       // The waits for the parts are what that lane was given last.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
-      reads_slots_[lane] = true;
     }
     lanes_.Await(lane, MadeAt(Payload::kPartial, step.chunk, step.split));
     for (int64_t b = 0; b < out.tensor.batch; ++b) {
@@ -272,7 +259,11 @@ class RankExecution {
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
-    MadeAt(Payload::kSum, step.chunk, step.split) = lanes_.Record(lane);
+    const bool is_sent = schedule_.pattern == Pattern::kMatmulAllReduce ||
+                         schedule_.pattern == Pattern::kAllReduce;
+    Point& made = MadeAt(Payload::kSum, step.chunk, step.split);
+    if (is_sent) made = lanes_.Record(lane);
+    readers_[lane] = {true, made};
   }
 
   void AddBiasAndResidual(int64_t b, int64_t row, std::vector<ConstMatrix>& parts) {
@@ -297,9 +288,9 @@ class RankExecution {
   Device& device_;
   Lanes& lanes_;
   const TraceContext& trace_;
-  std::vector<Held> held_;         // [payload][chunk, or sender of a part][split]
-  std::vector<Point> made_;        // [payload][chunk][split]
-  std::vector<bool> reads_slots_;  // [lane]
+  std::vector<Held> held_;       // [payload][chunk, or sender of a part][split]
+  std::vector<Point> made_;      // [payload][chunk][split]
+  std::vector<Reader> readers_;  // [lane]
   Tensor partial_;
 };
 
@@ -310,7 +301,7 @@ void MultiplyInTurn(const Attributes& at,
                     Device& device,
                     Lanes& lanes) {
   const auto multiply = [&](std::vector<GemmProblem> problems) {
-    const Lane lane = lanes.Next();
+    const Lane lane = lanes.NextProduct();
     lanes.Await(lane, ready);
     device.Multiply(lane, std::move(problems), {});
   };

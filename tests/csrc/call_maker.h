@@ -56,7 +56,8 @@ struct Sizes {
   int64_t n = 3;
 };
 
-// A call of every rank: operands are filled, results are not.
+// A call of every rank: operands are filled, results are not. Kernels, pairs and outputs
+// behind the first are each one wider.
 inline std::vector<RankCall> MakeCalls(const Attributes& at,
                                        const Sizes& s,
                                        Arrays& arrays) {
@@ -65,37 +66,51 @@ inline std::vector<RankCall> MakeCalls(const Attributes& at,
   for (RankCall& call : calls) {
     auto& in = call.operands;
     auto& out = call.results;
-    const auto add = [&](bool wanted, const Tensor& tensor) {
-      if (wanted) in.push_back(tensor);
+    const auto kernel = [&](int64_t k, int64_t n) {
+      return at.rhs_transposed ? arrays.New(1, n, k) : arrays.New(1, k, n);
+    };
+    const auto for_each = [&](bool wanted, const auto& add) {
+      for (int i = 0; wanted && i < at.num_kernels; ++i) add(i);
     };
     switch (at.op) {
       case Op::kAllGatherMatmul:
-        in = {arrays.New(s.batch, s.m, s.k), arrays.New(1, s.k, s.n)};
-        add(at.has_bias, arrays.New(1, 1, s.n));
-        add(at.has_residual, arrays.New(s.batch, all, s.n));
-        out = {arrays.Empty(s.batch, all, s.n)};
+        in = {arrays.New(s.batch, s.m, s.k)};
+        for_each(true, [&](int i) { in.push_back(kernel(s.k, s.n + i)); });
+        for_each(at.has_bias, [&](int i) { in.push_back(arrays.New(1, 1, s.n + i)); });
+        for_each(at.has_residual,
+                 [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
+        for_each(true,
+                 [&](int i) { out.push_back(arrays.Empty(s.batch, all, s.n + i)); });
         if (at.return_gathered) out.push_back(arrays.Empty(s.batch, all, s.k));
         break;
       case Op::kMatmulReduceScatter:
       case Op::kMatmulAllReduce:
       case Op::kMatmul: {
         const bool scattered = at.op == Op::kMatmulReduceScatter;
-        in = {arrays.New(s.batch, all, s.k), arrays.New(1, s.k, s.n)};
-        add(at.has_bias, arrays.New(1, 1, s.n));
-        add(at.has_residual, arrays.New(s.batch, scattered ? s.m : all, s.n));
+        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.k + i)); });
+        for_each(true, [&](int i) { in.push_back(kernel(s.k + i, s.n)); });
+        if (at.has_bias) in.push_back(arrays.New(1, 1, s.n));
+        if (at.has_residual) {
+          in.push_back(arrays.New(s.batch, scattered ? s.m : all, s.n));
+        }
         out = {arrays.Empty(s.batch, scattered ? s.m : all, s.n)};
         if (at.op == Op::kMatmulAllReduce) {  // what is added afterwards is replicated
-          std::copy(calls[0].operands.begin() + 2, calls[0].operands.end(),
-                    in.begin() + 2);
+          const auto first = 2 * at.num_kernels;
+          std::copy(calls[0].operands.begin() + first, calls[0].operands.end(),
+                    in.begin() + first);
         }
         break;
       }
-      case Op::kWgrad:
-        in = {arrays.New(s.batch, at.gather == Gather::kX ? s.m : all, s.k),
-              arrays.New(s.batch, at.gather == Gather::kDy ? s.m : all, s.n)};
-        add(at.accumulate, arrays.New(1, s.k, s.n));
-        out = {arrays.Empty(1, s.k, s.n)};
+      case Op::kWgrad: {
+        const int64_t dy_rows = at.gather == Gather::kDy ? s.m : all;
+        in = {arrays.New(s.batch, at.gather == Gather::kX ? s.m : all, s.k)};
+        for_each(true,
+                 [&](int i) { in.push_back(arrays.New(s.batch, dy_rows, s.n + i)); });
+        for_each(at.accumulate,
+                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
+        for_each(true, [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i)); });
         break;
+      }
       case Op::kAllGather:
         in = {arrays.New(s.batch, s.m, s.k)};
         out = {arrays.Empty(s.batch, all, s.k)};
@@ -109,15 +124,19 @@ inline std::vector<RankCall> MakeCalls(const Attributes& at,
         out = {arrays.Empty(1, 1, s.m * s.k)};
         break;
       case Op::kBulkAllGather:
-        in = {arrays.New(s.batch, all, s.n), arrays.New(1, s.k, s.n),
-              arrays.New(s.batch, s.m, s.k)};
+        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
+        for_each(true, [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
+        in.push_back(arrays.New(s.batch, s.m, s.k));
         out = {arrays.Empty(s.batch, all, s.k), arrays.Empty(s.batch, all, s.k)};
         break;
       case Op::kBulkReduceScatter:
-        in = {arrays.New(s.batch, all, s.k), arrays.New(s.batch, all, s.n)};
-        add(at.accumulate, arrays.New(1, s.k, s.n));
+        in = {arrays.New(s.batch, all, s.k)};
+        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
+        for_each(at.accumulate,
+                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
         in.push_back(arrays.New(s.batch, all, s.k));
-        out = {arrays.Empty(1, s.k, s.n), arrays.Empty(s.batch, s.m, s.k)};
+        for_each(true, [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i)); });
+        out.push_back(arrays.Empty(s.batch, s.m, s.k));
         break;
     }
   }
@@ -144,6 +163,7 @@ inline float Expected(const Attributes& at,
                       int64_t column) {
   const RankCall& mine = calls[rank];
   const auto& in = mine.operands;
+  const size_t n = at.num_kernels;
   float sum = 0;
   const auto scattered = [&](size_t operand) {
     const int64_t m = in[operand].rows / at.num_ranks;
@@ -152,15 +172,20 @@ inline float Expected(const Attributes& at,
     }
     return sum;
   };
+  const auto kernel = [&](const Tensor& w, int64_t k) {
+    return at.rhs_transposed ? At(w, 0, column, k) : At(w, 0, k, column);
+  };
   switch (at.op) {
     case Op::kAllGatherMatmul:
-      if (result == 1) return Gathered(calls, 0, b, row, column);
+      if (result == n) return Gathered(calls, 0, b, row, column);
       for (int64_t k = 0; k < in[0].features; ++k) {
-        sum += Gathered(calls, 0, b, row, k) * At(in[1], 0, k, column);
+        sum += Gathered(calls, 0, b, row, k) * kernel(in[1 + result], k);
       }
       sum *= at.scale;
-      if (at.has_bias) sum += At(in[2], 0, 0, column);
-      if (at.has_residual) sum += At(in[2 + at.has_bias], b, row, column);
+      if (at.has_bias) sum += At(in[1 + n + result], 0, 0, column);
+      if (at.has_residual) {
+        sum += At(in[jax_ub::FirstResidual(at) + result], b, row, column);
+      }
       return sum;
     case Op::kMatmulReduceScatter:
     case Op::kMatmulAllReduce:
@@ -170,29 +195,33 @@ inline float Expected(const Attributes& at,
           at.op == Op::kMatmulReduceScatter ? rank * mine.results[0].rows : 0;
       for (int r = local ? rank : 0; r < (local ? rank + 1 : at.num_ranks); ++r) {
         const auto& from = calls[r].operands;
-        for (int64_t k = 0; k < from[0].features; ++k) {
-          sum += At(from[0], b, first + row, k) * At(from[1], 0, k, column);
+        for (size_t i = 0; i < n; ++i) {
+          for (int64_t k = 0; k < from[i].features; ++k) {
+            sum += At(from[i], b, first + row, k) * kernel(from[n + i], k);
+          }
         }
       }
       sum *= at.scale;
-      if (at.has_bias) sum += At(in[2], 0, 0, column);
-      if (at.has_residual) sum += At(in[2 + at.has_bias], b, row, column);
+      if (at.has_bias) sum += At(in[2 * n], 0, 0, column);
+      if (at.has_residual) sum += At(in[2 * n + at.has_bias], b, row, column);
       return sum;
     }
     case Op::kWgrad:
-    case Op::kBulkReduceScatter:
-      if (result == 1) return scattered(in.size() - 1);
+    case Op::kBulkReduceScatter: {
+      if (result == n) return scattered(in.size() - 1);
+      const size_t dy = 1 + result;
       for (int64_t batch = 0; batch < in[0].batch; ++batch) {
-        const int64_t tokens = std::max(in[0].rows, in[1].rows);
+        const int64_t tokens = std::max(in[0].rows, in[dy].rows);
         for (int64_t t = 0; t < tokens; ++t) {
-          const bool x = at.op == Op::kWgrad && at.gather == Gather::kX;
-          const bool dy = at.op == Op::kWgrad && at.gather == Gather::kDy;
-          sum +=
-              (x ? Gathered(calls, 0, batch, t, row) : At(in[0], batch, t, row)) *
-              (dy ? Gathered(calls, 1, batch, t, column) : At(in[1], batch, t, column));
+          const bool is_x = at.op == Op::kWgrad && at.gather == Gather::kX;
+          const bool is_dy = at.op == Op::kWgrad && at.gather == Gather::kDy;
+          sum += (is_x ? Gathered(calls, 0, batch, t, row) : At(in[0], batch, t, row)) *
+                 (is_dy ? Gathered(calls, dy, batch, t, column)
+                        : At(in[dy], batch, t, column));
         }
       }
-      return at.scale * sum + (at.accumulate ? At(in[2], 0, row, column) : 0);
+      return at.scale * sum + (at.accumulate ? At(in[dy + n], 0, row, column) : 0);
+    }
     case Op::kAllGather:
       return Gathered(calls, 0, b, row, column);
     case Op::kReduceScatter:
@@ -201,9 +230,11 @@ inline float Expected(const Attributes& at,
       for (const RankCall& call : calls) sum += At(call.operands[0], b, row, column);
       return sum;
     case Op::kBulkAllGather:
-      if (result == 1) return Gathered(calls, 2, b, row, column);
-      for (int64_t n = 0; n < in[0].features; ++n) {
-        sum += At(in[0], b, row, n) * At(in[1], 0, column, n);
+      if (result == 1) return Gathered(calls, 2 * n, b, row, column);
+      for (size_t i = 0; i < n; ++i) {
+        for (int64_t k = 0; k < in[i].features; ++k) {
+          sum += At(in[i], b, row, k) * At(in[n + i], 0, column, k);
+        }
       }
       return sum;
   }

@@ -104,13 +104,20 @@ inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
   const bool is_bulk = op == Op::kBulkAllGather || op == Op::kBulkReduceScatter;
   at.scale = is_bulk ? 1.0f : 0.5f;
   variants.push_back(at);
+  const bool moves_only =
+      op == Op::kAllGather || op == Op::kReduceScatter || op == Op::kAllReduce;
   if (op == Op::kWgrad) {
     variants.clear();
     for (Gather gather : {Gather::kNone, Gather::kX, Gather::kDy}) {
       at.gather = gather;
       at.accumulate = !at.accumulate;
+      at.num_kernels = gather == Gather::kX ? 1 : 2;
       variants.push_back(at);
     }
+  } else if (!moves_only) {
+    at.num_kernels = 2;
+    at.rhs_transposed = op != Op::kBulkAllGather && op != Op::kBulkReduceScatter;
+    variants.push_back(at);
   }
   return variants;
 }
