@@ -98,7 +98,9 @@ def test_derivatives_are_defined_in_rules_only():
     assert definers == {"rules"}
 
 
-CSRC_FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cc", ".h", ".cu", ".cuh"})
+CSRC_FILES = sorted(
+    p for p in CSRC.rglob("*") if p.suffix in {".cc", ".h", ".cu", ".cuh"}
+)
 
 
 def includes(path):

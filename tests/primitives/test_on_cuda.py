@@ -17,6 +17,7 @@ from cuda_programs import (
     custom_calls,
     shape,
 )
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
@@ -277,12 +278,14 @@ def test_a_mesh_without_devices_is_a_reason(engine):
     def function(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp")
 
-    mesh = jax.sharding.AbstractMesh((2,), ("tp",))
-    run = jax.jit(
-        jax.shard_map(function, mesh=mesh, in_specs=COLUMN, out_specs=P(None, "tp"))
+    mesh = tp_mesh(2).abstract_mesh
+    out = P(None, "tp")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=COLUMN, out_specs=out)
+    operands = (
+        jax.ShapeDtypeStruct(sizes, "float32", sharding=NamedSharding(mesh, spec))
+        for sizes, spec in zip(((8, 6), (6, 8)), COLUMN, strict=True)
     )
-    text = cuda_text(run, shape(8, 6), shape(6, 8))
-    assert not custom_calls(text)
+    assert not custom_calls(cuda_text(jax.jit(mapped), *operands))
     assert "abstract mesh" in ub.fallbacks()[-1].reason
 
 
@@ -304,7 +307,7 @@ def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
     engine, monkeypatch
 ):
     monkeypatch.setattr(cuda, "is_default", lambda: True)
-    run = row(tp_mesh(4))
+    run = row(tp_mesh(4), ub_name="reused")  # a trace that no other test has left
     step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
     text = cuda_text(step, shape(8, 8), shape(8, 8))
     calls = dict(custom_calls(text))
