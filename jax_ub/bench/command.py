@@ -98,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", default="auto", help="the method under test (default: auto)"
     )
     parser.add_argument(
+        "--platform",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="which devices (default: cpu)",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="tiny shapes and few rounds: does it run?"
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
@@ -148,7 +154,7 @@ def command(given: argparse.Namespace) -> int:
     chosen = options(given)
     if given.plot is not None:
         plot.load_pyplot()
-    devices.start(max(chosen.devices))
+    devices.start(max(chosen.devices), given.platform)
     about = record.record()
     print(_describe(about, chosen))
     dots = FastestDots()

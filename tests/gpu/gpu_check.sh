@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# The GPU check: one command on a machine with one NVIDIA GPU, without a network, under nine
+# minutes. Builds from source with the packages that are there, runs what needs a GPU, and
+# measures what one GPU can show. Leaves gpu_check.log, *.json and verdicts.txt in $OUT.
+#
+#   OUT=/tmp/gpu bash tests/gpu/gpu_check.sh
+#
+# A step that fails does not stop the ones after it; the exit status says whether any did.
+# Several processes that share a GPU are time-sliced: they show that results are right, and
+# nothing about time.
+set -uo pipefail
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+out=${OUT:-$(mktemp -d)}
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+limit_s=${GPU_CHECK_S:-530}
+python=${PYTHON:-python3}
+failed=0
+report=()
+
+# step SECONDS NAME COMMAND...: runs it, for at most so long and no longer than is left.
+step() {
+  local most=$1 name=$2 begin=$SECONDS left=$((limit_s - SECONDS)) status=ok rc
+  shift 2
+  printf '\n=== %s\n' "$name"
+  if ((left < 10)); then
+    status="no time"
+    failed=1
+  else
+    timeout -k 3 $((most < left ? most : left)) "$@"
+    rc=$?
+    if ((rc == 77)); then
+      status="not run"
+    elif ((rc)); then
+      status="FAILED ($rc)"
+      failed=1
+    fi
+  fi
+  report+=("$(printf '%-13s %4d s  %s' "$status" $((SECONDS - begin)) "$name")")
+  echo "${report[-1]}"
+}
+
+machine() {
+  date -u +%FT%TZ
+  git -C "$top" describe --always --dirty 2>/dev/null
+  nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv
+  nvcc --version | tail -1
+  "$python" - <<'PYTHON'
+import importlib.metadata as metadata
+
+for name in "jax jaxlib jax-cuda13-plugin nvidia-cublas nanobind cmake pytest".split():
+    try:
+        print(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        print(name, "is not installed")
+PYTHON
+}
+
+build_all() {
+  cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
+    -DPython_EXECUTABLE="$(command -v "$python")" >"$out/cmake.log" 2>&1 ||
+    { tail -20 "$out/cmake.log"; return 1; }
+  cmake --build "$build" --target _cpu _cuda gpu_bench >"$out/build.log" 2>&1 ||
+    { grep -A5 -E 'error|FAILED' "$out/build.log" | head -60; return 1; }
+  cmake --install "$build" --prefix "$top" >>"$out/build.log"
+}
+
+ub() { "$python" -m jax_ub "$@"; }
+
+# ranks N [OPTION...]: so many processes on this one GPU.
+ranks() {
+  local n=$1
+  shift
+  XLA_PYTHON_CLIENT_PREALLOCATE=false ub launch -n "$n" --timeout 110 \
+    tests/gpu/ranks.py --share-gpu "$@"
+}
+
+# Command buffers for programs of any size, or for none.
+captured() { XLA_FLAGS="--xla_gpu_graph_min_graph_size=1" "$@"; }
+eager() { XLA_FLAGS="--xla_gpu_enable_command_buffer=" "$@"; }
+
+sanitized() {
+  local tool=$1
+  command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
+  XLA_PYTHON_CLIENT_PREALLOCATE=false compute-sanitizer --tool "$tool" --error-exitcode 1 \
+    --target-processes all --kernel-regex kernel_substring=jax_ub \
+    "$python" tests/gpu/local.py --short
+}
+
+export -f ub ranks captured eager sanitized machine build_all
+export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
+
+main() {
+  cd "$top" || exit 1
+  step 20 "machine" bash -c machine
+  step 170 "build from source" bash -c build_all
+  step 40 "doctor" bash -c 'ub doctor'
+  step 60 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
+  step 60 "one process, eager" bash -c 'eager "$python" tests/gpu/local.py --short'
+  step 70 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
+  step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
+  step 70 "4 processes on one GPU" bash -c 'ranks 4 --rounds 1 --dtypes 1'
+  step 90 "8 processes on one GPU" bash -c 'ranks 8 --rounds 1 --dtypes 1 --calls 2'
+  step 60 "memcheck" bash -c 'sanitized memcheck'
+  step 60 "racecheck" bash -c 'sanitized racecheck'
+  step 100 "the engine's parts" "$build/gpu_bench" "$out/gpu_bench.json"
+  step 100 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
+    --ops gemm,dgrad_add,wgrad_accumulate --shapes 8192x8192x8192 --rounds 9 \
+    --json "$out/bench.json"'
+  step 30 "verdicts" "$python" tests/gpu/verdicts.py "$out"
+  printf '\n'
+  printf '%s\n' "${report[@]}"
+  printf '%d s in all; what is kept: %s\n' "$SECONDS" "$out"
+  return "$failed"
+}
+
+mkdir -p "$out"
+main 2>&1 | tee "$out/gpu_check.log"
+exit "${PIPESTATUS[0]}"

@@ -1,0 +1,190 @@
+"""Every op and method over several processes, exactly; on GPUs they may share one.
+
+    python -m jax_ub launch -n 4 tests/gpu/ranks.py --rounds 3
+    python -m jax_ub launch -n 4 tests/gpu/ranks.py --share-gpu
+
+No collective of XLA's takes part: NCCL refuses ranks that share a GPU. Operands are
+small integers, drawn from the same seeds in every process, so that each knows what its
+rank must have, to the bit. Prints a line for every program, and the seed where one is
+wrong.
+"""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ub as ub
+from jax_ub.runtime import cuda
+
+ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+def main():
+    given = read_arguments()
+    # Where processes share a GPU, each has it as its device 0.
+    jax.distributed.initialize(local_device_ids=[0] if given.share_gpu else None)
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    on_gpu = cuda.is_cuda(jax.local_devices()[0])
+    capacity = (given.scale * 16 * mesh.size, 16 * mesh.size)
+    ub.initialize_ub(capacity, mesh.size, mesh=mesh)
+    methods = ["auto", "ring_exchange", "pipeline", "external"]
+    methods += [] if on_gpu else ["direct"]
+    for dtype in DTYPES[: given.dtypes]:
+        for method in methods:
+            for program in (column, row, whole, trained):
+                check(program, mesh, method, jnp.dtype(dtype), given)
+    ub.destroy_ub()
+    say(f"all right: {mesh.size} ranks on {jax.devices()[0].device_kind}")
+
+
+def check(program, mesh, method, dtype, given):
+    """Runs a program with new operands each round, several times in a row each."""
+    function, in_specs, out_specs, shapes, reference = program(
+        mesh, method, given.scale
+    )
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    compiled = jax.jit(mapped)
+    name = f"{program.__name__} {method} {dtype} over {mesh.size} ranks"
+    for seed in range(given.rounds):
+        operands = [draw(31 * seed + i, shape) for i, shape in enumerate(shapes)]
+        placed = [
+            place(mesh, spec, x, dtype)
+            for spec, x in zip(in_specs, operands, strict=True)
+        ]
+        expected = reference(*operands)
+        for _ in range(given.calls):
+            results = compiled(*placed)
+        jax.block_until_ready(results)
+        for result, right in zip(results, expected, strict=True):
+            compare(f"{name}, seed {seed}", result, right)
+    say(f"right: {name}")
+
+
+def column(mesh, method, scale):
+    """AG+GEMM with two kernels and a bias, and the gathered x."""
+    M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
+
+    def function(x, w, v, bias):
+        ys, gathered = ub.all_gather_matmul(
+            x, (w, v), axis_name="tp", method=method, return_gathered=True
+        )
+        return ys[0] + bias, ys[1], gathered
+
+    def reference(x, w, v, bias):
+        return x @ w + bias, x @ v, np.concatenate([x] * mesh.size)
+
+    shapes = ((M, K), (K, N), (K, N), (N,))
+    specs = (ROWS, COLUMNS, COLUMNS, P("tp"))
+    # Every rank's copy of the gathered x, one below the other.
+    return function, specs, (COLUMNS, COLUMNS, ROWS), shapes, reference
+
+
+def row(mesh, method, scale):
+    """GEMM+RS with bias and residual."""
+    M, K, N = 8 * scale * mesh.size, 8 * mesh.size, 16
+
+    def function(x, w, bias, residual):
+        return (
+            ub.matmul_reduce_scatter(
+                x, w, axis_name="tp", method=method, bias=bias, residual=residual
+            ),
+        )
+
+    def reference(x, w, bias, residual):
+        return (x @ w + bias + residual,)
+
+    shapes = ((M, K), (K, N), (N,), (M, N))
+    return function, (COLUMNS, ROWS, WHOLE, ROWS), (ROWS,), shapes, reference
+
+
+def whole(mesh, method, scale):
+    """GEMM+AR of tokens in batches."""
+    M, K, N = 4 * scale * mesh.size, 8 * mesh.size, 16
+
+    def function(x, w):
+        return (ub.matmul_all_reduce(x, w, axis_name="tp", method=method),)
+
+    def reference(x, w):
+        return (x @ w,)
+
+    shapes = ((2, M, K), (K, N))
+    return function, (P(None, None, "tp"), ROWS), (WHOLE,), shapes, reference
+
+
+def trained(mesh, method, scale):
+    """A column and a row linear, forward and backward."""
+    M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
+
+    def function(x, w, v, dy):
+        def forward(x, w, v):
+            h = ub.all_gather_matmul(x, w, axis_name="tp", method=method)
+            # Exact in bf16 as well: the sums stay small.
+            return ub.matmul_reduce_scatter(
+                jnp.sign(h), v, axis_name="tp", method=method
+            )
+
+        y, backward = jax.vjp(lambda v: forward(x, w, v), v)
+        (dv,) = backward(dy)
+        h, backward = jax.vjp(
+            lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", method=method), x, w
+        )
+        dx, dw = backward(jnp.ones_like(h))
+        return y, dv, dx, dw
+
+    def reference(x, w, v, dy):
+        h, dh = np.sign(x @ w), np.ones((M, N), np.float32)
+        return h @ v, h.T @ dy, dh @ w.T, x.T @ dh
+
+    shapes = ((M, K), (K, N), (N, 16), (M, 16))
+    specs = (ROWS, COLUMNS, ROWS, ROWS)
+    return function, specs, (ROWS, ROWS, ROWS, COLUMNS), shapes, reference
+
+
+def draw(seed, shape):
+    """Integers of -1, 0 and 1: their sums are exact in every dtype."""
+    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+
+
+def place(mesh, spec, x, dtype):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(
+        x.shape, sharding, lambda index: x[index].astype(dtype)
+    )
+
+
+def compare(name, result, right):
+    for shard in result.addressable_shards:
+        found = np.asarray(shard.data).astype(np.float32)
+        wanted = right[shard.index].astype(result.dtype).astype(np.float32)
+        if not np.array_equal(found, wanted):
+            wrong = np.argwhere(found != wanted)
+            sys.exit(
+                f"wrong: {name}: {len(wrong)} of {found.size} elements on "
+                f"{shard.device}, the first at {tuple(wrong[0])}: "
+                f"{found[tuple(wrong[0])]} instead of {wanted[tuple(wrong[0])]}"
+            )
+
+
+def say(text):
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share-gpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="new operands each")
+    parser.add_argument("--calls", type=int, default=4, help="in a row, each round")
+    parser.add_argument("--scale", type=int, default=1, help="factor of the tokens")
+    parser.add_argument("--dtypes", type=int, default=3, help=f"how many of {DTYPES}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The scripts of the GPU check, as far as a CPU can run them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def run(*command, timeout_s=240):
+    return subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        },
+    )
+
+
+def test_the_local_ops_are_right():
+    done = run(sys.executable, HERE / "local.py", "--short")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all right on cpu" in done.stdout
+
+
+def test_every_op_and_method_is_right_over_processes():
+    launch = (sys.executable, "-m", "jax_ub", "launch", "-n", "2", "--timeout", "200")
+    options = ("--rounds", "1", "--calls", "2", "--dtypes", "1")
+    done = run(*launch, HERE / "ranks.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all right: 2 ranks on cpu" in done.stdout
+    assert done.stdout.count("right: ") == 4 * 5 + 1
+
+
+@pytest.fixture
+def figures(tmp_path):
+    claims = [
+        {"claim": "chunked", "value": 1.02, "limit": 1.05, "holds": True},
+        {"claim": "sum", "value": 0.5, "limit": 0.85, "holds": False},
+    ]
+    (tmp_path / "gpu_bench.json").write_text(json.dumps({"verdicts": claims}))
+    (tmp_path / "gpu_check.log").write_text(
+        "host time of a call in a program of 64: 3.20 us\n"
+    )
+    results = [
+        {
+            "op": op,
+            "variant": variant,
+            "speedups": {"xla_best": {"median": 0.99}},
+            "shares": {"plain_gemm": {"median": 0.97}} if "add" in variant else {},
+        }
+        for op, variant in [("gemm", "nn"), ("dgrad_add", "nt+add")]
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps({"results": results}))
+    return tmp_path
+
+
+def test_every_claim_gets_a_verdict(figures):
+    done = run(sys.executable, HERE / "verdicts.py", figures)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (figures / "verdicts.txt").read_text()
+    lines = done.stdout.splitlines()
+    assert "holds   chunked: 1.020 (goal 1.05)" in lines
+    assert "MISSED  sum: 0.500 (goal 0.85)" in lines
+    assert "holds   a plain product over XLA's, 8192 cubed: 0.990 (goal 0.97)" in lines
+    assert "MISSED  dgrad_add over XLA's best: 0.990 (goal 1.0)" in lines
+    assert "holds   dgrad_add, share of the plain product: 0.970 (goal 0.95)" in lines
+    assert any(line.startswith("open    wgrad_accumulate") for line in lines)
+    assert (
+        "holds   host time of a call in a captured step: 3.20 us (goal 10.0)" in lines
+    )
+
+
+def test_claims_without_figures_are_open(tmp_path):
+    lines = run(sys.executable, HERE / "verdicts.py", tmp_path).stdout.splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith("open ") for line in lines)
+
+
+def test_a_check_without_time_says_what_it_left_out(tmp_path):
+    env = ("env", f"OUT={tmp_path}", "GPU_CHECK_S=0", f"PYTHON={sys.executable}")
+    done = run(*env, "bash", HERE / "gpu_check.sh")
+    assert done.returncode == 1
+    log = (tmp_path / "gpu_check.log").read_text()
+    assert log == done.stdout
+    assert log.count("no time") == 2 * 14

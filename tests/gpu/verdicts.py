@@ -1,0 +1,79 @@
+"""Prints a verdict for every claim, from what the GPU check left in a folder.
+
+    python tests/gpu/verdicts.py FOLDER
+
+Writes verdicts.txt beside it. A claim whose figure is missing is said to be open.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+# Of XLA's fastest way, as times as fast as it; and of the plain product.
+AGAINST_XLA = {
+    ("gemm", "nn"): ("a plain product over XLA's, 8192 cubed", 0.97),
+    ("dgrad_add", "nt+add"): ("dgrad_add over XLA's best", 1.0),
+    ("wgrad_accumulate", "tn+add"): ("wgrad_accumulate over XLA's best", 1.0),
+}
+OVER_PLAIN = 0.95
+HOST_TIME_US = 10.0
+
+
+def main(folder):
+    lines = [*parts(folder), *against_xla(folder), *host_time(folder)]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    (folder / "verdicts.txt").write_text(text)
+
+
+def parts(folder):
+    found = read(folder / "gpu_bench.json")
+    if found is None:
+        yield "open    the engine's parts: gpu_bench left no figures"
+        return
+    for one in found["verdicts"]:
+        yield line(one["holds"], f"{one['claim']}: {one['value']:.3f}", one["limit"])
+
+
+def against_xla(folder):
+    found = read(folder / "bench.json")
+    results = (
+        {} if found is None else {(r["op"], r["variant"]): r for r in found["results"]}
+    )
+    for key, (claim, limit) in AGAINST_XLA.items():
+        result = results.get(key)
+        if result is None:
+            yield f"open    {claim}: the bench left no figure"
+            continue
+        ratio = result["speedups"]["xla_best"]["median"]
+        yield line(ratio >= limit, f"{claim}: {ratio:.3f}", limit)
+        if "plain_gemm" in result["shares"]:
+            share = result["shares"]["plain_gemm"]["median"]
+            text = f"{key[0]}, share of the plain product: {share:.3f}"
+            yield line(share >= OVER_PLAIN, text, OVER_PLAIN)
+
+
+def host_time(folder):
+    log = folder / "gpu_check.log"
+    times = re.findall(
+        r"host time of a call in a program of \d+: (-?[\d.]+) us",
+        log.read_text() if log.exists() else "",
+    )
+    if not times:
+        yield "open    host time of a call: local.py printed none"
+    for time in times:
+        text = f"host time of a call in a captured step: {time} us"
+        yield line(float(time) < HOST_TIME_US, text, HOST_TIME_US)
+
+
+def read(path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def line(holds, text, limit):
+    return f"{'holds' if holds else 'MISSED':<8}{text} (goal {limit})"
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
