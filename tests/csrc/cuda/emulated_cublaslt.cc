@@ -1,0 +1,606 @@
+#include "cuda/emulated_cublaslt.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cuda/emulated_machine.h"
+#include "random_gemm.h"
+
+namespace jax_ub {
+
+namespace lt {
+
+struct HandleObject {
+  int device = 0;
+};
+
+struct MatmulDescObject {
+  ComputeType compute = ComputeType::k32F;
+  int32_t transpose_a = 0;
+  int32_t transpose_b = 0;
+  uint32_t epilogue = static_cast<uint32_t>(Epilogue::kDefault);
+  const void* bias = nullptr;
+  int64_t bias_batch_stride = 0;
+  int32_t sm_count_target = 0;
+  int32_t bias_type = -1;
+};
+
+struct LayoutObject {
+  DataType type = DataType::kF32;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t leading = 0;
+  int32_t batch = 1;
+  int64_t batch_stride = 0;
+
+  bool operator==(const LayoutObject&) const = default;
+};
+
+struct PreferenceObject {
+  uint64_t workspace_bytes = 0;
+  uint32_t reduction_schemes = static_cast<uint32_t>(ReductionScheme::kAll);
+  std::array<uint32_t, 4> alignments = {256, 256, 256, 256};  // of A, B, C, D
+};
+
+}  // namespace lt
+
+namespace emulated {
+
+namespace {
+
+using lt::Status;
+
+std::atomic<int64_t> num_handles = 0;
+std::atomic<int64_t> num_objects = 0;
+std::atomic<int64_t> num_heuristics = 0;
+std::atomic<int64_t> num_matmuls = 0;
+std::atomic<bool> finds_none = false;
+std::atomic<Status> matmul_result = Status::kSuccess;
+
+// What the algorithms of a heuristic need, best first.
+constexpr std::array<size_t, 3> kWorkspaces = {size_t{4} << 20, size_t{1} << 20, 0};
+
+template <typename T, typename... Values>
+Status Make(T** object, Values... values) {
+  if (object == nullptr) return Status::kInvalidValue;
+  *object = new T{values...};
+  num_objects.fetch_add(1, std::memory_order_relaxed);
+  return Status::kSuccess;
+}
+
+template <typename T>
+Status End(T* object) {
+  if (object == nullptr) return Status::kInvalidValue;
+  delete object;
+  num_objects.fetch_sub(1, std::memory_order_relaxed);
+  return Status::kSuccess;
+}
+
+template <typename T>
+Status Set(T& field, const void* value, size_t size_bytes) {
+  if (value == nullptr || size_bytes != sizeof(T)) return Status::kInvalidValue;
+  std::memcpy(&field, value, sizeof(T));
+  return Status::kSuccess;
+}
+
+size_t GetVersion() { return 130000; }
+
+const char* GetStatusName(Status status) {
+  switch (status) {
+    case Status::kSuccess:
+      return "CUBLAS_STATUS_SUCCESS";
+    case Status::kNotInitialized:
+      return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case Status::kAllocFailed:
+      return "CUBLAS_STATUS_ALLOC_FAILED";
+    case Status::kInvalidValue:
+      return "CUBLAS_STATUS_INVALID_VALUE";
+    case Status::kArchMismatch:
+      return "CUBLAS_STATUS_ARCH_MISMATCH";
+    case Status::kExecutionFailed:
+      return "CUBLAS_STATUS_EXECUTION_FAILED";
+    case Status::kInternalError:
+      return "CUBLAS_STATUS_INTERNAL_ERROR";
+    case Status::kNotSupported:
+      return "CUBLAS_STATUS_NOT_SUPPORTED";
+  }
+  return "unknown";
+}
+
+// Of the device whose context is current.
+Status Create(lt::Handle* handle) {
+  if (handle == nullptr) return Status::kInvalidValue;
+  int device = -1;
+  const CUresult result = RunInContext("cublasLtCreate", [&](Call& call) {
+    device = call.device();
+    return CUDA_SUCCESS;
+  });
+  if (result != CUDA_SUCCESS) return Status::kNotInitialized;
+  *handle = new lt::HandleObject{device};
+  num_handles.fetch_add(1, std::memory_order_relaxed);
+  return Status::kSuccess;
+}
+
+Status Destroy(lt::Handle handle) {
+  if (handle == nullptr) return Status::kInvalidValue;
+  delete handle;
+  num_handles.fetch_sub(1, std::memory_order_relaxed);
+  return Status::kSuccess;
+}
+
+Status MatmulDescCreate(lt::MatmulDesc* desc,
+                        lt::ComputeType compute,
+                        lt::DataType scale) {
+  if (scale != lt::DataType::kF32) return Status::kNotSupported;
+  return Make(desc, compute);
+}
+
+Status MatmulDescSetAttribute(lt::MatmulDesc desc,
+                              lt::DescAttribute attribute,
+                              const void* value,
+                              size_t size_bytes) {
+  if (desc == nullptr) return Status::kInvalidValue;
+  switch (attribute) {
+    case lt::DescAttribute::kTransA:
+      return Set(desc->transpose_a, value, size_bytes);
+    case lt::DescAttribute::kTransB:
+      return Set(desc->transpose_b, value, size_bytes);
+    case lt::DescAttribute::kEpilogue:
+      return Set(desc->epilogue, value, size_bytes);
+    case lt::DescAttribute::kBiasPointer:
+      return Set(desc->bias, value, size_bytes);
+    case lt::DescAttribute::kBiasBatchStride:
+      return Set(desc->bias_batch_stride, value, size_bytes);
+    case lt::DescAttribute::kSmCountTarget:
+      return Set(desc->sm_count_target, value, size_bytes);
+    case lt::DescAttribute::kBiasDataType:
+      return Set(desc->bias_type, value, size_bytes);
+  }
+  return Status::kInvalidValue;
+}
+
+Status MatrixLayoutCreate(lt::Layout* layout,
+                          lt::DataType type,
+                          uint64_t rows,
+                          uint64_t columns,
+                          int64_t leading) {
+  return Make(layout, type, static_cast<int64_t>(rows), static_cast<int64_t>(columns),
+              leading);
+}
+
+Status MatrixLayoutSetAttribute(lt::Layout layout,
+                                lt::LayoutAttribute attribute,
+                                const void* value,
+                                size_t size_bytes) {
+  if (layout == nullptr) return Status::kInvalidValue;
+  switch (attribute) {
+    case lt::LayoutAttribute::kBatchCount:
+      return Set(layout->batch, value, size_bytes);
+    case lt::LayoutAttribute::kStridedBatchOffset:
+      return Set(layout->batch_stride, value, size_bytes);
+  }
+  return Status::kInvalidValue;
+}
+
+Status MatmulPreferenceCreate(lt::Preference* preference) { return Make(preference); }
+
+Status MatmulPreferenceSetAttribute(lt::Preference preference,
+                                    lt::PreferenceAttribute attribute,
+                                    const void* value,
+                                    size_t size_bytes) {
+  if (preference == nullptr) return Status::kInvalidValue;
+  switch (attribute) {
+    case lt::PreferenceAttribute::kMaxWorkspaceBytes:
+      return Set(preference->workspace_bytes, value, size_bytes);
+    case lt::PreferenceAttribute::kReductionSchemeMask:
+      return Set(preference->reduction_schemes, value, size_bytes);
+    case lt::PreferenceAttribute::kMinAlignmentA:
+      return Set(preference->alignments[0], value, size_bytes);
+    case lt::PreferenceAttribute::kMinAlignmentB:
+      return Set(preference->alignments[1], value, size_bytes);
+    case lt::PreferenceAttribute::kMinAlignmentC:
+      return Set(preference->alignments[2], value, size_bytes);
+    case lt::PreferenceAttribute::kMinAlignmentD:
+      return Set(preference->alignments[3], value, size_bytes);
+  }
+  return Status::kInvalidValue;
+}
+
+DType TypeOf(lt::DataType type) {
+  return type == lt::DataType::kF32    ? DType::kF32
+         : type == lt::DataType::kBF16 ? DType::kBF16
+                                       : DType::kF16;
+}
+int64_t ElementBytes(lt::DataType type) { return type == lt::DataType::kF32 ? 4 : 2; }
+
+// A product: D[m, n] = A[m, k] B[k, n], everything by value.
+struct Product {
+  lt::MatmulDescObject desc;
+  lt::LayoutObject a, b, c, d;
+
+  int64_t m() const { return d.rows; }
+  int64_t n() const { return d.columns; }
+  int64_t k() const { return desc.transpose_a != 0 ? a.rows : a.columns; }
+  bool has_bias() const {
+    return desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kBias);
+  }
+  // What an algorithm was found for.
+  uint64_t Fingerprint() const {
+    uint64_t hash = 1469598103934665603u;
+    const auto mix = [&](int64_t value) {
+      hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
+    };
+    for (const auto* layout : {&a, &b, &c, &d}) {
+      for (const int64_t value :
+           {static_cast<int64_t>(layout->type), layout->rows, layout->columns,
+            layout->leading, static_cast<int64_t>(layout->batch),
+            layout->batch_stride}) {
+        mix(value);
+      }
+    }
+    for (const int64_t value :
+         {static_cast<int64_t>(desc.compute), static_cast<int64_t>(desc.transpose_a),
+          static_cast<int64_t>(desc.transpose_b), static_cast<int64_t>(desc.epilogue),
+          static_cast<int64_t>(desc.sm_count_target)}) {
+      mix(value);
+    }
+    return hash;
+  }
+};
+
+// Whether the product makes sense; then, whether there are kernels for its types.
+Status CheckProduct(const Product& product) {
+  const auto& [desc, a, b, c, d] = product;
+  for (const auto* layout : {&a, &b, &c, &d}) {
+    if (layout->rows <= 0 || layout->columns <= 0 || layout->leading < layout->rows ||
+        layout->batch != d.batch || layout->batch < 1 || layout->batch_stride < 0) {
+      return Status::kInvalidValue;
+    }
+  }
+  const auto rows = [](const lt::LayoutObject& l, int32_t t) {
+    return t ? l.columns : l.rows;
+  };
+  const auto columns = [](const lt::LayoutObject& l, int32_t t) {
+    return t ? l.rows : l.columns;
+  };
+  if (desc.transpose_a < 0 || desc.transpose_a > 1 || desc.transpose_b < 0 ||
+      desc.transpose_b > 1 || rows(a, desc.transpose_a) != d.rows ||
+      columns(b, desc.transpose_b) != d.columns ||
+      columns(a, desc.transpose_a) != rows(b, desc.transpose_b) || c.rows != d.rows ||
+      c.columns != d.columns) {
+    return Status::kInvalidValue;
+  }
+  if (d.batch > 1 && d.batch_stride == 0) return Status::kInvalidValue;
+  const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
+  const bool has_kernels =
+      a.type == b.type && c.type == d.type &&
+      (d.type == lt::DataType::kF32 || d.type == a.type) &&
+      (!is_tf32 || a.type == lt::DataType::kF32) &&
+      (product.has_bias() ||
+       desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kDefault)) &&
+      (!product.has_bias() || desc.bias_type < 0 ||
+       desc.bias_type == static_cast<int32_t>(d.type));
+  return has_kernels ? Status::kSuccess : Status::kNotSupported;
+}
+
+uint32_t AlignmentOf(const void* pointer) {
+  const auto address = reinterpret_cast<uint64_t>(pointer);
+  return address == 0
+             ? 256
+             : static_cast<uint32_t>(std::min<uint64_t>(address & -address, 256));
+}
+
+// What an algorithm's words hold.
+struct Words {
+  uint64_t number;
+  uint64_t workspace_bytes;
+  uint32_t alignments[4];
+  uint64_t bias_alignment;
+  uint64_t fingerprint;
+  uint64_t magic;
+  uint64_t reserved;
+
+  static constexpr uint64_t kMagic = 0x656d756c61746564;
+};
+static_assert(sizeof(Words) == sizeof(lt::Algorithm));
+
+Status MatmulAlgoGetHeuristic(lt::Handle handle,
+                              lt::MatmulDesc desc,
+                              lt::Layout a,
+                              lt::Layout b,
+                              lt::Layout c,
+                              lt::Layout d,
+                              lt::Preference preference,
+                              int num_requested,
+                              lt::HeuristicResult* results,
+                              int* num_found) {
+  num_heuristics.fetch_add(1, std::memory_order_relaxed);
+  if (handle == nullptr || desc == nullptr || a == nullptr || b == nullptr ||
+      c == nullptr || d == nullptr || preference == nullptr || num_requested < 1 ||
+      results == nullptr || num_found == nullptr) {
+    return Status::kInvalidValue;
+  }
+  *num_found = 0;
+  const Product product{*desc, *a, *b, *c, *d};
+  if (const Status status = CheckProduct(product); status != Status::kSuccess) {
+    return status;
+  }
+  for (int i = 0; i < 4; ++i) {
+    // An element is the least that an address can be aligned to.
+    const lt::LayoutObject* const layout = std::array{a, b, c, d}[i];
+    if (preference->alignments[i] < ElementBytes(layout->type) ||
+        !std::has_single_bit(preference->alignments[i])) {
+      return Status::kInvalidValue;
+    }
+  }
+  if (finds_none) return Status::kNotSupported;
+  for (size_t i = 0; i < kWorkspaces.size() && *num_found < num_requested; ++i) {
+    if (kWorkspaces[i] > preference->workspace_bytes) continue;
+    Words words = {};
+    words.number = i;
+    words.workspace_bytes = kWorkspaces[i];
+    std::copy_n(preference->alignments.data(), 4, words.alignments);
+    words.bias_alignment = product.has_bias() ? AlignmentOf(desc->bias) : 1;
+    words.fingerprint = product.Fingerprint();
+    words.magic = Words::kMagic;
+    lt::HeuristicResult& result = results[(*num_found)++];
+    result = {};
+    std::memcpy(&result.algorithm, &words, sizeof(words));
+    result.workspace_bytes = kWorkspaces[i];
+    result.waves = 1;
+  }
+  return Status::kSuccess;
+}
+
+// What a matmul is called with.
+struct Arguments {
+  float alpha = 1;
+  float beta = 0;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* c = nullptr;
+  void* d = nullptr;
+  void* workspace = nullptr;
+  size_t needed_bytes = 0;
+};
+
+// As tensor cores read f32: 10 bits of mantissa, to nearest even.
+float RoundToTf32(float value) {
+  uint32_t bits = std::bit_cast<uint32_t>(value);
+  bits += 0xFFF + ((bits >> 13) & 1);
+  return std::bit_cast<float>(bits & ~uint32_t{0x1FFF});
+}
+
+// op(matrix), row-major, as floats: [rows, columns].
+std::vector<float> ReadDense(const void* data,
+                             const lt::LayoutObject& layout,
+                             int64_t batch,
+                             bool transpose,
+                             bool is_tf32) {
+  const int64_t size = ElementBytes(layout.type);
+  const auto* const base =
+      static_cast<const std::byte*>(data) + batch * layout.batch_stride * size;
+  const int64_t columns = transpose ? layout.rows : layout.columns;
+  std::vector<float> dense(layout.rows * layout.columns);
+  for (int64_t j = 0; j < layout.columns; ++j) {
+    for (int64_t i = 0; i < layout.rows; ++i) {
+      const float value =
+          Read(base + (i + j * layout.leading) * size, TypeOf(layout.type));
+      dense[transpose ? j * columns + i : i * columns + j] =
+          is_tf32 ? RoundToTf32(value) : value;
+    }
+  }
+  return dense;
+}
+
+void Multiply(const Product& product, const Arguments& arguments, int64_t batch) {
+  const auto& [desc, a_layout, b_layout, c_layout, d_layout] = product;
+  const int64_t m = product.m(), n = product.n(), k = product.k();
+  const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
+  const auto a =
+      ReadDense(arguments.a, a_layout, batch, desc.transpose_a != 0, is_tf32);
+  const auto b =
+      ReadDense(arguments.b, b_layout, batch, desc.transpose_b != 0, is_tf32);
+  std::vector<float> sums(m * n, 0.0f);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t p = 0; p < k; ++p) {
+      const float left = a[i * k + p];
+      for (int64_t j = 0; j < n; ++j) sums[i * n + j] += left * b[p * n + j];
+    }
+  }
+  const DType type = TypeOf(d_layout.type);
+  const int64_t size = ElementBytes(d_layout.type);
+  const auto at = [&](const lt::LayoutObject& layout, int64_t i, int64_t j) {
+    return (batch * layout.batch_stride + i + j * layout.leading) * size;
+  };
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t i = 0; i < m; ++i) {
+      float value = arguments.alpha * sums[i * n + j];
+      if (arguments.beta != 0) {
+        const auto* const c = static_cast<const std::byte*>(arguments.c);
+        value += arguments.beta * Read(c + at(c_layout, i, j), type);
+      }
+      if (product.has_bias()) {
+        const auto* const bias = static_cast<const std::byte*>(desc.bias);
+        value += Read(bias + (batch * desc.bias_batch_stride + i) * size, type);
+      }
+      Write(static_cast<std::byte*>(arguments.d) + at(d_layout, i, j), type, value);
+    }
+  }
+}
+
+void AddTouches(std::vector<Touch>& touches,
+                const void* data,
+                const lt::LayoutObject& layout) {
+  const int64_t size = ElementBytes(layout.type);
+  for (int64_t batch = 0; batch < layout.batch; ++batch) {
+    touches.push_back(
+        {reinterpret_cast<uint64_t>(data) + batch * layout.batch_stride * size,
+         layout.columns, layout.rows * size, layout.leading * size});
+  }
+}
+
+std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments) {
+  std::vector<Touch> touches;
+  AddTouches(touches, arguments.a, product.a);
+  AddTouches(touches, arguments.b, product.b);
+  AddTouches(touches, arguments.d, product.d);
+  if (arguments.beta != 0) AddTouches(touches, arguments.c, product.c);
+  if (product.has_bias()) {
+    const int64_t size = ElementBytes(product.d.type);
+    touches.push_back({reinterpret_cast<uint64_t>(product.desc.bias), product.d.batch,
+                       product.m() * size, product.desc.bias_batch_stride * size});
+  }
+  if (arguments.needed_bytes > 0) {
+    touches.push_back({reinterpret_cast<uint64_t>(arguments.workspace), 1,
+                       static_cast<int64_t>(arguments.needed_bytes), 0});
+  }
+  return touches;
+}
+
+// Whether the algorithm is one for this product at these addresses.
+Status CheckAlgorithm(const Product& product,
+                      const Arguments& arguments,
+                      const Words& words,
+                      size_t workspace_bytes) {
+  if (words.magic != Words::kMagic || words.fingerprint != product.Fingerprint() ||
+      words.workspace_bytes > workspace_bytes) {
+    return Status::kInvalidValue;
+  }
+  if (words.workspace_bytes > 0 &&
+      (arguments.workspace == nullptr || AlignmentOf(arguments.workspace) < 16)) {
+    return Status::kInvalidValue;
+  }
+  const std::array pointers = {arguments.a, arguments.b,
+                               arguments.beta != 0 ? arguments.c : nullptr,
+                               static_cast<const void*>(arguments.d)};
+  for (int i = 0; i < 4; ++i) {
+    if (AlignmentOf(pointers[i]) < words.alignments[i]) return Status::kInvalidValue;
+  }
+  if (product.has_bias() && AlignmentOf(product.desc.bias) < words.bias_alignment) {
+    return Status::kInvalidValue;
+  }
+  return Status::kSuccess;
+}
+
+CUresult EnqueueMatmul(int device,
+                       const Product& product,
+                       const Arguments& arguments,
+                       CUstream stream_handle) {
+  return RunInContext("cublasLtMatmul", [&](Call& call) {
+    const Stream* const stream = call.FindStream(stream_handle);
+    if (stream == nullptr || stream->device != device) return CUDA_ERROR_INVALID_HANDLE;
+    Operation operation;
+    operation.name = "cublasLtMatmul";
+    operation.touches = TouchesOf(product, arguments);
+    operation.run = [product, arguments] {
+      if (arguments.needed_bytes > 0) {
+        std::memset(arguments.workspace, 0xAB, arguments.needed_bytes);
+      }
+      for (int64_t i = 0; i < product.d.batch; ++i) Multiply(product, arguments, i);
+    };
+    return Enqueue(call, stream_handle, std::move(operation));
+  });
+}
+
+Status Matmul(lt::Handle handle,
+              lt::MatmulDesc desc,
+              const void* alpha,
+              const void* a,
+              lt::Layout a_layout,
+              const void* b,
+              lt::Layout b_layout,
+              const void* beta,
+              const void* c,
+              lt::Layout c_layout,
+              void* d,
+              lt::Layout d_layout,
+              const lt::Algorithm* algorithm,
+              void* workspace,
+              size_t workspace_bytes,
+              CUstream stream) {
+  if (matmul_result.load() != Status::kSuccess) return matmul_result;
+  if (handle == nullptr || desc == nullptr || a_layout == nullptr ||
+      b_layout == nullptr || c_layout == nullptr || d_layout == nullptr ||
+      alpha == nullptr || beta == nullptr || a == nullptr || b == nullptr ||
+      d == nullptr || algorithm == nullptr) {
+    return Status::kInvalidValue;
+  }
+  const Product product{*desc, *a_layout, *b_layout, *c_layout, *d_layout};
+  if (const Status status = CheckProduct(product); status != Status::kSuccess) {
+    return status;
+  }
+  Words words;
+  std::memcpy(&words, algorithm, sizeof(words));
+  Arguments arguments{.a = a,
+                      .b = b,
+                      .c = c,
+                      .d = d,
+                      .workspace = workspace,
+                      .needed_bytes = words.workspace_bytes};
+  std::memcpy(&arguments.alpha, alpha, sizeof(float));
+  std::memcpy(&arguments.beta, beta, sizeof(float));
+  if ((arguments.beta != 0 && c == nullptr) ||
+      (product.has_bias() && desc->bias == nullptr) ||
+      (c == d && product.c != product.d)) {
+    return Status::kInvalidValue;
+  }
+  if (const Status status = CheckAlgorithm(product, arguments, words, workspace_bytes);
+      status != Status::kSuccess) {
+    return status;
+  }
+  num_matmuls.fetch_add(1, std::memory_order_relaxed);
+  return EnqueueMatmul(handle->device, product, arguments, stream) == CUDA_SUCCESS
+             ? Status::kSuccess
+             : Status::kExecutionFailed;
+}
+
+}  // namespace
+
+}  // namespace emulated
+
+const CublasLt& EmulatedCublasLt() {
+  static const CublasLt library = [] {
+    CublasLt filled;
+    filled.path = "emulated";
+    filled.version = emulated::GetVersion();
+    filled.GetVersion = emulated::GetVersion;
+    filled.GetStatusName = emulated::GetStatusName;
+    filled.Create = emulated::Create;
+    filled.Destroy = emulated::Destroy;
+    filled.MatmulDescCreate = emulated::MatmulDescCreate;
+    filled.MatmulDescDestroy = emulated::End<lt::MatmulDescObject>;
+    filled.MatmulDescSetAttribute = emulated::MatmulDescSetAttribute;
+    filled.MatrixLayoutCreate = emulated::MatrixLayoutCreate;
+    filled.MatrixLayoutDestroy = emulated::End<lt::LayoutObject>;
+    filled.MatrixLayoutSetAttribute = emulated::MatrixLayoutSetAttribute;
+    filled.MatmulPreferenceCreate = emulated::MatmulPreferenceCreate;
+    filled.MatmulPreferenceDestroy = emulated::End<lt::PreferenceObject>;
+    filled.MatmulPreferenceSetAttribute = emulated::MatmulPreferenceSetAttribute;
+    filled.MatmulAlgoGetHeuristic = emulated::MatmulAlgoGetHeuristic;
+    filled.Matmul = emulated::Matmul;
+    return filled;
+  }();
+  return library;
+}
+
+EmulatedCublasLtState ReadEmulatedCublasLt() {
+  return {.num_handles = emulated::num_handles,
+          .num_objects = emulated::num_objects,
+          .num_heuristics = emulated::num_heuristics,
+          .num_matmuls = emulated::num_matmuls};
+}
+
+void RefuseEmulatedMatmuls(bool no_algorithms, lt::Status result) {
+  emulated::finds_none = no_algorithms;
+  emulated::matmul_result = result;
+}
+
+}  // namespace jax_ub

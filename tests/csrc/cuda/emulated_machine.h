@@ -1,0 +1,271 @@
+// The books of the emulated driver: what there is of devices, streams, events, memory and
+// graphs, under one mutex. Every function of the driver is a Call on them.
+#pragma once
+
+#include <cuda.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/emulated_driver.h"
+#include "cuda/emulated_kernels.h"
+#include "cuda/emulated_lane.h"
+#include "cuda/emulated_memory.h"
+#include "cuda/unseen.h"
+
+namespace jax_ub::emulated {
+
+// Objects by handle. Handles are numbers that no object ever has again.
+template <typename T>
+class Registry {
+ public:
+  T* Add(T object) {
+    static std::atomic<uintptr_t> last = 0x1000;
+    const uintptr_t handle = last += 0x10;
+    T* const added = objects_.emplace(handle, std::make_unique<T>(std::move(object)))
+                         .first->second.get();
+    added->handle = handle;
+    return added;
+  }
+  // nullptr when there is no such object (any more).
+  template <typename Handle>
+  T* Find(Handle handle) const {
+    const auto found = objects_.find(reinterpret_cast<uintptr_t>(handle));
+    return found == objects_.end() ? nullptr : found->second.get();
+  }
+  template <typename Handle>
+  bool Remove(Handle handle) {
+    return objects_.erase(reinterpret_cast<uintptr_t>(handle)) != 0;
+  }
+  int size() const { return static_cast<int>(objects_.size()); }
+  auto begin() const { return objects_.begin(); }
+  auto end() const { return objects_.end(); }
+
+ private:
+  std::map<uintptr_t, std::unique_ptr<T>> objects_;
+};
+
+// What a stream or a node of a graph does.
+struct Operation {
+  const char* name = "";
+  int device = 0;
+  std::function<void()> run;
+  std::vector<Touch> touches;
+};
+
+struct Node {
+  Operation operation;
+  std::vector<int> dependencies;  // of the same graph, all before it
+};
+
+// What streams are given while they are captured.
+struct Capture {
+  uintptr_t origin = 0;  // the stream that began
+  std::thread::id thread;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  bool is_valid = true;
+  bool is_over = false;
+  std::vector<Node> nodes;
+};
+using SharedCapture = std::shared_ptr<Capture>;
+
+struct Stream {
+  uintptr_t handle = 0;
+  int device = 0;
+  unsigned flags = 0;
+  int priority = 0;
+  std::shared_ptr<Lane> lane;
+  // While it is captured: and the nodes that its next one comes after.
+  SharedCapture capture;
+  std::set<int> tips;
+};
+
+struct Event {
+  uintptr_t handle = 0;
+  int device = 0;
+  unsigned flags = 0;
+  SharedMoment recorded;  // or, while a stream is captured:
+  SharedCapture capture;
+  std::set<int> tips;
+};
+
+struct Graph {
+  uintptr_t handle = 0;
+  std::vector<Node> nodes;
+};
+
+// A graph's nodes as chains: each node comes directly after the one before it in its chain.
+struct GraphExec {
+  uintptr_t handle = 0;
+  std::shared_ptr<const std::vector<Node>> nodes;
+  std::vector<std::vector<int>> chains;
+  std::vector<std::shared_ptr<Lane>> lanes;  // [chain]
+  SharedMoment last_launch;
+};
+
+struct Library {
+  uintptr_t handle = 0;
+};
+struct Kernel {
+  uintptr_t handle = 0;
+  uintptr_t library = 0;
+  const EmulatedKernel* twin = nullptr;
+};
+// A kernel in the context of a device.
+struct Function {
+  uintptr_t handle = 0;
+  uintptr_t kernel = 0;
+  int device = 0;
+};
+
+struct Context {
+  int num_retained = 0;
+  std::set<int> peers;  // whose memory it may access
+  std::optional<Stream> legacy;
+  SharedMoment legacy_tail;
+};
+
+struct Machine {
+  explicit Machine(EmulatedOptions chosen);
+
+  const EmulatedOptions options;
+  const pid_t pid;
+  const uint64_t generation;
+  std::mutex mutex;
+
+  std::vector<Context> contexts;  // [device]
+  Registry<Stream> streams;
+  Registry<Event> events;
+  Registry<Graph> graphs;
+  Registry<GraphExec> execs;
+  Registry<Library> libraries;
+  Registry<Kernel> kernels;
+  Registry<Function> functions;
+  Memory memory;
+  std::vector<SharedCapture> captures;  // going on
+
+  std::vector<std::shared_ptr<Lane>> lanes;
+  std::vector<std::shared_ptr<Lane>> spare_lanes;  // some have work left
+
+  std::map<std::string, int64_t> num_calls;
+  struct Failure {
+    int64_t call = 0;  // 0: all
+    CUresult result;
+  };
+  std::map<std::string, Failure> failures;
+  std::vector<std::string> violations;
+
+  std::shared_ptr<Lane> TakeLane();
+  bool CanAccessPeer(int device, int peer) const;
+  EmulatedObjects Live() const;
+};
+
+// The one machine, or nullptr.
+Machine* TheMachine();
+void SetTheMachine(Machine* machine);
+
+// One call of a driver's function. While it lives the caller is unseen and the machine's
+// mutex held.
+class Call {
+ public:
+  explicit Call(Machine& machine) : machine(machine), lock_(machine.mutex) {}
+
+  Machine& machine;
+
+  // The device of the current context; -1: none.
+  int device() const;
+  // The stream, or that of the current context for 0; nullptr: there is none.
+  Stream* FindStream(CUstream stream);
+
+  // The caller waits for this moment before it returns.
+  void AwaitAtEnd(SharedMoment moment) { moments_.push_back(std::move(moment)); }
+  const std::vector<SharedMoment>& moments() const { return moments_; }
+  // Waits now, unlocked and unseen: for what CUDA may do and does not promise.
+  void AwaitDevice(int device);
+
+  // Not allowed while this thread captures (or any, in global mode): then the capture is
+  // invalid from now on.
+  CUresult RefuseInCapture();
+  void Violate(std::string text) { machine.violations.push_back(std::move(text)); }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+  std::vector<SharedMoment> moments_;
+};
+
+// Runs `body`, after whatever concerns all functions.
+template <typename Body>
+CUresult Run(const char* name, const Body& body) {
+  std::vector<SharedMoment> moments;
+  CUresult result = CUDA_SUCCESS;
+  {
+    const Unseen unseen;
+    Machine* const machine = TheMachine();
+    if (machine == nullptr) return CUDA_ERROR_NOT_INITIALIZED;
+    Call call(*machine);
+    const int64_t number = ++machine->num_calls[name];
+    const auto failure = machine->failures.find(name);
+    if (failure != machine->failures.end() &&
+        (failure->second.call == 0 || failure->second.call == number)) {
+      return failure->second.result;
+    }
+    result = body(call);
+    moments = call.moments();
+  }
+  for (const SharedMoment& moment : moments) moment->Await();
+  const Unseen unseen;
+  moments.clear();
+  return result;
+}
+
+// The same for a function that needs a current context.
+template <typename Body>
+CUresult RunInContext(const char* name, const Body& body) {
+  return Run(name, [&](Call& call) {
+    return call.device() < 0 ? CUDA_ERROR_INVALID_CONTEXT : body(call);
+  });
+}
+
+// Into the stream, or into the graph that is captured from it.
+CUresult Enqueue(Call& call, CUstream stream, Operation operation);
+// When all that the stream has been given so far is done. It is not captured.
+SharedMoment MomentOf(Stream& stream);
+
+// Into the capture of a stream; the nodes' own dependencies are indices into `nodes`.
+CUresult AddNodes(Stream& stream, const std::vector<Node>& nodes);
+
+// Between the checks of an operation's memory and its end.
+CUresult BeginUse(Call& call,
+                  const Operation& operation,
+                  std::vector<SharedRegion>& uses);
+void EndUse(Machine& machine, std::vector<SharedRegion>& uses);
+
+// Of a device's memory.
+int64_t FreeBytes(const Machine& machine, int device);
+
+void SetCurrentDevice(int device);
+int CurrentDevice(const Machine& machine);
+
+// What a kernel with these parameters reads and writes.
+std::vector<Touch> TouchedBy(std::string_view kernel, const void* params);
+
+// The parts of the table.
+void FillDevices(Driver& driver);
+void FillStreams(Driver& driver);
+void FillMemory(Driver& driver);
+void FillCopies(Driver& driver);
+void FillKernels(Driver& driver);
+void FillGraphs(Driver& driver);
+void FillVirtualMemory(Driver& driver);
+void FillIpc(Driver& driver);
+
+}  // namespace jax_ub::emulated

@@ -1,0 +1,87 @@
+// Which memory a launch of one of the project's kernels reads and writes: what a GPU would
+// find out by itself.
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/emulated_machine.h"
+#include "reduce/cuda/sum_params.h"
+#include "transport/cuda/flag_params.h"
+
+namespace jax_ub::emulated {
+
+namespace {
+
+template <typename Params>
+Params As(const void* params) {
+  Params copy;
+  std::memcpy(&copy, params, sizeof(copy));
+  return copy;
+}
+
+Touch Word(uint64_t address) { return {address, 1, sizeof(uint64_t), 0}; }
+
+void Add(std::vector<Touch>& touches, const RankWords& words) {
+  for (const uint64_t word : {words.epoch, words.failed, words.poison}) {
+    touches.push_back(Word(word));
+  }
+  touches.push_back({words.error, 1, sizeof(ErrorRecord), 0});
+}
+
+std::vector<Touch> OfSignal(const SignalParams& params) {
+  std::vector<Touch> touches;
+  Add(touches, params.own);
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_targets, kMaxRanks); ++i) {
+    touches.push_back(Word(params.targets[i].flag));
+    touches.push_back(Word(params.targets[i].poison));
+  }
+  return touches;
+}
+
+std::vector<Touch> OfWait(const WaitParams& params) {
+  std::vector<Touch> touches = {Word(params.flag)};
+  Add(touches, params.own);
+  return touches;
+}
+
+std::vector<Touch> OfSpoil(const SpoilParams& params) {
+  std::vector<Touch> touches;
+  Add(touches, params.own);
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_results, kMaxResults); ++i) {
+    const auto& result = params.results[i];
+    touches.push_back({result.data, 1, static_cast<int64_t>(result.size_bytes), 0});
+  }
+  return touches;
+}
+
+Touch OfPart(const SumParams& params, const SumPart& part) {
+  const int64_t element = part.dtype == DType::kF32 ? 4 : 2;
+  return {part.data, params.rows, params.columns * element, part.row_stride * element};
+}
+
+std::vector<Touch> OfSum(const SumParams& params) {
+  std::vector<Touch> touches = {OfPart(params, params.out)};
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_parts, kMaxParts); ++i) {
+    touches.push_back(OfPart(params, params.parts[i]));
+  }
+  return touches;
+}
+
+std::vector<Touch> OfCopy(const CopyParams& params) {
+  return {{params.from, params.num_rows, params.row_bytes, params.from_stride},
+          {params.to, params.num_rows, params.row_bytes, params.to_stride}};
+}
+
+}  // namespace
+
+std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
+  if (kernel == kSignalKernel || kernel == kEndKernel) {
+    return OfSignal(As<SignalParams>(params));
+  }
+  if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
+  if (kernel == kSpoilKernel) return OfSpoil(As<SpoilParams>(params));
+  if (kernel == kSumKernel) return OfSum(As<SumParams>(params));
+  if (kernel == kCopyKernel) return OfCopy(As<CopyParams>(params));
+  return {};
+}
+
+}  // namespace jax_ub::emulated
