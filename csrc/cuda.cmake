@@ -105,6 +105,14 @@ target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}
 jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)
 jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu)
 
+if(TARGET jax_ub_ffi)
+  jax_ub_library(jax_ub_cuda_ffi
+    SOURCES
+      ffi/cuda/handlers.cc
+      ffi/cuda/process_engine.cc
+    DEPENDS jax_ub_cuda jax_ub_ffi)
+endif()
+
 if(JAX_UB_PYTHON)
-  jax_ub_module(_cuda module_cuda.cc jax_ub_cuda jax_ub_ffi)
+  jax_ub_module(_cuda module_cuda.cc jax_ub_cuda_ffi)
 endif()

@@ -1,15 +1,25 @@
 // The Python module jax_ub._cuda: what jax_ub/_cuda.pyi says, and nothing else.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
+#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "ffi/attributes.h"
+#include "ffi/cuda/handlers.h"
 #include "platform/cuda/driver.h"
 #include "platform/error.h"
+#include "transport/cuda/communicator.h"
 
 namespace nb = nanobind;
 
@@ -22,6 +32,7 @@ std::optional<std::string> WhyNot() {
     int count = 0;
     jax_ub::Check(driver, driver.DeviceGetCount(&count), "cuDeviceGetCount");
     if (count == 0) return "the NVIDIA driver sees no device: CUDA_VISIBLE_DEVICES?";
+    jax_ub::ProcessCublasLt();
     return std::nullopt;
   } catch (const jax_ub::Error& error) {
     return error.what();
@@ -70,10 +81,329 @@ nb::list Devices() {
   return devices;
 }
 
+nb::dict CublasLtOfProcess() {
+  const jax_ub::CublasLt& library = jax_ub::ProcessCublasLt();
+  nb::dict dict;
+  dict["path"] = library.path;
+  dict["version"] = library.version;
+  return dict;
+}
+
+// [from][to]: whether a device can reach the memory of another.
+std::vector<std::vector<bool>> Peers(const std::vector<int>& ordinals) {
+  const jax_ub::Driver& driver = jax_ub::SystemDriver();
+  std::vector<CUdevice> devices(ordinals.size());
+  for (size_t i = 0; i < ordinals.size(); ++i) {
+    jax_ub::Check(driver, driver.DeviceGet(&devices[i], ordinals[i]), "cuDeviceGet");
+  }
+  std::vector<std::vector<bool>> peers;
+  for (const CUdevice from : devices) {
+    std::vector<bool>& row = peers.emplace_back();
+    for (const CUdevice to : devices) {
+      int can = 1;
+      if (from != to) {
+        jax_ub::Check(driver, driver.DeviceCanAccessPeer(&can, from, to),
+                      "cuDeviceCanAccessPeer");
+      }
+      row.push_back(can != 0);
+    }
+  }
+  return peers;
+}
+
+std::optional<std::string> WhyNoPeers(const std::vector<int>& ordinals) {
+  const auto peers = Peers(ordinals);
+  for (size_t from = 0; from < peers.size(); ++from) {
+    for (size_t to = 0; to < peers.size(); ++to) {
+      if (peers[from][to]) continue;
+      return "GPU " + std::to_string(ordinals[from]) +
+             " cannot reach the memory of GPU " + std::to_string(ordinals[to]) +
+             " (cuDeviceCanAccessPeer)";
+    }
+  }
+  return std::nullopt;
+}
+
+nb::dict Targets() {
+  nb::dict targets;
+  for (const jax_ub::Target& target : jax_ub::CudaTargets()) {
+    nb::dict stages;
+    stages["instantiate"] = nb::capsule(target.instantiate);
+    stages["initialize"] = nb::capsule(target.initialize);
+    stages["execute"] = nb::capsule(target.execute);
+    targets[target.name.c_str()] = stages;
+  }
+  return targets;
+}
+
+nb::dict CallSiteType() {
+  const jax_ub::CallSiteType type = jax_ub::TheCudaCallSiteType();
+  nb::dict dict;
+  dict["type_id"] = nb::capsule(type.type_id);
+  dict["type_info"] = nb::capsule(type.type_info);
+  return dict;
+}
+
+// Attributes while a program is lowered: the numbers and texts of a dictionary.
+class PythonAttributes : public jax_ub::AttributeSource {
+ public:
+  PythonAttributes(jax_ub::Op op, const nb::dict& dict) : op_(op), dict_(dict) {}
+
+  bool Has(const char* name) const override { return dict_.contains(name); }
+  int64_t Integer(const char* name) const override { return Get<int64_t>(name); }
+  float Float(const char* name) const override { return Get<float>(name); }
+  std::string Text(const char* name) const override { return Get<std::string>(name); }
+  std::vector<int64_t> Integers(const char* name) const override {
+    return Get<std::vector<int64_t>>(name);
+  }
+
+ private:
+  template <typename T>
+  T Get(const char* name) const {
+    T value;
+    if (!Has(name) || !nb::try_cast(dict_[name], value)) {
+      throw std::invalid_argument(jax_ub::AttributeError(op_, name) +
+                                  "missing, or of another type");
+    }
+    return value;
+  }
+
+  const jax_ub::Op op_;
+  const nb::dict& dict_;
+};
+
+using Arrays = std::vector<std::pair<std::string, std::vector<int64_t>>>;
+
+std::vector<jax_ub::Tensor> TensorsOf(const jax_ub::Attributes& at,
+                                      const Arrays& arrays) {
+  using jax_ub::DType;
+  static const std::map<std::string, DType> dtypes = {
+      {"float32", DType::kF32}, {"bfloat16", DType::kBF16}, {"float16", DType::kF16}};
+  std::vector<jax_ub::Tensor> tensors;
+  for (const auto& [dtype, dimensions] : arrays) {
+    const auto found = dtypes.find(dtype);
+    if (found == dtypes.end()) {
+      throw std::invalid_argument("jax_ub." + at.label + ": " + dtype +
+                                  " is none of float32, bfloat16 and float16");
+    }
+    tensors.push_back(jax_ub::TensorOf(at, found->second, dimensions, nullptr));
+  }
+  return tensors;
+}
+
+int64_t WorkspaceBytes(const std::string& name,
+                       const nb::dict& attributes,
+                       const Arrays& operands,
+                       const Arrays& results) {
+  for (int i = 0; i < jax_ub::kNumOps; ++i) {
+    const auto op = static_cast<jax_ub::Op>(i);
+    if (jax_ub::OpName(op) != name) continue;
+    const auto at = jax_ub::ReadAttributes(op, PythonAttributes(op, attributes));
+    const jax_ub::RankCall call = {.operands = TensorsOf(at, operands),
+                                   .results = TensorsOf(at, results)};
+    return jax_ub::CudaEngine::WorkspaceBytes(at, call);
+  }
+  throw nb::value_error(("jax_ub has no op '" + name + "'").c_str());
+}
+
+void SetTimeout(double timeout_s) {
+  if (!(timeout_s > 0)) {
+    throw nb::value_error(
+        ("timeout_s is " + std::to_string(timeout_s) + ", expected more than 0")
+            .c_str());
+  }
+  jax_ub::SetCudaTimeout(timeout_s);
+}
+
+nb::dict Counters() {
+  const jax_ub::CudaCounters counters = jax_ub::ProcessCudaEngine().counters();
+  nb::dict calls;
+  for (int op = 0; op < jax_ub::kNumOps; ++op) {
+    const auto name = std::string(jax_ub::OpName(static_cast<jax_ub::Op>(op)));
+    calls[name.c_str()] = counters.calls[op];
+  }
+  nb::dict dict;
+  dict["calls"] = calls;
+  dict["failed_calls"] = counters.failed_calls;
+  dict["heap_bytes"] = counters.heap_bytes;
+  return dict;
+}
+
+std::string TextOf(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+std::map<std::string, std::string> Failures() {
+  std::map<std::string, std::string> texts;
+  for (const auto& [name, failure] : jax_ub::ProcessCudaEngine().Failures()) {
+    texts[name] = TextOf(failure);
+  }
+  return texts;
+}
+
+// An endpoint until it is used up. Not named as the CPU's: nanobind knows the types of both
+// modules by their names.
+struct HeapEndpoint {
+  std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
+  jax_ub::PeerAddress address = endpoint->address();
+  jax_ub::Offer offer = endpoint->offer();
+};
+
+std::unique_ptr<HeapEndpoint> MakeEndpoint(const std::vector<int>& ordinals,
+                                           int64_t slots_bytes,
+                                           const std::string& host) {
+  const nb::gil_scoped_release released;
+  return std::unique_ptr<HeapEndpoint>(
+      new HeapEndpoint{std::make_unique<jax_ub::CudaEndpoint>(
+          jax_ub::SystemDriver(), ordinals, slots_bytes, host)});
+}
+
+class HeapCommunicator {
+ public:
+  HeapCommunicator(std::shared_ptr<jax_ub::CudaCommunicator> communicator,
+                   const std::vector<int64_t>& devices)
+      : communicator_(std::move(communicator)) {
+    jax_ub::ProcessCudaEngine().Join(communicator_, devices);
+  }
+  ~HeapCommunicator() { Close(); }
+
+  void Close() { jax_ub::ProcessCudaEngine().Leave(communicator_); }
+  std::string name() const { return communicator_->name(); }
+  std::string how() const { return communicator_->how(); }
+  std::vector<std::pair<std::string, std::string>> step_downs() const {
+    std::vector<std::pair<std::string, std::string>> ways;
+    for (const jax_ub::StepDown& one : communicator_->step_downs()) {
+      ways.emplace_back(one.way, one.reason);
+    }
+    return ways;
+  }
+  int64_t size_bytes() const { return communicator_->size_bytes(); }
+  std::optional<std::string> failure() const {
+    const std::exception_ptr failure = communicator_->failure();
+    if (!failure) return std::nullopt;
+    return TextOf(failure);
+  }
+
+ private:
+  const std::shared_ptr<jax_ub::CudaCommunicator> communicator_;
+};
+
+std::unique_ptr<HeapCommunicator> Connect(HeapEndpoint& endpoint,
+                                          const std::string& name,
+                                          const std::vector<int64_t>& devices,
+                                          const std::vector<int>& processes,
+                                          int process,
+                                          const std::map<int, std::string>& addresses,
+                                          const std::map<int, uint64_t>& tokens,
+                                          const std::map<int, jax_ub::Offer>& offers,
+                                          double timeout_s) {
+  if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
+  if (devices.empty() || devices.size() != processes.size()) {
+    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
+                           std::to_string(processes.size()) +
+                           " processes: expected one of each for every rank")
+                              .c_str());
+  }
+  std::map<int, jax_ub::PeerAddress> peers;
+  for (const auto& [peer, address] : addresses) {
+    const auto token = tokens.find(peer);
+    if (token == tokens.end()) {
+      throw nb::value_error(("no token of process " + std::to_string(peer)).c_str());
+    }
+    peers[peer] = {address, token->second};
+  }
+  const nb::gil_scoped_release released;
+  return std::make_unique<HeapCommunicator>(
+      jax_ub::CudaCommunicator::Connect(std::move(endpoint.endpoint),
+                                        {processes, process, name}, peers, offers,
+                                        timeout_s),
+      devices);
+}
+
+std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
+                                                   const std::vector<int64_t>& devices,
+                                                   const std::vector<int>& ordinals,
+                                                   int64_t slots_bytes) {
+  if (devices.empty() || devices.size() != ordinals.size()) {
+    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
+                           std::to_string(ordinals.size()) +
+                           " ordinals: expected one of each for every rank")
+                              .c_str());
+  }
+  const nb::gil_scoped_release released;
+  return std::make_unique<HeapCommunicator>(
+      jax_ub::CudaCommunicator::Make(jax_ub::SystemDriver(), ordinals, slots_bytes,
+                                     name),
+      devices);
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
+  // What cannot run here, but may run in another way, is no failure.
+  nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const jax_ub::UnsupportedError& error) {
+      PyErr_SetString(PyExc_NotImplementedError, error.what());
+    }
+  });
+  m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
+  m.def("set_library_paths", &jax_ub::SetLibraryPaths, nb::arg("directories"));
   m.def("why_not", &WhyNot);
   m.def("driver_version", &DriverVersion);
   m.def("devices", &Devices);
+  m.def("cublaslt", &CublasLtOfProcess);
+  m.def("peers", &Peers, nb::arg("ordinals"));
+  m.def("why_no_peers", &WhyNoPeers, nb::arg("ordinals"));
+
+  m.def("targets", &Targets);
+  m.def("call_site_type", &CallSiteType);
+  m.def("workspace_bytes", &WorkspaceBytes, nb::arg("op"), nb::arg("attributes"),
+        nb::arg("operands"), nb::arg("results"));
+  m.def(
+      "set_local_devices",
+      [](std::map<int, int64_t> devices) {
+        jax_ub::ProcessCudaEngine().set_local_devices(std::move(devices));
+      },
+      nb::arg("devices"));
+  m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
+  m.def("counters", &Counters);
+  m.def("failures", &Failures);
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def(
+      "release_in_process", [] { jax_ub::ProcessCudaEngine().ReleaseInProcess(); },
+      unlocked);
+
+  nb::class_<HeapEndpoint>(m, "Endpoint")
+      .def_prop_ro("address",
+                   [](const HeapEndpoint& self) { return self.address.address; })
+      .def_prop_ro("token", [](const HeapEndpoint& self) { return self.address.token; })
+      .def_ro("offer", &HeapEndpoint::offer);
+  nb::class_<HeapCommunicator>(m, "Communicator")
+      .def_prop_ro("name", &HeapCommunicator::name)
+      .def_prop_ro("how", &HeapCommunicator::how)
+      .def_prop_ro("step_downs", &HeapCommunicator::step_downs)
+      .def_prop_ro("size_bytes", &HeapCommunicator::size_bytes)
+      .def_prop_ro("failure", &HeapCommunicator::failure)
+      .def("close", &HeapCommunicator::Close, unlocked);
+  m.def("endpoint", &MakeEndpoint, nb::arg("ordinals"), nb::arg("slots_bytes"),
+        nb::arg("host"));
+  m.def(
+      "why_not_connected",
+      [](const std::vector<int>& processes,
+         const std::map<int, jax_ub::Offer>& offers) {
+        return jax_ub::WhyNotConnected(processes, offers);
+      },
+      nb::arg("processes"), nb::arg("offers"));
+  m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),
+        nb::arg("devices"), nb::arg("processes"), nb::arg("process"),
+        nb::arg("addresses"), nb::arg("tokens"), nb::arg("offers"),
+        nb::arg("timeout_s"));
+  m.def("connect_in_process", &ConnectInProcess, nb::kw_only(), nb::arg("name"),
+        nb::arg("devices"), nb::arg("ordinals"), nb::arg("slots_bytes"));
 }

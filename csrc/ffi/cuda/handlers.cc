@@ -1,0 +1,133 @@
+#include "ffi/cuda/handlers.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "ffi/decode.h"
+#include "ffi/errors.h"
+#include "platform/error.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ub {
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+struct CudaCallSiteState {
+  static ffi::TypeId id;
+  CudaCallSite site;
+};
+ffi::TypeId CudaCallSiteState::id = {};
+
+ffi::ErrorOr<std::unique_ptr<CudaCallSiteState>> Instantiate(Op op,
+                                                             ffi::Dictionary dict) {
+  try {
+    return std::unique_ptr<CudaCallSiteState>(
+        new CudaCallSiteState{CudaCallSite(DecodeAttributes(op, dict))});
+  } catch (...) {
+    return ffi::Unexpected(ToFfiError(std::current_exception()));
+  }
+}
+
+ffi::Error Initialize(CudaCallSiteState* state,
+                      int32_t ordinal,
+                      ffi::RemainingArgs operands,
+                      ffi::RemainingRets results,
+                      ffi::Dictionary) {
+  try {
+    const RankCall call = DecodeCall(state->site.attributes(), operands, results, 1);
+    ProcessCudaEngine().Initialize(state->site, ordinal, call);
+    return ffi::Error::Success();
+  } catch (...) {
+    return ToFfiError(std::current_exception());
+  }
+}
+
+DeviceBytes WorkspaceOf(const Attributes& at, const ffi::RemainingRets& results) {
+  ffi::Result<ffi::AnyBuffer> last = *results.get<ffi::AnyBuffer>(results.size() - 1);
+  if (last->element_type() != ffi::U8) {
+    throw ShapeError("jax_ub." + at.label + ": its last result is no workspace");
+  }
+  return {reinterpret_cast<CUdeviceptr>(last->untyped_data()),
+          static_cast<int64_t>(last->size_bytes())};
+}
+
+// What it enqueues depends on attributes and addresses only, so that XLA may replay it.
+ffi::Error Execute(CudaCallSiteState* state,
+                   CUstream stream,
+                   int32_t ordinal,
+                   ffi::RemainingArgs operands,
+                   ffi::RemainingRets results,
+                   ffi::Dictionary) {
+  try {
+    const Attributes& at = state->site.attributes();
+    const RankCall call = DecodeCall(at, operands, results, 1);
+    ProcessCudaEngine().Execute(state->site, ordinal, stream, call,
+                                WorkspaceOf(at, results));
+    return ffi::Error::Success();
+  } catch (...) {
+    return ToFfiError(std::current_exception());
+  }
+}
+
+template <Op op>
+XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler =
+      ffi::Ffi::BindInstantiate()
+          .Attrs()
+          .To([](ffi::Dictionary dict) { return Instantiate(op, dict); })
+          .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::BindInitialize()
+                             .Ctx<ffi::State<CudaCallSiteState>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(Initialize)
+                             .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::BindExecute()
+                             .Ctx<ffi::State<CudaCallSiteState>>()
+                             .Ctx<ffi::PlatformStream<CUstream>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+template <Op op>
+Target TargetOf() {
+  return {"jax_ub$" + std::string(OpName(op)),
+          reinterpret_cast<void*>(&InstantiateHandler<op>),
+          reinterpret_cast<void*>(&InitializeHandler),
+          reinterpret_cast<void*>(&ExecuteHandler)};
+}
+
+}  // namespace
+
+std::array<Target, kNumOps> CudaTargets() {
+  return {TargetOf<Op::kAllGatherMatmul>(), TargetOf<Op::kMatmulReduceScatter>(),
+          TargetOf<Op::kMatmulAllReduce>(), TargetOf<Op::kMatmul>(),
+          TargetOf<Op::kWgrad>(),           TargetOf<Op::kAllGather>(),
+          TargetOf<Op::kReduceScatter>(),   TargetOf<Op::kAllReduce>(),
+          TargetOf<Op::kBulkAllGather>(),   TargetOf<Op::kBulkReduceScatter>()};
+}
+
+CallSiteType TheCudaCallSiteType() {
+  static ffi::TypeInfo info = ffi::MakeTypeInfo<CudaCallSiteState>();
+  return {"jax_ub$CudaCallSite", &CudaCallSiteState::id, &info};
+}
+
+}  // namespace jax_ub

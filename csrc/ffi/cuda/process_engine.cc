@@ -1,0 +1,61 @@
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "ffi/cuda/handlers.h"
+#include "platform/cuda/driver.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Handlers are plain functions, so what they share is the process's. It is never
+// destroyed: the driver may be gone before.
+std::mutex creation;  // guards all below
+std::vector<std::string> library_paths;
+double timeout_of_waits_s = 120;
+const CublasLt* library = nullptr;
+CudaEngine* own = nullptr;
+
+std::atomic<CudaEngine*> engine{nullptr};
+
+const CublasLt& LoadedLibrary() {
+  if (library == nullptr) library = new CublasLt(LoadCublasLt(library_paths));
+  return *library;
+}
+
+}  // namespace
+
+CudaEngine& ProcessCudaEngine() {
+  CudaEngine* found = engine.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  std::lock_guard lock(creation);
+  if (own == nullptr) {
+    const Driver& driver = SystemDriver();
+    own = new CudaEngine(driver, LoadedLibrary(), timeout_of_waits_s);
+  }
+  engine.store(own, std::memory_order_release);
+  return *own;
+}
+
+const CublasLt& ProcessCublasLt() {
+  std::lock_guard lock(creation);
+  return LoadedLibrary();
+}
+
+void SetLibraryPaths(std::vector<std::string> directories) {
+  std::lock_guard lock(creation);
+  library_paths = std::move(directories);
+}
+
+void SetCudaTimeout(double timeout_s) {
+  std::lock_guard lock(creation);
+  timeout_of_waits_s = timeout_s;
+  if (own != nullptr) own->set_timeout_s(timeout_s);
+}
+
+void ReplaceCudaEngine(CudaEngine* replacement) {
+  engine.store(replacement, std::memory_order_release);
+}
+
+}  // namespace jax_ub
