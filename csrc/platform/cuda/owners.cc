@@ -4,6 +4,26 @@
 
 namespace jax_ub {
 
+namespace {
+
+CUcontext CurrentContext(const Driver& driver) {
+  CUcontext current = nullptr;
+  Check(driver, driver.CtxGetCurrent(&current), "cuCtxGetCurrent");
+  return current;
+}
+
+// For destructors: a driver that refuses is shutting down.
+template <typename Function>
+void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
+  CUcontext before = nullptr;
+  driver.CtxGetCurrent(&before);
+  driver.CtxSetCurrent(context);
+  close();
+  driver.CtxSetCurrent(before);
+}
+
+}  // namespace
+
 ScopedContext::ScopedContext(const Driver& driver, CUcontext context)
     : driver_(driver) {
   Check(driver, driver.CtxGetCurrent(&before_), "cuCtxGetCurrent");
@@ -53,28 +73,30 @@ Event::Event(const Driver& driver, unsigned flags) {
   DriverHandle::operator=({driver, event});
 }
 
-void DeviceMemoryTraits::Close(const Driver& driver, CUdeviceptr memory) noexcept {
-  driver.MemFree(memory);
+void DeviceMemoryTraits::Close(const Driver& driver, Value memory) noexcept {
+  CloseIn(driver, memory.context, [&] { driver.MemFree(memory.address); });
 }
 
 DeviceMemory::DeviceMemory(const Driver& driver, int64_t size_bytes)
     : size_bytes_(size_bytes) {
   CUdeviceptr memory = 0;
+  const CUcontext context = CurrentContext(driver);
   Check(driver, driver.MemAlloc(&memory, static_cast<size_t>(size_bytes)),
         "cuMemAlloc");
-  DriverHandle::operator=({driver, memory});
+  DriverHandle::operator=({driver, {memory, context}});
 }
 
-void HostMemoryTraits::Close(const Driver& driver, void* memory) noexcept {
-  driver.MemFreeHost(memory);
+void HostMemoryTraits::Close(const Driver& driver, Value memory) noexcept {
+  CloseIn(driver, memory.context, [&] { driver.MemFreeHost(memory.address); });
 }
 
 HostMemory::HostMemory(const Driver& driver, int64_t size_bytes) {
   void* memory = nullptr;
   const auto size = static_cast<size_t>(size_bytes);
   constexpr unsigned kFlags = CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_PORTABLE;
+  const CUcontext context = CurrentContext(driver);
   Check(driver, driver.MemHostAlloc(&memory, size, kFlags), "cuMemHostAlloc");
-  DriverHandle::operator=({driver, memory});
+  DriverHandle::operator=({driver, {memory, context}});
   std::memset(memory, 0, size);
   Check(driver, driver.MemHostGetDevicePointer(&device_, memory, 0),
         "cuMemHostGetDevicePointer");

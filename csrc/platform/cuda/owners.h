@@ -106,14 +106,24 @@ class Event : public DriverHandle<EventTraits> {
   explicit Event(const Driver& driver, unsigned flags = CU_EVENT_DISABLE_TIMING);
 };
 
+// Memory is given back in the context that it was allocated in: the driver refuses where
+// none is current.
+template <typename Address>
+struct InContext {
+  Address address{};
+  CUcontext context = nullptr;
+  bool operator==(const InContext&) const = default;
+};
+
 struct DeviceMemoryTraits {
-  using Value = CUdeviceptr;
-  static void Close(const Driver& driver, CUdeviceptr memory) noexcept;
+  using Value = InContext<CUdeviceptr>;
+  static void Close(const Driver& driver, Value memory) noexcept;
 };
 class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
  public:
   DeviceMemory() = default;
   DeviceMemory(const Driver& driver, int64_t size_bytes);
+  CUdeviceptr get() const { return DriverHandle::get().address; }
   int64_t size_bytes() const { return *this ? size_bytes_ : 0; }
 
  private:
@@ -122,13 +132,14 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
 
 // Host memory that devices read and write, at device() there. It holds zeros.
 struct HostMemoryTraits {
-  using Value = void*;
-  static void Close(const Driver& driver, void* memory) noexcept;
+  using Value = InContext<void*>;
+  static void Close(const Driver& driver, Value memory) noexcept;
 };
 class HostMemory : public DriverHandle<HostMemoryTraits> {
  public:
   HostMemory() = default;
   HostMemory(const Driver& driver, int64_t size_bytes);
+  void* get() const { return DriverHandle::get().address; }
   CUdeviceptr device() const { return device_; }
 
  private:
