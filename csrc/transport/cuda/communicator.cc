@@ -52,22 +52,12 @@ std::string SetupText(const Group& group, const HeapLayout& layout) {
          " bytes on GPUs, protocol " + std::to_string(kProtocol);
 }
 
-std::vector<HostMemory> MakeRecords(const OwnDevices& devices) {
-  std::vector<HostMemory> records;
-  for (int n = 0; n < devices.num_ranks(); ++n) {
-    const ScopedContext scoped(devices.driver(), devices.context_of(n).get());
-    records.emplace_back(devices.driver(), sizeof(ErrorRecord));
-  }
-  return records;
-}
-
 }  // namespace
 
 struct CudaCommunicator::State {
   State(Group its_group,
         HeapLayout its_layout,
         GroupHeaps its_heaps,
-        std::vector<HostMemory> its_records,
         std::vector<Partner> its_partners,
         double its_timeout_s);
   ~State();
@@ -84,9 +74,7 @@ struct CudaCommunicator::State {
 
   // In a child of fork, which has no part in this: its parent goes on.
   bool IsCopy() const { return getpid() != owner; }
-  ErrorRecord& record(int n) const {
-    return *static_cast<ErrorRecord*>(records[n].get());
-  }
+  ErrorRecord& record(int n) const { return heaps.devices().record(n); }
   int OwnIndexOf(int rank) const {
     const std::vector<int>& own = group.ranks_of(group.own());
     return static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
@@ -99,9 +87,8 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  std::vector<HostMemory> records;  // [own rank]
-  std::vector<pid_t> pids;          // [place], as they know themselves
-  std::vector<pid_t> seen_pids;     // [place], as seen from here; 0: it is not
+  std::vector<pid_t> pids;       // [place], as they know themselves
+  std::vector<pid_t> seen_pids;  // [place], as seen from here; 0: it is not
   std::atomic<bool> is_closed{false};
   std::atomic<bool> has_failed{false};  // there is a `failure`
 
@@ -120,7 +107,6 @@ struct CudaCommunicator::State {
 CudaCommunicator::State::State(Group its_group,
                                HeapLayout its_layout,
                                GroupHeaps its_heaps,
-                               std::vector<HostMemory> its_records,
                                std::vector<Partner> its_partners,
                                double its_timeout_s)
     : group(std::move(its_group)),
@@ -128,7 +114,6 @@ CudaCommunicator::State::State(Group its_group,
       timeout_s(its_timeout_s),
       heaps(std::move(its_heaps)),
       size_bytes(heaps.size_bytes()),
-      records(std::move(its_records)),
       pids(group.num_processes(), 0),
       seen_pids(group.num_processes(), 0),
       is_gone(group.num_processes(), true) {
@@ -154,7 +139,6 @@ CudaCommunicator::State::~State() {
   // The driver does not work here, and what it lent is the parent's.
   peers->Forget();
   static_cast<void>(new GroupHeaps(std::move(heaps)));
-  static_cast<void>(new std::vector<HostMemory>(std::move(records)));
 }
 
 std::string CudaCommunicator::State::NameOf(int rank) const {
@@ -308,10 +292,9 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Make(
   const HeapLayout layout(slots_bytes);
   try {
     GroupHeaps heaps = GroupHeaps::InProcess(driver, ordinals, layout, group);
-    std::vector<HostMemory> records = MakeRecords(heaps.devices());
-    return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
-        std::make_unique<State>(std::move(group), layout, std::move(heaps),
-                                std::move(records), std::vector<Partner>(1), 0.0)));
+    return std::shared_ptr<CudaCommunicator>(
+        new CudaCommunicator(std::make_unique<State>(
+            std::move(group), layout, std::move(heaps), std::vector<Partner>(1), 0.0)));
   } catch (const SystemError& error) {
     throw CommunicatorError("CommunicatorError: jax_ub." + name + ": " + error.what());
   }
@@ -340,7 +323,7 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
     throw UnsupportedError("jax_ub." + group.name() + ": " + agreement.refusal);
   }
   if (!agreement.spans_hosts) group.CheckAddresses(peers);
-  std::vector<HostMemory> records = MakeRecords(*endpoint->devices_);
+  endpoint->devices_->MakeRecords();
   const FileDescriptor nothing;
   std::vector<Partner> partners = Handshake(endpoint->endpoint_, group, peers,
                                             SetupText(group, layout), nothing, nullptr)
@@ -352,7 +335,7 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
                            group, layout, agreement, told, notes, deadline);
     return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
-                                std::move(records), std::move(partners), timeout_s)));
+                                std::move(partners), timeout_s)));
   } catch (const UnsupportedError&) {
     throw;  // all of them do
   } catch (const CommunicatorError&) {
@@ -393,7 +376,7 @@ std::span<const RankPlace> CudaCommunicator::places(int local_rank) const {
   return state_->heaps.places(state_->OwnIndexOf(local_rank));
 }
 CUdeviceptr CudaCommunicator::error(int local_rank) const {
-  return state_->records[state_->OwnIndexOf(local_rank)].device();
+  return state_->heaps.devices().record_address(state_->OwnIndexOf(local_rank));
 }
 
 SlotPlaces CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {

@@ -49,6 +49,7 @@ GroupHeaps GroupHeaps::InProcess(const Driver& driver,
     heaps.step_downs_.push_back({WayName(Way::kVmm), error.what()});
     heaps.own_ = OwnHeaps::Allocated(*heaps.devices_, layout.size_bytes());
   }
+  heaps.devices_->MakeRecords();
   heaps.how_ = "in_process";
   heaps.others_.resize(1);
   heaps.FindPlaces(group);

@@ -83,6 +83,13 @@ void OwnDevices::EnablePeerAccess() const {
   }
 }
 
+void OwnDevices::MakeRecords() {
+  for (int n = 0; n < num_ranks(); ++n) {
+    const ScopedContext scoped(driver_, context_of(n).get());
+    records_.emplace_back(driver_, sizeof(ErrorRecord));
+  }
+}
+
 OwnHeaps OwnHeaps::Virtual(const OwnDevices& devices,
                            int64_t size_bytes,
                            unsigned handle_types) {
@@ -113,8 +120,7 @@ OwnHeaps OwnHeaps::Allocated(const OwnDevices& devices, int64_t size_bytes) {
     try {
       heaps.allocated_.emplace_back(devices.driver(), size);
     } catch (const SystemError& error) {
-      throw CommunicatorError(std::string(error.what()) + ", of " +
-                              std::to_string(size) + " bytes");
+      throw NoRoom(size, error.what());
     }
     heaps.bases_.push_back(heaps.allocated_.back().get());
     heaps.size_bytes_ += size;

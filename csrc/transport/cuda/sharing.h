@@ -18,7 +18,7 @@
 
 namespace jax_ub {
 
-// The devices of a process's own ranks. Several ranks may have one.
+// The devices of a process's own ranks, and where these say that they failed. Several ranks may have one.
 class OwnDevices {
  public:
   // `ordinals`: of the own ranks.
@@ -37,12 +37,20 @@ class OwnDevices {
   // Lets each of them reach what the others allocate.
   void EnablePeerAccess() const;
 
+  // Once, before the two below.
+  void MakeRecords();
+  ErrorRecord& record(int n) const {
+    return *static_cast<ErrorRecord*>(records_[n].get());
+  }
+  CUdeviceptr record_address(int n) const { return records_[n].device(); }
+
  private:
   const Driver& driver_;
   std::vector<int> ordinals_;      // [own rank]
   std::vector<int> indices_;       // [own rank]
   std::vector<Context> contexts_;  // one for each device
   std::vector<CUdevice> devices_;
+  std::vector<HostMemory> records_;  // [own rank]
 };
 
 // The heaps of the own ranks, with their flags zero.

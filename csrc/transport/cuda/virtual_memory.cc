@@ -8,6 +8,13 @@
 
 namespace jax_ub {
 
+CommunicatorError NoRoom(int64_t size_bytes, const std::string& text) {
+  return CommunicatorError("CommunicatorError: jax_ub: a heap of " +
+                           std::to_string(size_bytes) + " bytes: " + text +
+                           ". A smaller shape of initialize_ub needs less, a lower "
+                           "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more");
+}
+
 VirtualMemory VirtualMemory::Create(const Driver& driver,
                                     CUdevice device,
                                     int64_t size_bytes,
@@ -29,8 +36,8 @@ VirtualMemory VirtualMemory::Create(const Driver& driver,
   CUmemGenericAllocationHandle memory = 0;
   const CUresult result = driver.MemCreate(&memory, size, &properties, 0);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-    throw CommunicatorError("cuMemCreate of " + std::to_string(size) +
-                            " bytes: " + DescribeResult(driver, result));
+    throw NoRoom(static_cast<int64_t>(size),
+                 "cuMemCreate: " + DescribeResult(driver, result));
   }
   Check(driver, result, "cuMemCreate");
   return VirtualMemory({driver, memory}, size, accessed_by);

@@ -6,9 +6,11 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
+#include "platform/error.h"
 
 namespace jax_ub {
 
@@ -37,6 +39,9 @@ struct MappedRangeTraits {
     driver.MemUnmap(range.base, range.size);
   }
 };
+
+// That a device has no room for a heap, and what to change.
+CommunicatorError NoRoom(int64_t size_bytes, const std::string& text);
 
 // All throw SystemError.
 class VirtualMemory {

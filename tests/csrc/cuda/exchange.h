@@ -1,0 +1,160 @@
+// What ranks on GPUs do in tests of a communicator: each one puts words of its own into a
+// slot of each peer, and reads what came.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/emulated_driver.h"
+#include "platform/cuda/owners.h"
+#include "reduce/cuda/sum_kernels.h"
+#include "transport/cuda/communicator.h"
+#include "transport/cuda/cuda_slots.h"
+#include "transport/cuda/flag_kernels.h"
+
+namespace jax_ub {
+
+inline const std::string kExchangeLabel = "exchange (ub_name 'qkv')";
+
+class RankOnGpu {
+ public:
+  static constexpr int kNumWords = 600;
+  static constexpr int64_t kSlotBytes = kNumWords * sizeof(uint32_t);
+  static constexpr int64_t kSlotsBytes = 64 * 1024;  // for 16 ranks
+
+  RankOnGpu(std::shared_ptr<CudaCommunicator> communicator, int rank)
+      : communicator_(std::move(communicator)),
+        rank_(rank),
+        context_(driver_, communicator_->ordinal(rank)),
+        scoped_(std::make_unique<ScopedContext>(driver_, context_.get())),
+        flags_(driver_),
+        sums_(driver_, context_.device()),
+        stream_(driver_),
+        own_(driver_, kSlotBytes),
+        came_(driver_, communicator_->num_ranks() * kSlotBytes) {
+    scoped_.reset();
+  }
+  ~RankOnGpu() {
+    const ScopedContext scoped(driver_, context_.get());
+    driver_.StreamSynchronize(stream_.get());
+  }
+
+  // The n-th exchange, n > 0.
+  void Enqueue(uint32_t n, double timeout_s = 60) {
+    const ScopedContext scoped(driver_, context_.get());
+    CudaSlots slots(rank_, communicator_->places(rank_), communicator_->error(rank_),
+                    communicator_->NumberOf(kExchangeLabel),
+                    communicator_->Place(communicator_->num_ranks(), kSlotBytes),
+                    {&driver_, &flags_, &sums_, stream_.get(), {}},
+                    [](const std::exception_ptr&) {});
+    for (int i = 0; i < kNumWords; ++i) Own()[i] = WordOf(rank_, n, i);
+    const int num_ranks = communicator_->num_ranks();
+    for (int d = 1; d < num_ranks; ++d) {
+      const int peer = (rank_ + d) % num_ranks;
+      slots.WaitFree(peer, rank_, {kExchangeLabel, -1, timeout_s});
+      slots.Write(peer, rank_, 0,
+                  {reinterpret_cast<const std::byte*>(own_.device()), 1, kSlotBytes,
+                   kSlotBytes});
+      slots.Signal(peer, rank_);
+    }
+    std::vector<SpoilParams::Result> results;
+    for (int d = 1; d < num_ranks; ++d) {
+      const int peer = (rank_ + d) % num_ranks;
+      slots.Wait(peer, peer, {kExchangeLabel, peer, timeout_s});
+      const CUdeviceptr to = came_.device() + peer * kSlotBytes;
+      Check(driver_,
+            driver_.MemcpyAsync(to, reinterpret_cast<CUdeviceptr>(slots.slot(peer)),
+                                kSlotBytes, stream_.get()),
+            "cuMemcpyAsync");
+      results.push_back({to, kSlotBytes});
+    }
+    slots.EndCall();
+    slots.Spoil(results);
+  }
+
+  // Waits for it, and counts the words that are not what peers put there; of one peer, or
+  // of all.
+  int NumWrong(uint32_t n) {
+    Wait();
+    int num_wrong = 0;
+    for (int peer = 0; peer < communicator_->num_ranks(); ++peer) {
+      if (peer == rank_) continue;
+      for (int i = 0; i < kNumWords; ++i) {
+        num_wrong += Came(peer)[i] != WordOf(peer, n, i);
+      }
+    }
+    return num_wrong;
+  }
+  bool IsSpoilt() {
+    Wait();
+    for (int peer = 0; peer < communicator_->num_ranks(); ++peer) {
+      if (peer == rank_) continue;
+      for (int i = 0; i < kNumWords; ++i) {
+        if (Came(peer)[i] != 0xffffffffu) return false;
+      }
+    }
+    return true;
+  }
+  void Wait() {
+    const ScopedContext scoped(driver_, context_.get());
+    Check(driver_, driver_.StreamSynchronize(stream_.get()), "cuStreamSynchronize");
+  }
+
+ private:
+  static uint32_t WordOf(int rank, uint32_t n, int i) {
+    return n * 1000000u + static_cast<uint32_t>(rank) * 10000u +
+           static_cast<uint32_t>(i);
+  }
+  uint32_t* Own() { return static_cast<uint32_t*>(own_.get()); }
+  const uint32_t* Came(int peer) {
+    return static_cast<const uint32_t*>(came_.get()) + peer * kNumWords;
+  }
+
+  const Driver& driver_ = EmulatedDriver();
+  const std::shared_ptr<CudaCommunicator> communicator_;
+  const int rank_;
+  const Context context_;
+  std::unique_ptr<ScopedContext> scoped_;  // what follows is made in it
+  const FlagKernels flags_;
+  const SumKernels sums_;
+  const Stream stream_;
+  const HostMemory own_;
+  const HostMemory came_;
+};
+
+// The local ranks, and exchanges of them.
+class RanksOnGpus {
+ public:
+  explicit RanksOnGpus(const std::shared_ptr<CudaCommunicator>& communicator) {
+    for (const int rank : communicator->local_ranks()) {
+      ranks_.push_back(std::make_unique<RankOnGpu>(communicator, rank));
+    }
+  }
+  RankOnGpu& operator[](int n) { return *ranks_[n]; }
+
+  void Enqueue(uint32_t n, double timeout_s = 60) {
+    for (const auto& rank : ranks_) rank->Enqueue(n, timeout_s);
+  }
+  int NumWrong(uint32_t n) {
+    int num_wrong = 0;
+    for (const auto& rank : ranks_) num_wrong += rank->NumWrong(n);
+    return num_wrong;
+  }
+  // Of `count` exchanges, one after the other.
+  int NumWrongOf(int count) {
+    int num_wrong = 0;
+    for (int n = 1; n <= count; ++n) {
+      Enqueue(static_cast<uint32_t>(n));
+      num_wrong += NumWrong(static_cast<uint32_t>(n));
+    }
+    return num_wrong;
+  }
+
+ private:
+  std::vector<std::unique_ptr<RankOnGpu>> ranks_;
+};
+
+}  // namespace jax_ub
