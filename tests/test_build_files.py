@@ -42,6 +42,13 @@ def test_every_module_has_one_source():
     ]
 
 
+def test_bazel_finds_every_source_but_those_of_cuda():
+    patterns = re.findall(r'"(csrc/[\w/]*\*[\w.]*)"', (TOP / "BUILD").read_text())
+    found = {path for pattern in patterns for path in TOP.glob(pattern)}
+    sources = [*CSRC.glob("*/**/*.cc"), *CSRC.glob("*/**/*.h")]
+    assert found == {path for path in sources if not is_cuda(path)}
+
+
 def test_bazel_and_the_package_have_one_version():
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     module = (TOP / ".bazel/workspace/MODULE.bazel").read_text()

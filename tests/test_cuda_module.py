@@ -2,8 +2,10 @@
 
 import ctypes
 import importlib.util
+import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -95,3 +97,29 @@ def test_it_links_nothing_of_cuda():
 def test_it_exports_its_entry_only():
     table = output(tool("nm"), "-D", "--defined-only", SPEC.origin)
     assert [line.split()[-1] for line in table.splitlines()] == ["PyInit__cuda"]
+
+
+def images(library):
+    """The architectures of each fatbin in it: ("elf", 90) is code for sm_90."""
+    fatbin, entry = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHI")
+    begin = -1
+    while (begin := library.find(b"\x50\xed\x55\xba\x01\x00", begin + 1)) >= 0:
+        _, _, header_size, size = fatbin.unpack_from(library, begin)
+        at = begin + header_size
+        found = set()
+        while at < begin + header_size + size:
+            kind, _, header, length, *_, number = entry.unpack_from(library, at)
+            found.add(({1: "ptx", 2: "elf"}[kind], number))
+            at += header + length
+        yield found
+
+
+@built
+def test_its_kernels_are_there_for_every_architecture():
+    known = output(tool("nvcc"), "--list-gpu-code").split()
+    expected = {("ptx", 80)} | {
+        ("elf", number) for number in (80, 90, 100, 120) if f"sm_{number}" in known
+    }
+    found = list(images(pathlib.Path(SPEC.origin).read_bytes()))
+    kernels = list((pathlib.Path(__file__).parents[1] / "csrc").rglob("*.cu"))
+    assert kernels and found == [expected] * len(kernels)
