@@ -19,8 +19,8 @@
 #include "platform/shared_mapping.h"
 #include "platform/unix_socket.h"
 #include "processes.h"
-#include "transport/process/message.h"
 #include "transport/cpu/shared_memory.h"
+#include "transport/process/message.h"
 
 namespace jax_ub {
 namespace {
