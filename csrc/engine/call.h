@@ -41,6 +41,7 @@ struct Tuning {
   int sm_margin = 0;   // multiprocessors that products leave free
   int num_lanes = 2;   // products that may run beside each other
   bool allow_tf32 = false;
+  int gemm_algorithm = 0;  // of those that cuBLASLt proposes for a product, best first
   // Of streams, in CUDA's numbers (less is more urgent); 0: the most urgent for
   // communication, the least for products.
   int comm_priority = 0;

@@ -49,6 +49,7 @@ Tuning ReadTuning(const Reader& read) {
   read.MayHave("sm_margin", 0, kMost, tuning.sm_margin);
   read.MayHave("num_lanes", 1, 8, tuning.num_lanes);
   read.MayHave("allow_tf32", tuning.allow_tf32);
+  read.MayHave("gemm_algorithm", 0, 7, tuning.gemm_algorithm);
   read.MayHave("comm_priority", -kMost, kMost, tuning.comm_priority);
   read.MayHave("gemm_priority", -kMost, kMost, tuning.gemm_priority);
   return tuning;

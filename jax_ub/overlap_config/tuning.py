@@ -11,7 +11,10 @@ _MARGIN_BESIDE_COPY_ENGINES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What is not the same on every GPU: results do not depend on it.
+    """What is not the same on every GPU.
+
+    Results do not depend on it, but for the order in which a product is summed, which
+    may be another with `sm_margin` and `gemm_algorithm`.
 
     Attributes:
         use_ce: whether copy engines move what is sent; else kernels do.
@@ -19,6 +22,8 @@ class Tuning:
         cga_size: their cluster size; 0 is none.
         sm_margin: multiprocessors that products leave free.
         num_lanes: streams for products, used in turn.
+        gemm_algorithm: which of the algorithms that cuBLASLt proposes for a product, 0
+            (its best) to 7; its last where it proposes fewer.
         comm_priority: of the communication's stream, in CUDA's numbers; 0 is the most
             urgent there is.
         gemm_priority: of the products' streams; 0 is the least urgent.
@@ -30,6 +35,7 @@ class Tuning:
     cga_size: int = 0
     sm_margin: int = 0
     num_lanes: int = 2
+    gemm_algorithm: int = 0
     comm_priority: int = 0
     gemm_priority: int = 0
     aggregate: bool = False

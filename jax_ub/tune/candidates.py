@@ -10,18 +10,22 @@ from jax_ub.overlap_config.tuning import Tuning
 _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
 _MARGINS = (0, 2)
+_ALGORITHMS = (1, 2, 3)
 
 
 def candidates(is_cuda: bool) -> list[Choice]:
     """Every choice, the likeliest first, and not to overlap at all last.
 
     On a GPU the streams of products and the multiprocessors that they leave free are
-    choices too; communication is the copy engines', which take none.
+    choices too, and cuBLASLt's algorithm where those are the defaults; communication is
+    the copy engines', which take no multiprocessors.
     """
     ways = list(_methods(is_cuda))
     if is_cuda:
-        tunings = itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS))
-        tunings = itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS))
+        tunings = [
+            *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
+            *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
+        ]
         ways = [
             Choice(way.method, way.num_splits, tuning)
             for tuning, way in itertools.product(tunings, ways)

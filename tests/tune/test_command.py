@@ -53,11 +53,12 @@ def test_a_second_run_keeps_what_the_file_has(tmp_path):
     assert {case.N for case in tunings[maker()] if case.op == OPS[0]} == {80, 96}
 
 
-def test_gpus_are_tuned_for_streams_and_margins_too():
+def test_gpus_are_tuned_for_streams_margins_and_algorithms_too():
     choices = candidates(is_cuda=True)
     assert len(set(choices)) == len(choices)
     assert {choice.tuning.num_lanes for choice in choices} == {1, 2, 3}
     assert {choice.tuning.sm_margin for choice in choices} == {0, 2}
+    assert {choice.tuning.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
     assert all(choice.method is not Method.DIRECT for choice in choices)
     assert choices[-1].method is Method.XLA
 

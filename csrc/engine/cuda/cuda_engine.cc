@@ -36,6 +36,7 @@ GemmOptions OptionsOf(const Attributes& at, const Gpu& gpu) {
   const int margin = IsLocalCall(at) ? 0 : at.tuning.sm_margin;
   if (margin > 0) options.sm_target = std::max(gpu.num_sms() - margin, 1);
   options.allow_tf32 = at.tuning.allow_tf32;
+  options.algorithm = at.tuning.gemm_algorithm;
   return options;
 }
 
