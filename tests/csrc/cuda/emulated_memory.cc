@@ -16,18 +16,23 @@ namespace jax_ub::emulated {
 
 namespace {
 
-constexpr int64_t kArenaBytes = int64_t{1} << 40;
+constexpr int64_t kArenaBytes = int64_t{1} << 38;
 constexpr char kFileName[] = "jax_ub_emulated";
 // What is filled with 0xFF of a large allocation: flags lie at the front.
 constexpr int64_t kFilledBytes = int64_t{4} << 20;
 
 int64_t RoundUp(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
+// Past the sanitizers: they would make room for as many shadows.
+uint64_t MakeArena() {
+  const long made = syscall(SYS_mmap, nullptr, kArenaBytes, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (made == -1) throw std::runtime_error("the emulated driver gets no addresses");
+  return static_cast<uint64_t>(made);
+}
+
 uint64_t Arena() {
-  // Past the sanitizers: they would make room for as many shadows.
-  static const uint64_t arena = static_cast<uint64_t>(
-      syscall(SYS_mmap, nullptr, kArenaBytes, PROT_NONE,
-              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  static const uint64_t arena = MakeArena();
   return arena;
 }
 

@@ -1,0 +1,175 @@
+#include "cuda/emulated_products.h"
+
+#include <bit>
+#include <cstddef>
+
+#include "random_gemm.h"
+
+namespace jax_ub::emulated {
+
+using lt::Status;
+
+namespace {
+
+DType TypeOf(lt::DataType type) {
+  return type == lt::DataType::kF32    ? DType::kF32
+         : type == lt::DataType::kBF16 ? DType::kBF16
+                                       : DType::kF16;
+}
+
+// As tensor cores read f32: 10 bits of mantissa, to nearest even.
+float RoundToTf32(float value) {
+  uint32_t bits = std::bit_cast<uint32_t>(value);
+  bits += 0xFFF + ((bits >> 13) & 1);
+  return std::bit_cast<float>(bits & ~uint32_t{0x1FFF});
+}
+
+// op(matrix), row-major, as floats: [rows, columns].
+std::vector<float> ReadDense(const void* data,
+                             const lt::LayoutObject& layout,
+                             int64_t batch,
+                             bool transpose,
+                             bool is_tf32) {
+  const int64_t size = ElementBytes(layout.type);
+  const auto* const base =
+      static_cast<const std::byte*>(data) + batch * layout.batch_stride * size;
+  const int64_t columns = transpose ? layout.rows : layout.columns;
+  std::vector<float> dense(layout.rows * layout.columns);
+  for (int64_t j = 0; j < layout.columns; ++j) {
+    for (int64_t i = 0; i < layout.rows; ++i) {
+      const float value =
+          Read(base + (i + j * layout.leading) * size, TypeOf(layout.type));
+      dense[transpose ? j * columns + i : i * columns + j] =
+          is_tf32 ? RoundToTf32(value) : value;
+    }
+  }
+  return dense;
+}
+
+void MultiplyOne(const Product& product, const Arguments& arguments, int64_t batch) {
+  const auto& [desc, a_layout, b_layout, c_layout, d_layout] = product;
+  const int64_t m = product.m(), n = product.n(), k = product.k();
+  const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
+  const auto a =
+      ReadDense(arguments.a, a_layout, batch, desc.transpose_a != 0, is_tf32);
+  const auto b =
+      ReadDense(arguments.b, b_layout, batch, desc.transpose_b != 0, is_tf32);
+  std::vector<float> sums(m * n, 0.0f);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t p = 0; p < k; ++p) {
+      const float left = a[i * k + p];
+      for (int64_t j = 0; j < n; ++j) sums[i * n + j] += left * b[p * n + j];
+    }
+  }
+  const DType type = TypeOf(d_layout.type);
+  const int64_t size = ElementBytes(d_layout.type);
+  const auto at = [&](const lt::LayoutObject& layout, int64_t i, int64_t j) {
+    return (batch * layout.batch_stride + i + j * layout.leading) * size;
+  };
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t i = 0; i < m; ++i) {
+      float value = arguments.alpha * sums[i * n + j];
+      if (arguments.beta != 0) {
+        const auto* const c = static_cast<const std::byte*>(arguments.c);
+        value += arguments.beta * Read(c + at(c_layout, i, j), type);
+      }
+      if (product.has_bias()) {
+        const auto* const bias = static_cast<const std::byte*>(desc.bias);
+        value += Read(bias + (batch * desc.bias_batch_stride + i) * size, type);
+      }
+      Write(static_cast<std::byte*>(arguments.d) + at(d_layout, i, j), type, value);
+    }
+  }
+}
+
+void AddTouches(std::vector<Touch>& touches,
+                const void* data,
+                const lt::LayoutObject& layout) {
+  const int64_t size = ElementBytes(layout.type);
+  for (int64_t batch = 0; batch < layout.batch; ++batch) {
+    touches.push_back(
+        {reinterpret_cast<uint64_t>(data) + batch * layout.batch_stride * size,
+         layout.columns, layout.rows * size, layout.leading * size});
+  }
+}
+
+}  // namespace
+
+uint64_t Product::Fingerprint() const {
+  uint64_t hash = 1469598103934665603u;
+  const auto mix = [&](int64_t value) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
+  };
+  for (const auto* layout : {&a, &b, &c, &d}) {
+    for (const int64_t value :
+         {static_cast<int64_t>(layout->type), layout->rows, layout->columns,
+          layout->leading, static_cast<int64_t>(layout->batch), layout->batch_stride}) {
+      mix(value);
+    }
+  }
+  for (const int64_t value :
+       {static_cast<int64_t>(desc.compute), static_cast<int64_t>(desc.transpose_a),
+        static_cast<int64_t>(desc.transpose_b), static_cast<int64_t>(desc.epilogue),
+        static_cast<int64_t>(desc.sm_count_target)}) {
+    mix(value);
+  }
+  return hash;
+}
+
+Status CheckProduct(const Product& product) {
+  const auto& [desc, a, b, c, d] = product;
+  for (const auto* layout : {&a, &b, &c, &d}) {
+    if (layout->rows <= 0 || layout->columns <= 0 || layout->leading < layout->rows ||
+        layout->batch != d.batch || layout->batch < 1 || layout->batch_stride < 0) {
+      return Status::kInvalidValue;
+    }
+  }
+  const auto rows = [](const lt::LayoutObject& l, int32_t t) {
+    return t ? l.columns : l.rows;
+  };
+  const auto columns = [](const lt::LayoutObject& l, int32_t t) {
+    return t ? l.rows : l.columns;
+  };
+  if (desc.transpose_a < 0 || desc.transpose_a > 1 || desc.transpose_b < 0 ||
+      desc.transpose_b > 1 || rows(a, desc.transpose_a) != d.rows ||
+      columns(b, desc.transpose_b) != d.columns ||
+      columns(a, desc.transpose_a) != rows(b, desc.transpose_b) || c.rows != d.rows ||
+      c.columns != d.columns) {
+    return Status::kInvalidValue;
+  }
+  if (d.batch > 1 && d.batch_stride == 0) return Status::kInvalidValue;
+  const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
+  const bool has_kernels =
+      a.type == b.type && c.type == d.type &&
+      (d.type == lt::DataType::kF32 || d.type == a.type) &&
+      (!is_tf32 || a.type == lt::DataType::kF32) &&
+      (product.has_bias() ||
+       desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kDefault)) &&
+      (!product.has_bias() || desc.bias_type < 0 ||
+       desc.bias_type == static_cast<int32_t>(d.type));
+  return has_kernels ? Status::kSuccess : Status::kNotSupported;
+}
+
+std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments) {
+  std::vector<Touch> touches;
+  AddTouches(touches, arguments.a, product.a);
+  AddTouches(touches, arguments.b, product.b);
+  AddTouches(touches, arguments.d, product.d);
+  if (arguments.beta != 0) AddTouches(touches, arguments.c, product.c);
+  if (product.has_bias()) {
+    const int64_t size = ElementBytes(product.d.type);
+    touches.push_back({reinterpret_cast<uint64_t>(product.desc.bias), product.d.batch,
+                       product.m() * size, product.desc.bias_batch_stride * size});
+  }
+  if (arguments.needed_bytes > 0) {
+    touches.push_back({reinterpret_cast<uint64_t>(arguments.workspace), 1,
+                       static_cast<int64_t>(arguments.needed_bytes), 0});
+  }
+  return touches;
+}
+
+void Multiply(const Product& product, const Arguments& arguments) {
+  for (int64_t i = 0; i < product.d.batch; ++i) MultiplyOne(product, arguments, i);
+}
+
+}  // namespace jax_ub::emulated

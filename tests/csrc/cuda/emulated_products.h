@@ -1,0 +1,94 @@
+// Products as cuBLASLt describes them, and what they come to on the host.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/emulated_memory.h"
+#include "gemm/cuda/cublaslt.h"
+
+namespace jax_ub {
+
+namespace lt {
+
+struct HandleObject {
+  int device = 0;
+};
+
+struct MatmulDescObject {
+  ComputeType compute = ComputeType::k32F;
+  int32_t transpose_a = 0;
+  int32_t transpose_b = 0;
+  uint32_t epilogue = static_cast<uint32_t>(Epilogue::kDefault);
+  const void* bias = nullptr;
+  int64_t bias_batch_stride = 0;
+  int32_t sm_count_target = 0;
+  int32_t bias_type = -1;
+};
+
+struct LayoutObject {
+  DataType type = DataType::kF32;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t leading = 0;
+  int32_t batch = 1;
+  int64_t batch_stride = 0;
+
+  bool operator==(const LayoutObject&) const = default;
+};
+
+struct PreferenceObject {
+  uint64_t workspace_bytes = 0;
+  uint32_t reduction_schemes = static_cast<uint32_t>(ReductionScheme::kAll);
+  std::array<uint32_t, 4> alignments = {256, 256, 256, 256};  // of A, B, C, D
+};
+
+}  // namespace lt
+
+namespace emulated {
+
+inline int64_t ElementBytes(lt::DataType type) {
+  return type == lt::DataType::kF32 ? 4 : 2;
+}
+
+// A product: D[m, n] = A[m, k] B[k, n], everything by value.
+struct Product {
+  lt::MatmulDescObject desc;
+  lt::LayoutObject a, b, c, d;
+
+  int64_t m() const { return d.rows; }
+  int64_t n() const { return d.columns; }
+  int64_t k() const { return desc.transpose_a != 0 ? a.rows : a.columns; }
+  bool has_bias() const {
+    return desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kBias);
+  }
+  // What an algorithm was found for.
+  uint64_t Fingerprint() const;
+};
+
+// kInvalidValue if the product makes no sense, kNotSupported if there are no kernels for
+// its types.
+lt::Status CheckProduct(const Product& product);
+
+// What a matmul is called with.
+struct Arguments {
+  float alpha = 1;
+  float beta = 0;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* c = nullptr;
+  void* d = nullptr;
+  void* workspace = nullptr;
+  size_t needed_bytes = 0;
+};
+
+// What a matmul reads and writes.
+std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments);
+
+// Sums are f32, in the order of the contraction; the result is rounded once.
+void Multiply(const Product& product, const Arguments& arguments);
+
+}  // namespace emulated
+
+}  // namespace jax_ub
