@@ -1,0 +1,310 @@
+// Calls of every op on emulated GPUs, and what they should give.
+#pragma once
+
+#include <cuda.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call_maker.h"
+#include "check.h"
+#include "cuda/emulated_cublaslt.h"
+#include "cuda/emulated_driver.h"
+#include "engine/cuda/cuda_engine.h"
+#include "engine_calls.h"
+#include "platform/cuda/owners.h"
+
+namespace jax_ub {
+
+// A process with GPUs, an engine on them, and the streams that XLA would have.
+class Gpus {
+ public:
+  explicit Gpus(EmulatedOptions options, double timeout_s = kLongS)
+      : machine(options),
+        engine_(new CudaEngine(driver, EmulatedCublasLt(), timeout_s)) {
+    for (int ordinal = 0; ordinal < options.num_devices; ++ordinal) {
+      contexts_.emplace_back(driver, ordinal);
+      const ScopedContext current(driver, contexts_.back().get());
+      streams_.emplace_back(driver);
+    }
+    workspaces_.resize(options.num_devices);
+  }
+
+  // Nothing went wrong, and nothing that was made on it is left.
+  ~Gpus() {
+    engine_.reset();
+    workspaces_.clear();
+    streams_.clear();
+    contexts_.clear();
+    CHECK_EQ(machine.Complaints(), "");
+  }
+  Gpus(const Gpus&) = delete;
+  Gpus& operator=(const Gpus&) = delete;
+
+  CudaEngine& engine() { return *engine_; }
+  CUcontext context(int ordinal) const { return contexts_[ordinal].get(); }
+  CUstream stream(int ordinal) const { return streams_[ordinal].get(); }
+  int num_devices() const { return static_cast<int>(contexts_.size()); }
+
+  DeviceMemory New(int ordinal, int64_t size_bytes) {
+    const ScopedContext current(driver, context(ordinal));
+    return DeviceMemory(driver, size_bytes);
+  }
+
+  // One for all calls of a device: XLA gives memory to one call after another, too.
+  // Graphs hold its address, so that one that is too small stays.
+  DeviceBytes Workspace(int ordinal, int64_t size_bytes) {
+    constexpr int64_t kUsualBytes = int64_t{72} << 20;
+    std::vector<DeviceMemory>& memories = workspaces_[ordinal];
+    if (memories.empty() || memories.back().size_bytes() < size_bytes) {
+      memories.push_back(New(ordinal, std::max(size_bytes, kUsualBytes)));
+    }
+    return {memories.back().get(), size_bytes};
+  }
+
+  void Synchronize(int ordinal) {
+    const ScopedContext current(driver, context(ordinal));
+    CHECK_EQ(driver.StreamSynchronize(stream(ordinal)), CUDA_SUCCESS);
+  }
+  void Synchronize() {
+    for (int ordinal = 0; ordinal < num_devices(); ++ordinal) Synchronize(ordinal);
+  }
+
+  const Driver& driver = EmulatedDriver();
+  EmulatedMachine machine;
+
+ private:
+  std::vector<Context> contexts_;
+  std::vector<Stream> streams_;
+  std::vector<std::vector<DeviceMemory>> workspaces_;  // [ordinal]
+  std::unique_ptr<CudaEngine> engine_;
+};
+
+// Where the ranks are.
+struct Placement {
+  std::vector<int> ordinals;   // [rank]; empty: ranks are devices 0 ... P - 1
+  std::vector<int64_t> ranks;  // Attributes::ranks; empty: the ordinals
+};
+
+inline float FromBF16(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+// Of numbers that bf16 has.
+inline uint16_t ToBF16(float value) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+}
+
+// A call site, its calls in f32 on the host, and the same in device memory.
+class GpuCalls {
+ public:
+  // `dtype` is that of the products' operands; gradients that accumulate are f32.
+  GpuCalls(Gpus& gpus,
+           const Attributes& at,
+           const jax_ub_test::Sizes& sizes,
+           DType dtype,
+           int seed,
+           const Placement& placement = {})
+      : gpus_(gpus),
+        ordinals_(OrdinalsOf(at, placement)),
+        site(PlacedAt(at, placement)),
+        sizes_(sizes),
+        arrays_(std::make_unique<jax_ub_test::Arrays>(seed)),
+        calls_(jax_ub_test::MakeCalls(at, sizes, *arrays_)) {
+    for (size_t rank = 0; rank < calls_.size(); ++rank) {
+      const int ordinal = ordinals_[rank];
+      RankCall& call = on_device_.emplace_back();
+      const bool sums = at.op == Op::kWgrad || at.op == Op::kBulkReduceScatter;
+      const auto mirror = [&](const Tensor& like, DType kind) {
+        Tensor tensor = like;
+        tensor.dtype = kind;
+        memory_.push_back(gpus.New(ordinal, tensor.size_bytes()));
+        tensor.data = reinterpret_cast<std::byte*>(memory_.back().get());
+        return tensor;
+      };
+      const size_t n = at.num_kernels;
+      for (size_t i = 0; i < calls_[rank].operands.size(); ++i) {
+        const bool is_main_grad = sums && at.accumulate && i > n && i <= 2 * n;
+        call.operands.push_back(
+            mirror(calls_[rank].operands[i], is_main_grad ? DType::kF32 : dtype));
+      }
+      for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
+        const bool is_dw = sums && at.accumulate && i < n;
+        call.results.push_back(
+            mirror(calls_[rank].results[i], is_dw ? DType::kF32 : dtype));
+      }
+    }
+    Load();
+  }
+
+  int num_ranks() const { return static_cast<int>(calls_.size()); }
+  int ordinal(int rank) const { return ordinals_[rank]; }
+  const RankCall& on_device(int rank) const { return on_device_[rank]; }
+  RankCall& on_device(int rank) { return on_device_[rank]; }
+
+  void Initialize(int rank) {
+    gpus_.engine().Initialize(site, ordinals_[rank], on_device_[rank]);
+  }
+  void Execute(int rank) {
+    const int ordinal = ordinals_[rank];
+    gpus_.engine().Execute(site, ordinal, gpus_.stream(ordinal), on_device_[rank],
+                           Workspace(rank));
+  }
+  DeviceBytes Workspace(int rank) {
+    return gpus_.Workspace(ordinals_[rank],
+                           CudaEngine::WorkspaceBytes(site.attributes(), Shapes(rank)));
+  }
+
+  // As XLA does: a thread for each device.
+  void RunAll() {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      threads.emplace_back([this, rank] {
+        Initialize(rank);
+        Execute(rank);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // Other operands, in the same memory; nothing may be using it.
+  void Refill(int seed) {
+    arrays_ = std::make_unique<jax_ub_test::Arrays>(seed);
+    calls_ = jax_ub_test::MakeCalls(site.attributes(), sizes_, *arrays_);
+    Load();
+  }
+
+  // When the device is done.
+  int64_t NumWrong() {
+    for (size_t rank = 0; rank < calls_.size(); ++rank) {
+      for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
+        const Tensor& from = on_device_[rank].results[i];
+        auto* to = reinterpret_cast<float*>(calls_[rank].results[i].data);
+        for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = Get(from, e);
+      }
+    }
+    return jax_ub_test::NumWrong(site.attributes(), calls_);
+  }
+
+  // Results of a rank that are not NaN.
+  int64_t NumNumbers(int rank) const {
+    int64_t num = 0;
+    for (const Tensor& result : on_device_[rank].results) {
+      for (int64_t e = 0; e < result.num_elements(); ++e) {
+        const float value = Get(result, e);
+        num += value == value;
+      }
+    }
+    return num;
+  }
+
+ private:
+  static std::vector<int> OrdinalsOf(const Attributes& at, const Placement& placement) {
+    std::vector<int> ordinals = placement.ordinals;
+    for (int r = 0; placement.ordinals.empty() && r < at.num_ranks; ++r) {
+      ordinals.push_back(r);
+    }
+    return ordinals;
+  }
+  static Attributes PlacedAt(Attributes at, const Placement& placement) {
+    if (at.ranks.empty()) return at;
+    const std::vector<int> ordinals = OrdinalsOf(at, placement);
+    at.ranks = placement.ranks;
+    if (at.ranks.empty()) at.ranks.assign(ordinals.begin(), ordinals.end());
+    return at;
+  }
+
+  static float Get(const Tensor& tensor, int64_t e) {
+    if (tensor.dtype == DType::kF32) {
+      return reinterpret_cast<const float*>(tensor.data)[e];
+    }
+    return FromBF16(reinterpret_cast<const uint16_t*>(tensor.data)[e]);
+  }
+  static void Set(const Tensor& tensor, int64_t e, float value) {
+    if (tensor.dtype == DType::kF32) {
+      reinterpret_cast<float*>(tensor.data)[e] = value;
+    } else {
+      reinterpret_cast<uint16_t*>(tensor.data)[e] = ToBF16(value);
+    }
+  }
+
+  void Load() {
+    for (size_t rank = 0; rank < calls_.size(); ++rank) {
+      for (size_t i = 0; i < calls_[rank].operands.size(); ++i) {
+        const Tensor& to = on_device_[rank].operands[i];
+        const auto* from =
+            reinterpret_cast<const float*>(calls_[rank].operands[i].data);
+        for (int64_t e = 0; e < to.num_elements(); ++e) Set(to, e, from[e]);
+      }
+      for (const Tensor& result : on_device_[rank].results) {
+        for (int64_t e = 0; e < result.num_elements(); ++e) Set(result, e, -1000);
+      }
+    }
+  }
+
+  RankCall Shapes(int rank) const {
+    RankCall call = on_device_[rank];
+    for (Tensor& tensor : call.operands) tensor.data = nullptr;
+    for (Tensor& tensor : call.results) tensor.data = nullptr;
+    return call;
+  }
+
+  Gpus& gpus_;
+  const std::vector<int> ordinals_;
+
+ public:
+  CudaCallSite site;
+
+ private:
+  const jax_ub_test::Sizes sizes_;
+  std::unique_ptr<jax_ub_test::Arrays> arrays_;
+  std::vector<RankCall> calls_;
+  std::vector<RankCall> on_device_;
+  std::vector<DeviceMemory> memory_;
+};
+
+// A call of all ranks, captured on their streams.
+class CapturedCalls {
+ public:
+  CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus) {
+    for (int rank = 0; rank < calls.num_ranks(); ++rank) calls.Initialize(rank);
+    const Driver& driver = gpus.driver;
+    for (int rank = 0; rank < calls.num_ranks(); ++rank) {
+      const CUstream stream = gpus.stream(calls.ordinal(rank));
+      calls.Workspace(rank);  // allocates
+      const ScopedContext current(driver, gpus.context(calls.ordinal(rank)));
+      CHECK_EQ(driver.StreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
+               CUDA_SUCCESS);
+      calls.Execute(rank);
+      CUgraph graph = nullptr;
+      CHECK_EQ(driver.StreamEndCapture(stream, &graph), CUDA_SUCCESS);
+      CUgraphExec exec = nullptr;
+      CHECK_EQ(driver.GraphInstantiate(&exec, graph, 0), CUDA_SUCCESS);
+      CHECK_EQ(driver.GraphDestroy(graph), CUDA_SUCCESS);
+      execs_.push_back(exec);
+    }
+  }
+  ~CapturedCalls() {
+    for (CUgraphExec exec : execs_) gpus_.driver.GraphExecDestroy(exec);
+  }
+  CapturedCalls(const CapturedCalls&) = delete;
+  CapturedCalls& operator=(const CapturedCalls&) = delete;
+
+  void Launch(int rank) {
+    const ScopedContext current(gpus_.driver, gpus_.context(rank));
+    CHECK_EQ(gpus_.driver.GraphLaunch(execs_[rank], gpus_.stream(rank)), CUDA_SUCCESS);
+  }
+  void LaunchAll() {
+    for (size_t rank = 0; rank < execs_.size(); ++rank) Launch(static_cast<int>(rank));
+  }
+
+ private:
+  Gpus& gpus_;
+  std::vector<CUgraphExec> execs_;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,320 @@
+// Calls of all ranks of a process through the CUDA engine, on emulated GPUs: values, eager
+// and replayed, and what happens when something is wrong.
+#include "engine/cuda/cuda_engine.h"
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/cuda_calls.h"
+
+namespace jax_ub {
+namespace {
+
+using jax_ub_test::Sizes;
+
+constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
+                                 Method::kBulk, Method::kExternal};
+
+std::string NameOf(const Attributes& at) {
+  return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
+         ", P = " + std::to_string(at.num_ranks) + ", " +
+         std::to_string(at.num_kernels) + " kernels";
+}
+
+void CheckRight(GpuCalls& calls) {
+  const int64_t num_wrong = calls.NumWrong();
+  if (num_wrong == 0) return;
+  check::Fail(__FILE__, __LINE__, NameOf(calls.site.attributes()), ": ", num_wrong,
+              " wrong");
+}
+
+template <typename Function>
+void ForEachVariant(int num_ranks, const Function& function) {
+  for (int op = 0; op < kNumOps; ++op) {
+    for (const Method method : kMethods) {
+      for (const Attributes& at : Variants(static_cast<Op>(op), method, num_ranks)) {
+        if (!HasMethod(at.op, at.method)) continue;
+        // Local ops have no method.
+        if (IsLocalCall(at) && method != kMethods[0]) continue;
+        function(at);
+      }
+    }
+  }
+}
+
+TEST(EveryOpByEveryMethodIsExact) {
+  int seed = 0;
+  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
+    ForEachVariant(num_ranks, [&](const Attributes& at) {
+      const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
+      if (num_ranks > 4 && seed % 3 != 0) return;  // of so many, some of each kind
+      GpuCalls calls(gpus, at, {}, dtype, seed);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+    });
+  }
+}
+
+TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
+  for (const int num_ranks : {2, 3}) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
+    int seed = 0;
+    ForEachVariant(num_ranks, [&](const Attributes& at) {
+      const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
+      GpuCalls calls(gpus, at, {}, dtype, seed);
+      CapturedCalls captured(gpus, calls);
+      for (int replay = 0; replay < 3; ++replay) {
+        calls.Refill(100 * seed + replay);
+        captured.LaunchAll();
+        gpus.Synchronize();
+        CheckRight(calls);
+      }
+    });
+  }
+}
+
+// Slots of one call lie where others had theirs.
+TEST(ManyCallsInAnyOrderAreExact) {
+  for (const int num_ranks : {2, 4}) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
+    std::vector<std::unique_ptr<GpuCalls>> calls;
+    std::vector<std::unique_ptr<CapturedCalls>> captured;
+    std::mt19937 random(11);
+    ForEachVariant(num_ranks, [&](const Attributes& at) {
+      if (random() % 3 != 0) return;
+      const auto up_to = [&](int most) {
+        return static_cast<int64_t>(1 + random() % most);
+      };
+      const Sizes sizes = {up_to(2), up_to(9), up_to(9), 3};
+      calls.push_back(
+          std::make_unique<GpuCalls>(gpus, at, sizes, DType::kF32, random()));
+    });
+    for (const auto& one : calls) {
+      captured.push_back(std::make_unique<CapturedCalls>(gpus, *one));
+    }
+    std::vector<std::pair<size_t, bool>> order;
+    for (int i = 0; i < 60; ++i) {
+      order.emplace_back(random() % calls.size(), random() % 2);
+    }
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        for (const auto& [which, replayed] : order) {
+          calls[which]->Initialize(rank);
+          if (replayed) {
+            captured[which]->Launch(rank);
+          } else {
+            calls[which]->Execute(rank);
+          }
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    gpus.Synchronize();
+    for (const auto& [which, replayed] : order) CheckRight(*calls[which]);
+  }
+}
+
+TEST(TuningChangesNoResult) {
+  Gpus gpus({.num_devices = 3, .seed = 9, .max_delay_us = 30});
+  for (const Tuning& tuning : {Tuning{.use_ce = false, .num_sm = 2, .cga_size = 2},
+                               Tuning{.sm_margin = 8, .num_lanes = 1},
+                               Tuning{.num_lanes = 3, .allow_tf32 = true},
+                               Tuning{.comm_priority = -100, .gemm_priority = -1}}) {
+    for (const Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter,
+                        Op::kMatmulAllReduce, Op::kBulkReduceScatter}) {
+      Attributes at = Variants(op, Method::kPipeline, 3)[1];
+      if (op == Op::kBulkReduceScatter) at.method = Method::kBulk;
+      at.tuning = tuning;
+      GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+    }
+  }
+}
+
+TEST(GroupsOfASiteDoNotMix) {
+  Gpus gpus({.num_devices = 4, .seed = 1, .max_delay_us = 30});
+  const Attributes at =
+      MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
+  // The same site for both groups, and both at once.
+  const std::vector<int64_t> ranks = {2, 3, 1, 0};
+  GpuCalls first(gpus, at, {}, DType::kF32, 1, {{2, 3}, ranks});
+  GpuCalls second(gpus, at, {}, DType::kF32, 2, {{1, 0}, ranks});
+  for (GpuCalls* calls : {&first, &second}) {
+    for (int rank = 0; rank < 2; ++rank) {
+      const int ordinal = calls->ordinal(rank);
+      gpus.engine().Initialize(first.site, ordinal, calls->on_device(rank));
+      gpus.engine().Execute(first.site, ordinal, gpus.stream(ordinal),
+                            calls->on_device(rank), calls->Workspace(rank));
+    }
+  }
+  gpus.Synchronize();
+  CheckRight(first);
+  CheckRight(second);
+}
+
+TEST(AResidualGradientIsAddedToInPlace) {
+  Gpus gpus({.num_devices = 1});
+  Attributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  at.has_residual = at.rhs_transposed = true;
+  GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
+  RankCall& call = calls.on_device(0);
+  std::memcpy(call.results[0].data, call.operands[2].data,
+              call.results[0].size_bytes());
+  const Tensor residual = std::exchange(call.operands[2], call.results[0]);
+  calls.RunAll();
+  gpus.Synchronize();
+  call.operands[2] = residual;
+  CheckRight(calls);
+  // On XLA's own stream: there is nothing to run beside.
+  CHECK_EQ(gpus.machine.NumCalls("EventRecord"), 0);
+}
+
+TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
+  Gpus gpus({.num_devices = 2});
+  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  GpuCalls small(gpus, at, {}, DType::kF32, 1);
+  small.RunAll();
+  const int64_t heap_bytes = gpus.engine().counters().heap_bytes;
+  CHECK(heap_bytes > 0);
+  {
+    GpuCalls same(gpus, at, {}, DType::kF32, 2);
+    same.RunAll();
+    CHECK_EQ(gpus.engine().counters().heap_bytes, heap_bytes);
+    GpuCalls large(gpus, at, {1, 3000, 1000, 1}, DType::kF32, 3);
+    large.RunAll();
+    CHECK(gpus.engine().counters().heap_bytes >= heap_bytes + 2 * 12'000'000);
+    small.RunAll();
+    gpus.Synchronize();
+    CheckRight(small);
+    CheckRight(same);
+    CheckRight(large);
+  }
+  gpus.engine().ReleaseInProcess();
+  CHECK_EQ(gpus.engine().counters().heap_bytes, heap_bytes);
+  CHECK_EQ(gpus.engine().counters().calls[static_cast<int>(Op::kAllGather)], 8);
+  CHECK_EQ(gpus.engine().counters().failed_calls, 0);
+}
+
+// Rank 1 comes only when rank 0 has given up.
+TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
+  Gpus gpus({.num_devices = 2}, 0.05);
+  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
+  GpuCalls calls(gpus, at, {}, DType::kF32, 1);
+  CapturedCalls never(gpus, calls);
+  GpuCalls eager(gpus, at, {}, DType::kF32, 2);
+  for (int rank = 0; rank < 2; ++rank) eager.Initialize(rank);
+  eager.Execute(0);
+  gpus.Synchronize();
+  CHECK_EQ(eager.NumNumbers(0), 0);
+  const std::string text = "all_gather_matmul (ub_name 'test')";
+  CHECK_THROWS(eager.Initialize(0), text);
+  CHECK_THROWS(eager.Execute(0), "rank 1");
+  CHECK_THROWS(eager.Initialize(1), text);
+  CHECK_EQ(gpus.engine().Failures().size(), 1u);
+  CHECK(gpus.engine().counters().failed_calls > 0);
+  // What is forgotten is replaced, where no graph refers to it.
+  gpus.engine().ReleaseInProcess();
+  eager.RunAll();
+  gpus.Synchronize();
+  CheckRight(eager);
+  CHECK_THROWS(calls.Initialize(0), text);
+}
+
+TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
+  Gpus gpus({.num_devices = 2});
+  gpus.engine().set_local_devices({{0, 40}, {1, 41}});
+  const auto communicator =
+      CudaCommunicator::Make(gpus.driver, {1, 0}, 64 << 10, "test");
+  gpus.engine().Join(communicator, {41, 40});
+  CHECK_THROWS(gpus.engine().Join(communicator, {41, 40}), "its devices are those of");
+  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
+  const Placement placement = {{1, 0}, {41, 40}};
+  GpuCalls calls(gpus, at, {}, DType::kF32, 1, placement);
+  calls.RunAll();
+  gpus.Synchronize();
+  CheckRight(calls);
+  CHECK_EQ(gpus.engine().counters().heap_bytes, communicator->size_bytes());
+  GpuCalls large(gpus, at, {1, 3000, 1000, 1}, DType::kF32, 3, placement);
+  CHECK_THROWS(large.Initialize(0), "slot");
+  const Placement partly_elsewhere = {{1, 0}, {41, 42}};
+  GpuCalls elsewhere(gpus, at, {}, DType::kF32, 1, partly_elsewhere);
+  CHECK_THROWS(elsewhere.Initialize(0), "device 42 is another process's");
+  gpus.engine().Leave(communicator);
+  CHECK_THROWS(calls.Execute(0), "test");
+  // Nothing was captured: the group gets one within the process.
+  calls.Refill(2);
+  calls.RunAll();
+  gpus.Synchronize();
+  CheckRight(calls);
+}
+
+TEST(WhatDoesNotRunIsRefused) {
+  Gpus gpus({.num_devices = 2});
+  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kDirect, 2);
+  CHECK_THROWS(CudaCallSite{at}, "use ring_exchange, pipeline, bulk or external");
+  at.method = Method::kRingExchange;
+  CHECK_THROWS(CudaCallSite{MakeAttributes(Op::kAllReduce, Method::kBulk, 17)},
+               "num_ranks is 17, on GPUs at most 16");
+  at.num_kernels = 0;
+  CHECK_THROWS(CudaCallSite{at}, "num_kernels is 0");
+  at.num_kernels = 1;
+  GpuCalls calls(gpus, at, {}, DType::kF32, 1);
+  const RankCall& call = calls.on_device(0);
+  CudaEngine& engine = gpus.engine();
+  CHECK_THROWS(engine.Execute(calls.site, 0, gpus.stream(0), call, {}),
+               "was not initialized on device 0");
+  RankCall wrong = call;
+  wrong.operands[1].rows = 3;
+  CHECK_THROWS(engine.Initialize(calls.site, 0, wrong), "w is f32[3, 3]");
+  engine.set_local_devices({{0, 7}, {1, 1}});
+  CHECK_THROWS(engine.Initialize(calls.site, 0, call),
+               "device 7 is not among the devices of the mesh axis");
+  engine.set_local_devices({{1, 1}});
+  CHECK_THROWS(engine.Initialize(calls.site, 0, call),
+               "GPU 0 is none of this process's devices");
+  engine.set_local_devices({});
+  calls.Initialize(0);
+  CHECK_THROWS(engine.Execute(calls.site, 0, gpus.stream(0), call, {}),
+               "the workspace has 0 bytes, expected");
+  at.method = Method::kBulk;
+  at.ranks = {0, 1};
+  CudaCallSite bulk(at);
+  CHECK_THROWS(engine.Initialize(bulk, 0, call),
+               "has no method bulk: use ring_exchange, pipeline or external");
+}
+
+TEST(WorkspacesAreKnownWithoutADevice) {
+  Gpus gpus({.num_devices = 2});
+  Attributes at = MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
+  GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
+  RankCall shapes = calls.on_device(0);
+  for (Tensor& tensor : shapes.operands) tensor.data = nullptr;
+  for (Tensor& tensor : shapes.results) tensor.data = nullptr;
+  // The partial sum is bf16 as x is; with several pairs it is f32.
+  const int64_t bytes = CudaEngine::WorkspaceBytes(at, shapes);
+  const int64_t partial_bytes =
+      WorkspacePlan::Align(shapes.operands[0].batch * 10 * 3 * 2);
+  CHECK_EQ(PlanCall(at, shapes, 0).workspace.tensor_bytes, partial_bytes);
+  CHECK(bytes > partial_bytes + 2 * kLibraryWorkspaceBytes);
+  CHECK_EQ(PlanCall(at, shapes, 0).slots.slot_bytes, 2 * 5 * 3 * 2);
+  CHECK_EQ(CudaEngine::WorkspaceBytes(
+               MakeAttributes(Op::kAllReduce, Method::kBulk, 2),
+               {{Tensor{DType::kF32, 1, 1, 8}}, {Tensor{DType::kF32, 1, 1, 8}}}),
+           0);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
