@@ -1,0 +1,119 @@
+// A rank that does not come: all others end within their time limit, and say so.
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/recorded_program.h"
+
+namespace jax_ub {
+
+constexpr uint64_t kTimeoutNs = 50'000'000;
+
+struct alignas(kFlagLineBytes) Line {
+  uint64_t word;
+};
+
+// The flags of a few ranks in this process's memory.
+class Ranks {
+ public:
+  Ranks(int num_ranks, int num_slots)
+      : num_slots_(num_slots),
+        num_lines_(num_slots + num_ranks + 3),
+        lines_(num_ranks * num_lines_),
+        errors(num_ranks) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const auto line = [&](int n) {
+        return reinterpret_cast<CUdeviceptr>(&lines_[rank * num_lines_ + n]);
+      };
+      const int words = num_slots + num_ranks;
+      places.push_back(
+          {0, line(0), line(num_slots), line(words), line(words + 1), line(words + 2)});
+    }
+  }
+
+  uint64_t epoch(int rank) const { return Word(rank, 0); }
+  bool failed(int rank) const { return Word(rank, 1) != 0; }
+
+ private:
+  uint64_t Word(int rank, int n) const {
+    return lines_[(rank + 1) * num_lines_ - 3 + n].word;
+  }
+
+  int num_slots_;
+  int num_lines_;
+  std::vector<Line> lines_;
+
+ public:
+  std::vector<ErrorRecord> errors;
+  std::vector<RankPlace> places;
+};
+
+// Every kernel of the lane in its order; what is copied does not matter here.
+void RunLane(const RankProgram& program) {
+  for (Operation operation : program.lane) {
+    if (operation.kernel == nullptr) continue;
+    if (operation.kernel->name == kWaitKernel) {
+      reinterpret_cast<WaitParams*>(operation.params.data())->timeout_ns = kTimeoutNs;
+    }
+    operation.kernel->run(operation.params.data(), 1, 32);
+  }
+}
+
+void ExpectThatAllFail(Pattern pattern, Method method, int num_ranks) {
+  const Collective collective = MakeCollective(pattern, method, num_ranks, 1);
+  Ranks ranks(num_ranks, collective[0].num_slots);
+  const Driver driver = RecordingDriver();
+  const FlagKernels kernels(driver);
+  std::map<Piece, PieceId> pieces;
+  std::deque<Recorder> recorders;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const auto error = reinterpret_cast<CUdeviceptr>(&ranks.errors[rank]);
+    recorders.emplace_back(driver, kernels, ranks.places, error, pieces);
+    // The last rank takes part in the first call only.
+    recorders.back().Call(collective[rank], kSlotAlignment);
+    if (rank < num_ranks - 1) recorders.back().Call(collective[rank], kSlotAlignment);
+  }
+  const auto began = std::chrono::steady_clock::now();
+  std::vector<std::thread> threads;
+  for (const Recorder& recorder : recorders) {
+    threads.emplace_back([&recorder] { RunLane(recorder.program()); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // Waits do not add up: whoever failed tells the others at once.
+  CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
+  int num_deadlines = 0;
+  for (int rank = 0; rank < num_ranks - 1; ++rank) {
+    const ErrorRecord& error = ranks.errors[rank];
+    CHECK(ranks.failed(rank));
+    CHECK_EQ(ranks.epoch(rank), 1u);
+    CHECK_EQ(error.rank, static_cast<uint32_t>(rank));
+    CHECK(error.peer != static_cast<uint32_t>(rank));
+    if (error.code == ErrorRecord::kDeadline) {
+      ++num_deadlines;
+      CHECK(error.waited_ns >= kTimeoutNs);
+    } else {
+      CHECK_EQ(error.code, ErrorRecord::kPeerFailed);
+      CHECK(ranks.failed(static_cast<int>(error.peer)));
+    }
+  }
+  CHECK(num_deadlines > 0);
+  CHECK(!ranks.failed(num_ranks - 1));
+  CHECK_EQ(ranks.epoch(num_ranks - 1), 1u);
+}
+
+TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
+  for (Pattern pattern : {Pattern::kAllGatherMatmul, Pattern::kMatmulReduceScatter,
+                          Pattern::kMatmulAllReduce}) {
+    for (Method method : {Method::kRingExchange, Method::kPipeline}) {
+      for (int num_ranks : {2, 3, 5}) ExpectThatAllFail(pattern, method, num_ranks);
+    }
+  }
+}
+
+}  // namespace jax_ub
+
+CHECK_MAIN()
