@@ -1,0 +1,280 @@
+// What becomes of ranks on GPUs of several processes when one dies, fails, waits in vain or
+// closes, on the emulated driver.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/emulated_driver.h"
+#include "cuda/exchange.h"
+#include "cuda/meeting.h"
+#include "platform/error.h"
+#include "processes.h"
+#include "transport/cuda/communicator.h"
+
+namespace jax_ub {
+namespace {
+
+// The driver's call ends the process in the midst of sharing.
+TEST(AProcessThatDiesWhileItSharesIsNamedAtOnce) {
+  Meeting meeting;
+  Processes processes(3, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    Driver driver = EmulatedDriver();
+    if (process == 1) {
+      driver.MemImportFromShareableHandle = [](CUmemGenericAllocationHandle*, void*,
+                                               CUmemAllocationHandleType) -> CUresult {
+        kill(getpid(), SIGKILL);
+        return CUDA_SUCCESS;
+      };
+    }
+    AtOnce([&] {
+      ConnectOn(process, meeting,
+                {.process_of_rank = {0, 1, 2}, .timeout_s = 60, .driver = &driver});
+    });
+  });
+  const std::vector<std::string> texts = processes.Join();
+  for (const int p : {0, 2}) {
+    CHECK_EQ(texts[p], "CommunicatorError: jax_ub.tp: " + NameOf(1, processes.pid(1)) +
+                           " died before all had shared their memory");
+  }
+}
+
+TEST(APeerThatDoesNotShareIsNamedAtTheDeadline) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    Driver driver = EmulatedDriver();
+    if (process == 1) {
+      driver.MemImportFromShareableHandle = [](CUmemGenericAllocationHandle*, void*,
+                                               CUmemAllocationHandleType) -> CUresult {
+        Hang();
+      };
+    }
+    ConnectOn(process, meeting,
+              {.process_of_rank = {0, 1}, .timeout_s = 0.5, .driver = &driver});
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  processes.Signal(1, SIGKILL);
+  const std::string text = processes.Join()[0];
+  CHECK(Contains(
+      text, " waited 0.5 s for " + NameOf(1, processes.pid(1)) + " to share memory"));
+}
+
+TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
+  for (const WayCase& one : Ways()) {
+    Meeting meeting;
+    Processes processes(3, [&](int process) {
+      EmulatedOptions options = one.options;
+      options.first_device = process;
+      EmulatedMachine machine(options);
+      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      RanksOnGpus ranks(communicator);
+      CHECK_EQ(ranks.NumWrongOf(2), 0);
+      ++meeting.bulletin.word();
+      if (process == 1) Hang();
+      ranks.Enqueue(3);
+      meeting.bulletin.WaitForWord(4);  // process 1 is dead
+      AtOnce([&] {
+        CHECK(ranks[0].IsSpoilt());
+        throw CommunicatorError(FailureOf(*communicator));
+      });
+    });
+    meeting.bulletin.WaitForWord(3);
+    processes.Signal(1, SIGKILL);
+    ++meeting.bulletin.word();
+    const std::vector<std::string> texts = processes.Join();
+    for (const int p : {0, 2}) {
+      CHECK_EQ(texts[p], "CommunicatorError: jax_ub.tp: " +
+                             NameOf(1, processes.pid(1)) + " died");
+    }
+  }
+}
+
+TEST(PoisonReachesAllProcessesWithItsReason) {
+  Meeting meeting;
+  Processes processes(3, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    {
+      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      RanksOnGpus ranks(communicator);
+      meeting.bulletin.WaitForWord(1);  // the pid of process 1
+      if (process == 1) {
+        communicator->Poison(std::make_exception_ptr(Error("boom")));
+        CHECK_EQ(FailureOf(*communicator), "boom");
+      } else {
+        ranks.Enqueue(1);
+        CHECK(ranks[0].IsSpoilt());
+        CHECK_EQ(FailureOf(*communicator),
+                 "CommunicatorError: jax_ub.tp: " + NameOf(1, meeting.bulletin.word()) +
+                     " failed: boom");
+      }
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  meeting.bulletin.word() = processes.pid(1);
+  CheckAllWell(processes);
+}
+
+// The rank that waited in vain says so; the others hear of it from their own devices
+// first, and then why.
+TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
+  Meeting meeting;
+  Processes processes(3, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    {
+      const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+      RanksOnGpus ranks(communicator);
+      if (process == 0) {
+        ranks.Enqueue(1, 0.1);
+        CHECK(ranks[0].IsSpoilt());
+        ++meeting.bulletin.word();
+      } else if (process == 1) {
+        ranks.Enqueue(1);
+        meeting.bulletin.WaitForWord(1);
+        CHECK(ranks[0].IsSpoilt());
+        // Its peer's host has not looked yet.
+        const std::string text = FailureOf(*communicator);
+        CHECK(Contains(text,
+                       "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "));
+        CHECK(Contains(text, " failed, and told rank 1 ("));
+        ++meeting.bulletin.word();
+      }
+      meeting.bulletin.WaitForWord(2);
+      std::string text;
+      const auto begin = std::chrono::steady_clock::now();
+      do {
+        text = FailureOf(*communicator);
+      } while (!Contains(text, "waited") && SecondsSince(begin) < 10);
+      CHECK(
+          text.starts_with("CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "
+                           "(process 0, pid "));
+      CHECK(Contains(text, ") waited 0.1"));
+      CHECK(Contains(text, " s for chunk "));
+      try {
+        communicator->ThrowIfFailed();
+        CHECK(false);
+      } catch (const DeadlineError&) {
+      }
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+// Who closes first waits for what the others still do with its memory.
+TEST(ClosingWaitsForAllPeers) {
+  for (const WayCase& one : Ways()) {
+    Meeting meeting;
+    Processes processes(3, [&](int process) {
+      EmulatedOptions options = one.options;
+      options.first_device = process;
+      options.max_delay_us = 3000;
+      options.seed = process + 9;
+      EmulatedMachine machine(options);
+      {
+        const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+        RanksOnGpus ranks(communicator);
+        if (process == 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        ranks.Enqueue(1);
+        const int late = process == 1 ? 1 : 0;
+        if (late) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        meeting.bulletin.word() += late;
+        communicator->Close();
+        CHECK_EQ(meeting.bulletin.word().load(), 1);
+        CHECK_EQ(ranks.NumWrong(1), 0);
+      }
+      CHECK_EQ(machine.Complaints(), "");
+    });
+    CheckAllWell(processes);
+  }
+}
+
+TEST(AClosedPeerIsNoFailureButNoMoreCalls) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    {
+      const auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      if (process == 0) {
+        communicator->Close();
+      } else {
+        std::string text;
+        const auto begin = std::chrono::steady_clock::now();
+        while (text.empty() && SecondsSince(begin) < 10) {
+          try {
+            communicator->ThrowIfFailed();
+          } catch (const CommunicatorError& error) {
+            text = error.what();
+          }
+        }
+        CHECK(
+            text.starts_with("CommunicatorError: jax_ub.tp: rank 0 (process 0, pid "));
+        CHECK(text.ends_with(") closed its communicator"));
+        CHECK(!communicator->failure());
+      }
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+TEST(ClosingDoesNotWaitForTheDeadAndForTheStoppedNotForEver) {
+  for (const int signal : {SIGKILL, SIGSTOP}) {
+    Meeting meeting;
+    Processes processes(2, [&](int process) {
+      EmulatedMachine machine({.first_device = process});
+      auto communicator =
+          ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 0.5});
+      ++meeting.bulletin.word();
+      if (process == 1) Hang();
+      meeting.bulletin.WaitForWord(3);
+      AtOnce([&] { communicator->Close(); });
+      communicator.reset();
+      CHECK_EQ(machine.Complaints(), "");
+    });
+    meeting.bulletin.WaitForWord(2);
+    processes.Signal(1, signal);
+    ++meeting.bulletin.word();
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(signal == SIGSTOP ? 1000 : 0));
+    processes.Signal(1, SIGKILL);
+    CHECK_EQ(processes.Join()[0], "");
+  }
+}
+
+// A child of fork has no part in its parent's communicator.
+TEST(AForkedChildHarmsNobody) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    {
+      auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      if (process == 0) {
+        const pid_t child = fork();
+        if (child == 0) {
+          communicator->Poison(std::make_exception_ptr(Error("of the child")));
+          communicator.reset();
+          _exit(0);
+        }
+        int status = 1;
+        waitpid(child, &status, 0);
+        CHECK_EQ(status, 0);
+      }
+      RanksOnGpus ranks(communicator);
+      CHECK_EQ(ranks.NumWrongOf(2), 0);
+      CHECK(!communicator->failure());
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

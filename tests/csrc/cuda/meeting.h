@@ -1,0 +1,151 @@
+// Processes of a test that have ranks on GPUs: how they find each other and connect.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/emulated_driver.h"
+#include "cuda/exchange.h"
+#include "processes.h"
+#include "transport/cuda/communicator.h"
+
+namespace jax_ub {
+
+// What processes offer, in memory that all of them have.
+class OfferBoard {
+ public:
+  OfferBoard()
+      : entries_(new (mmap(nullptr,
+                           sizeof(Entry) * Bulletin::kMaxProcesses,
+                           PROT_READ | PROT_WRITE,
+                           MAP_SHARED | MAP_ANONYMOUS,
+                           -1,
+                           0)) Entry[Bulletin::kMaxProcesses]) {}
+  ~OfferBoard() { munmap(entries_, sizeof(Entry) * Bulletin::kMaxProcesses); }
+  OfferBoard(const OfferBoard&) = delete;
+
+  void Publish(int process, const Offer& offer) {
+    std::string text;
+    for (const auto& [key, value] : offer) {
+      text.append(key).append("=").append(value).append("\n");
+    }
+    std::strcpy(entries_[process].text, text.c_str());
+    ++entries_[process].num_published;
+  }
+  std::map<int, Offer> Read(int num_processes, int round) {
+    std::map<int, Offer> offers;
+    for (int p = 0; p < num_processes; ++p) {
+      while (entries_[p].num_published < round) std::this_thread::yield();
+      std::istringstream text(entries_[p].text);
+      for (std::string line; std::getline(text, line);) {
+        const size_t end = line.find('=');
+        offers[p][line.substr(0, end)] = line.substr(end + 1);
+      }
+    }
+    return offers;
+  }
+
+ private:
+  struct Entry {
+    char text[8192];
+    std::atomic<int> num_published{0};
+  };
+  Entry* const entries_;
+};
+
+struct Meeting {
+  Bulletin bulletin;
+  OfferBoard offers;
+};
+
+// How a process of a test connects.
+struct Side {
+  std::vector<int> process_of_rank;
+  std::string host = "here";
+  int64_t slots_bytes = RankOnGpu::kSlotsBytes;
+  double timeout_s = 20;
+  int round = 1;
+  const Driver* driver = nullptr;  // the emulated one
+};
+
+// The n-th own rank is on device n.
+inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
+                                                   Meeting& meeting,
+                                                   Side side) {
+  const std::vector<int>& of_rank = side.process_of_rank;
+  const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
+  std::vector<int> ordinals(std::count(of_rank.begin(), of_rank.end(), process));
+  for (size_t n = 0; n < ordinals.size(); ++n) ordinals[n] = static_cast<int>(n);
+  auto endpoint =
+      std::make_unique<CudaEndpoint>(side.driver ? *side.driver : EmulatedDriver(),
+                                     ordinals, side.slots_bytes, side.host);
+  meeting.offers.Publish(process, endpoint->offer());
+  meeting.bulletin.Publish(process, endpoint->address());
+  const auto offers = meeting.offers.Read(num_processes, side.round);
+  auto peers = meeting.bulletin.Read(num_processes, side.round);
+  std::erase_if(peers, [&](const auto& peer) {
+    return offers.at(peer.first).at("host") != side.host;
+  });
+  CHECK_EQ(WhyNotConnected(of_rank, offers), "");
+  return CudaCommunicator::Connect(std::move(endpoint), {of_rank, process, "tp"}, peers,
+                                   offers, side.timeout_s);
+}
+
+inline std::string TextOf(const std::exception_ptr& reason) {
+  if (!reason) return "";
+  try {
+    std::rethrow_exception(reason);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// That failure() comes, at once.
+inline std::string FailureOf(CudaCommunicator& communicator) {
+  const auto begin = std::chrono::steady_clock::now();
+  while (SecondsSince(begin) < 10) {
+    if (const std::exception_ptr reason = communicator.failure()) return TextOf(reason);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return "";
+}
+
+inline std::string Describe(const std::vector<StepDown>& steps) {
+  std::string text;
+  for (const StepDown& step : steps) {
+    text.append(step.way).append(": ").append(step.reason).append("\n");
+  }
+  return text;
+}
+
+inline void CheckAllWell(Processes& processes) {
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+// A way to share, and what leaves only that.
+struct WayCase {
+  std::string way;
+  EmulatedOptions options;
+};
+
+inline std::vector<WayCase> Ways() {
+  EmulatedOptions fabric;
+  fabric.has_fd = false;
+  fabric.has_fabric = true;
+  EmulatedOptions ipc;
+  ipc.has_vmm = false;
+  return {{"vmm", {}}, {"fabric", fabric}, {"ipc", ipc}};
+}
+
+}  // namespace jax_ub
