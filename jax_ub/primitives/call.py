@@ -46,6 +46,7 @@ class Call:
     num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
     tuning: Tuning = Tuning()  # how it runs on a GPU
     choices: Choices | None = None  # what to take instead, where the sizes are known
+    is_tuned: bool = False  # the method is from there, and nobody asked for it
     label: str
 
     def __init_subclass__(cls):
@@ -117,7 +118,9 @@ class Call:
         op, M, K, N = global_sizes(call, operands)
         case = Case(op, call.num_ranks, M, K, N, str(operands[0].dtype))
         choice = self.choices.by_case.get(case)
-        return call if choice is None else choice.apply(call)
+        if choice is None:
+            return call
+        return dataclasses.replace(choice.apply(call), is_tuned=True)
 
     def _promote(self, operands):
         axes = varying.axes_of(*operands)
@@ -236,7 +239,7 @@ def _lower_elsewhere(ctx, *operands, call):
 
 
 def _lower_to_reference(ctx, operands, call, reason):
-    if call.method is not Method.AUTO:
+    if call.method is not Method.AUTO and not call.is_tuned:
         raise UnsupportedOverlapError(
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'

@@ -10,6 +10,7 @@ from jax_ub.errors import ConfigurationError
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.runtime import communicators
 from jax_ub.runtime.tuned import maker
 
 SIZES = (16, 8, 12)
@@ -99,3 +100,14 @@ def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
     with pytest.raises(ConfigurationError, match="made on another machine"):
         ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
     assert not ub.is_ub_initialized()
+
+
+def test_a_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
+    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
+    text = compiled_text(column(), *operands)
+    assert not calls(text) and collectives(text)["all-gather"] == 1
+    assert ub.fallbacks()[-1].reason == "it is asked to"
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="it is asked to"):
+        lowered(column("pipeline"), *operands)
