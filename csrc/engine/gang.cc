@@ -293,6 +293,7 @@ void Board::Poison(int64_t run_id,
   std::vector<std::shared_ptr<Gang>> gangs;
   {
     std::lock_guard lock(mutex_);
+    // A rank of a run older than these waits until its deadline instead.
     if (failures_.size() == kMaxFailures) failures_.pop_front();
     failures_.push_back({run_id, group_key, reason});
     gangs = TakeIncomplete([&](const Gang& gang) {

@@ -59,7 +59,7 @@ void Lockstep::PostWhatFits() {
   RingOthers();
 }
 
-std::optional<Order> Lockstep::TryWaitOrder(int64_t call) const {
+std::optional<Order> Lockstep::PostedOrder(int64_t call) const {
   const ProcessHeader& leader = *headers_[0];
   const auto place = static_cast<uint64_t>(call);
   if (leader.num_posted.load() <= place) return std::nullopt;
@@ -70,7 +70,7 @@ Order Lockstep::WaitOrder(int64_t call, const WaitReason& reason) {
   std::optional<Order> order;
   fate_.Await(
       headers_[own_]->doorbell, reason,
-      [&] { return (order = TryWaitOrder(call)).has_value(); },
+      [&] { return (order = PostedOrder(call)).has_value(); },
       [&] { return fate_.IsGone(0) ? 0 : Fate::kNobody; },
       [&] {
         return Waiting{fate_.name(own_), fate_.name(0) + fate_.DescribeState(0) +
@@ -104,11 +104,8 @@ uint64_t Lockstep::Come(int64_t call, int phase) {
   // A process that has failed does not come: the others would go on without its part.
   fate_.ThrowIfPoisoned();
   const uint64_t place = Place(call, phase);
-  std::atomic<uint64_t>& progress = headers_[own_]->progress;
-  if (progress.load() != place) {
-    progress.store(place);
-    RingOthers();
-  }
+  headers_[own_]->progress.store(place);
+  RingOthers();
   return place;
 }
 
@@ -119,12 +116,6 @@ bool Lockstep::IsMissing(int process, uint64_t place) const {
 int Lockstep::FirstMissing(int first, uint64_t place) const {
   while (first < num_processes() && !IsMissing(first, place)) ++first;
   return first;
-}
-
-bool Lockstep::TryBarrier(int64_t call, int phase) {
-  if (FirstMissing(0, Come(call, phase)) < num_processes()) return false;
-  PostTheRest();
-  return true;
 }
 
 void Lockstep::Barrier(int64_t call, int phase, const WaitReason& reason) {

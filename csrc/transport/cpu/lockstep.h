@@ -31,17 +31,16 @@ class Lockstep {
   // SharedCommunicator's header says what these do.
   void PostOrder(const Order& order);
   Order WaitOrder(int64_t call, const WaitReason& reason);
-  std::optional<Order> TryWaitOrder(int64_t call) const;
   void Announce(int64_t call, uint64_t signature, std::string_view text);
   Announcement announcement(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
-  bool TryBarrier(int64_t call, int phase);
 
   // Makes this process look at its fate again.
   void WakeOwn() { Ring(headers_[own_]->doorbell); }
 
  private:
   void RingOthers();
+  std::optional<Order> PostedOrder(int64_t call) const;
   void PostWhatFits();
   void PostTheRest();
   uint64_t Come(int64_t call, int phase);

@@ -338,9 +338,6 @@ void SharedCommunicator::PostOrder(const Order& order) {
 Order SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
   return state_->lockstep.WaitOrder(call, reason);
 }
-std::optional<Order> SharedCommunicator::TryWaitOrder(int64_t call) const {
-  return state_->lockstep.TryWaitOrder(call);
-}
 void SharedCommunicator::Announce(int64_t call,
                                   uint64_t signature,
                                   std::string_view text) {
@@ -351,9 +348,6 @@ Announcement SharedCommunicator::announcement(int process, int64_t call) const {
 }
 void SharedCommunicator::Barrier(int64_t call, int phase, const WaitReason& reason) {
   state_->lockstep.Barrier(call, phase, reason);
-}
-bool SharedCommunicator::TryBarrier(int64_t call, int phase) {
-  return state_->lockstep.TryBarrier(call, phase);
 }
 
 Transport& SharedCommunicator::rank(int local_rank,

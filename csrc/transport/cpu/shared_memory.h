@@ -27,7 +27,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -84,8 +83,6 @@ class SharedCommunicator {
   void PostOrder(const Order& order);
   // The others: what the leader posted as this call.
   Order WaitOrder(int64_t call, const WaitReason& reason);
-  // The same as a look: nothing, when there is nothing yet.
-  std::optional<Order> TryWaitOrder(int64_t call) const;
 
   // What peers shall compare, before Barrier(call, 0); readable from there to the next
   // call's Barrier(call + 1, 0).
@@ -96,9 +93,6 @@ class SharedCommunicator {
   // (0 to 15) in ascending order; a phase may be left out if all leave it out. Throws
   // without having come when there is poison.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
-  // Comes, if it has not before, and says whether all have. May be followed by itself,
-  // or by Barrier.
-  bool TryBarrier(int64_t call, int phase);
 
   // The end of a rank of this process, with slots in the halves of this call: behind
   // Barrier(call, 0), until the next call's. Throws UnsupportedError when they do not
