@@ -65,8 +65,9 @@ def explain_script(script: str, arguments: list[str], hardware: str | None) -> T
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
         ]
     found = [hlo.collectives(text) for text in texts]
+    chosen = hardware or machine()
     rows = [
-        *call_rows(lowered, {}, hardware or machine(), exposed(traced.trace)),
-        *pair_rows([pair for one in found for pair in one.pairs]),
+        *call_rows(lowered, {}, chosen, exposed(traced.trace)),
+        *pair_rows([pair for one in found for pair in one.pairs], chosen),
     ]
     return summary(pathlib.Path(script).name, rows, found)

@@ -18,6 +18,7 @@ _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
 # Which dot could be one call with a collective, and which call that is.
 _GATHERS = {"all-gather": "all_gather_matmul"}
@@ -45,13 +46,26 @@ _MAX_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A collective of XLA's and the dot next to it, which could be one call."""
+    """A collective of XLA's and the dot next to it, which could be one call.
+
+    Attributes:
+        scope: where the collective comes from.
+        collective: its name.
+        could_be: the public function for both.
+        num_ranks: how many devices it joins.
+        moved_bytes: what a rank sends.
+        sizes: M, K and N over all ranks, as that function counts them; None where the
+            text does not say.
+        itemsize: bytes of an element of the dot's operands.
+    """
 
     scope: str
     collective: str
     could_be: str
     num_ranks: int
     moved_bytes: int
+    sizes: tuple[int, int, int] | None
+    itemsize: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +85,26 @@ class _Instruction:
     text: str
 
 
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    """One rank's product: elements of both operands and of the result, and K."""
+
+    lhs: int
+    rhs: int
+    out: int
+    contracting: int
+    itemsize: int
+
+
 def collectives(text: str) -> Found:
     """Reads a program's optimised HLO."""
     computations = dict(_computations(text))
-    with_dots = {
-        name
+    # The first dot of each computation that has one.
+    dots = {
+        name: _dot(one, body)
         for name, body in computations.items()
-        if any(_multiplies(one) for one in body.values())
+        for one in reversed(body.values())
+        if _multiplies(one)
     }
     pairs = []
     others: collections.Counter[str] = collections.Counter()
@@ -86,17 +113,17 @@ def collectives(text: str) -> Found:
         for one in body.values():
             kind = one.opcode.removesuffix("-start")
             if kind in _GATHERS:
-                near = _near(one.name, users, body, with_dots)
+                near = _near(one.name, users, body, dots)
             elif kind in _REDUCTIONS:
-                near = _near(one.name, _operands(body), body, with_dots)
+                near = _near(one.name, _operands(body), body, dots)
             elif kind in _OTHERS:
-                near = False
+                near = None
             else:
                 continue
-            if near:
-                pairs.append(_pair(one, kind))
-            else:
+            if near is None:
                 others[kind] += 1
+            else:
+                pairs.append(_pair(one, kind, near))
     return Found(tuple(pairs), dict(others))
 
 
@@ -141,8 +168,31 @@ def _operands(body):
     return {name: one.operands for name, one in body.items()}
 
 
-def _near(start, edges, body, with_dots):
-    """Whether a dot is reached through what only moves or converts."""
+def _dot(one, body):
+    """The sizes of a product; 0 for what the text does not say."""
+    operands = [body[name].shape for name in one.operands[:2] if name in body]
+    left, right = ([*operands, "", ""])[:2]
+    itemsize, sizes = _first_array(left)
+    lhs, rhs = math.prod(sizes), math.prod(_first_array(right)[1])
+    # A library's product may return its workspace, too.
+    out = math.prod(_first_array(one.shape)[1])
+    named = _CONTRACTING.search(one.text)
+    if named and lhs:
+        K = math.prod(sizes[int(axis)] for axis in named[1].split(","))
+    else:
+        # [M, K] and [K, N] to [M, N]: M K * K N / M N = K^2.
+        K = math.isqrt(lhs * rhs // max(out, 1))
+    return _Dot(lhs, rhs, out, K, itemsize)
+
+
+def _first_array(text):
+    """Bytes of an element and the sizes of the first array of a shape."""
+    found = _SHAPE.search(text)
+    return (_bits(found[1]) // 8, _ints(found[2])) if found else (0, [0])
+
+
+def _near(start, edges, body, dots):
+    """The first dot that is reached through what only moves or converts, or None."""
     reached = list(edges.get(start, ()))
     for _ in range(_MAX_STEPS):
         following = []
@@ -151,15 +201,17 @@ def _near(start, edges, body, with_dots):
             if one is None:
                 continue
             called = _CALLED.search(one.text)
-            if _multiplies(one) or (called and called[1] in with_dots):
-                return True
+            if _multiplies(one):
+                return _dot(one, body)
+            if called and called[1] in dots:
+                return dots[called[1]]
             if one.opcode in _PASSED or one.opcode.endswith("-done"):
                 following += edges.get(name, ())
         reached = following
-    return False
+    return None
 
 
-def _pair(one, kind):
+def _pair(one, kind, dot):
     num_ranks = _group_size(one.text)
     share = (num_ranks - 1) / max(num_ranks, 1)
     # The scattered result is one rank's share of what is moved.
@@ -171,7 +223,22 @@ def _pair(one, kind):
         could_be={**_GATHERS, **_REDUCTIONS}[kind],
         num_ranks=num_ranks,
         moved_bytes=round(share * whole * _size_bytes(one.shape)),
+        sizes=_global_sizes(one, kind, dot, num_ranks),
+        itemsize=dot.itemsize,
     )
+
+
+def _global_sizes(one, kind, dot, num_ranks):
+    K = dot.contracting
+    if min(dot.lhs, dot.rhs, dot.out, K) < 1:
+        return None
+    if kind not in _GATHERS:
+        M = max(dot.lhs // K, 1)
+        return M, num_ranks * K, max(dot.out // M, 1)
+    # What is gathered has the rows, on whichever side it is multiplied.
+    gathered = math.prod(_ints(_SHAPE.findall(one.shape)[-1][1]))
+    M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
+    return M, K, num_ranks * max(dot.out // M, 1)
 
 
 def _group_size(text):
@@ -194,6 +261,13 @@ def _size_bytes(text):
     if not arrays:
         return 0
     dtype, sizes = arrays[-1]
-    bits = _BITS.search(dtype)
-    elements = math.prod(int(size) for size in sizes.split(",") if size)
-    return elements * (int(bits[0]) if bits else 8) // 8
+    return math.prod(_ints(sizes)) * _bits(dtype) // 8
+
+
+def _ints(sizes):
+    return [int(size) for size in sizes.split(",") if size]
+
+
+def _bits(dtype):
+    found = _BITS.search(dtype)
+    return int(found[0]) if found else 8

@@ -59,7 +59,7 @@ def explain(
     counts = _count(traced.jaxpr.jaxpr)
     rows = [
         *call_rows(lowered, counts, hardware or machine(), exposed(trace)),
-        *pair_rows(found.pairs),
+        *pair_rows(found.pairs, hardware or machine()),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
     return summary(name, rows, [found])
@@ -111,7 +111,7 @@ def call_rows(
         )
 
 
-def pair_rows(pairs: Sequence[hlo.Pair]) -> Iterator[Row]:
+def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
     """One row for all pairs of XLA's that are alike."""
     places = collections.Counter(
         dataclasses.replace(pair, scope=_scope(pair.scope, "")) for pair in pairs
@@ -126,6 +126,7 @@ def pair_rows(pairs: Sequence[hlo.Pair]) -> Iterator[Row]:
             method="xla",
             reason=f"XLA's own: could be one ub.{pair.could_be}",
             moved_bytes=pair.moved_bytes,
+            predicted_s=sizes.pair_seconds(pair, hardware),
             note=f"x {count}" if count > 1 else "",
         )
 

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jax_ub import simulate
+from jax_ub.explain.hlo import Pair
 from jax_ub.primitives.call import Call
 from jax_ub.primitives.sizes import global_sizes
 from jax_ub.simulate.hardware import Hardware
@@ -20,4 +23,19 @@ def prediction(
     dtype = operands[0].dtype
     return simulate.estimate(
         op, method, **sizes, P=ranks, dtype=dtype, hardware=hardware
+    )
+
+
+def pair_seconds(pair: Pair, hardware: str | Hardware) -> float | None:
+    """What the model says of XLA's dot and collective, one after the other.
+
+    None where the program's text does not say the sizes, and for f64.
+    """
+    if pair.sizes is None or pair.itemsize not in (1, 2, 4):
+        return None
+    # The model asks a dtype for nothing but its size.
+    dtype = np.dtype(("V", pair.itemsize))
+    M, K, N = pair.sizes
+    return simulate.predict(
+        pair.could_be, "xla", M, K, N, pair.num_ranks, dtype, hardware
     )

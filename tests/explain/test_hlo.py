@@ -41,9 +41,13 @@ GROUPS = {
 def test_pairs_are_found_through_what_only_moves_or_converts(groups):
     found = hlo.collectives(TEXT.replace("GROUPS", groups))
     assert found.pairs == (
-        Pair("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
-        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192),
-        Pair("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96),
+        Pair(
+            *("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
+            sizes=(8, 4, 4 * 6),
+            itemsize=4,
+        ),
+        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, (8, 4 * 6, 4), 4),
+        Pair("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, (8, 4 * 6, 4), 4),
     )
     assert found.others == {"all-to-all": 1, "all-reduce": 1}
 
@@ -51,6 +55,34 @@ def test_pairs_are_found_through_what_only_moves_or_converts(groups):
 def test_a_collective_of_nobody_knows_how_many_moves_nothing():
     found = hlo.collectives(TEXT.replace(", GROUPS", ""))
     assert {(pair.num_ranks, pair.moved_bytes) for pair in found.pairs} == {(1, 0)}
+
+
+DOTS = {
+    "left": ("f32[8,6] dot(%g, %w), lhs_contracting_dims={1}", (8, 4, 4 * 6)),
+    "right": ("f32[6,8] dot(%w, %g), lhs_contracting_dims={0}", (8, 4, 4 * 6)),
+    "transposed": ("f32[4,6] dot(%g, %dy), lhs_contracting_dims={0}", (4, 8, 4 * 6)),
+    "batch": ("f32[2,4,6] dot(%b, %v), lhs_contracting_dims={2}", (8, 4, 4 * 6)),
+    "library's": ("(f32[8,6], s8[99]) custom-call(%g, %w)", (8, 4, 4 * 6)),
+    "vector": ("f32[8] dot(%g, %one), lhs_contracting_dims={1}", (8, 4, 4)),
+    "not said": ("f32[8,6] custom-call(%g)", None),
+}
+
+
+@pytest.mark.parametrize(("dot", "expected"), DOTS.values(), ids=DOTS)
+def test_sizes_are_those_of_all_ranks(dot, expected):
+    text = f"""ENTRY %main (x: f32[2,4], w: f32[4,6], dy: f32[8,6]) -> f32[8,6] {{
+  %x = f32[2,4] parameter(0)
+  %w = f32[4,6] parameter(1)
+  %dy = f32[8,6] parameter(2)
+  %v = f32[2,4,6] parameter(3)
+  %one = f32[4] parameter(4)
+  %g = f32[8,4] all-gather(%x), replica_groups=[1,4]<=[4]
+  %b = f32[2,4,4] reshape(%g)
+  ROOT %y = {dot}, custom_call_target="a_gemm"
+}}
+"""
+    [pair] = hlo.collectives(text).pairs
+    assert pair.sizes == expected
 
 
 def test_a_program_without_collectives_has_none():

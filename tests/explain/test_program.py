@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub import simulate
 from jax_ub.explain import program
 from jax_ub.methods import Method
 
@@ -84,6 +85,14 @@ def test_pairs_of_xla_that_could_be_one_call_are_named():
         ),
     ]
     assert found.rows[0].moved_bytes == 3 * 16 * 16 * 4
+    times = [row.predicted_s for row in found.rows]
+    # XLA's own are those of the method that is XLA.
+    calls = ub.explain(mlp(), *operands()).rows
+    sizes = {"M": 64, "P": 4, "dtype": np.float32, "hardware": "cpu"}
+    assert times == [
+        simulate.predict(calls[0].op, "xla", K=16, N=32, **sizes),
+        simulate.predict(calls[1].op, "xla", K=32, N=16, **sizes),
+    ]
 
 
 def test_what_the_partitioner_inserts_is_seen_too():
