@@ -81,7 +81,7 @@ def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.005)  # the kernel has no wait for a process of somebody else's
 
 
 def signal_name(number: int) -> str:

@@ -15,8 +15,8 @@ from jax_ub.ops.operation import (
     Residuals,
     expand,
 )
-from jax_ub.rules.fused_group import fit, like
-from jax_ub.rules.site import keep_if, save
+from jax_ub.rules.fused_group import fit, like_if
+from jax_ub.rules.site import placeholder, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class FusibleGroup:
             {
                 name: save(values[name], name)
                 if name in wanted and name in values
-                else _placeholder()
+                else placeholder()
                 for name in sorted(possible)
             }
             for values, wanted, possible in zip(residuals, saves, names, strict=True)
@@ -132,10 +132,10 @@ class FusibleGroup:
         """
         types, extra_types = self._abstract(operands)
         likes = tuple(
-            _like_if(need.x, aval) for need, aval in zip(op_needs, types, strict=True)
+            like_if(need.x, aval) for need, aval in zip(op_needs, types, strict=True)
         )
         internal = tuple(
-            tuple(map(_like_if, need.extra_inputs, row))
+            tuple(map(like_if, need.extra_inputs, row))
             for need, row in zip(op_needs, extra_types, strict=True)
         )
         return likes, internal
@@ -250,14 +250,6 @@ def _backward(op, residuals, dy, d_extras, needs):
         return op.backward(residuals, dy, d_extras, needs)
     # With nothing to compute, each basic operation says what it keeps.
     return FusedOperation.backward(op, residuals, dy, d_extras, needs)
-
-
-def _placeholder():
-    return keep_if(False, 0)
-
-
-def _like_if(wanted, aval):
-    return like(aval) if wanted and aval is not None else _placeholder()
 
 
 def _everything(op):

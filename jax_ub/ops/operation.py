@@ -331,6 +331,14 @@ def fuse_windows(
     return fused
 
 
+def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
+    """The first operations of a list if they are of these kinds, in this order."""
+    window = tuple(ops[: len(kinds)])
+    if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
+        return None
+    return window
+
+
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
     """The basic operations that a fused list stands for."""
     return tuple(basic for op in ops for basic in op.basic_ops)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub.primitives import varying
-from jax_ub.rules.site import compiled, is_placeholder, is_zero, keep_if
+from jax_ub.rules.site import compiled, is_placeholder, is_zero, placeholder
 from jax_ub.runtime import overlaps
 
 
@@ -22,8 +22,8 @@ class Group(Protocol):
     def forward(self, operands: Any, needs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the results, and residuals for the `needs`, by name.
 
-        The tree of the residuals depends on the operands only. What is not needed is
-        left out with `site.keep_if`.
+        The tree of the residuals depends on the operands only. In the place of what is
+        not needed is a `site.placeholder`.
         """
 
     def backward(self, residuals: dict[str, Any], cotangents: Any, needs: Any) -> Any:
@@ -59,11 +59,7 @@ def _group_fwd(configuration, group, operands):
     values = jax.tree.map(lambda operand: operand.value, operands)
     needs = jax.tree.map(lambda operand: operand.perturbed, operands)
     results, residuals = group.forward(values, needs)
-    return results, (jax.tree.map(_like_if, needs, values), residuals)
-
-
-def _like_if(wanted, value):
-    return like(value) if wanted else keep_if(False, value)
+    return results, (jax.tree.map(like_if, needs, values), residuals)
 
 
 def _group_bwd(configuration, group, saved, cotangents):
@@ -88,6 +84,11 @@ def like(value) -> jax.Array:
     """An empty array with the dtype and the mesh axes of an array or aval."""
     empty = jnp.zeros((0,), value.dtype)
     return varying.promote(empty, varying.axes_of(value))
+
+
+def like_if(wanted: bool, value) -> jax.Array:
+    """The type of an array or aval where it is wanted, a placeholder elsewhere."""
+    return like(value) if wanted and value is not None else placeholder()
 
 
 def fit(wanted: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:

@@ -192,7 +192,12 @@ def keep_if(wanted: bool, value):
     jax keeps one tree of residuals for all uses of a jaxpr, which may be differentiated
     for other operands each time, so what is left out must not change the structure.
     """
-    return value if wanted else jax.tree.map(lambda _: jnp.zeros(0, bool), value)
+    return value if wanted else jax.tree.map(lambda _: placeholder(), value)
+
+
+def placeholder() -> jax.Array:
+    """What stands where a residual was left out: an array without a number."""
+    return jnp.zeros(0, bool)
 
 
 def kept(residuals: dict) -> dict:
@@ -204,7 +209,10 @@ def kept(residuals: dict) -> dict:
 
 
 def is_placeholder(leaf) -> bool:
-    """Whether a residual is what `keep_if` left in the place of one."""
+    """Whether a residual is a `placeholder`.
+
+    A residual of booleans without an element looks the same, and says as little.
+    """
     return leaf.dtype == bool and leaf.size == 0
 
 

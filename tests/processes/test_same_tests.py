@@ -21,7 +21,7 @@ FUSED = [
 ]
 SAME = [
     "primitives",
-    "ops/fused/test_userbuffers_linear.py",
+    *FUSED,
     *(
         f"rules/test_{name}.py"
         for name in (

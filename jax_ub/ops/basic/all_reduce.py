@@ -2,16 +2,14 @@
 
 import dataclasses
 
-from jax_ub import shapes
+from jax_ub.ops.basic.collective import Collective
 from jax_ub.ops.basic.linear_products import misses_ranks
-from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce
-from jax_ub.rules.site import open_site
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AllReduce(BasicOperation):
+class AllReduce(Collective):
     """Sums an activation of any shape over the ranks, in f32, rounded once.
 
     Its backward is the identity where the gradient of y is already that of all ranks'
@@ -32,20 +30,13 @@ class AllReduce(BasicOperation):
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
     """  # noqa: E501, a table
 
-    axis_name: str = "tp"
     _: dataclasses.KW_ONLY
     reduce_in_backward: bool | None = None
-    method: str | None = None
-
-    def saved(self, needs):
-        """Nothing."""
-        return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
         """Sums."""
-        site = open_site(self.label, self.axis_name, None, self.method)
-        shapes.check_float(self.label, x=x)
-        shapes.check_not_empty(self.label, "x", x)
+        site = self.site()
+        self.check(x)
         y = all_reduce(varying.promote(x, site.axes(x)), **site.alone)
         if self.reduce_in_backward:
             y = varying.promote(y, site.axes(x))
@@ -53,7 +44,7 @@ class AllReduce(BasicOperation):
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Passes dy on, or sums it."""
-        site = open_site(self.label, self.axis_name, None, self.method)
+        site = self.site()
         sums = self.reduce_in_backward
         if sums is None or (site.is_tracked and not sums):
             sums = misses_ranks(site, dy)

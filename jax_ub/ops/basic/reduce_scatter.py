@@ -3,14 +3,13 @@
 import dataclasses
 
 from jax_ub import shapes
-from jax_ub.ops.operation import BasicOperation
+from jax_ub.ops.basic.collective import Collective
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.reduce_scatter import reduce_scatter
-from jax_ub.rules.site import open_site
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ReduceScatter(BasicOperation):
+class ReduceScatter(Collective):
     """Sums and scatters tokens: `[..., M, K]` to `[..., M/P, K]`; backward gathers.
 
     Transformer Engine: `te.ops.ReduceScatter`, along its first dimension. No
@@ -21,24 +20,15 @@ class ReduceScatter(BasicOperation):
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
     """
 
-    axis_name: str = "tp"
-    _: dataclasses.KW_ONLY
-    method: str | None = None
-
-    def saved(self, needs):
-        """Nothing."""
-        return frozenset()
-
     def forward(self, params, x, extra_inputs, saves):
         """Sums in f32, rounds once and keeps the own tokens."""
-        site = open_site(self.label, self.axis_name, None, self.method)
+        site = self.site()
         shapes.check_rank(self.label, "x", x)
-        shapes.check_float(self.label, x=x)
-        shapes.check_not_empty(self.label, "x", x)
+        self.check(x)
         shapes.check_divides(self.label, x, site.num_ranks)
         return reduce_scatter(x, out_dtype=x.dtype, **site.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Gathers dy."""
-        site = open_site(self.label, self.axis_name, None, self.method)
+        site = self.site()
         return all_gather(dy, **site.alone), {}, ()

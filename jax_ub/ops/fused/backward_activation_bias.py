@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_ub.ops.basic.activation import Activation
 from jax_ub.ops.basic.bias import Bias
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
 from jax_ub.rules.bias import row_sum
 
 
@@ -31,9 +31,5 @@ class BackwardActivationBias(FusedOperation):
 
 
 def _match(ops):
-    if len(ops) < 2:
-        return None
-    bias, activation = ops[:2]
-    if not isinstance(bias, Bias) or not isinstance(activation, Activation):
-        return None
-    return BackwardActivationBias((bias, activation))
+    window = front(ops, Bias, Activation)
+    return None if window is None else BackwardActivationBias(window)

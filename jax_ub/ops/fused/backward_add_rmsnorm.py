@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jax_ub.ops.basic.make_extra_output import MakeExtraOutput
 from jax_ub.ops.basic.normalization import RMSNorm
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 
 def _match(ops):
-    if len(ops) < 2:
+    window = front(ops, MakeExtraOutput, RMSNorm)
+    if window is None or window[0].in_place:
         return None
-    extra, norm = ops[:2]
-    if not isinstance(extra, MakeExtraOutput) or not isinstance(norm, RMSNorm):
-        return None
-    return None if extra.in_place else BackwardAddRMSNorm((extra, norm))
+    return BackwardAddRMSNorm(window)

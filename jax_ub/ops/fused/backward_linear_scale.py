@@ -5,7 +5,7 @@ import dataclasses
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.constant_scale import ConstantScale
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,7 @@ class BackwardLinearScale(FusedOperation):
 
 
 def _match(ops):
-    if len(ops) < 2:
+    window = front(ops, BasicLinear, ConstantScale)
+    if window is None or window[0].tensor_parallel_mode == "column":
         return None
-    linear, scale = ops[:2]
-    if not isinstance(linear, BasicLinear) or not isinstance(scale, ConstantScale):
-        return None
-    if linear.tensor_parallel_mode == "column":
-        return None
-    return BackwardLinearScale((linear, scale))
+    return BackwardLinearScale(window)

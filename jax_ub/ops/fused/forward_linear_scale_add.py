@@ -3,9 +3,10 @@
 import dataclasses
 
 from jax_ub.ops.basic.add_extra_input import AddExtraInput
+from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.constant_scale import ConstantScale
 from jax_ub.ops.fused import linear_windows
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
 
 def _match(ops):
-    if len(ops) < 3 or not linear_windows.is_unreduced(ops[0]):
+    window = front(ops, BasicLinear, ConstantScale, AddExtraInput)
+    if window is None or not linear_windows.is_unreduced(window[0]):
         return None
-    linear, scale, add = ops[:3]
-    if not isinstance(scale, ConstantScale) or not isinstance(add, AddExtraInput):
-        return None
-    return ForwardLinearScaleAdd((linear, scale, add)) if add.in_place else None
+    return ForwardLinearScaleAdd(window) if window[2].in_place else None

@@ -1,7 +1,6 @@
 """A linear whose GEMMs overlap with their communication, backward."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.methods import Method
 from jax_ub.ops.fused import userbuffers_linear as userbuffers
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.operation import Op
 from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.rules.bias import row_sum
 from jax_ub.rules.column_gradients import column_gradients
@@ -21,7 +20,7 @@ OP = "UserbuffersBackwardLinear"
 
 
 @dataclasses.dataclass(frozen=True)
-class UserbuffersBackwardLinear(FusedOperation):
+class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
     """Both gradients of a linear, beside their communication.
 
     Transformer Engine: `UserbuffersBackwardLinear`, for the patterns in
@@ -121,11 +120,6 @@ class UserbuffersBackwardLinear(FusedOperation):
             db = all_reduce(promote(db, site.axes(db)), **site.alone)
         return dx, dw, {"grad_bias": db}
 
-    @property
-    def overlaps(self):
-        """Yes."""
-        return True
-
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One call for every gradient that is needed."""
         if dy is None or not any(needs):
@@ -134,19 +128,9 @@ class UserbuffersBackwardLinear(FusedOperation):
         return dx, d_params, ((),) * len(self.basic_ops)
 
     @classmethod
-    def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Why linears stay as they are."""
-        return userbuffers.refusals(ops)
-
-    @classmethod
     def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
-        return fuse_windows(ops, _match)
-
-
-def _match(ops):
-    window = userbuffers.match(ops)
-    return UserbuffersBackwardLinear(window) if isinstance(window, tuple) else None
+        return cls.fuse(ops)
 
 
 def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):

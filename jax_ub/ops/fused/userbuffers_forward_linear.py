@@ -10,12 +10,10 @@ from jax_ub.methods import Method
 from jax_ub.ops.fused import userbuffers_linear as userbuffers
 from jax_ub.ops.operation import (
     BasicOperation,
-    FusedOperation,
     Op,
     Params,
     Residuals,
     compute_dtype,
-    fuse_windows,
 )
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_gather_matmul import all_gather_matmul
@@ -28,7 +26,7 @@ OP = "UserbuffersForwardLinear"
 
 
 @dataclasses.dataclass(frozen=True)
-class UserbuffersForwardLinear(FusedOperation):
+class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
     """`BasicLinear`, `Bias`, `ReduceScatter` in one call (see `userbuffers_linear`).
 
     Transformer Engine: `UserbuffersForwardLinear`. Saves the gathered input, or the
@@ -91,11 +89,6 @@ class UserbuffersForwardLinear(FusedOperation):
         y = overlapped(site, tensor_parallel_mode, x, w, bias)
         return y, {"input": x, "weight": w}
 
-    @property
-    def overlaps(self):
-        """Yes."""
-        return True
-
     def forward(self, params, x, extra_inputs, saves):
         """One call; residuals are those of the `BasicLinear`."""
         y, residuals = run_window(self.basic_ops, params, x)
@@ -103,19 +96,9 @@ class UserbuffersForwardLinear(FusedOperation):
         return y, ((), *((),) * rest), (residuals, *({},) * rest)
 
     @classmethod
-    def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Why linears stay as they are."""
-        return userbuffers.refusals(ops)
-
-    @classmethod
     def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
-        return fuse_windows(ops, _match)
-
-
-def _match(ops):
-    window = userbuffers.match(ops)
-    return UserbuffersForwardLinear(window) if isinstance(window, tuple) else None
+        return cls.fuse(ops)
 
 
 def run_window(

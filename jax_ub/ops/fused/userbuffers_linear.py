@@ -26,7 +26,13 @@ from jax_ub.methods import Method
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
-from jax_ub.ops.operation import BasicOperation, Op, num_ranks
+from jax_ub.ops.operation import (
+    BasicOperation,
+    FusedOperation,
+    Op,
+    fuse_windows,
+    num_ranks,
+)
 from jax_ub.rules.site import Site, open_site
 
 # The public function that communicates as each mode does.
@@ -60,10 +66,30 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
     return window
 
 
-def refusals(ops: Sequence[Op]) -> dict[int, str]:
-    """Why linears in a list are not overlapped, by their index."""
-    found = {i: match(ops[i:]) for i in range(len(ops))}
-    return {i: reason for i, reason in found.items() if isinstance(reason, str)}
+@dataclasses.dataclass(frozen=True)
+class UserbuffersLinear(FusedOperation):
+    """A window that is one of the patterns."""
+
+    @property
+    def overlaps(self):
+        """Yes."""
+        return True
+
+    @classmethod
+    def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
+        """Why linears stay as they are, by their index."""
+        found = {i: match(ops[i:]) for i in range(len(ops))}
+        return {i: reason for i, reason in found.items() if isinstance(reason, str)}
+
+    @classmethod
+    def fuse(cls, ops: list[Op]) -> list[Op]:
+        """Replaces every pattern by an operation of this class."""
+
+        def match_front(rest):
+            window = match(rest)
+            return cls(window) if isinstance(window, tuple) else None
+
+        return fuse_windows(ops, match_front)
 
 
 @dataclasses.dataclass(frozen=True)

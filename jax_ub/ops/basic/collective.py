@@ -1,0 +1,31 @@
+"""What the operations that only communicate share."""
+
+import dataclasses
+
+import jax
+
+from jax_ub import shapes
+from jax_ub.ops.operation import BasicOperation
+from jax_ub.rules.site import Site, open_site
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Collective(BasicOperation):
+    """Communicates an activation over `axis_name`. No parameters, no residuals."""
+
+    axis_name: str = "tp"
+    _: dataclasses.KW_ONLY
+    method: str | None = None
+
+    def saved(self, needs):
+        """Nothing."""
+        return frozenset()
+
+    def site(self) -> Site:
+        """Its ranks and its method."""
+        return open_site(self.label, self.axis_name, None, self.method)
+
+    def check(self, x: jax.Array) -> None:
+        """Checks what every collective asks of its input."""
+        shapes.check_float(self.label, x=x)
+        shapes.check_not_empty(self.label, "x", x)
