@@ -25,8 +25,8 @@ function(jax_ub_find_cuda missing)
   endif()
   file(STRINGS "${JAX_UB_CUDA_INCLUDE_DIR}/cuda.h" line REGEX "#define CUDA_VERSION ")
   string(REGEX MATCH "[0-9]+" version "${line}")
-  if(version LESS 12000)
-    set(${missing} "cuda.h in ${JAX_UB_CUDA_INCLUDE_DIR} is ${version}, not 12000 or newer"
+  if(version LESS 12040)
+    set(${missing} "cuda.h in ${JAX_UB_CUDA_INCLUDE_DIR} is ${version}, not 12040 or newer"
       PARENT_SCOPE)
   endif()
 endfunction()

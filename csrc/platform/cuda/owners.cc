@@ -46,8 +46,10 @@ Context::Context(const Driver& driver, int ordinal) {
 
 int Context::Attribute(CUdevice_attribute attribute) const {
   int value = 0;
-  Check(driver(), driver().DeviceGetAttribute(&value, attribute, device()),
-        "cuDeviceGetAttribute");
+  const CUresult result = driver().DeviceGetAttribute(&value, attribute, device());
+  // One that is newer than the driver: it has nothing of the kind.
+  if (result == CUDA_ERROR_INVALID_VALUE) return 0;
+  Check(driver(), result, "cuDeviceGetAttribute");
   return value;
 }
 

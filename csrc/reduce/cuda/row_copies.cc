@@ -1,15 +1,13 @@
 #include "reduce/cuda/row_copies.h"
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 
 namespace jax_ub {
 
 namespace {
 
-// What a driver takes for the distance of two rows (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
-constexpr int64_t kMaxPitchBytes = std::numeric_limits<int32_t>::max();
+// Rows are batches: few and large. More than these are cheaper for a kernel.
+constexpr int64_t kMostBlocks = 64;
 
 void CopyBlock(const Driver& driver,
                CUstream stream,
@@ -34,24 +32,15 @@ void EnqueueCopy(const Driver& driver,
     return CopyBlock(driver, stream, rows.to, rows.from,
                      rows.num_rows * rows.row_bytes);
   }
-  if (std::max(rows.from_stride, rows.to_stride) > kMaxPitchBytes) {
-    for (int64_t row = 0; row < rows.num_rows; ++row) {
-      CopyBlock(driver, stream, rows.to + row * rows.to_stride,
-                rows.from + row * rows.from_stride, rows.row_bytes);
-    }
-    return;
+  // A graph's copies take new addresses, as XLA gives them to captured calls, only where
+  // they have one dimension: cuMemcpy2DAsync would refuse the second run.
+  if (rows.num_rows > kMostBlocks) {
+    return sums.Copy(stream, rows, way.num_sm, way.cluster_size);
   }
-  // As addresses of any device: of a peer's memory, too.
-  CUDA_MEMCPY2D copy = {};
-  copy.srcMemoryType = CU_MEMORYTYPE_UNIFIED;
-  copy.srcDevice = rows.from;
-  copy.srcPitch = rows.from_stride;
-  copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
-  copy.dstDevice = rows.to;
-  copy.dstPitch = rows.to_stride;
-  copy.WidthInBytes = rows.row_bytes;
-  copy.Height = rows.num_rows;
-  Check(driver, driver.Memcpy2DAsync(&copy, stream), "cuMemcpy2DAsync");
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    CopyBlock(driver, stream, rows.to + row * rows.to_stride,
+              rows.from + row * rows.from_stride, rows.row_bytes);
+  }
 }
 
 }  // namespace jax_ub

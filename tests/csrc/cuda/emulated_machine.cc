@@ -65,9 +65,11 @@ std::shared_ptr<Lane> Machine::TakeLane() {
     spare_lanes.erase(spare);
     return lane;
   }
-  const Seen seen;
-  lanes.push_back(
-      std::make_shared<Lane>(options.seed * 1000 + lanes.size(), options.max_delay_us));
+  const uint64_t seed = options.seed * 1000 + lanes.size();
+  lanes.push_back([&] {
+    const Seen seen;  // that it starts a thread
+    return std::make_shared<Lane>(seed, options.max_delay_us);
+  }());
   return lanes.back();
 }
 

@@ -42,7 +42,7 @@ class RankOnGpu {
     driver_.StreamSynchronize(stream_.get());
   }
 
-  // The n-th exchange, n > 0.
+  // The n-th exchange, n > 0; another one than before only when that is done.
   void Enqueue(uint32_t n, double timeout_s = 60) {
     const ScopedContext scoped(driver_, context_.get());
     CudaSlots slots(rank_, communicator_->places(rank_), communicator_->error(rank_),
@@ -50,7 +50,7 @@ class RankOnGpu {
                     communicator_->Place(communicator_->num_ranks(), kSlotBytes),
                     {&driver_, &flags_, &sums_, stream_.get(), {}},
                     [](const std::exception_ptr&) {});
-    for (int i = 0; i < kNumWords; ++i) Own()[i] = WordOf(rank_, n, i);
+    FillOwn(n);
     const int num_ranks = communicator_->num_ranks();
     for (int d = 1; d < num_ranks; ++d) {
       const int peer = (rank_ + d) % num_ranks;
@@ -108,7 +108,13 @@ class RankOnGpu {
     return n * 1000000u + static_cast<uint32_t>(rank) * 10000u +
            static_cast<uint32_t>(i);
   }
-  uint32_t* Own() { return static_cast<uint32_t*>(own_.get()); }
+  // Whoever enqueues the same exchange again may do so while the last one still reads.
+  void FillOwn(uint32_t n) {
+    if (n == filled_) return;
+    auto* const words = static_cast<uint32_t*>(own_.get());
+    for (int i = 0; i < kNumWords; ++i) words[i] = WordOf(rank_, n, i);
+    filled_ = n;
+  }
   const uint32_t* Came(int peer) {
     return static_cast<const uint32_t*>(came_.get()) + peer * kNumWords;
   }
@@ -122,6 +128,7 @@ class RankOnGpu {
   const SumKernels sums_;
   const Stream stream_;
   const HostMemory own_;
+  uint32_t filled_ = 0;  // with the words of which exchange
   const HostMemory came_;
 };
 

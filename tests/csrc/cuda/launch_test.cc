@@ -179,17 +179,31 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
   end.slots.Write(2, 3, 0, {nullptr, 4, 8, 8});
   end.slots.Write(2, 3, 0, {nullptr, 2, 8, 24});
   end.slots.Write(2, 3, 0, {nullptr, 2, 0, 24});  // nothing
-  CHECK_EQ(end.operations.size(), 3u);
+  CHECK_EQ(end.operations.size(), 4u);
   const CUdeviceptr slot = end.places[2].slots + 3 * 256;
   CHECK_EQ(end.operations[0].to, slot + 8);
   CHECK_EQ(end.operations[0].size_bytes, 32);
   CHECK_EQ(end.operations[1].size_bytes, 32);  // rows without gaps
-  CHECK_EQ(end.operations[2].to, slot);
-  CHECK_EQ(end.operations[2].size_bytes, 8);
-  CHECK_EQ(end.operations[2].num_rows, 2);
-  CHECK_EQ(end.operations[2].from_stride, 24);
+  // Rows with gaps: one by one, since a graph's copies have one dimension.
+  for (const int row : {0, 1}) {
+    CHECK_EQ(end.operations[2 + row].to, slot + 8 * row);
+    CHECK_EQ(end.operations[2 + row].size_bytes, 8);
+  }
   CHECK_THROWS(end.slots.Write(2, 3, 16, {nullptr, 1, 32, 0}),
                "a piece of 48 bytes does not fit into a slot of 40");
+}
+
+TEST(many_rows_with_gaps_go_by_sms) {
+  End end;
+  end.slots.Write(2, 3, 0, {nullptr, 65, 0, 24});
+  CHECK(end.operations.empty());
+  std::vector<Operation> operations;
+  const SumKernels sums(Recording(), kHopper);
+  EnqueueCopy(Recording(), sums, StreamInto(operations), {256, 512, 65, 8, 24, 8, 0},
+              {});
+  CHECK_EQ(operations.size(), 1u);
+  CHECK_EQ(operations[0].kernel->name, kCopyKernel);
+  CHECK_EQ(ParamsOf<CopyParams>(operations[0]).num_rows, 65);
 }
 
 TEST(pieces_go_by_sms_when_copy_engines_are_not_to_be_used) {
