@@ -67,8 +67,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         dtype: of the unquantised operands.
         ub_cfgs: by name, what differs from Transformer Engine's defaults; or a list of
             that, one for each mode. `ub.overlap_config.from_te` reads Megatron's files.
-            A path: every name is "auto", and "auto" takes the choices of this file of
-            `python -m jax_ub tune` for the sizes that it has.
+            A path: forwards and dgrads are "auto", and "auto" takes the choices of this
+            file of `python -m jax_ub tune`, for the sizes that it has.
         bootstrap_backend: how processes find each other: None or "jax", "mpi",
             or "file:<directory>".
         mesh: the mesh; None takes that of `jax.set_mesh`, else groups of `tp_size`
@@ -201,7 +201,8 @@ def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
 def _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh) -> Domain:
     """Checks everything that one process can check by itself."""
     shape, dtype = _read_shape(shape), _read_dtype(dtype)
-    choices = None
+    # Kept with the domain in any case: the processes compare them.
+    choices = tuned.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned.read(os.fspath(ub_cfgs)), AUTOMATIC
     found = {}

@@ -173,6 +173,10 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _over_processes(given):
+    if given.platform != "cpu":
+        raise UnsupportedOverlapError(
+            "bench: --processes compares with gloo, on CPUs. Leave --platform out."
+        )
     given.devices = given.processes
     if given.rounds is None and not given.quick:
         given.rounds = _PROCESS_ROUNDS

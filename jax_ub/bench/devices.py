@@ -17,7 +17,7 @@ Spec = PartitionSpec
 
 
 def start(num_devices: int, platform: str | None = "cpu") -> None:
-    """Sees that this process has that many CPU devices.
+    """Sees that this process has that many devices, on CPUs as many as are asked for.
 
     Unless it was set up with as many, jax must not have computed yet.
 
@@ -26,7 +26,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
         platform: what jax is to run on; None leaves it to jax.
 
     Raises:
-        UnsupportedOverlapError: if jax has started already, with fewer devices.
+        UnsupportedOverlapError: if jax has fewer devices, or has started already.
     """
     # jaxlib needs two threads a device where launches pile up. oneDNN's OpenMP would
     # spin on the cores while the next contender runs.
@@ -37,13 +37,20 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
             jax.config.update("jax_platforms", platform)
         if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
             jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        pass  # It has started: with enough of them, perhaps.
+    try:
+        num_found = len(jax.devices())
     except RuntimeError as error:
-        if len(jax.devices()) < num_devices:
-            raise UnsupportedOverlapError(
-                f"bench: jax runs with {len(jax.devices())} devices already, and P = "
-                f"{num_devices} was asked for. Start the benchmark in a process of its "
-                "own: python -m jax_ub bench."
-            ) from error
+        raise UnsupportedOverlapError(
+            f"bench: jax does not start on {platform}: {error}"
+        ) from error
+    if num_found < num_devices:
+        raise UnsupportedOverlapError(
+            f"bench: jax runs with {num_found} devices, and P = {num_devices} was "
+            "asked for. Ask for fewer; on CPUs, start the benchmark in a process of "
+            "its own: python -m jax_ub bench."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,14 @@ from jax_ub.overlap_config.tuning import Tuning
 
 # Raised where a key changes its meaning.
 SCHEMA = 1
+# What can be chosen.
+METHODS = (
+    Method.DIRECT,
+    Method.RING_EXCHANGE,
+    Method.PIPELINE,
+    Method.EXTERNAL,
+    Method.XLA,
+)
 # What has a choice: the products that are one with their communication.
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -168,7 +176,7 @@ def _read_entry(entry: dict[str, Any]):
     case = Case(**{name: entry[name] for name in names})
     if case.op not in OPS:
         raise UnknownNameError(f"no op {case.op!r}. {nearest(case.op, OPS)}")
-    methods = [method.value for method in Method]
+    methods = [method.value for method in METHODS]
     if entry["method"] not in methods:
         raise UnknownNameError(
             f"no method {entry['method']!r}. {nearest(entry['method'], methods)}"

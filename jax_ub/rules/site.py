@@ -149,9 +149,10 @@ def plan_site(
     """The same for known ranks, outside `jax.shard_map` too."""
     label = label_of(op, ub_name)
     chosen = methods.resolve(label, method, settings.method())
-    choices = tuned.on_axis(axes, num_ranks) if axes else None
-    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
     found = overlaps.find(label, axes, num_ranks, ub_name)
+    automatic = chosen is Method.AUTO or (method is None and bool(found))
+    choices = tuned.on_axis(axes, num_ranks) if axes and automatic else None
+    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
     if method is not None or not found:
         return site
     ways = ways_of(like or op, label, found)

@@ -102,8 +102,14 @@ def why_not() -> str | None:
     """
     try:
         cuda = load()
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         return str(error)
+    if settings.runs_concurrently():
+        return (
+            "XLA_FLAGS lets XLA run captured calls in any order, but every rank must "
+            "run them in that of the program: leave out "
+            "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+        )
     return cuda.why_not() if local_devices() else None
 
 

@@ -54,6 +54,11 @@ def xla_memory_share() -> float:
         return 0.75  # XLA itself refuses it
 
 
+def runs_concurrently() -> bool:
+    """Whether `XLA_FLAGS` asks for captured calls in an order of XLA's own."""
+    return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
+
+
 def tuned() -> str | None:
     """`JAX_UB_TUNED`: a file of `python -m jax_ub tune`, whose choices "auto" takes."""
     return os.environ.get("JAX_UB_TUNED") or None

@@ -37,6 +37,15 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Choices | None:
     domain = overlaps.on_axis(axis_name, num_ranks)
     if domain is not None and domain.choices is not None:
         return domain.choices
+    return of_process()
+
+
+def of_process() -> Choices | None:
+    """The choices of the file that `JAX_UB_TUNED` names.
+
+    Raises:
+        ConfigurationError: if it does not fit.
+    """
     path = settings.tuned()
     return None if path is None else read(path)
 

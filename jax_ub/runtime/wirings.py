@@ -97,14 +97,18 @@ class CudaWiring:
         return [group for group in place.groups if len(group) > 1]
 
     def offer(self, place, group):
-        """The heaps of the own ranks, and what this process can share them by."""
-        # A device that only waits in initialize_ub must know its own number.
-        return cuda.load().endpoint(
+        """The heaps of the own ranks, and what this process can share them by.
+
+        Or in words, why it has no engine.
+        """
+        return cuda.why_not() or cuda.load().endpoint(
             place.ordinals_of(group), place.call_bytes, hosts.identity()
         )
 
     def introduce(self, offered):
         """Where it listens, and the ways in which the heaps may be shared."""
+        if isinstance(offered, str):
+            return {"why_not": offered}
         return {
             "address": offered.address,
             "token": offered.token,
@@ -115,7 +119,10 @@ class CudaWiring:
     def why_not(self, place, group, told, introduced):
         """What the engine concludes from all offers."""
         if not place.spans(group):
-            return None
+            return cuda.why_not()
+        for process, one in sorted(introduced.items()):
+            if "why_not" in one:
+                return f"process {process} cannot: {one['why_not']}"
         offers = {process: one["offer"] for process, one in introduced.items()}
         processes = list(place.processes_of(group))
         return cuda.load().why_not_connected(processes, offers) or None

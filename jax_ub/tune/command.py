@@ -23,6 +23,8 @@ from jax_ub.simulate import models
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import Timed, cases, measure
 
+_TOKENS = 8192
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
@@ -50,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help=f"instead: the linears of {', '.join(models.MODELS)}"
     )
-    parser.add_argument("--tokens", type=positive, default=8192, help="M of --model")
+    parser.add_argument("--tokens", type=positive, help="M of --model (default: 8192)")
     parser.add_argument(
         "--rounds", type=positive, default=9, help="timed calls of each candidate"
     )
     parser.add_argument(
-        "--devices", choices=("cpu", "cuda"), help="default: GPUs where jax has enough"
+        "--platform", choices=("cpu", "cuda"), help="default: GPUs where jax has enough"
     )
     parser.set_defaults(run=command)
 
@@ -69,7 +71,7 @@ def command(given: argparse.Namespace) -> int:
                 f"tune: shape {shape} does not divide into {num_ranks} ranks. Take "
                 f"sizes that are multiples of {num_ranks}."
             )
-    choices = candidates(_start(given.devices, max(given.tp)))
+    choices = candidates(_start(given.platform, max(given.tp)))
     here = maker()
     tunings = tuned.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
@@ -89,18 +91,17 @@ def command(given: argparse.Namespace) -> int:
 
 def _shapes(given) -> Sequence[Shape]:
     if given.model is None:
+        if given.tokens is not None:
+            raise UnsupportedOverlapError("tune: --tokens is the M of a --model.")
         return given.shapes or workloads.DEFAULT
     if given.shapes is not None:
         raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
-    shapes = [
-        Shape(given.tokens, layer.K, layer.N)
-        for layer in models.find(given.model).layers
-    ]
     # A row linear [M, K, N] is the one behind a column linear [M, N, K].
-    ops = [layer.op for layer in models.find(given.model).layers]
+    layers = models.find(given.model).layers
     return [
-        shape if op == "all_gather_matmul" else shape.row
-        for shape, op in zip(shapes, ops, strict=True)
+        shape if layer.op == "all_gather_matmul" else shape.row
+        for layer in layers
+        for shape in [Shape(given.tokens or _TOKENS, layer.K, layer.N)]
     ]
 
 
@@ -115,7 +116,7 @@ def _start(wanted, num_devices) -> bool:
     if wanted == "cuda" or num_found:
         raise UnsupportedOverlapError(
             f"tune: jax has {num_found} CUDA devices here, and P = {num_devices} was "
-            "asked for. Take a smaller --tp, or --devices cpu."
+            "asked for. Take a smaller --tp, or --platform cpu."
         )
     return False
 

@@ -96,7 +96,7 @@ def test_what_cannot_be_run_is_refused(arguments, text, capsys):
 def test_more_devices_than_jax_started_with_are_refused():
     assert len(jax.devices()) == 16
     with pytest.raises(
-        UnsupportedOverlapError, match="P = 99 was asked for. Start the"
+        UnsupportedOverlapError, match="P = 99 was asked for. Ask for fewer"
     ):
         devices.start(99)
 
@@ -117,3 +117,8 @@ def test_contenders_that_disagree_are_an_error():
 def test_the_tolerance_follows_the_dtype_and_the_length_of_the_sums():
     assert tolerance("bfloat16", 64) > tolerance("float32", 64)
     assert tolerance("float32", 4096) > tolerance("float32", 64)
+
+
+def test_gloo_has_no_gpus(capsys):
+    assert main(["bench", "--platform", "cuda", "--processes", "2"]) == 2
+    assert "--processes compares with gloo, on CPUs" in capsys.readouterr().err

@@ -71,8 +71,9 @@ ub() { "$python" -m jax_ub "$@"; }
 ranks() {
   local n=$1
   shift
-  XLA_PYTHON_CLIENT_PREALLOCATE=false ub launch -n "$n" --timeout 110 \
-    tests/gpu/ranks.py --share-gpu "$@"
+  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" \
+    XLA_PYTHON_CLIENT_PREALLOCATE=false \
+    ub launch -n "$n" --timeout 110 tests/gpu/ranks.py --share-gpu "$@"
 }
 
 # Command buffers for programs of any size, or for none.
@@ -84,10 +85,19 @@ sanitized() {
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
   XLA_PYTHON_CLIENT_PREALLOCATE=false compute-sanitizer --tool "$tool" --error-exitcode 1 \
     --target-processes all --kernel-regex kernel_substring=jax_ub \
-    "$python" tests/gpu/local.py --short
+    "$python" -m jax_ub launch -n 2 --timeout 80 tests/gpu/ranks.py --share-gpu \
+    --rounds 1 --dtypes 1 --calls 2
 }
 
-export -f ub ranks captured eager sanitized machine build_all
+# cuBLASLt lies where pip has put it, unless XLA has loaded it.
+parts() {
+  local libraries
+  libraries=$("$python" -c 'from jax_ub.runtime import cuda; print(*cuda.library_paths())')
+  # shellcheck disable=SC2086  # one argument for each
+  "$build/gpu_bench" "$out/gpu_bench.json" $libraries
+}
+
+export -f ub ranks captured eager sanitized parts machine build_all
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
 
 main() {
@@ -101,9 +111,9 @@ main() {
   step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
   step 70 "4 processes on one GPU" bash -c 'ranks 4 --rounds 1 --dtypes 1'
   step 90 "8 processes on one GPU" bash -c 'ranks 8 --rounds 1 --dtypes 1 --calls 2'
-  step 60 "memcheck" bash -c 'sanitized memcheck'
+  step 90 "memcheck" bash -c 'sanitized memcheck'
   step 60 "racecheck" bash -c 'sanitized racecheck'
-  step 100 "the engine's parts" "$build/gpu_bench" "$out/gpu_bench.json"
+  step 100 "the engine's parts" bash -c parts
   step 100 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
     --ops gemm,dgrad_add,wgrad_accumulate --shapes 8192x8192x8192 --rounds 9 \
     --json "$out/bench.json"'

@@ -52,17 +52,20 @@ def check(program, mesh, method, dtype, given):
     compiled = jax.jit(mapped)
     name = f"{program.__name__} {method} {dtype} over {mesh.size} ranks"
     for seed in range(given.rounds):
-        operands = [draw(31 * seed + i, shape) for i, shape in enumerate(shapes)]
-        placed = [
-            place(mesh, spec, x, dtype)
-            for spec, x in zip(in_specs, operands, strict=True)
+        # Two sets in turns: what a call finds of the one before it is wrong.
+        sets = [
+            [draw(31 * seed + 7 * turn + i, shape) for i, shape in enumerate(shapes)]
+            for turn in range(2)
         ]
-        expected = reference(*operands)
-        for _ in range(given.calls):
-            results = compiled(*placed)
-        jax.block_until_ready(results)
-        for result, right in zip(results, expected, strict=True):
-            compare(f"{name}, seed {seed}", result, right)
+        placed = [
+            [place(mesh, spec, x, dtype) for spec, x in zip(in_specs, one, strict=True)]
+            for one in sets
+        ]
+        expected = [reference(*operands) for operands in sets]
+        calls = [compiled(*placed[call % 2]) for call in range(given.calls)]
+        for call, results in enumerate(jax.block_until_ready(calls)):
+            for result, right in zip(results, expected[call % 2], strict=True):
+                compare(f"{name}, seed {seed}, call {call}", result, right)
     say(f"right: {name}")
 
 

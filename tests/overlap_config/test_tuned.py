@@ -59,6 +59,7 @@ def test_another_schema_is_refused(tmp_path, text):
     "change, error, words",
     [
         ({"op": "all_gather"}, UnknownNameError, "no op 'all_gather'"),
+        ({"method": "bulk"}, UnknownNameError, "no method 'bulk'"),
         ({"method": "pipelin"}, UnknownNameError, "no method 'pipelin'"),
         ({"tuning": {"lanes": 2}}, ConfigurationError, "lanes"),
     ],

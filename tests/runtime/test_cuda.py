@@ -172,3 +172,14 @@ ub.destroy_ub()
 assert "jax_ub._cuda" not in sys.modules, "loaded"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_calls_in_an_order_of_xlas_own_are_refused(monkeypatch, built):
+    flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    assert "run them in that of the program: leave out" in cuda.why_not()
+
+
+def test_a_setting_that_cannot_be_read_is_the_reason(monkeypatch, built):
+    monkeypatch.setenv("JAX_UB_TIMEOUT_S", "many")
+    assert "JAX_UB_TIMEOUT_S" in cuda.why_not()

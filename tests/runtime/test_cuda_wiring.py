@@ -192,3 +192,18 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
         place(groups=((2, 3),), process_of=process_of, platform="cpu")
     )
     assert not connections()
+
+
+def test_an_engine_that_is_missing_here_is_the_reason(cuda_engine, monkeypatch):
+    monkeypatch.setattr(cuda, "why_not", lambda: "no nvcc")
+    found = connect(introduced(), {"reasons": {}})
+    assert found[0, 4].reason == "process 0 cannot: no nvcc"
+    assert found[2, 3].reason == "no nvcc"
+    assert not cuda_engine.made and not cuda_engine.offered
+
+
+def test_an_engine_that_is_missing_elsewhere_is_the_reason(cuda_engine):
+    without = {"endpoints": {key: {"why_not": "no nvcc"} for key in ("0,4", "1,5")}}
+    found = connect(without, {"reasons": {}})
+    assert found[0, 4].reason == found[1, 5].reason == "process 1 cannot: no nvcc"
+    assert [one.devices for one in cuda_engine.made] == [[2, 3]]

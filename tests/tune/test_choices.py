@@ -111,3 +111,12 @@ def test_a_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
     assert ub.fallbacks()[-1].reason == "it is asked to"
     with pytest.raises(ub.errors.UnsupportedOverlapError, match="it is asked to"):
         lowered(column("pipeline"), *operands)
+
+
+def test_a_file_that_does_not_fit_does_not_concern_a_method_that_is_named(
+    tmp_path, operands, monkeypatch
+):
+    monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "none.json"))
+    assert "method = 2" in lowered(column("pipeline"), *operands)
+    with pytest.raises(ConfigurationError, match="none.json"):
+        lowered(column(), *operands)

@@ -12,7 +12,7 @@ from jax_ub.tune.candidates import candidates
 
 def tune(path, *arguments):
     return main(
-        ["tune", "--devices", "cpu", "--rounds", "1", "--output", path, *arguments]
+        ["tune", "--platform", "cpu", "--rounds", "1", "--output", path, *arguments]
     )
 
 
@@ -66,6 +66,7 @@ def test_gpus_are_tuned_for_streams_margins_and_algorithms_too():
 @pytest.mark.parametrize(
     "arguments, text",
     [
+        (["--tokens", "64"], "--tokens is the M of a --model"),
         (["--shapes", "33x48x80"], "shape 33x48x80 does not divide into 2 ranks"),
         (["--model", "llama3-70b", "--shapes", "32x48x80"], "not both"),
         (["--model", "llama3"], "llama3-70b"),
@@ -78,5 +79,5 @@ def test_wrong_calls_are_refused(arguments, text, tmp_path, capsys):
 
 def test_gpus_that_are_not_there_are_refused(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
-    assert main(["tune", "--devices", "cuda", "--output", path]) == 2
-    assert "jax has 0 CUDA devices here" in capsys.readouterr().err
+    assert main(["tune", "--platform", "cuda", "--output", path]) == 2
+    assert "0 CUDA devices here" in capsys.readouterr().err
