@@ -105,13 +105,12 @@ def test_the_result_lies_where_out_sharding_says(types):
 )
 def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
     x, w = normal(0, x), normal(1, w)
-    before = len(ub.fallbacks())
     with jax.set_mesh(mesh_of(1, 2)):
         program = jax.jit(lambda x, w: ub.dot_general("row")(x, w, dims))
         assert not calls(compiled_text(program, x, w))
         y = program(x, w)
     assert_trees_close(y, lax.dot_general(x, w, dims))
-    assert reason in ub.fallbacks()[before].reason
+    assert reason in ub.fallbacks()[-1].reason
 
 
 def test_integers_are_left_to_jax():
