@@ -243,7 +243,7 @@ def _place(axes, domain, devices) -> Place:
         capacity=domain.capacity if domain is not None else 0,
         num_slots=domain.num_slots if domain is not None else 0,
         name=f"initialize_ub(axis_name={axes!r})",
-        ordinals=cuda.ordinals(own),
+        ordinals=cuda.ordinals(list(filter(cuda.is_cuda, own))),
     )
 
 

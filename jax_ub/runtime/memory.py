@@ -61,10 +61,10 @@ class AxisMemory:
 
     def _title(self):
         ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
-        if self.shared_bytes == 0:
+        if self.on_gpus:
+            ours = f"heaps of {ours}" if self.shared_bytes else "none: not connected"
+        elif self.shared_bytes == 0:
             ours = "none: ranks of one process read each other in place"
-        elif self.on_gpus:
-            ours = f"heaps of {ours}"
         return (
             f"axis {self.axis_name}, {self.tp_size} ranks, {self.num_ranks} of them "
             f"here, [T, H] = {list(self.shape)}\n"
