@@ -67,7 +67,6 @@ constexpr Symbol kSymbols[] = {
     {offsetof(Driver, MemHostGetDevicePointer), "cuMemHostGetDevicePointer", 3020},
     {offsetof(Driver, MemFreeHost), "cuMemFreeHost", 2000},
     {offsetof(Driver, MemcpyAsync), "cuMemcpyAsync", 4000},
-    {offsetof(Driver, Memcpy2DAsync), "cuMemcpy2DAsync", 3020},
     {offsetof(Driver, MemsetD8Async), "cuMemsetD8Async", 3020},
     {offsetof(Driver, MemsetD32Async), "cuMemsetD32Async", 3020},
     {offsetof(Driver, LibraryLoadData), "cuLibraryLoadData", 12000},

@@ -54,7 +54,6 @@ struct Driver {
   decltype(&cuMemHostGetDevicePointer) MemHostGetDevicePointer;
   decltype(&cuMemFreeHost) MemFreeHost;
   decltype(&cuMemcpyAsync) MemcpyAsync;
-  decltype(&cuMemcpy2DAsync) Memcpy2DAsync;
   decltype(&cuMemsetD8Async) MemsetD8Async;
   decltype(&cuMemsetD32Async) MemsetD32Async;
 

@@ -12,6 +12,7 @@
 #include "transport/cpu/fate.h"
 #include "transport/cpu/slots.h"
 #include "transport/process/handshake.h"
+#include "transport/process/message.h"
 #include "transport/process/peers.h"
 
 namespace jax_ub {
@@ -22,21 +23,6 @@ constexpr std::string_view kErrorBegins = "CommunicatorError: ";
 
 // Slots begin on cache lines of their own.
 constexpr int64_t kSlotAlignment = 64;
-
-struct Reason {
-  MessageKind kind = MessageKind::kPoison;
-  std::string text;
-};
-
-Reason ReasonOf(const std::exception_ptr& reason) {
-  try {
-    std::rethrow_exception(reason);
-  } catch (const DeadlineError& error) {
-    return {MessageKind::kDeadlinePoison, error.what()};
-  } catch (const std::exception& error) {
-    return {MessageKind::kPoison, error.what()};
-  }
-}
 
 }  // namespace
 
@@ -214,7 +200,7 @@ void SharedCommunicator::State::Poison(const std::exception_ptr& reason) {
   {
     std::lock_guard saying(saying_mutex);
     if (fate.poison()) return;
-    Reason told = ReasonOf(reason);
+    PoisonMessage told = PoisonMessageOf(reason);
     if (!told.text.starts_with(kErrorBegins)) {
       told.text =
           group.ErrorPrefix() + fate.name(group.own()) + " failed: " + told.text;

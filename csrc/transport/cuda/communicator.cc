@@ -16,6 +16,7 @@
 #include "transport/cuda/fault.h"
 #include "transport/cuda/group_heaps.h"
 #include "transport/process/handshake.h"
+#include "transport/process/message.h"
 #include "transport/process/notes.h"
 #include "transport/process/peers.h"
 
@@ -30,21 +31,6 @@ constexpr double kFailedCloseS = 5;
 
 // Raised with every change of what lies in a heap, or of what processes say.
 constexpr int kProtocol = 1;
-
-struct Reason {
-  MessageKind kind = MessageKind::kPoison;
-  std::string text;
-};
-
-Reason ReasonOf(const std::exception_ptr& reason) {
-  try {
-    std::rethrow_exception(reason);
-  } catch (const DeadlineError& error) {
-    return {MessageKind::kDeadlinePoison, error.what()};
-  } catch (const std::exception& error) {
-    return {MessageKind::kPoison, error.what()};
-  }
-}
 
 // That all say the same: what they share, and how it lies.
 std::string SetupText(const Group& group, const HeapLayout& layout) {
@@ -190,7 +176,7 @@ void CudaCommunicator::State::Poison(const std::exception_ptr& reason) {
   if (IsCopy()) return;
   std::lock_guard saying(saying_mutex);
   if (has_failed.load()) return;
-  Reason told = ReasonOf(reason);
+  PoisonMessage told = PoisonMessageOf(reason);
   if (!told.text.starts_with(kErrorBegins)) {
     told.text = group.ErrorPrefix() + group.Describe(group.own(), owner) +
                 " failed: " + told.text;

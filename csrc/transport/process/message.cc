@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "platform/error.h"
+
 namespace jax_ub {
 
 namespace {
@@ -14,6 +16,16 @@ constexpr size_t kMaxBody = 8192;
 }  // namespace
 
 static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) <= kMaxBody);
+
+PoisonMessage PoisonMessageOf(const std::exception_ptr& reason) {
+  try {
+    std::rethrow_exception(reason);
+  } catch (const DeadlineError& error) {
+    return {MessageKind::kDeadlinePoison, error.what()};
+  } catch (const std::exception& error) {
+    return {MessageKind::kPoison, error.what()};
+  }
+}
 
 bool SendMessage(const FileDescriptor& connection,
                  MessageKind kind,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <string_view>
 
@@ -35,6 +36,13 @@ struct Message {
   std::string body;
   FileDescriptor passed;
 };
+
+// Poison, as it is told: of a deadline by a kind of its own.
+struct PoisonMessage {
+  MessageKind kind = MessageKind::kPoison;
+  std::string text;
+};
+PoisonMessage PoisonMessageOf(const std::exception_ptr& reason);
 
 // False when the peer is gone. Longer bodies are cut.
 bool SendMessage(const FileDescriptor& connection,

@@ -178,34 +178,6 @@ TEST(CopiesOfPageableMemoryReadItAtOnceAndReturnWhenItIsWritten) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(RowsAreCopiedWithTheirPitch) {
-  EmulatedMachine machine;
-  const Gpu gpu;
-  const Stream stream(driver, 0);
-  const DeviceMemory from(driver, 256), to(driver, 256);
-  Gpu::Fill(stream.get(), from.get(), 5, 64);
-  Gpu::Fill(stream.get(), to.get(), 0, 64);
-  CUDA_MEMCPY2D copy = {};
-  copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_DEVICE;
-  copy.srcDevice = from.get();
-  copy.dstDevice = to.get();
-  copy.srcPitch = 16;
-  copy.dstPitch = 32;
-  copy.WidthInBytes = 8;
-  copy.Height = 8;
-  Check(driver, driver.Memcpy2DAsync(&copy, stream.get()), "copy");
-  const auto words = Gpu::Read(stream.get(), to.get(), 64);
-  for (int i = 0; i < 64; ++i) CHECK_EQ(words[i], i % 8 < 2 ? 5u : 0u);
-  copy.dstPitch = 4;
-  CHECK_EQ(driver.Memcpy2DAsync(&copy, stream.get()), CUDA_ERROR_INVALID_VALUE);
-  copy.dstPitch = size_t{1} << 31;
-  CHECK_EQ(driver.Memcpy2DAsync(&copy, stream.get()), CUDA_ERROR_INVALID_VALUE);
-  copy.dstPitch = 32;
-  copy.Height = 9;
-  CHECK_EQ(driver.Memcpy2DAsync(&copy, stream.get()), CUDA_ERROR_ILLEGAL_ADDRESS);
-  CHECK_EQ(machine.Violations().size(), 1u);
-}
-
 TEST(NewMemoryIsJunk) {
   EmulatedMachine machine;
   const Gpu gpu;

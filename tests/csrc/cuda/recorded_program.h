@@ -38,8 +38,6 @@ struct Operation {
   unsigned cluster_size = 0;  // 0: not asked for
   CUdeviceptr to = 0;         // of a copy
   int64_t size_bytes = 0;
-  int64_t num_rows = 1;  // more than one: with strides
-  int64_t from_stride = 0;
   PieceId piece = 0;
   std::vector<Read> reads;  // by this very copy: what it passes on
   uint32_t needs = 0;       // reads beside the lane that come first: bits
@@ -95,15 +93,6 @@ inline Driver RecordingDriver() {
     Operation copy;
     copy.to = to;
     copy.size_bytes = static_cast<int64_t>(bytes);
-    reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
-    return CUDA_SUCCESS;
-  };
-  driver.Memcpy2DAsync = [](const CUDA_MEMCPY2D* rows, CUstream stream) {
-    Operation copy;
-    copy.to = rows->dstDevice;
-    copy.size_bytes = static_cast<int64_t>(rows->WidthInBytes);
-    copy.num_rows = static_cast<int64_t>(rows->Height);
-    copy.from_stride = static_cast<int64_t>(rows->srcPitch);
     reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
     return CUDA_SUCCESS;
   };
