@@ -118,8 +118,8 @@ class CudaGemm::State {
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
       : driver_(driver), sums_(sums), plans_(library) {}
 
-  // Enqueues, or only plans where there is no stream. Returns the number of algorithms,
-  // of the term that has most.
+  // Enqueues, or prepares where there is no stream. Returns the number of algorithms, of
+  // the term that has most.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -207,6 +207,8 @@ class CudaGemm::State {
       num_algorithms = std::max(num_algorithms, plan.num_algorithms());
       if (pass.stream) {
         plan.Enqueue(arguments, pass.options.algorithm, *pass.stream);
+      } else {
+        plan.WarmUp(driver_, pass.options.algorithm, arguments.beta != 0);
       }
     }
     return num_algorithms;

@@ -56,8 +56,10 @@ class CudaGemm {
   // Needs no device.
   static int64_t WorkspaceBytes(const GemmProblem& problem);
 
-  // Makes the plans that Enqueue will look up: asks cuBLASLt's heuristics, enqueues
-  // nothing. Addresses matter only by their alignment and by how segments adjoin.
+  // Makes the plans that Enqueue will look up: asks cuBLASLt's heuristics, and runs each
+  // new plan once so that its kernels are loaded. Needs memory for that, and waits; not
+  // while this thread captures. Addresses matter only by their alignment and by how
+  // segments adjoin.
   void Prepare(const GemmProblem& problem,
                const GemmOptions& options,
                const GemmWorkspace& workspace);
@@ -70,7 +72,7 @@ class CudaGemm {
                const GemmWorkspace& workspace,
                CUstream stream);
 
-  // How many values GemmOptions::algorithm has for a problem, at least 1.
+  // How many values GemmOptions::algorithm has for a problem, at least 1. Prepares it.
   int NumAlgorithms(const GemmProblem& problem,
                     const GemmOptions& options,
                     const GemmWorkspace& workspace);

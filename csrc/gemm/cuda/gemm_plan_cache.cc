@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "gemm/views.h"
+#include "platform/cuda/owners.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -51,6 +53,20 @@ lt::Preference MakePreference(const CublasLt& library) {
   Check(library, library.MatmulPreferenceCreate(&preference),
         "cublasLtMatmulPreferenceCreate");
   return preference;
+}
+
+int64_t RoundUp(int64_t size_bytes) {
+  return (size_bytes + kMaxAlignmentBytes - 1) / kMaxAlignmentBytes *
+         kMaxAlignmentBytes;
+}
+
+// From a matrix's first element to its last, of all of the batch.
+int64_t SpanBytes(const MatmulKey& key,
+                  DType dtype,
+                  int64_t columns,
+                  const PlannedMatrix& matrix) {
+  return RoundUp((matrix.batch_stride * (key.batch - 1) + matrix.leading * columns) *
+                 SizeOf(dtype));
 }
 
 }  // namespace
@@ -166,6 +182,7 @@ void MatmulPlan::FindAlgorithms() {
       if (found[i].state == lt::Status::kSuccess &&
           found[i].workspace_bytes <= static_cast<size_t>(key_.workspace_bytes)) {
         algorithms_.push_back(found[i].algorithm);
+        workspace_bytes_.push_back(static_cast<int64_t>(found[i].workspace_bytes));
       }
     }
   } else if (status != lt::Status::kNotSupported &&
@@ -179,17 +196,61 @@ void MatmulPlan::FindAlgorithms() {
   }
 }
 
+int MatmulPlan::IndexOf(int algorithm) const {
+  return std::clamp(algorithm, 0, num_algorithms() - 1);
+}
+
+int64_t MatmulPlan::LargestOperandBytes() const {
+  const int64_t a_columns = key_.transpose_a ? key_.m : key_.k;
+  const int64_t b_columns = key_.transpose_b ? key_.k : key_.n;
+  const int64_t bias_elements = key_.m + key_.bias.batch_stride * (key_.batch - 1);
+  return std::max({SpanBytes(key_, key_.operand_dtype, a_columns, key_.a),
+                   SpanBytes(key_, key_.operand_dtype, b_columns, key_.b),
+                   SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
+                   RoundUp(bias_elements * SizeOf(key_.result_dtype))});
+}
+
+int64_t MatmulPlan::ResultBytes() const {
+  return SpanBytes(key_, key_.result_dtype, key_.n, key_.d);
+}
+
+void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
+  const int index = IndexOf(algorithm);
+  const std::lock_guard lock(warming_mutex_);
+  if (warm_.contains({index, adds})) return;
+  // What it computes is nobody's, so that what is only read may lie in one place.
+  const int64_t read_bytes = LargestOperandBytes();
+  const int64_t result_bytes = ResultBytes();
+  const DeviceMemory memory(driver,
+                            read_bytes + result_bytes + workspace_bytes_[index]);
+  auto* const data = reinterpret_cast<std::byte*>(memory.get());
+  MatmulArguments arguments;
+  arguments.a = arguments.b = arguments.c = arguments.bias = data;
+  arguments.d = data + read_bytes;
+  arguments.beta = adds ? 1 : 0;
+  arguments.workspace = data + read_bytes + result_bytes;
+  const Stream stream(driver);
+  Run(arguments, index, stream.get(), workspace_bytes_[index]);
+  Check(driver, driver.StreamSynchronize(stream.get()), "cuStreamSynchronize");
+  warm_.emplace(index, adds);
+}
+
 void MatmulPlan::Enqueue(const MatmulArguments& arguments,
                          int algorithm,
                          CUstream stream) {
-  const int last = num_algorithms() - 1;
+  Run(arguments, IndexOf(algorithm), stream, key_.workspace_bytes);
+}
+
+void MatmulPlan::Run(const MatmulArguments& arguments,
+                     int index,
+                     CUstream stream,
+                     int64_t workspace_bytes) {
   const auto enqueue = [&] {
     Check(library_,
           library_.Matmul(handle_, description_.get(), &arguments.alpha, arguments.a,
                           a_.get(), arguments.b, b_.get(), &arguments.beta, arguments.c,
-                          c_.get(), arguments.d, d_.get(),
-                          &algorithms_[std::clamp(algorithm, 0, last)],
-                          arguments.workspace, key_.workspace_bytes, stream),
+                          c_.get(), arguments.d, d_.get(), &algorithms_[index],
+                          arguments.workspace, workspace_bytes, stream),
           "cublasLtMatmul");
   };
   if (!key_.has_bias) return enqueue();

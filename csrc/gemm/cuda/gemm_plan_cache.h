@@ -10,11 +10,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm/cuda/cublaslt.h"
 #include "gemm/dtype.h"
+#include "platform/cuda/driver.h"
 
 namespace jax_ub {
 
@@ -71,6 +74,12 @@ class MatmulPlan {
 
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
 
+  // Runs it once, in memory of its own, and waits for that: a matmul may load kernels when
+  // it is first enqueued, and loading may wait for all that the device has to do, also for
+  // a kernel that waits for a peer. Nothing where it has been done; not while this thread
+  // captures. `adds`: whether beta will be another than 0.
+  void WarmUp(const Driver& driver, int algorithm, bool adds);
+
   // By any thread. `algorithm` beyond the last is the last.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
@@ -84,6 +93,13 @@ class MatmulPlan {
                                      const PlannedMatrix& matrix) const;
   void MakeDescription();
   void FindAlgorithms();
+  int IndexOf(int algorithm) const;
+  void Run(const MatmulArguments& arguments,
+           int index,
+           CUstream stream,
+           int64_t workspace_bytes);
+  int64_t LargestOperandBytes() const;
+  int64_t ResultBytes() const;
 
   const CublasLt& library_;
   const lt::Handle handle_;
@@ -93,6 +109,9 @@ class MatmulPlan {
   const Owned<lt::LayoutObject> c_;
   const Owned<lt::LayoutObject> d_;
   std::vector<lt::Algorithm> algorithms_;
+  std::vector<int64_t> workspace_bytes_;  // [algorithm]
+  std::mutex warming_mutex_;              // held while one warms up
+  std::set<std::pair<int, bool>> warm_;   // algorithm, adds; guarded by it
   std::mutex
       mutex_;  // the description holds the address of the bias, of one call at a time
   Owned<lt::MatmulDescObject> description_;

@@ -151,8 +151,10 @@ class GpuCalls {
   }
   void Execute(int rank) {
     const int ordinal = ordinals_[rank];
+    const DeviceBytes workspace = Workspace(rank);
+    const EmulatedLaunchesOnly nothing_loads;
     gpus_.engine().Execute(site, ordinal, gpus_.stream(ordinal), on_device_[rank],
-                           Workspace(rank));
+                           workspace);
   }
   DeviceBytes Workspace(int rank) {
     return gpus_.Workspace(ordinals_[rank],

@@ -276,7 +276,7 @@ TEST(the_empty_sum_is_zero_or_what_is_added) {
   CHECK_EQ(Layer::ReadAt(layer.y, 1, 3, 5), Layer::ReadAt(bias, 0, 0, 5));
 }
 
-TEST(a_prepared_product_asks_no_heuristic_and_allocates_nothing) {
+TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   Fixture fixture;
   const Layer layer(fixture, 1, 8, 16, 24);
   const Layer other(fixture, 1, 8, 16, 24);
@@ -284,15 +284,23 @@ TEST(a_prepared_product_asks_no_heuristic_and_allocates_nothing) {
   const GemmWorkspace workspace = fixture.WorkspaceFor(problem);
   int64_t before = NumHeuristics();
   const int64_t num_matmuls = NumMatmuls();
-  fixture.gemm().Prepare(problem, {}, workspace);
+  const auto prepare = [&] { fixture.gemm().Prepare(problem, {}, workspace); };
+  prepare();
   CHECK_EQ(NumHeuristics() - before, 1);
-  CHECK_EQ(NumMatmuls() - num_matmuls, 0);
+  // The first pair overwrites the sum and the second adds to it: once each.
+  CHECK_EQ(NumMatmuls() - num_matmuls, 2);
+  prepare();
+  CHECK_EQ(NumMatmuls() - num_matmuls, 2);
+  CHECK_EQ(fixture.machine().Live().streams, 1);
 
   before = NumHeuristics();
   const int64_t num_allocations = fixture.machine().NumCalls("MemAlloc");
   const int64_t num_waits = fixture.machine().NumCalls("StreamSynchronize");
-  fixture.gemm().Enqueue(problem, {}, workspace, fixture.stream());
-  fixture.gemm().Enqueue(other.All(2), {}, workspace, fixture.stream());
+  {
+    const EmulatedLaunchesOnly nothing_loads;
+    fixture.gemm().Enqueue(problem, {}, workspace, fixture.stream());
+    fixture.gemm().Enqueue(other.All(2), {}, workspace, fixture.stream());
+  }
   CHECK_EQ(NumHeuristics() - before, 0);
   CHECK_EQ(fixture.machine().NumCalls("MemAlloc"), num_allocations);
   CHECK_EQ(fixture.machine().NumCalls("StreamSynchronize"), num_waits);
@@ -306,6 +314,17 @@ TEST(a_prepared_product_asks_no_heuristic_and_allocates_nothing) {
   fixture.gemm().Prepare(unaligned, {}, workspace);
   fixture.gemm().Prepare(problem, {.sm_target = 100}, workspace);
   CHECK_EQ(NumHeuristics() - before, 2);
+
+  // Without room to run a plan it is not ready, and says so.
+  fixture.machine().Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
+  const auto prepare_another = [&] {
+    fixture.gemm().Prepare(problem, {.algorithm = 1}, workspace);
+  };
+  CHECK_THROWS(prepare_another(), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+  prepare_another();
+  const EmulatedLaunchesOnly nothing_loads;
+  fixture.gemm().Enqueue(problem, {.algorithm = 1}, workspace, fixture.stream());
+  fixture.Synchronize();
 }
 
 TEST(a_captured_product_can_be_replayed) {

@@ -268,13 +268,19 @@ Status CheckAlgorithm(const Product& product,
   return Status::kSuccess;
 }
 
-CUresult EnqueueMatmul(int device,
+CUresult EnqueueMatmul(lt::Handle handle,
+                       const lt::Algorithm& algorithm,
                        const Product& product,
                        const Arguments& arguments,
                        CUstream stream_handle) {
   return RunInContext("cublasLtMatmul", [&](Call& call) {
     const Stream* const stream = call.FindStream(stream_handle);
-    if (stream == nullptr || stream->device != device) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream == nullptr || stream->device != handle->device) {
+      return CUDA_ERROR_INVALID_HANDLE;
+    }
+    std::string needed(reinterpret_cast<const char*>(&algorithm), sizeof(algorithm));
+    needed += arguments.beta != 0 ? "+C" : "";
+    if (handle->loaded.insert(needed).second) call.Load("cublasLtMatmul");
     Operation operation;
     operation.name = "cublasLtMatmul";
     operation.touches = TouchesOf(product, arguments);
@@ -335,7 +341,7 @@ Status Matmul(lt::Handle handle,
     return status;
   }
   num_matmuls.fetch_add(1, std::memory_order_relaxed);
-  return EnqueueMatmul(handle->device, product, arguments, stream) == CUDA_SUCCESS
+  return EnqueueMatmul(handle, *algorithm, product, arguments, stream) == CUDA_SUCCESS
              ? Status::kSuccess
              : Status::kExecutionFailed;
 }

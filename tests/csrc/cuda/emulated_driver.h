@@ -79,6 +79,16 @@ struct EmulatedObjects {
   std::string Describe() const;
 };
 
+// While one lives, what its thread launches has to be loaded: what is not is a violation.
+// Loading may wait for the device, and so for a kernel that waits for a peer.
+class EmulatedLaunchesOnly {
+ public:
+  EmulatedLaunchesOnly();
+  ~EmulatedLaunchesOnly();
+  EmulatedLaunchesOnly(const EmulatedLaunchesOnly&) = delete;
+  EmulatedLaunchesOnly& operator=(const EmulatedLaunchesOnly&) = delete;
+};
+
 // The machine that EmulatedDriver() drives, one at a time. All is new: nothing of an
 // earlier machine may be used. A child of fork makes its own.
 class EmulatedMachine {

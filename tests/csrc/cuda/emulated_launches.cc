@@ -67,8 +67,10 @@ CUresult KernelGetFunction(CUfunction* function, CUkernel kernel) {
 
 CUresult FuncLoad(CUfunction function) {
   return RunInContext("FuncLoad", [&](Call& call) {
-    return call.machine.functions.Find(function) != nullptr ? CUDA_SUCCESS
-                                                            : CUDA_ERROR_INVALID_HANDLE;
+    Function* const found = call.machine.functions.Find(function);
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    found->is_loaded = true;
+    return CUDA_SUCCESS;
   });
 }
 
@@ -135,6 +137,10 @@ CUresult LaunchKernelEx(const CUlaunchConfig* config,
     }
     if (extra != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
     if (const CUresult refused = CheckCluster(call, *config)) return refused;
+    Function* const loaded = call.machine.functions.Find(function);
+    if (loaded == nullptr || !std::exchange(loaded->is_loaded, true)) {
+      call.Load(std::string(twin->name));
+    }
     std::string copied(static_cast<const char*>(params[0]), twin->params_bytes);
     Operation operation;
     operation.name = twin->name.data();

@@ -21,6 +21,8 @@ struct Current {
 };
 thread_local Current current;
 
+thread_local int num_launches_only = 0;  // that live
+
 // "memory of device 1 at 0x7f.. + 12".
 std::string DescribeAddress(const Region* region, uint64_t address) {
   char number[32];
@@ -137,6 +139,11 @@ void Call::AwaitDevice(int device) {
   lock_.lock();
 }
 
+void Call::Load(const std::string& what) {
+  if (num_launches_only == 0) return;
+  Violate(what + " loads lazily while a peer may spin");
+}
+
 CUresult Call::RefuseInCapture() {
   bool is_refused = false;
   for (const SharedCapture& capture : machine.captures) {
@@ -248,6 +255,9 @@ int64_t EmulatedMachine::NumCalls(const std::string& function) const {
   const auto found = machine.num_calls.find(function);
   return found == machine.num_calls.end() ? 0 : found->second;
 }
+
+EmulatedLaunchesOnly::EmulatedLaunchesOnly() { ++emulated::num_launches_only; }
+EmulatedLaunchesOnly::~EmulatedLaunchesOnly() { --emulated::num_launches_only; }
 
 EmulatedObjects EmulatedMachine::Live() const {
   const Unseen unseen;

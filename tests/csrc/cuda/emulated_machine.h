@@ -125,6 +125,7 @@ struct Function {
   uintptr_t handle = 0;
   uintptr_t kernel = 0;
   int device = 0;
+  bool is_loaded = false;
 };
 
 struct Context {
@@ -195,6 +196,8 @@ class Call {
   // Not allowed while this thread captures (or any, in global mode): then the capture is
   // invalid from now on.
   CUresult RefuseInCapture();
+  // Something that is not loaded yet is launched.
+  void Load(const std::string& what);
   void Violate(std::string text) { machine.violations.push_back(std::move(text)); }
 
  private:

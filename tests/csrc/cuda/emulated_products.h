@@ -3,6 +3,8 @@
 
 #include <array>
 #include <cstdint>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "cuda/emulated_memory.h"
@@ -14,6 +16,8 @@ namespace lt {
 
 struct HandleObject {
   int device = 0;
+  std::set<std::string> loaded =
+      {};  // what algorithms need, each with beta and without
 };
 
 struct MatmulDescObject {

@@ -322,6 +322,21 @@ TEST(WhatMakesNoSenseOrHasNoKernelIsRefused) {
   RefuseEmulatedMatmuls(false);
 }
 
+TEST(AnAlgorithmsFirstMatmulLoadsItsKernels) {
+  EmulatedMachine machine;
+  const Gpu gpu;
+  Product product({.operands = DType::kF32, .results = DType::kF32});
+  CHECK(Is(product.Find(), Status::kSuccess));
+  for (int i = 0; i < 2; ++i) {
+    const EmulatedLaunchesOnly nothing_loads;
+    CHECK(Is(product.Run(), Status::kSuccess));
+  }
+  Gpu::Synchronize(product.stream.get());
+  CHECK_EQ(machine.Violations().size(), 1u);
+  CHECK_EQ(machine.Violations()[0],
+           "cublasLtMatmul loads lazily while a peer may spin");
+}
+
 TEST(MatmulsComeInTheOrderOfTheirStreamAndAreCaptured) {
   EmulatedMachine machine({.max_delay_us = 500});
   const Gpu gpu;

@@ -380,6 +380,36 @@ TEST(LaunchesAreChecked) {
   Gpu::Synchronize(stream.get());
 }
 
+TEST(AKernelIsLoadedByItsFirstLaunchUnlessItWasBefore) {
+  EmulatedMachine machine;
+  const Gpu gpu;
+  const Stream stream(driver, 0);
+  const unsigned char image[] = "any";
+  const Library library(driver, image);
+  const CUfunction loaded = library.Function(kCopyKernel);
+  CUkernel kernel = nullptr;
+  CUfunction lazy = nullptr;
+  CHECK_EQ(driver.LibraryGetKernel(&kernel, library.get(), kCopyKernel), CUDA_SUCCESS);
+  CHECK_EQ(driver.KernelGetFunction(&lazy, kernel), CUDA_SUCCESS);
+  CopyParams params = {};  // of nothing
+  params.unit_bytes = 16;
+  void* pointers[] = {&params};
+  CUlaunchConfig config = {};
+  config.gridDimX = config.gridDimY = config.gridDimZ = 1;
+  config.blockDimX = config.blockDimY = config.blockDimZ = 1;
+  config.hStream = stream.get();
+  const auto launch = [&](CUfunction function) {
+    const EmulatedLaunchesOnly nothing_loads;
+    CHECK_EQ(driver.LaunchKernelEx(&config, function, pointers, nullptr), CUDA_SUCCESS);
+    return machine.Violations().size();
+  };
+  CHECK_EQ(launch(loaded), 0u);
+  CHECK_EQ(launch(lazy), 1u);
+  CHECK_EQ(launch(lazy), 1u);
+  CHECK_EQ(machine.Violations()[0], "jax_ub_copy loads lazily while a peer may spin");
+  Gpu::Synchronize(stream.get());
+}
+
 TEST(AChildOfForkHasNoDriverUntilItMakesAMachine) {
   EmulatedMachine machine;
   const pid_t child = fork();
