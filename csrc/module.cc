@@ -106,6 +106,7 @@ nb::dict ReadTrace() {
     dict["label"] = call.label;
     dict["op"] = std::string(jax_ub::OpName(call.op));
     dict["method"] = std::string(jax_ub::MethodName(call.method));
+    dict["variant"] = std::string(jax_ub::VariantName(call.variant));
     dict["num_ranks"] = call.num_ranks;
     dict["num_splits"] = call.num_splits;
     dict["devices"] = call.devices;
@@ -154,22 +155,28 @@ jax_ub::Method MethodNamed(const std::string& method) {
   return Named("method", method, jax_ub::kNumMethods, &jax_ub::MethodName);
 }
 
+jax_ub::Variant VariantNamed(const std::string& variant) {
+  return Named("variant", variant, jax_ub::kNumVariants, &jax_ub::VariantName);
+}
+
 std::vector<jax_ub::Step> ScheduleOf(const std::string& op,
                                      const std::string& method,
                                      int rank,
                                      int num_ranks,
-                                     int num_splits) {
+                                     int num_splits,
+                                     const std::string& variant) {
   return jax_ub::MakeSchedule(PatternNamed(op), MethodNamed(method), rank, num_ranks,
-                              num_splits)
+                              num_splits, VariantNamed(variant))
       .steps;
 }
 
 std::vector<std::string> CheckSchedule(const std::string& op,
                                        const std::string& method,
                                        int num_ranks,
-                                       int num_splits) {
+                                       int num_splits,
+                                       const std::string& variant) {
   return jax_ub::CheckSchedule(PatternNamed(op), MethodNamed(method), num_ranks,
-                               num_splits);
+                               num_splits, VariantNamed(variant));
 }
 
 // An endpoint until it is used up.
@@ -256,7 +263,7 @@ std::string Describe(const jax_ub::Step& step) {
          "', chunk=" + std::to_string(step.chunk) +
          ", split=" + std::to_string(step.split) +
          ", peer=" + std::to_string(step.peer) + ", slot=" + std::to_string(step.slot) +
-         ")";
+         ", num_chunks=" + std::to_string(step.num_chunks) + ")";
 }
 
 }  // namespace
@@ -321,9 +328,10 @@ NB_MODULE(_cpu, m) {
       .def_ro("split", &jax_ub::Step::split)
       .def_ro("peer", &jax_ub::Step::peer)
       .def_ro("slot", &jax_ub::Step::slot)
+      .def_ro("num_chunks", &jax_ub::Step::num_chunks)
       .def("__repr__", &Describe);
   m.def("schedule", &ScheduleOf, nb::arg("op"), nb::arg("method"), nb::arg("rank"),
-        nb::arg("num_ranks"), nb::arg("num_splits"));
+        nb::arg("num_ranks"), nb::arg("num_splits"), nb::arg("variant") = "plain");
   m.def("check_schedule", &CheckSchedule, nb::arg("op"), nb::arg("method"),
-        nb::arg("num_ranks"), nb::arg("num_splits"));
+        nb::arg("num_ranks"), nb::arg("num_splits"), nb::arg("variant") = "plain");
 }

@@ -48,6 +48,21 @@ class Method(enum.Enum):
         return _CODES[self]
 
 
+class Variant(enum.Enum):
+    """What a method's schedule does in another way; the engine knows them by name.
+
+    `AGGREGATE` multiplies the chunks of two ranks together, in a ring that gathers.
+    """
+
+    PLAIN = "plain"
+    AGGREGATE = "aggregate"
+
+    @property
+    def code(self) -> int:
+        """The number that the engine knows the variant by."""
+        return list(Variant).index(self)
+
+
 # Pinned with csrc/engine: pieces of a shard, where a pipeline is not told.
 DEFAULT_SPLITS = 4
 

@@ -301,6 +301,7 @@ uint64_t Signature(const Attributes& at, const RankCall& call) {
   for (const char c : at.label) add(static_cast<unsigned char>(c));
   add(static_cast<uint64_t>(at.op));
   add(static_cast<uint64_t>(at.method));
+  add(static_cast<uint64_t>(at.variant));
   for (const int64_t number : Numbers(at)) add(static_cast<uint64_t>(number));
   add(std::bit_cast<uint32_t>(at.scale));
   for (const std::vector<Tensor>* tensors : {&call.operands, &call.results}) {
@@ -317,8 +318,9 @@ uint64_t Signature(const Attributes& at, const RankCall& call) {
 
 std::string DescribeCall(const Attributes& at, const RankCall& call) {
   std::ostringstream text;
-  text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method)
-       << " of ";
+  text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method);
+  if (at.variant != Variant::kPlain) text << ", " << VariantName(at.variant);
+  text << " of ";
   const auto list = [&](const std::vector<Tensor>& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       text << (i == 0 ? "" : ", ") << Describe(tensors[i]);

@@ -57,7 +57,8 @@ struct Attributes {
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
   int64_t num_splits = 0;      // pieces of a shard; 0: the engine chooses
-  std::string label;           // begins every error text
+  Variant variant = Variant::kPlain;  // of the schedule, where that has it
+  std::string label;                  // begins every error text
   // Names the call site in every process; empty where no group spans processes.
   std::string channel;
 

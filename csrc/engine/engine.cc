@@ -120,7 +120,7 @@ void Engine::Leave(const std::shared_ptr<Conductor>& conductor) {
 void Engine::BeginTrace(Gang& gang, int64_t device) {
   if (!tracer_.enabled()) return;
   const Attributes& at = *gang.attributes;
-  TraceCall call{at.label, at.op, at.method, at.num_ranks, 0, {device}, ""};
+  TraceCall call{at.label, at.op, at.method, at.variant, at.num_ranks, 0, {device}, ""};
   call.num_splits = static_cast<int>(at.num_splits);
   if (!at.ranks.empty()) {
     const auto first = at.ranks.begin() + gang.group * at.num_ranks;

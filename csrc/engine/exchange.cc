@@ -99,44 +99,78 @@ std::vector<Exchange> ExchangesOf(const Attributes& at, const RankCall& call) {
   return exchanges;
 }
 
+namespace {
+
+// One product of GatherProducts, of kernel i: segments by piece, then by batch.
+class GatherProduct {
+ public:
+  GatherProduct(const Attributes& at, const RankCall& call, int i)
+      : at_(at),
+        y_(call.results[i]),
+        bias_(at.has_bias ? &call.operands[1 + at.num_kernels + i] : nullptr),
+        residual_(at.has_residual ? &call.operands[FirstResidual(at) + i] : nullptr),
+        a_(call.operands[0].dtype),
+        w_(call.operands[0].dtype),
+        c_(y_.dtype) {
+    const Tensor& kernel = call.operands[1 + i];
+    a_.AddInner(call.operands[0].features);
+    c_.AddColumns(y_.features);
+    w_.AddInner(call.operands[0].features);
+    w_.AddOuter(y_.features);
+    w_.Append(KernelOf(kernel, at.rhs_transposed));
+  }
+
+  void Add(const Piece& x, int64_t row) {
+    for (int64_t b = 0; b < y_.batch; ++b) {
+      a_.AddOuter(x.num_rows());
+      a_.Append(RowsOf(x.tensor, b, x.begin));
+      c_.AddRows(x.num_rows());
+      c_.Append(RowsOf(y_, b, row));
+      if (bias_) biases_.push_back({bias_->data, 0});
+      if (residual_) residuals_.push_back({residual_->At(b, row), residual_->features});
+    }
+  }
+
+  GemmProblem Take() {
+    GemmProblem problem =
+        Problem(at_.scale, std::move(a_), std::move(w_), std::move(c_));
+    if (bias_) problem.addends.push_back({bias_->dtype, std::move(biases_)});
+    if (residual_) {
+      problem.addends.push_back({residual_->dtype, std::move(residuals_)});
+    }
+    return problem;
+  }
+
+ private:
+  const Attributes& at_;
+  const Tensor& y_;
+  const Tensor* const bias_;
+  const Tensor* const residual_;
+  OperandSegments a_;
+  OperandSegments w_;
+  ResultSegments c_;
+  std::vector<AddendSegment> biases_;
+  std::vector<AddendSegment> residuals_;
+};
+
+}  // namespace
+
 std::vector<GemmProblem> GatherProducts(const Attributes& at,
                                         const RankCall& call,
-                                        const Piece& x,
+                                        std::span<const Piece> x,
                                         int64_t row) {
   std::vector<GemmProblem> problems;
-  if (x.num_rows() == 0) return problems;
-  const int n = at.num_kernels;
-  for (int i = 0; i < n; ++i) {
-    const Tensor& y = call.results[i];
-    OperandSegments a(x.tensor.dtype);
-    OperandSegments w(x.tensor.dtype);
-    ResultSegments c(y.dtype);
-    a.AddInner(x.tensor.features);
-    c.AddColumns(y.features);
-    for (int64_t b = 0; b < y.batch; ++b) {
-      a.AddOuter(x.num_rows());
-      a.Append(RowsOf(x.tensor, b, x.begin));
-      c.AddRows(x.num_rows());
-      c.Append(RowsOf(y, b, row));
+  int64_t num_rows = 0;
+  for (const Piece& piece : x) num_rows += piece.num_rows();
+  if (num_rows == 0) return problems;
+  for (int i = 0; i < at.num_kernels; ++i) {
+    GatherProduct product(at, call, i);
+    int64_t next = row;
+    for (const Piece& piece : x) {
+      product.Add(piece, next);
+      next += piece.num_rows();
     }
-    w.AddInner(x.tensor.features);
-    w.AddOuter(y.features);
-    w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
-    GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
-    if (at.has_bias) {
-      const Tensor& bias = call.operands[1 + n + i];
-      problem.addends.push_back({bias.dtype, {}});
-      problem.addends.back().segments.assign(y.batch, {bias.data, 0});
-    }
-    if (at.has_residual) {
-      const Tensor& residual = call.operands[FirstResidual(at) + i];
-      problem.addends.push_back({residual.dtype, {}});
-      for (int64_t b = 0; b < y.batch; ++b) {
-        problem.addends.back().segments.push_back(
-            {residual.At(b, row), residual.features});
-      }
-    }
-    problems.push_back(std::move(problem));
+    problems.push_back(product.Take());
   }
   return problems;
 }

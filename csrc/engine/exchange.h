@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "engine/call.h"
@@ -54,10 +55,10 @@ struct Exchange {
 std::vector<Exchange> ExchangesOf(const Attributes& attributes, const RankCall& call);
 
 // y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r] for the rows r
-// of the piece, of every kernel; none for a piece without rows.
+// of all pieces x, one behind the other, of every kernel; none for no rows.
 std::vector<GemmProblem> GatherProducts(const Attributes& attributes,
                                         const RankCall& call,
-                                        const Piece& x,
+                                        std::span<const Piece> x,
                                         int64_t row);
 
 // Rows [begin, end) of the rank's partial sum over its pairs; none for no rows.

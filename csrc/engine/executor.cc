@@ -196,15 +196,23 @@ class RankExecution {
     if (step.chunk == kAllChunks) {
       const Tensor& x = exchange_.gathered;
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
-      return Compute(lane, GatherProducts(at_, call_, {x, 0, x.rows}, 0), step);
+      const Piece all{x, 0, x.rows};
+      return Compute(lane, GatherProducts(at_, call_, {&all, 1}, 0), step);
     }
-    CopyPiece(step);
+    std::vector<Piece> pieces;
+    Point arrival;  // of the last one
+    for (int i = 0; i < step.num_chunks; ++i) {
+      const Step one = ChunkOf(step, i);
+      CopyPiece(one);
+      pieces.push_back(Source(one));
+      const Held& held = HeldOf(one.payload, one.chunk, one.split);
+      if (held.arrival.index > arrival.index) arrival = held.arrival;
+    }
     if (step.chunk != schedule_.rank) {
-      lanes_.Await(lane, HeldOf(step.payload, step.chunk, step.split).arrival);
+      lanes_.Await(lane, arrival);
       readers_[lane] = {true, {}};
     }
-    Compute(lane, GatherProducts(at_, call_, Source(step), RowsOfChunk(step).begin),
-            step);
+    Compute(lane, GatherProducts(at_, call_, pieces, RowsOfChunk(step).begin), step);
   }
 
   void MultiplyPartial(Lane lane, const Step& step) {
@@ -332,8 +340,11 @@ SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& dev
   }
   const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.pattern)
                                         : static_cast<int>(at.num_splits);
+  if (HasVariant(plan.pattern, at.method, at.num_ranks, at.variant)) {
+    plan.variant = at.variant;
+  }
   const Schedule schedule =
-      MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits);
+      MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits, plan.variant);
   plan.num_splits = schedule.num_splits;
   plan.num_slots = schedule.num_slots;
   plan.partial_dtype = device.PartialDType(at, call);
@@ -361,8 +372,9 @@ void ExecuteRank(const Attributes& at,
                  Transport& transport,
                  Device& device,
                  const TraceContext& trace) {
-  const Schedule schedule = MakeSchedule(plan.pattern, at.method, transport.rank(),
-                                         transport.num_ranks(), plan.num_splits);
+  const Schedule schedule =
+      MakeSchedule(plan.pattern, at.method, transport.rank(), transport.num_ranks(),
+                   plan.num_splits, plan.variant);
   const bool whole = at.op == Op::kWgrad ||
                      (at.op == Op::kAllGatherMatmul && at.method == Method::kExternal);
   Lanes lanes(device);

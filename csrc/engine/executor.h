@@ -15,6 +15,7 @@ namespace jax_ub {
 // What a call needs of a communicator.
 struct SlotPlan {
   Pattern pattern = Pattern::kAllGather;
+  Variant variant = Variant::kPlain;
   int num_splits = 1;
   int num_slots = 0;
   int64_t slot_bytes = 0;

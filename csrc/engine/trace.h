@@ -55,6 +55,7 @@ struct TraceCall {
   std::string label;
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
+  Variant variant = Variant::kPlain;
   int num_ranks = 1;
   int num_splits = 0;            // as asked for
   std::vector<int64_t> devices;  // [rank]; empty for a local call

@@ -70,6 +70,10 @@ Attributes ReadAttributes(Op op, const AttributeSource& source) {
   at.num_ranks = read.Count("num_ranks");
   at.ranks = source.Integers("ranks");
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
+  // Programs that were stored before there were variants have none.
+  int variant = 0;
+  read.MayHave("variant", 0, kNumVariants - 1, variant);
+  at.variant = static_cast<Variant>(variant);
   at.label = source.Text("label");
   at.channel = source.Text("channel");
   at.tuning = ReadTuning(read);

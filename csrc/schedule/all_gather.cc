@@ -70,6 +70,59 @@ void AppendPieces(ScheduleBuilder& builder,
 
 }  // namespace
 
+// aggregate, P even. Neighbours 2i and 2i + 1 exchange chunks, then what rank r has
+// travels on to r + 2, two chunks in a step, and each product but the first two is that
+// of a pair. The own chunk needs no one and is not near the neighbour's in memory, so
+// the two are multiplied one by one, the own one while the neighbour's comes. P = 6:
+//
+//   step               0      1      2      3
+//   rank 0             0      1     4 5    2 3     chunks that are multiplied
+//   rank 1             1      0     4 5    2 3
+//   rank 2             2      3     0 1    4 5
+//   from slots         -      0     1 2    3 4
+//   sent to r xor 1    r
+//   sent to r + 2      r    r xor 1  what came from r - 2, but in the last step
+//
+// Slots 2d - 1 and 2d hold the pair from d pairs behind, the even chunk first.
+void AppendRingOfPairs(ScheduleBuilder& builder) {
+  builder.BeginStage();
+  const int own = builder.rank();
+  const int neighbour = own ^ 1;
+  const int num_pairs = builder.num_ranks() / 2;
+  const auto slot_of = [](int distance, int chunk) {
+    return 2 * distance - 1 + chunk % 2;
+  };
+  const auto put = [&](int chunk, int peer, int slot) {
+    builder.Send(StepKind::kPut, Payload::kOperand, chunk, 0, peer, slot);
+  };
+  const auto pass_on = [&](int distance, int chunk) {
+    if (distance == num_pairs - 1) return;
+    put(chunk, builder.Ahead(2), slot_of(distance + 1, chunk));
+  };
+  const auto release = [&](int chunk, int slot) {
+    builder.Add(StepKind::kRelease, Payload::kOperand, chunk, 0, kNone, slot);
+  };
+  put(own, neighbour, 0);
+  pass_on(0, own);
+  builder.Multiply(own, kNone, 1);
+  builder.Add(StepKind::kWait, Payload::kOperand, neighbour, 0, neighbour, 0);
+  pass_on(0, neighbour);
+  builder.Multiply(neighbour, 0, 1);
+  release(neighbour, 0);
+  for (int distance = 1; distance < num_pairs; ++distance) {
+    // In the order in which the rank behind sends them.
+    const int first = builder.Behind(2 * distance);
+    for (const int chunk : {first, first ^ 1}) {
+      builder.Add(StepKind::kWait, Payload::kOperand, chunk, 0, builder.Behind(2),
+                  slot_of(distance, chunk));
+      pass_on(distance, chunk);
+    }
+    const int even = first - first % 2;
+    builder.Multiply(even, slot_of(distance, even), 2);
+    for (const int chunk : {even, even + 1}) release(chunk, slot_of(distance, chunk));
+  }
+}
+
 void AppendAllGather(ScheduleBuilder& builder,
                      Method method,
                      Payload payload,

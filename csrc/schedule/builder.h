@@ -37,6 +37,11 @@ class ScheduleBuilder {
            int slot = kNone) {
     schedule_.steps.push_back({kind, payload, chunk, split, peer, slot});
   }
+  // The product of `num_chunks` chunks, in slots one behind the other.
+  void Multiply(int chunk, int slot, int num_chunks) {
+    schedule_.steps.push_back(
+        {StepKind::kMultiply, Payload::kOperand, chunk, 0, kNone, slot, num_chunks});
+  }
   void MultiplyAll() { Add(StepKind::kMultiply, Payload::kOperand, kAllChunks, 0); }
 
   // A put waits for its slot, whoever filled it in an earlier call.
@@ -56,6 +61,7 @@ void AppendAllGather(ScheduleBuilder& builder,
                      Payload payload,
                      StepKind consume,
                      bool consume_own);
+void AppendRingOfPairs(ScheduleBuilder& builder);
 void AppendReduceScatter(ScheduleBuilder& builder, bool multiply);
 void AppendDirect(ScheduleBuilder& builder);
 

@@ -23,15 +23,31 @@ std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
   return {up, down, odd_first};
 }
 
+std::vector<Collective> EveryCollective(int num_ranks, int num_splits) {
+  std::vector<Collective> every;
+  for (int p = 0; p < kNumPatterns; ++p) {
+    for (int m = 0; m < kNumMethods; ++m) {
+      for (int v = 0; v < kNumVariants; ++v) {
+        const auto pattern = static_cast<Pattern>(p);
+        const auto method = static_cast<Method>(m);
+        const auto variant = static_cast<Variant>(v);
+        if (!HasSchedule(pattern, method)) continue;
+        if (!HasVariant(pattern, method, num_ranks, variant)) continue;
+        every.push_back(
+            MakeCollective(pattern, method, num_ranks, num_splits, variant));
+      }
+    }
+  }
+  return every;
+}
+
 }  // namespace
 
-Collective MakeCollective(Pattern pattern,
-                          Method method,
-                          int num_ranks,
-                          int num_splits) {
+Collective MakeCollective(
+    Pattern pattern, Method method, int num_ranks, int num_splits, Variant variant) {
   Collective ranks;
   for (int r = 0; r < num_ranks; ++r) {
-    ranks.push_back(MakeSchedule(pattern, method, r, num_ranks, num_splits));
+    ranks.push_back(MakeSchedule(pattern, method, r, num_ranks, num_splits, variant));
   }
   return ranks;
 }
@@ -54,21 +70,14 @@ std::vector<std::string> CheckCalls(const std::vector<Collective>& calls) {
   return violations;
 }
 
-std::vector<std::string> CheckSchedule(Pattern pattern,
-                                       Method method,
-                                       int num_ranks,
-                                       int num_splits) {
-  const Collective self = MakeCollective(pattern, method, num_ranks, num_splits);
+std::vector<std::string> CheckSchedule(
+    Pattern pattern, Method method, int num_ranks, int num_splits, Variant variant) {
+  const Collective self =
+      MakeCollective(pattern, method, num_ranks, num_splits, variant);
   std::vector<std::string> violations = CheckCalls({self, self});
-  for (int p = 0; p < kNumPatterns && violations.empty(); ++p) {
-    for (int m = 0; m < kNumMethods && violations.empty(); ++m) {
-      const auto other_pattern = static_cast<Pattern>(p);
-      const auto other_method = static_cast<Method>(m);
-      if (!HasSchedule(other_pattern, other_method)) continue;
-      const Collective other =
-          MakeCollective(other_pattern, other_method, num_ranks, num_splits);
-      violations = CheckCalls({self, other, self});
-    }
+  for (const Collective& other : EveryCollective(num_ranks, num_splits)) {
+    if (!violations.empty()) break;
+    violations = CheckCalls({self, other, self});
   }
   return violations;
 }

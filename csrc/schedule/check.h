@@ -20,7 +20,8 @@ using Collective = std::vector<Schedule>;
 Collective MakeCollective(Pattern pattern,
                           Method method,
                           int num_ranks,
-                          int num_splits);
+                          int num_splits,
+                          Variant variant = Variant::kPlain);
 
 // Executes the calls in a row on the same slots; no rank waits for another between
 // them. Returns what is wrong, at most a few of each kind; empty: proven. That is:
@@ -30,11 +31,12 @@ Collective MakeCollective(Pattern pattern,
 //   every slot is released, and no rank waits for ever.
 std::vector<std::string> CheckCalls(const std::vector<Collective>& calls);
 
-// The same for the collective alone, twice, and before and after every other pattern
-// and method.
+// The same for the collective alone, twice, and before and after every other pattern,
+// method and variant.
 std::vector<std::string> CheckSchedule(Pattern pattern,
                                        Method method,
                                        int num_ranks,
-                                       int num_splits);
+                                       int num_splits,
+                                       Variant variant = Variant::kPlain);
 
 }  // namespace jax_ub

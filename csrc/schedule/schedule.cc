@@ -13,6 +13,9 @@ namespace {
 constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
     "direct", "ring_exchange", "pipeline", "bulk", "external"};
 
+constexpr std::array<std::string_view, kNumVariants> kVariantNames = {"plain",
+                                                                      "aggregate"};
+
 constexpr std::array<std::string_view, kNumPatterns> kPatternNames = {
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     "all_gather",        "reduce_scatter",        "all_reduce"};
@@ -28,7 +31,11 @@ bool HasProduct(Pattern pattern) {
          pattern == Pattern::kMatmulAllReduce;
 }
 
-void AppendPattern(ScheduleBuilder& builder, Pattern pattern, Method method) {
+void AppendPattern(ScheduleBuilder& builder,
+                   Pattern pattern,
+                   Method method,
+                   Variant variant) {
+  if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
   // external keeps the product apart: behind the gather, or before the scatter.
   const bool apart = method == Method::kExternal;
   const bool multiply = HasProduct(pattern) && !apart;
@@ -52,6 +59,10 @@ void AppendPattern(ScheduleBuilder& builder, Pattern pattern, Method method) {
 
 std::string_view MethodName(Method method) {
   return kMethodNames[static_cast<size_t>(method)];
+}
+
+std::string_view VariantName(Variant variant) {
+  return kVariantNames[static_cast<size_t>(variant)];
 }
 
 std::string_view PatternName(Pattern pattern) {
@@ -102,8 +113,23 @@ bool HasSchedule(Pattern pattern, Method method) {
   return true;
 }
 
-Schedule MakeSchedule(
-    Pattern pattern, Method method, int rank, int num_ranks, int num_splits) {
+bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) {
+  switch (variant) {
+    case Variant::kPlain:
+      return true;
+    case Variant::kAggregate:
+      return pattern == Pattern::kAllGatherMatmul && method == Method::kRingExchange &&
+             num_ranks % 2 == 0;
+  }
+  return false;
+}
+
+Schedule MakeSchedule(Pattern pattern,
+                      Method method,
+                      int rank,
+                      int num_ranks,
+                      int num_splits,
+                      Variant variant) {
   const auto refuse = [](const std::string& text) {
     throw std::invalid_argument("schedule: " + text);
   };
@@ -116,13 +142,18 @@ Schedule MakeSchedule(
     refuse("rank " + std::to_string(rank) + " is none of " + std::to_string(num_ranks));
   }
   if (num_splits < 1) refuse("num_splits is " + std::to_string(num_splits));
-  Schedule schedule{pattern, method, rank, num_ranks, 1, 0, {}};
+  if (!HasVariant(pattern, method, num_ranks, variant)) {
+    refuse(std::string(PatternName(pattern)) + " by " +
+           std::string(MethodName(method)) + " of " + std::to_string(num_ranks) +
+           " ranks has no variant " + std::string(VariantName(variant)));
+  }
+  Schedule schedule{pattern, method, variant, rank, num_ranks, 1, 0, {}};
   if (method == Method::kPipeline) schedule.num_splits = num_splits;
   ScheduleBuilder builder(schedule);
   if (method == Method::kDirect) {
     AppendDirect(builder);
   } else {
-    AppendPattern(builder, pattern, method);
+    AppendPattern(builder, pattern, method, variant);
   }
   return schedule;
 }

@@ -18,6 +18,15 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
+// What a method does in another way, where it is asked for.
+enum class Variant : uint8_t {
+  kPlain,
+  kAggregate,  // AG+GEMM by ring_exchange, even P: products of two ranks' chunks
+};
+inline constexpr int kNumVariants = 2;
+
+std::string_view VariantName(Variant variant);
+
 // What the ranks do together. Those without "Matmul" only communicate: on their own, or
 // beside a GEMM that has nothing to do with it (bulk).
 enum class Pattern : uint8_t {
@@ -61,13 +70,24 @@ struct Step {
   int split = 0;
   int peer = kNone;
   int slot = kNone;
+  // Of a product: so many chunks, out of as many slots, one behind the other.
+  int num_chunks = 1;
 
   bool operator==(const Step&) const = default;
 };
 
+// The same step for one of its chunks.
+inline Step ChunkOf(Step step, int index) {
+  step.chunk += index;
+  if (step.slot != kNone) step.slot += index;
+  step.num_chunks = 1;
+  return step;
+}
+
 struct Schedule {
   Pattern pattern = Pattern::kAllGather;
   Method method = Method::kDirect;
+  Variant variant = Variant::kPlain;
   int rank = 0;
   int num_ranks = 1;
   int num_splits =
@@ -79,11 +99,17 @@ struct Schedule {
 // False for the methods that a pattern does not have: a product cannot run beside
 // itself (bulk), and direct has nothing to send without one.
 bool HasSchedule(Pattern pattern, Method method);
+// Of a schedule that there is.
+bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant);
 
 // Throws std::invalid_argument when there is no such schedule or a number is out of
 // range.
-Schedule MakeSchedule(
-    Pattern pattern, Method method, int rank, int num_ranks, int num_splits);
+Schedule MakeSchedule(Pattern pattern,
+                      Method method,
+                      int rank,
+                      int num_ranks,
+                      int num_splits,
+                      Variant variant = Variant::kPlain);
 
 // Rows [begin, end) of a piece, of `num_rows` rows that all ranks share; uneven where P
 // or the splits do not divide them, possibly empty.

@@ -192,8 +192,8 @@ bool Simulation::ReadSlot(int rank, int slot_index) {
 bool Simulation::Holds(int rank, const Piece& piece, int slot_index) {
   if (slot_index != kNone) {
     const Piece& got = slots_[rank][slot_index].piece;
-    return ReadSlot(rank, slot_index) && got.payload == piece.payload &&
-           got.chunk == piece.chunk && got.split == piece.split;
+    return got.payload == piece.payload && got.chunk == piece.chunk &&
+           got.split == piece.split && ReadSlot(rank, slot_index);
   }
   if (piece.chunk != rank) return false;
   return piece.payload != Payload::kSum || ranks_[rank].reduced.contains(piece.split);
@@ -207,19 +207,20 @@ bool Simulation::HasSource(int rank, const Step& step) {
   }
   const Piece piece{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, piece, kNone);
+  // Not the first slot that has it: that may be what the next call has sent.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
-    const Piece& held = slots_[rank][slot].piece;
-    if (slots_[rank][slot].full && held.payload == step.payload &&
-        held.chunk == step.chunk && held.split == step.split) {
-      return Holds(rank, piece, static_cast<int>(slot));
-    }
+    if (Holds(rank, piece, static_cast<int>(slot))) return true;
   }
   return false;
 }
 
 void Simulation::Consume(int rank, const Step& step) {
-  Rank& me = ranks_[rank];
   if (step.chunk == kAllChunks) return MultiplyAll(rank);
+  for (int i = 0; i < step.num_chunks; ++i) ConsumeChunk(rank, ChunkOf(step, i));
+}
+
+void Simulation::ConsumeChunk(int rank, const Step& step) {
+  Rank& me = ranks_[rank];
   if (step.payload != Payload::kPartial &&
       !Holds(rank, {step.payload, step.chunk, step.split, kNone}, step.slot)) {
     Report(rank, &step, "uses a piece that has not arrived");
@@ -340,7 +341,10 @@ void Simulation::Report(int rank, const Step* step, const std::string& text) {
   const size_t call = std::min(ranks_[rank].call, calls_.size() - 1);
   const Schedule& schedule = calls_[call][rank];
   line << "call " << call << " (" << PatternName(schedule.pattern) << ", "
-       << MethodName(schedule.method) << ") rank " << rank;
+       << MethodName(schedule.method);
+  if (schedule.variant != Variant::kPlain)
+    line << ", " << VariantName(schedule.variant);
+  line << ") rank " << rank;
   if (step != nullptr) line << ", " << Describe(*step);
   line << ": " << text;
   violations_.push_back(line.str());

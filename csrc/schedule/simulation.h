@@ -72,6 +72,7 @@ class Simulation {
   void Wait(int rank, const Step& step);
   void Release(int rank, const Step& step);
   void Consume(int rank, const Step& step);
+  void ConsumeChunk(int rank, const Step& step);
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
   // The piece is in the rank's hands: its own, or in a slot that it waited for.

@@ -40,7 +40,7 @@ class UserBufferQuantizationMode(enum.Enum):
 class OverlapConfig(Mapping):
     """The configuration of one named overlap: attributes, and a mapping by key.
 
-    `method` and `num_splits` act everywhere; the others are what a GPU's
+    `method`, `num_splits` and `aggregate` act everywhere; the others are what a GPU's
     kernels and streams are launched with, checked and kept on a CPU.
     """
 

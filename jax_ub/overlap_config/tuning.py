@@ -1,7 +1,8 @@
-"""How a call runs on a device that has streams: what of a configuration acts there."""
+"""What of a configuration acts on how a call runs, apart from method and splits."""
 
 import dataclasses
 
+from jax_ub.methods import Variant
 from jax_ub.overlap_config.config import OverlapConfig
 
 # Copy engines need no multiprocessors, but the kernels that wait, signal and sum do:
@@ -11,7 +12,7 @@ _MARGIN_BESIDE_COPY_ENGINES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What is not the same on every GPU.
+    """The variant of the schedule, and what is not the same on every GPU.
 
     Results do not depend on it, but for the order in which a product is summed, which
     may be another with `sm_margin` and `gemm_algorithm`.
@@ -27,7 +28,7 @@ class Tuning:
         comm_priority: of the communication's stream, in CUDA's numbers; 0 is the most
             urgent there is.
         gemm_priority: of the products' streams; 0 is the least urgent.
-        aggregate: whether the chunks of two ranks are multiplied together.
+        variant: of the schedule, for calls that have it; on a CPU too.
     """
 
     use_ce: bool = True
@@ -38,12 +39,12 @@ class Tuning:
     gemm_algorithm: int = 0
     comm_priority: int = 0
     gemm_priority: int = 0
-    aggregate: bool = False
+    variant: Variant = Variant.PLAIN
 
     def attributes(self) -> dict[str, int]:
-        """As csrc/ffi reads them; `aggregate` is no attribute."""
+        """What a device that has streams is told, as csrc/ffi reads it."""
         fields = dataclasses.asdict(self)
-        del fields["aggregate"]
+        del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
 
 
@@ -61,5 +62,5 @@ def tuning_of(config: OverlapConfig) -> Tuning:
         sm_margin=margin if config.set_sm_margin else 0,
         comm_priority=config.comm_priority,
         gemm_priority=config.gemm_priority,
-        aggregate=config.aggregate,
+        variant=Variant.AGGREGATE if config.aggregate else Variant.PLAIN,
     )

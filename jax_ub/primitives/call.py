@@ -44,7 +44,7 @@ class Call:
     num_ranks: int = 1
     method: Method
     num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
-    tuning: Tuning = Tuning()  # how it runs on a GPU
+    tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
     choices: Choices | None = None  # what to take instead, where the sizes are known
     is_tuned: bool = False  # the method is from there, and nobody asked for it
     label: str
@@ -259,6 +259,7 @@ def _attributes(call: Call, ranks: Ranks) -> dict[str, object]:
         "method": np.int64(call.method.code),
         "num_ranks": np.int64(call.num_ranks),
         "num_splits": np.int64(call.num_splits),
+        "variant": np.int64(call.tuning.variant.code),
         "ranks": ranks.table,
         "label": call.label,
         **options,

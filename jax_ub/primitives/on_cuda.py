@@ -40,11 +40,6 @@ def why_not(call: Any, ranks: Ranks) -> str | None:
             "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "
             '"ring_exchange", "pipeline" or "external"'
         )
-    if call.tuning.aggregate:
-        return (
-            'its name is configured with "aggregate", which the CUDA engine has no '
-            'schedule for; leave it out, or use "pipeline" with "num_splits": 1'
-        )
     if call.num_ranks > cuda.MOST_RANKS:
         return (
             f"it has {call.num_ranks} ranks, and the CUDA engine at most "

@@ -33,7 +33,7 @@ class Way:
 
     method: Method
     num_splits: int = 0  # 0 is the engine's choice
-    tuning: Tuning = Tuning()  # on a GPU
+    tuning: Tuning = Tuning()  # the schedule's variant, and what acts on a GPU
 
 
 def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:

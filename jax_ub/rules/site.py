@@ -33,7 +33,7 @@ class Site:
     dtype: np.dtype | None = None  # of the operands
     out_dtype: np.dtype | None = None  # of the result
     num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
-    tuning: Tuning = Tuning()  # how it runs on a GPU
+    tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
     choices: Choices | None = None  # of tuned methods, for "auto"
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad

@@ -38,6 +38,17 @@ class Step(Protocol):
     def peer(self) -> int: ...  # noqa: D102
     @property
     def slot(self) -> int: ...  # noqa: D102
+    @property
+    def num_chunks(self) -> int: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a product multiplies, or a part of that."""
+
+    payload: str
+    chunk: int
+    split: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +369,7 @@ def _kernels(own, steps, workload, aggregate):
         if group:
             at = group[-1] if workload.gathers else group[0]
             kernels.update(dict.fromkeys(group))
-            kernels[at] = [steps[index] for index in group]
+            kernels[at] = [piece for index in group for piece in _pieces(steps[index])]
             group.clear()
 
     for index, step in enumerate(steps):
@@ -366,7 +377,7 @@ def _kernels(own, steps, workload, aggregate):
             continue
         if step.chunk in (own, ALL_CHUNKS):
             close()
-            kernels[index] = [step]
+            kernels[index] = _pieces(step)
             continue
         if group and steps[group[0]].split != step.split:
             close()
@@ -375,3 +386,8 @@ def _kernels(own, steps, workload, aggregate):
             close()
     close()
     return kernels
+
+
+def _pieces(step):
+    chunks = range(step.chunk, step.chunk + step.num_chunks)
+    return [Piece(step.payload, chunk, step.split) for chunk in chunks]

@@ -9,18 +9,25 @@ from jax_ub.simulate.replay import Step
 
 @functools.lru_cache(maxsize=1024)
 def steps_of(
-    op: str, method: str, rank: int, num_ranks: int, num_splits: int
+    op: str,
+    method: str,
+    rank: int,
+    num_ranks: int,
+    num_splits: int,
+    variant: str = "plain",
 ) -> tuple[Step, ...]:
     """What a rank does, as the engine would do it."""
-    return tuple(engine.load().schedule(op, method, rank, num_ranks, num_splits))
+    schedule = engine.load().schedule
+    return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
 
 
 def every_rank(
-    op: str, method: str, num_ranks: int, num_splits: int
+    op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
     """What all ranks do."""
     return [
-        steps_of(op, method, rank, num_ranks, num_splits) for rank in range(num_ranks)
+        steps_of(op, method, rank, num_ranks, num_splits, variant)
+        for rank in range(num_ranks)
     ]
 
 

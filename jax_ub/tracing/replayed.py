@@ -44,7 +44,9 @@ def replayed(call: Call, spans: Sequence[Span]) -> Timeline | None:
         }
     )
     pattern = _PATTERNS.get(call.op, call.op)
-    every = schedules.every_rank(pattern, call.method, call.num_ranks, num_splits)
+    every = schedules.every_rank(
+        pattern, call.method, call.num_ranks, num_splits, call.variant
+    )
     whole = all(span.chunk < 0 for span in steps if span.kind == "multiply")
     work, machine = _costs(pattern, call.num_ranks, num_splits, times, whole=whole)
     return replay(every, work, machine, Knobs(num_splits))

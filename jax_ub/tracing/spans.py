@@ -29,6 +29,7 @@ class Call:
         num_splits: pieces of a shard that were asked for; 0 left it to the engine.
         devices: ids by rank; one where nothing is communicated.
         operands: of one rank, as in "bf16[128, 512] bf16[512, 256]".
+        variant: of the method's schedule, where that has it.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Call:
     num_splits: int
     devices: tuple[int, ...]
     operands: str
+    variant: str = "plain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Span:
         call: index into `Trace.calls`.
         kind: a step of a schedule, or one of `AROUND`.
         rank: in the group; -1 for all of them.
-        chunk: whose rows; -1 for everything.
+        chunk: whose rows, the first of several; -1 for everything.
         split: which piece of the chunk.
         peer: the other rank, or -1.
         payload: "operand", "partial" or "sum".

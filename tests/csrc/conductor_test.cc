@@ -229,6 +229,8 @@ TEST(MethodsAndOptionsAreComparedToo) {
   run([](Attributes& at) { at.method = Method::kRingExchange; },
       "all_reduce by ring_exchange of");
   run([](Attributes& at) { at.num_splits = 3; }, "num_splits 3");
+  run([](Attributes& at) { at.variant = Variant::kAggregate; },
+      "all_reduce by direct, aggregate of");
   run([](Attributes& at) { at.label = "other"; }, "; and other: all_reduce");
 }
 

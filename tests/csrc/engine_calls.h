@@ -12,6 +12,7 @@
 
 #include "call_maker.h"
 #include "engine/engine.h"
+#include "engine/exchange.h"
 
 namespace jax_ub {
 
@@ -95,7 +96,8 @@ inline Outcome Submit(Engine& engine,
   return outcome;
 }
 
-// All options of an op, one by one.
+// All options of an op, one by one, and its schedule's variants with few of them and
+// with all.
 inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
   Attributes at = MakeAttributes(op, method, num_ranks);
   std::vector<Attributes> variants = {at};
@@ -118,6 +120,14 @@ inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
     at.num_kernels = 2;
     at.rhs_transposed = op != Op::kBulkAllGather && op != Op::kBulkReduceScatter;
     variants.push_back(at);
+  }
+  for (int v = 1; v < kNumVariants; ++v) {
+    const auto variant = static_cast<Variant>(v);
+    if (!HasVariant(PatternOf(at), method, num_ranks, variant)) continue;
+    for (Attributes other : {variants.front(), at}) {
+      other.variant = variant;
+      variants.push_back(other);
+    }
   }
   return variants;
 }

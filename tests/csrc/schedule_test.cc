@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -14,12 +15,18 @@ namespace {
 constexpr int kMaxRanks = 16;
 
 template <typename Function>
-void ForEachSchedule(const Function& function) {
+void ForEachSchedule(int num_ranks, const Function& function) {
   for (int p = 0; p < kNumPatterns; ++p) {
     for (int m = 0; m < kNumMethods; ++m) {
-      const auto pattern = static_cast<Pattern>(p);
-      const auto method = static_cast<Method>(m);
-      if (HasSchedule(pattern, method)) function(pattern, method);
+      for (int v = 0; v < kNumVariants; ++v) {
+        const auto pattern = static_cast<Pattern>(p);
+        const auto method = static_cast<Method>(m);
+        const auto variant = static_cast<Variant>(v);
+        if (HasSchedule(pattern, method) &&
+            HasVariant(pattern, method, num_ranks, variant)) {
+          function(pattern, method, variant);
+        }
+      }
     }
   }
 }
@@ -29,12 +36,13 @@ std::string FirstOf(const std::vector<std::string>& violations) {
 }
 
 TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
-  ForEachSchedule([](Pattern pattern, Method method) {
-    for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
-      const int num_splits = 1 + num_ranks % 3;
-      CHECK_EQ(FirstOf(CheckSchedule(pattern, method, num_ranks, num_splits)), "");
-    }
-  });
+  for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
+    const int num_splits = 1 + num_ranks % 3;
+    ForEachSchedule(num_ranks, [&](Pattern pattern, Method method, Variant variant) {
+      CHECK_EQ(FirstOf(CheckSchedule(pattern, method, num_ranks, num_splits, variant)),
+               "");
+    });
+  }
 }
 
 TEST(EveryNumberOfSplitsIsProven) {
@@ -61,6 +69,28 @@ TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
   }
 }
 
+TEST(ARingOfPairsMultipliesTwoChunksBehindTheOwnPair) {
+  for (int rank = 0; rank < 6; ++rank) {
+    const Schedule schedule =
+        MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, rank, 6, 1,
+                     Variant::kAggregate);
+    std::vector<std::pair<int, int>> products;
+    int num_puts = 0;
+    for (const Step& step : schedule.steps) {
+      if (step.kind == StepKind::kMultiply) {
+        products.emplace_back(step.chunk, step.num_chunks);
+      }
+      if (step.kind != StepKind::kPut) continue;
+      CHECK_EQ(step.peer, num_puts++ == 0 ? rank ^ 1 : (rank + 2) % 6);
+    }
+    CHECK_EQ(num_puts, 5);
+    const int even = rank - rank % 2;
+    CHECK(products ==
+          (std::vector<std::pair<int, int>>{
+              {rank, 1}, {rank ^ 1, 1}, {(even + 4) % 6, 2}, {(even + 2) % 6, 2}}));
+  }
+}
+
 TEST(ReduceScatterEndsWithItsOwnChunk) {
   const Schedule schedule =
       MakeSchedule(Pattern::kMatmulReduceScatter, Method::kRingExchange, 1, 4, 1);
@@ -72,8 +102,8 @@ TEST(ReduceScatterEndsWithItsOwnChunk) {
 }
 
 TEST(OneRankSendsNothing) {
-  ForEachSchedule([](Pattern pattern, Method method) {
-    const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2);
+  ForEachSchedule(1, [](Pattern pattern, Method method, Variant variant) {
+    const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2, variant);
     CHECK_EQ(schedule.num_slots, 0);
     for (const Step& step : schedule.steps) CHECK_EQ(step.peer, kNone);
   });
@@ -107,7 +137,13 @@ TEST(WrongNumbersAreRefused) {
   CHECK_THROWS(make(Method::kPipeline, 2, 2, 1), "rank 2 is none of 2");
   CHECK_THROWS(make(Method::kPipeline, 0, 0, 1), "num_ranks is 0");
   CHECK_THROWS(make(Method::kPipeline, 0, 2, 0), "num_splits is 0");
+  CHECK_THROWS(
+      MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, 0, 3, 1,
+                   Variant::kAggregate),
+      "all_gather_matmul by ring_exchange of 3 ranks has no variant aggregate");
 }
+
+constexpr int kNumBroken = 4;
 
 // Removes, changes or repeats one step of one rank, and wants the checker to notice.
 using Mutation = void (*)(std::vector<Step>& steps, size_t step);
@@ -118,10 +154,9 @@ void Repeat(std::vector<Step>& steps, size_t step) {
 }
 
 // How many of the planted defects, one at a time in every step of `kind`, go unnoticed.
-int Unnoticed(Pattern pattern, Method method, StepKind kind, Mutation mutation) {
-  const Collective sound = MakeCollective(pattern, method, 4, 2);
+int Unnoticed(const Collective& sound, StepKind kind, Mutation mutation) {
   const Collective before =
-      MakeCollective(Pattern::kAllGather, Method::kPipeline, 4, 2);
+      MakeCollective(Pattern::kAllGather, Method::kPipeline, kNumBroken, 2);
   int unnoticed = 0;
   for (size_t rank = 0; rank < sound.size(); ++rank) {
     for (size_t step = 0; step < sound[rank].steps.size(); ++step) {
@@ -141,20 +176,21 @@ int Unnoticed(Pattern pattern, Method method, StepKind kind, Mutation mutation) 
 }
 
 TEST(EveryDroppedStepIsNoticed) {
-  ForEachSchedule([](Pattern pattern, Method method) {
+  ForEachSchedule(kNumBroken, [](Pattern pattern, Method method, Variant variant) {
+    const Collective sound = MakeCollective(pattern, method, kNumBroken, 2, variant);
     for (int kind = 0; kind < kNumStepKinds; ++kind) {
-      const auto step_kind = static_cast<StepKind>(kind);
-      CHECK_EQ(Unnoticed(pattern, method, step_kind, &Drop), 0);
+      CHECK_EQ(Unnoticed(sound, static_cast<StepKind>(kind), &Drop), 0);
     }
   });
 }
 
 TEST(EveryRepeatedUseIsNoticed) {
-  ForEachSchedule([](Pattern pattern, Method method) {
+  ForEachSchedule(kNumBroken, [](Pattern pattern, Method method, Variant variant) {
+    const Collective sound = MakeCollective(pattern, method, kNumBroken, 2, variant);
     for (StepKind kind :
          {StepKind::kMultiply, StepKind::kCopy, StepKind::kReduce, StepKind::kPut,
           StepKind::kPublish, StepKind::kWait, StepKind::kRelease}) {
-      CHECK_EQ(Unnoticed(pattern, method, kind, &Repeat), 0);
+      CHECK_EQ(Unnoticed(sound, kind, &Repeat), 0);
     }
   });
 }

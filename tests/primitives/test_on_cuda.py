@@ -238,13 +238,16 @@ def test_direct_is_refused(engine):
         cuda_text(column(tp_mesh(2), method="direct"), shape(8, 6), shape(6, 8))
 
 
-def test_aggregation_is_refused(engine):
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_aggregation_is_told_on_both_platforms(engine, aggregate):
     mesh = tp_mesh(2)
-    entry = {"method": "ring_exchange", "aggregate": True}
+    entry = {"method": "ring_exchange", "aggregate": aggregate}
     ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs={"qkv_fprop": entry})
-    message = r'"ring_exchange" cannot run: its name is configured with "aggregate"'
-    with pytest.raises(UnsupportedOverlapError, match=message):
-        cuda_text(column(mesh, ub_name="qkv"), shape(8, 6), shape(6, 8))
+    run = column(mesh, ub_name="qkv")
+    text = run.lower(jnp.ones((8, 6)), jnp.ones((6, 8))).as_text()
+    for found in (cuda_text(run, shape(8, 6), shape(6, 8)), text):
+        _, call = the_call(found)
+        assert attribute(call, "variant") == aggregate
 
 
 def test_more_ranks_than_flags_are_refused(engine, monkeypatch):

@@ -174,6 +174,16 @@ def test_results_and_gradients_do_not_depend_on_the_configuration(method):
         assert_equal(with_gradients(layer(ub_name=name), 1)(*operands()), dw)
 
 
+def test_pairs_of_chunks_multiply_to_the_same_results():
+    initialize(qkv_fprop={"aggregate": True}, proj_dgrad={"aggregate": True})
+    for layer, name in ((column, "qkv"), (row, "proj")):
+        actual = with_gradients(layer(ub_name=name), 0, 1)
+        text = actual.lower(*operands()).as_text()
+        assert len(re.findall(r"all_gather_matmul\(.*variant = 1", text)) == 1
+        expected = with_gradients(layer(method="xla"), 0, 1)(*operands())
+        assert_equal(actual(*operands()), expected)
+
+
 def test_the_default_configuration_has_the_right_results():
     initialize()
     for layer, name in ((column, "fc1"), (row, "fc2")):

@@ -16,9 +16,9 @@ CASES = [
 RANKS = range(1, 17)
 
 
-def every_rank(op, method, num_ranks, num_splits=2):
+def every_rank(op, method, num_ranks, num_splits=2, variant="plain"):
     return [
-        _cpu.schedule(op, method, rank, num_ranks, num_splits)
+        _cpu.schedule(op, method, rank, num_ranks, num_splits, variant)
         for rank in range(num_ranks)
     ]
 
@@ -89,7 +89,8 @@ def test_more_splits_are_more_and_smaller_pieces():
 def test_a_step_says_what_it_is():
     step = _cpu.schedule("all_gather", "bulk", 0, 2, 1)[1]
     assert repr(step) == (
-        "Step(kind='put', payload='operand', chunk=0, split=0, peer=1, slot=0)"
+        "Step(kind='put', payload='operand', chunk=0, split=0, peer=1, slot=0, "
+        "num_chunks=1)"
     )
 
 
@@ -107,3 +108,25 @@ def test_a_step_says_what_it_is():
 def test_wrong_arguments_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         _cpu.schedule(*arguments)
+
+
+def test_a_ring_of_pairs_is_proven_and_multiplies_every_chunk_once():
+    for num_ranks in range(2, 17, 2):
+        kind = ("all_gather_matmul", "ring_exchange", num_ranks)
+        assert _cpu.check_schedule(*kind, 1, "aggregate") == []
+        for steps in every_rank(*kind, variant="aggregate"):
+            products = [step for step in steps if step.kind == "multiply"]
+            assert [p.num_chunks for p in products] == [1, 1] + [2] * (
+                num_ranks // 2 - 1
+            )
+            chunks = [p.chunk + i for p in products for i in range(p.num_chunks)]
+            assert sorted(chunks) == list(range(num_ranks))
+            # As many chunks are sent as in the plain ring.
+            assert sum(step.kind == "put" for step in steps) == num_ranks - 1
+
+
+def test_a_variant_that_a_schedule_has_not_is_refused():
+    with pytest.raises(ValueError, match="of 3 ranks has no variant aggregate"):
+        _cpu.schedule("all_gather_matmul", "ring_exchange", 0, 3, 1, "aggregate")
+    with pytest.raises(ValueError, match="variant 'pairs' is none of plain, aggregate"):
+        _cpu.schedule("all_gather_matmul", "ring_exchange", 0, 4, 1, "pairs")

@@ -9,7 +9,7 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub import _cpu
 from jax_ub.errors import UnknownNameError
-from jax_ub.tracing import chrome, picture, record
+from jax_ub.tracing import chrome, picture, record, replayed
 from jax_ub.tracing.record import TraceError
 from jax_ub.tracing.spans import AROUND, Trace
 
@@ -56,6 +56,33 @@ def test_ranks_do_what_their_schedule_says(op, method):
                 for s in spans
                 if s.rank == rank
             ] == [(s.kind, s.chunk, s.split, s.peer, s.payload) for s in steps]
+
+
+def test_products_of_two_ranks_chunks_are_traced_and_replayed():
+    cfgs = {"qkv_fprop": {"aggregate": True}}
+    mesh = tp_mesh(4)
+    ub.initialize_ub((24, 12), 4, mesh=mesh, ub_cfgs=cfgs)
+    run = on_ranks(
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", ub_name="qkv"),
+        mesh,
+        (P("tp"), P(None, "tp")),
+        P(None, "tp"),
+    )
+    with ub.trace() as recording:
+        jax.block_until_ready(run(np.ones((24, 12)), np.ones((12, 8))))
+    (call,) = recording.trace.calls
+    assert call.variant == "aggregate"
+    spans = [s for s in recording.trace.of_call(0) if s.kind not in AROUND]
+    for rank in range(4):
+        steps = _cpu.schedule(call.op, call.method, rank, 4, 1, call.variant)
+        assert [(s.kind, s.chunk) for s in spans if s.rank == rank] == [
+            (s.kind, s.chunk) for s in steps
+        ]
+    timeline = replayed.replayed(call, spans)
+    multiplied = [s.chunks for s in timeline.spans if s.kind == "multiply"]
+    assert sorted(multiplied) == sorted(
+        [(0,), (1,), (2, 3)] * 2 + [(2,), (3,), (0, 1)] * 2
+    )
 
 
 def test_a_trace_is_written_where_it_is_asked_for(tmp_path):

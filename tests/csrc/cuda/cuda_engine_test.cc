@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "cuda/cuda_calls.h"
+#include "gemm/cuda/gemm_blocks.h"
 
 namespace jax_ub {
 namespace {
@@ -23,6 +24,7 @@ constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
 
 std::string NameOf(const Attributes& at) {
   return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
+         ", " + std::string(VariantName(at.variant)) +
          ", P = " + std::to_string(at.num_ranks) + ", " +
          std::to_string(at.num_kernels) + " kernels";
 }
@@ -89,7 +91,7 @@ TEST(ManyCallsInAnyOrderAreExact) {
     std::vector<std::unique_ptr<CapturedCalls>> captured;
     std::mt19937 random(11);
     ForEachVariant(num_ranks, [&](const Attributes& at) {
-      if (random() % 3 != 0) return;
+      if (random() % 3 != 0 || at.num_ranks != num_ranks) return;
       const auto up_to = [&](int most) {
         return static_cast<int64_t>(1 + random() % most);
       };
@@ -140,6 +142,28 @@ TEST(TuningChangesNoResult) {
       CheckRight(calls);
     }
   }
+}
+
+TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
+  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 4);
+  at.variant = Variant::kAggregate;
+  // Products, and the batch and rows of the first, of the pair.
+  const auto pair_of = [&](const Sizes& sizes) {
+    jax_ub_test::Arrays arrays(1);
+    const std::vector<RankCall> calls = jax_ub_test::MakeCalls(at, sizes, arrays);
+    std::vector<std::vector<GemmBlock>> products;
+    PlanCall(at, calls[0], 0, [&](Lane, const GemmProblem& problem) {
+      products.push_back(CutIntoBlocks(problem));
+    });
+    CHECK_EQ(products.size(), 3u);
+    const std::vector<GemmBlock>& pair = products.back();
+    return std::array<int64_t, 3>{static_cast<int64_t>(pair.size()), pair[0].batch,
+                                  pair[0].m};
+  };
+  // Chunks of 256 bytes adjoin.
+  CHECK(pair_of({1, 8, 8, 3}) == (std::array<int64_t, 3>{1, 1, 16}));
+  CHECK(pair_of({1, 8, 7, 3}) == (std::array<int64_t, 3>{1, 2, 8}));
+  CHECK(pair_of({2, 8, 8, 3}) == (std::array<int64_t, 3>{2, 2, 8}));
 }
 
 TEST(GroupsOfASiteDoNotMix) {

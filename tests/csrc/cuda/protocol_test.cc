@@ -18,12 +18,14 @@ struct Kind {
   Pattern pattern;
   Method method;
   int num_splits;
+  Variant variant = Variant::kPlain;
 };
 
 // One of each way in which slots are used: products change nothing about it, and bulk
 // and external send as pipeline does with one piece.
 constexpr Kind kKinds[] = {
     {Pattern::kAllGatherMatmul, Method::kRingExchange, 1},
+    {Pattern::kAllGatherMatmul, Method::kRingExchange, 1, Variant::kAggregate},
     {Pattern::kAllGatherMatmul, Method::kPipeline, 1},
     {Pattern::kAllGatherMatmul, Method::kPipeline, 2},
     {Pattern::kMatmulReduceScatter, Method::kRingExchange, 1},
@@ -37,14 +39,16 @@ constexpr uint64_t kUnsignedWrap = UINT64_MAX;
 constexpr uint64_t kSignedWrap = INT64_MAX;
 
 Collective Make(const Kind& kind, int num_ranks) {
-  return MakeCollective(kind.pattern, kind.method, num_ranks, kind.num_splits);
+  return MakeCollective(kind.pattern, kind.method, num_ranks, kind.num_splits,
+                        kind.variant);
 }
 
 std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
   std::string text = "P = " + std::to_string(num_ranks);
   for (const Kind& kind : kinds) {
     text += std::string(", ") + std::string(PatternName(kind.pattern)) + " by " +
-            std::string(MethodName(kind.method)) + " in " +
+            std::string(MethodName(kind.method)) + ", " +
+            std::string(VariantName(kind.variant)) + ", in " +
             std::to_string(kind.num_splits);
   }
   return text;
@@ -108,9 +112,14 @@ TEST(two_ranks_read_what_they_mean_in_any_three_calls) {
   }
 }
 
+bool Has(const Kind& kind, int num_ranks) {
+  return HasVariant(kind.pattern, kind.method, num_ranks, kind.variant);
+}
+
 TEST(three_ranks_read_what_they_mean_in_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
+      if (!Has(first, 3) || !Has(second, 3)) continue;
       // Two pieces beside two pieces: only a collective beside itself. Others take long.
       if (first.num_splits + second.num_splits < 4 || &first == &second) {
         Prove({first, second}, 3, kUnsignedWrap);

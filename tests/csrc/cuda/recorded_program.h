@@ -182,10 +182,13 @@ class Recorder {
       }
       case StepKind::kMultiply:
       case StepKind::kCopy: {
-        const auto held = held_.find(IdOf(step));
-        if (held == held_.end()) return;  // reads own operands only
-        program_.beside.push_back(
-            {lane.size(), {ReadOf(held->second, held->first, slots)}});
+        ReadBeside product{lane.size(), {}};
+        for (int i = 0; i < step.num_chunks; ++i) {
+          const auto held = held_.find(IdOf(ChunkOf(step, i)));
+          if (held == held_.end()) return;  // reads own operands only
+          product.reads.push_back(ReadOf(held->second, held->first, slots));
+        }
+        program_.beside.push_back(product);
         return;
       }
       case StepKind::kReduce: {
