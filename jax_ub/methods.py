@@ -52,10 +52,13 @@ class Variant(enum.Enum):
     """What a method's schedule does in another way; the engine knows them by name.
 
     `AGGREGATE` multiplies the chunks of two ranks together, in a ring that gathers.
+    `OVERLAP_FIRST_GEMM` sends a piece of a pipeline that scatters behind the product
+    of the next one.
     """
 
     PLAIN = "plain"
     AGGREGATE = "aggregate"
+    OVERLAP_FIRST_GEMM = "overlap_first_gemm"
 
     @property
     def code(self) -> int:

@@ -62,7 +62,9 @@ void AppendAllGather(ScheduleBuilder& builder,
                      StepKind consume,
                      bool consume_own);
 void AppendRingOfPairs(ScheduleBuilder& builder);
-void AppendReduceScatter(ScheduleBuilder& builder, bool multiply);
+void AppendReduceScatter(ScheduleBuilder& builder,
+                         bool multiply,
+                         bool overlap_first_gemm);
 void AppendDirect(ScheduleBuilder& builder);
 
 }  // namespace jax_ub

@@ -17,10 +17,22 @@ namespace jax_ub {
 //
 // With pieces, all of this is done piece by piece, and piece s - 1 is reduced after the
 // products of piece s are on their way.
-void AppendReduceScatter(ScheduleBuilder& builder, bool multiply) {
+//
+// overlap_first_gemm: each put is asked for behind the product that follows its own. A
+// put waits for its product; where streams share a queue of the hardware, that wait
+// would keep a product behind it from beginning.
+void AppendReduceScatter(ScheduleBuilder& builder,
+                         bool multiply,
+                         bool overlap_first_gemm) {
   builder.BeginStage();
   const int num_ranks = builder.num_ranks();
   const int rank = builder.rank();
+  const auto put = [&](int distance, int split) {
+    if (distance == 0 || distance == num_ranks) return;  // no one, or itself
+    const int owner = builder.Ahead(distance);
+    builder.Send(StepKind::kPut, Payload::kPartial, owner, split, owner,
+                 builder.SlotOf(distance, split));
+  };
   const auto reduce = [&](int split) {
     for (int distance = 1; distance < num_ranks; ++distance) {
       builder.Add(StepKind::kWait, Payload::kPartial, rank, split,
@@ -33,13 +45,11 @@ void AppendReduceScatter(ScheduleBuilder& builder, bool multiply) {
     }
   };
   for (int split = 0; split < builder.num_splits(); ++split) {
-    for (int distance = 1; distance < num_ranks; ++distance) {
-      const int owner = builder.Ahead(distance);
+    for (int distance = 1; distance <= num_ranks; ++distance) {
+      const int owner = builder.Ahead(distance);  // at last the rank itself
       if (multiply) builder.Add(StepKind::kMultiply, Payload::kPartial, owner, split);
-      builder.Send(StepKind::kPut, Payload::kPartial, owner, split, owner,
-                   builder.SlotOf(distance, split));
+      put(overlap_first_gemm ? distance - 1 : distance, split);
     }
-    if (multiply) builder.Add(StepKind::kMultiply, Payload::kPartial, rank, split);
     if (split > 0) reduce(split - 1);
   }
   reduce(builder.num_splits() - 1);

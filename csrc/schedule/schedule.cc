@@ -13,8 +13,8 @@ namespace {
 constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
     "direct", "ring_exchange", "pipeline", "bulk", "external"};
 
-constexpr std::array<std::string_view, kNumVariants> kVariantNames = {"plain",
-                                                                      "aggregate"};
+constexpr std::array<std::string_view, kNumVariants> kVariantNames = {
+    "plain", "aggregate", "overlap_first_gemm"};
 
 constexpr std::array<std::string_view, kNumPatterns> kPatternNames = {
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
@@ -47,7 +47,7 @@ void AppendPattern(ScheduleBuilder& builder,
     return;
   }
   if (HasProduct(pattern) && apart) builder.MultiplyAll();
-  AppendReduceScatter(builder, multiply);
+  AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
   if (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) {
     // The sums, which the reduction left in their rows of the result, go to all.
     AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
@@ -120,6 +120,10 @@ bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) 
     case Variant::kAggregate:
       return pattern == Pattern::kAllGatherMatmul && method == Method::kRingExchange &&
              num_ranks % 2 == 0;
+    case Variant::kOverlapFirstGemm:
+      return (pattern == Pattern::kMatmulReduceScatter ||
+              pattern == Pattern::kMatmulAllReduce) &&
+             method == Method::kPipeline;
   }
   return false;
 }

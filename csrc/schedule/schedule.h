@@ -21,9 +21,10 @@ std::string_view MethodName(Method method);
 // What a method does in another way, where it is asked for.
 enum class Variant : uint8_t {
   kPlain,
-  kAggregate,  // AG+GEMM by ring_exchange, even P: products of two ranks' chunks
+  kAggregate,         // AG+GEMM by ring_exchange, even P: products of two ranks' chunks
+  kOverlapFirstGemm,  // GEMM+RS and +AR by pipeline: puts behind the next product
 };
-inline constexpr int kNumVariants = 2;
+inline constexpr int kNumVariants = 3;
 
 std::string_view VariantName(Variant variant);
 

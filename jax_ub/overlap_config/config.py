@@ -40,8 +40,9 @@ class UserBufferQuantizationMode(enum.Enum):
 class OverlapConfig(Mapping):
     """The configuration of one named overlap: attributes, and a mapping by key.
 
-    `method`, `num_splits` and `aggregate` act everywhere; the others are what a GPU's
-    kernels and streams are launched with, checked and kept on a CPU.
+    `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` act
+    everywhere; the others are what a GPU's kernels and streams are launched with,
+    checked and kept on a CPU.
     """
 
     method: str

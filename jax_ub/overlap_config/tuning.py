@@ -62,5 +62,13 @@ def tuning_of(config: OverlapConfig) -> Tuning:
         sm_margin=margin if config.set_sm_margin else 0,
         comm_priority=config.comm_priority,
         gemm_priority=config.gemm_priority,
-        variant=Variant.AGGREGATE if config.aggregate else Variant.PLAIN,
+        variant=_variant_of(config),
     )
+
+
+def _variant_of(config):
+    if config.aggregate:
+        return Variant.AGGREGATE
+    if config.pipeline_rs_overlap_first_gemm:
+        return Variant.OVERLAP_FIRST_GEMM
+    return Variant.PLAIN

@@ -101,6 +101,26 @@ TEST(ReduceScatterEndsWithItsOwnChunk) {
   CHECK(chunks == std::vector<int>({2, 3, 0, 1}));
 }
 
+// The chunk of every product ("x1") and put (">1"), in their order.
+std::string ProductsAndPuts(const Schedule& schedule) {
+  std::string text;
+  for (const Step& step : schedule.steps) {
+    const bool puts = step.kind == StepKind::kPut;
+    if (!puts && step.kind != StepKind::kMultiply) continue;
+    text += (puts ? '>' : 'x') + std::to_string(step.chunk) + ' ';
+  }
+  return text;
+}
+
+TEST(OverlapFirstGemmPutsBehindTheNextProduct) {
+  const auto order = [](Variant variant) {
+    return ProductsAndPuts(MakeSchedule(Pattern::kMatmulReduceScatter,
+                                        Method::kPipeline, 0, 3, 2, variant));
+  };
+  CHECK_EQ(order(Variant::kPlain), "x1 >1 x2 >2 x0 x1 >1 x2 >2 x0 ");
+  CHECK_EQ(order(Variant::kOverlapFirstGemm), "x1 x2 >1 x0 >2 x1 x2 >1 x0 >2 ");
+}
+
 TEST(OneRankSendsNothing) {
   ForEachSchedule(1, [](Pattern pattern, Method method, Variant variant) {
     const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2, variant);

@@ -184,6 +184,17 @@ def test_pairs_of_chunks_multiply_to_the_same_results():
         assert_equal(actual(*operands()), expected)
 
 
+def test_late_puts_give_the_same_results():
+    late = {"method": "pipeline", "pipeline_rs_overlap_first_gemm": True}
+    initialize(proj_fprop=late, qkv_dgrad=late)
+    for layer, name in ((column, "qkv"), (row, "proj")):
+        actual = with_gradients(layer(ub_name=name), 0, 1)
+        text = actual.lower(*operands()).as_text()
+        assert len(re.findall(r"matmul_reduce_scatter\(.*variant = 2", text)) == 1
+        expected = with_gradients(layer(method="xla"), 0, 1)(*operands())
+        assert_equal(actual(*operands()), expected)
+
+
 def test_the_default_configuration_has_the_right_results():
     initialize()
     for layer, name in ((column, "fc1"), (row, "fc2")):

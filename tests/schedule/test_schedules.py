@@ -128,5 +128,19 @@ def test_a_ring_of_pairs_is_proven_and_multiplies_every_chunk_once():
 def test_a_variant_that_a_schedule_has_not_is_refused():
     with pytest.raises(ValueError, match="of 3 ranks has no variant aggregate"):
         _cpu.schedule("all_gather_matmul", "ring_exchange", 0, 3, 1, "aggregate")
-    with pytest.raises(ValueError, match="variant 'pairs' is none of plain, aggregate"):
+    with pytest.raises(ValueError, match="variant 'pairs' is none of plain, "):
         _cpu.schedule("all_gather_matmul", "ring_exchange", 0, 4, 1, "pairs")
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_late_put_comes_behind_the_product_after_its_own(op):
+    for num_ranks in RANKS:
+        kind = (op, "pipeline", num_ranks, 3)
+        assert _cpu.check_schedule(*kind, "overlap_first_gemm") == []
+        for steps in every_rank(*kind, "overlap_first_gemm"):
+            begun = []
+            for step in steps:
+                if step.kind == "multiply":
+                    begun.append((step.chunk, step.split))
+                if step.kind == "put" and step.payload == "partial":
+                    assert begun[-2] == (step.chunk, step.split)

@@ -30,6 +30,7 @@ constexpr Kind kKinds[] = {
     {Pattern::kAllGatherMatmul, Method::kPipeline, 2},
     {Pattern::kMatmulReduceScatter, Method::kRingExchange, 1},
     {Pattern::kMatmulReduceScatter, Method::kPipeline, 2},
+    {Pattern::kMatmulReduceScatter, Method::kPipeline, 1, Variant::kOverlapFirstGemm},
     {Pattern::kMatmulAllReduce, Method::kRingExchange, 1},
     {Pattern::kMatmulAllReduce, Method::kPipeline, 2},
 };
