@@ -80,6 +80,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/cuda_device.cc
     engine/cuda/cuda_engine.cc
     engine/cuda/gpu.cc
+    engine/cuda/initialize.cc
     engine/cuda/measuring_device.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
@@ -91,6 +92,7 @@ jax_ub_library(jax_ub_cuda
     platform/cuda/owners.cc
     reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
+    transport/cuda/call_agreement.cc
     transport/cuda/communicator.cc
     transport/cuda/cuda_slots.cc
     transport/cuda/endpoint.cc

@@ -337,6 +337,24 @@ std::string DescribeCall(const Attributes& at, const RankCall& call) {
   return text.str();
 }
 
+std::string DescribeTuning(const Tuning& tuning) {
+  const Tuning usual;
+  std::ostringstream text;
+  const auto add = [&](const char* name, int value, int otherwise) {
+    if (value != otherwise) text << ", " << name << ' ' << value;
+  };
+  add("use_ce", tuning.use_ce, usual.use_ce);
+  add("num_sm", tuning.num_sm, usual.num_sm);
+  add("cga_size", tuning.cga_size, usual.cga_size);
+  add("sm_margin", tuning.sm_margin, usual.sm_margin);
+  add("num_lanes", tuning.num_lanes, usual.num_lanes);
+  add("allow_tf32", tuning.allow_tf32, usual.allow_tf32);
+  add("gemm_algorithm", tuning.gemm_algorithm, usual.gemm_algorithm);
+  add("comm_priority", tuning.comm_priority, usual.comm_priority);
+  add("gemm_priority", tuning.gemm_priority, usual.gemm_priority);
+  return text.str();
+}
+
 std::string Difference(const RankCall& left, const RankCall& right) {
   const auto compare = [](const char* what, const std::vector<Tensor>& a,
                           const std::vector<Tensor>& b) -> std::string {

@@ -114,6 +114,8 @@ void CheckCall(const Attributes& attributes, const RankCall& call);
 // direct of bf16[4, 8], bf16[8, 16] to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const Attributes& attributes, const RankCall& call);
 std::string DescribeCall(const Attributes& attributes, const RankCall& call);
+// What is not as it is by default: ", use_ce 0, num_sm 4".
+std::string DescribeTuning(const Tuning& tuning);
 
 // The same shapes and dtypes on two ranks; describes the first difference, or is empty.
 std::string Difference(const RankCall& left, const RankCall& right);

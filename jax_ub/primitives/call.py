@@ -200,14 +200,15 @@ def _lower_on_cpu(ctx, *operands, call):
         return _lower_to_reference(ctx, operands, call, ranks.reason)
     lowered.record(ctx, call, None)
     engine.register_targets()
+    channel = _channel(ctx, ranks)
+    if channel:
+        engine.load().begin_program(channel)
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=True,
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
-    return rule(
-        ctx, *operands, **_attributes(call, ranks), channel=_channel(ctx, ranks)
-    )
+    return rule(ctx, *operands, **_attributes(call, ranks), channel=channel)
 
 
 def _lower_on_cuda(ctx, *operands, call):
@@ -217,8 +218,7 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     lowered.record(ctx, call, None)
-    # Calls of a device are matched by their order on its stream: no channel is needed.
-    attributes = {**_attributes(call, ranks), "channel": ""}
+    attributes = {**_attributes(call, ranks), "channel": _channel(ctx, ranks)}
     return on_cuda.lower(ctx, operands, call, attributes)
 
 
@@ -227,9 +227,7 @@ def _channel(ctx, ranks):
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]
-    channel = f"{ir.StringAttr(module).value}/{ctx.module_context.new_channel()}"
-    engine.load().begin_program(channel)
-    return channel
+    return f"{ir.StringAttr(module).value}/{ctx.module_context.new_channel()}"
 
 
 def _lower_elsewhere(ctx, *operands, call):

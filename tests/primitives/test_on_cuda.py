@@ -28,6 +28,7 @@ from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.mesh import find_ranks
 from jax_ub.runtime import cuda
 
 COLUMN = (P("tp"), P(None, "tp"))
@@ -71,6 +72,23 @@ def test_a_call_ends_with_its_workspace(engine):
     assert results == [("float32", (8, 2))]
     assert attributes["ranks"] == [0, 1, 2, 3]
     assert {type(value) for value in attributes.values()} == {int, float, str, list}
+
+
+def test_calls_of_several_processes_have_names_that_all_of_them_know(
+    engine, monkeypatch
+):
+    def channel():
+        text = cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8))
+        return attribute(the_call(text)[1], "channel")
+
+    assert channel() == ""
+    monkeypatch.setattr(
+        "jax_ub.primitives.call.find_ranks",
+        lambda *args: dataclasses.replace(find_ranks(*args), spans_processes=True),
+    )
+    first = channel()
+    assert re.fullmatch(r"jit_\w+/\d+", first)
+    assert channel() == first
 
 
 def test_what_the_engine_is_asked_with_is_what_xla_is_told(engine):

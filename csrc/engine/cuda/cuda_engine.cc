@@ -1,7 +1,6 @@
 #include "engine/cuda/cuda_engine.h"
 
 #include <algorithm>
-#include <bit>
 #include <span>
 #include <utility>
 
@@ -11,34 +10,6 @@
 namespace jax_ub {
 
 namespace {
-
-// Heaps of groups within this process are made in steps, so that calls of nearly one size
-// share them.
-constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
-
-// What products may depend on of an address: XLA aligns to no more.
-constexpr int kMaxAlignment = 256;
-
-int AlignmentOf(const Tensor& tensor) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  return static_cast<int>(std::min<uintptr_t>(address & -address, kMaxAlignment));
-}
-
-std::vector<int> AlignmentsOf(const RankCall& call) {
-  std::vector<int> alignments;
-  for (const Tensor& tensor : call.operands) alignments.push_back(AlignmentOf(tensor));
-  for (const Tensor& tensor : call.results) alignments.push_back(AlignmentOf(tensor));
-  return alignments;
-}
-
-GemmOptions OptionsOf(const Attributes& at, const Gpu& gpu) {
-  GemmOptions options;
-  const int margin = IsLocalCall(at) ? 0 : at.tuning.sm_margin;
-  if (margin > 0) options.sm_target = std::max(gpu.num_sms() - margin, 1);
-  options.allow_tf32 = at.tuning.allow_tf32;
-  options.algorithm = at.tuning.gemm_algorithm;
-  return options;
-}
 
 bool IsCapturing(const Driver& driver, CUstream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -79,113 +50,6 @@ int64_t CudaEngine::WorkspaceBytes(const Attributes& at, const RankCall& call) {
   return bytes;
 }
 
-void CudaEngine::Initialize(CudaCallSite& site, int ordinal, const RankCall& call) {
-  try {
-    CheckCall(site.attributes_, call);
-    const auto preparation = Prepare(site, ordinal, call);
-    if (preparation->uses_communicator) Bind(site, *preparation);
-  } catch (...) {
-    ++num_failed_;
-    throw;
-  }
-}
-
-std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Prepare(
-    CudaCallSite& site, int ordinal, const RankCall& call) {
-  const Attributes& at = site.attributes_;
-  std::vector<int> alignments = AlignmentsOf(call);
-  {
-    std::lock_guard lock(site.mutex_);
-    const auto& known = site.preparations_[ordinal];
-    if (known && known->alignments == alignments) return known;
-  }
-  auto preparation = std::make_shared<CudaCallSite::Preparation>();
-  preparation->gpu = &GpuOf(ordinal);
-  preparation->alignments = std::move(alignments);
-  if (!IsLocalCall(at)) {
-    const auto place = site.places_.find(DeviceOf(ordinal));
-    if (place == site.places_.end()) {
-      throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
-                              std::to_string(DeviceOf(ordinal)) +
-                              " is not among the devices of the mesh axis");
-    }
-    preparation->group = static_cast<int>(place->second / at.num_ranks);
-    preparation->rank = static_cast<int>(place->second % at.num_ranks);
-    preparation->uses_communicator = at.num_ranks > 1;
-  }
-  Gpu& gpu = *preparation->gpu;
-  const ScopedContext current(driver_, gpu.context());
-  preparation->options = OptionsOf(at, gpu);
-  // The scratch that products will have is aligned as this is; its size is that of the
-  // largest product of the lane.
-  preparation->plan =
-      PlanCall(at, call, preparation->rank, [&](Lane, const GemmProblem& problem) {
-        gpu.gemm().Prepare(problem, preparation->options,
-                           {kMaxAlignment, CudaGemm::WorkspaceBytes(problem)});
-      });
-  if (!IsLocalCall(at)) {
-    std::lock_guard lock(gpu.mutex());
-    StreamLanes& lanes = gpu.lanes().Find(at.tuning);
-    lanes.ReserveEvents(StreamDevice::NumEvents(preparation->plan.workspace, lanes));
-  }
-  std::lock_guard lock(site.mutex_);
-  site.preparations_[ordinal] = preparation;
-  return preparation;
-}
-
-// A communicator that failed is replaced only where no graph refers to it, and only by
-// one that was made since.
-void CudaEngine::Bind(CudaCallSite& site,
-                      const CudaCallSite::Preparation& preparation) {
-  std::lock_guard lock(site.mutex_);
-  CudaCallSite::Binding& binding = site.bindings_[preparation.group];
-  if (binding.communicator) {
-    if (binding.captured || !binding.communicator->failure()) {
-      return binding.communicator->ThrowIfFailed();
-    }
-  }
-  const SlotPlan& slots = preparation.plan.slots;
-  auto communicator = FindCommunicator(site.attributes_, preparation.group, slots);
-  communicator->ThrowIfFailed();
-  communicator->Place(slots.num_slots,
-                      slots.slot_bytes);  // or says that it is too small
-  binding.number = communicator->NumberOf(site.attributes_.label);
-  binding.communicator = std::move(communicator);
-}
-
-std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes& at,
-                                                               int group,
-                                                               const SlotPlan& slots) {
-  const auto first = at.ranks.begin() + group * at.num_ranks;
-  const std::vector<int64_t> devices(first, first + at.num_ranks);
-  std::lock_guard lock(mutex_);
-  for (const Joined& joined : joined_) {
-    if (joined.devices == devices) return joined.communicator;
-  }
-  std::vector<int> ordinals;
-  for (const int64_t device : devices) {
-    const int ordinal = OrdinalOf(device);
-    if (ordinal < 0) {
-      throw CommunicatorError(
-          "CommunicatorError: jax_ub." + at.label + ": device " +
-          std::to_string(device) +
-          " is another process's, and no communicator connects it: call "
-          "ub.initialize_ub in all processes first");
-    }
-    ordinals.push_back(ordinal);
-  }
-  const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
-  std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
-  if (newest && newest->slots_bytes() >= need_bytes) return newest;
-  // Kernels are loaded before any device can wait for another.
-  for (const int ordinal : ordinals) GpuOfLocked(ordinal);
-  newest = CudaCommunicator::Make(
-      driver_, ordinals,
-      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes);
-  all_.push_back(newest);
-  return newest;
-}
-
 void CudaEngine::Execute(CudaCallSite& site,
                          int ordinal,
                          CUstream stream,
@@ -207,13 +71,13 @@ void CudaEngine::Enqueue(CudaCallSite& site,
                          const RankCall& call,
                          const DeviceBytes& workspace) {
   const Attributes& at = site.attributes_;
-  std::shared_ptr<const CudaCallSite::Preparation> preparation;
+  std::shared_ptr<const Preparation> preparation;
   CudaCallSite::Binding binding;
   {
     std::lock_guard lock(site.mutex_);
     preparation = site.preparations_[ordinal];
-    if (preparation && preparation->uses_communicator) {
-      binding = site.bindings_[preparation->group];
+    if (preparation && preparation->place.has_peers) {
+      binding = site.bindings_[preparation->place.group];
     }
   }
   if (!preparation) {
@@ -255,19 +119,20 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   device.Join();
   if (binding.communicator && IsCapturing(driver_, stream)) {
     std::lock_guard site_lock(site.mutex_);
-    site.bindings_[preparation->group].captured = true;
+    site.bindings_[preparation->place.group].captured = true;
   }
 }
 
-CudaSlots CudaEngine::SlotsOf(const CudaCallSite::Preparation& preparation,
+CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
                               const CudaCallSite::Binding& binding,
                               StreamDevice& device) const {
   const Gpu& gpu = *preparation.gpu;
   const SlotPlan& slots = preparation.plan.slots;
   CudaCommunicator* const communicator = binding.communicator.get();
-  return {preparation.rank,
-          communicator->places(preparation.rank),
-          communicator->error(preparation.rank),
+  const int rank = preparation.place.rank;
+  return {rank,
+          communicator->places(rank),
+          communicator->error(rank),
           binding.number,
           communicator->Place(slots.num_slots, slots.slot_bytes),
           {.driver = &driver_,

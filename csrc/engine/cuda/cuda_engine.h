@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -37,15 +38,18 @@ class CudaCallSite {
  private:
   friend class CudaEngine;
 
+  struct Place {
+    int group = 0;
+    int rank = 0;
+    bool has_peers = false;
+  };
   // What Initialize found out for a device.
   struct Preparation {
-    Gpu* gpu = nullptr;
+    Place place;
     std::vector<int> alignments;  // of the tensors that the products were planned for
     CallPlan plan;
     GemmOptions options;
-    int group = 0;
-    int rank = 0;
-    bool uses_communicator = false;
+    Gpu* gpu = nullptr;
   };
   // The communicator of a group. Captured graphs hold its addresses, so that another one
   // may take its place only while nothing has been captured.
@@ -53,13 +57,18 @@ class CudaCallSite {
     std::shared_ptr<CudaCommunicator> communicator;
     uint32_t number = 0;  // of the call site, there
     bool captured = false;
+    // Why it could not be made, for the ranks that have not heard it yet.
+    std::exception_ptr refusal;
+    std::set<int> who_heard;
   };
 
   const Attributes attributes_;
   const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
-  std::mutex mutex_;                                  // guards the two below
+  std::mutex mutex_;                                  // guards all below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by ordinal
   std::map<int, Binding> bindings_;                                 // by group
+  std::map<int, std::weak_ptr<CudaCommunicator>> declared_;  // to whom, by ordinal
+  std::string name_;  // the same in every process that knows the call site
 };
 
 struct CudaCounters {
@@ -78,7 +87,9 @@ class CudaEngine {
   static int64_t WorkspaceBytes(const Attributes& attributes, const RankCall& call);
 
   // Finds or makes the communicator, plans products, loads kernels; cheap when nothing
-  // has changed. Throws what failed in an earlier call of the communicator.
+  // has changed. Throws what failed in an earlier call of the communicator. The first time
+  // it says to the peers what this rank means by the call, or why it refuses it: where
+  // they contradict each other, the communicator fails. Waits for no peer.
   void Initialize(CudaCallSite& site, int ordinal, const RankCall& call);
   // Enqueues the call: allocates no device memory and waits for nothing.
   void Execute(CudaCallSite& site,
@@ -112,10 +123,32 @@ class CudaEngine {
     std::vector<int64_t> devices;
   };
 
-  std::shared_ptr<const CudaCallSite::Preparation> Prepare(CudaCallSite& site,
-                                                           int ordinal,
-                                                           const RankCall& call);
-  void Bind(CudaCallSite& site, const CudaCallSite::Preparation& preparation);
+  using Place = CudaCallSite::Place;
+  using Preparation = CudaCallSite::Preparation;
+
+  void InitializeWithPeers(CudaCallSite& site,
+                           int ordinal,
+                           const Place& place,
+                           const RankCall& call);
+  Place PlaceOf(const CudaCallSite& site, int ordinal);
+  // What is known already, or what is known without the device.
+  std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
+                                          int ordinal,
+                                          const Place& place,
+                                          const RankCall& call);
+  // The rest of it.
+  void Load(CudaCallSite& site,
+            int ordinal,
+            const Preparation& planned,
+            const RankCall& call);
+  std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
+                                         const Preparation& preparation);
+  void Declare(CudaCallSite& site,
+               int ordinal,
+               const Place& place,
+               const RankCall& call,
+               const std::exception_ptr& refusal);
+  std::shared_ptr<CudaCommunicator> FindJoined(const std::vector<int64_t>& devices);
   std::shared_ptr<CudaCommunicator> FindCommunicator(const Attributes& attributes,
                                                      int group,
                                                      const SlotPlan& slots);
@@ -124,7 +157,7 @@ class CudaEngine {
                CUstream stream,
                const RankCall& call,
                const DeviceBytes& workspace);
-  CudaSlots SlotsOf(const CudaCallSite::Preparation& preparation,
+  CudaSlots SlotsOf(const Preparation& preparation,
                     const CudaCallSite::Binding& binding,
                     StreamDevice& device) const;
   std::vector<std::shared_ptr<CudaCommunicator>> Communicators();
@@ -140,6 +173,7 @@ class CudaEngine {
   std::atomic<double> timeout_s_;
   std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
   std::atomic<int64_t> num_failed_{0};
+  std::atomic<int64_t> num_sites_{0};  // without a channel
 
   std::mutex mutex_;  // guards all below
   std::map<int, int64_t> local_devices_;

@@ -183,6 +183,8 @@ void SharedCommunicator::State::Hear(const PeerNews& news) {
       return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
     case PeerNews::kPoisonedByDeadline:
       return Poison(std::make_exception_ptr(DeadlineError(news.text)));
+    case PeerNews::kStated:
+      return;  // here a call says it in shared memory
     case PeerNews::kClosed:
       fate.SetClosed(news.process);
       return WakeOwn();

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -30,7 +31,7 @@ constexpr std::string_view kErrorBegins = "CommunicatorError: ";
 constexpr double kFailedCloseS = 5;
 
 // Raised with every change of what lies in a heap, or of what processes say.
-constexpr int kProtocol = 1;
+constexpr int kProtocol = 2;
 
 // That all say the same: what they share, and how it lies.
 std::string SetupText(const Group& group, const HeapLayout& layout) {
@@ -53,6 +54,7 @@ struct CudaCommunicator::State {
   std::exception_ptr Failure();
   void Poison(const std::exception_ptr& reason);
   void Fail(const std::exception_ptr& reason);
+  void Add(const CallStatement& statement);
   void Hear(const PeerNews& news);
   void Lose(int place, const std::string& how);
   void Leave(int place, bool in_order);
@@ -86,6 +88,7 @@ struct CudaCommunicator::State {
   std::atomic<bool> has_closed{false};  // there is one
   std::condition_variable gone;
   std::vector<std::string> labels;  // [number]
+  CallAgreement agreement;
 
   std::unique_ptr<Peers> peers;  // the last: its thread uses what is above
 };
@@ -102,7 +105,8 @@ CudaCommunicator::State::State(Group its_group,
       size_bytes(heaps.size_bytes()),
       pids(group.num_processes(), 0),
       seen_pids(group.num_processes(), 0),
-      is_gone(group.num_processes(), true) {
+      is_gone(group.num_processes(), true),
+      agreement(group.num_ranks()) {
   std::vector<Peer> connected;
   for (int place = 0; place < group.num_processes(); ++place) {
     Partner& partner = its_partners[place];
@@ -195,8 +199,41 @@ void CudaCommunicator::State::Fail(const std::exception_ptr& reason) {
   for (int n = 0; n < num_own(); ++n) SetPoisoned(record(n));
 }
 
+void CudaCommunicator::State::Add(const CallStatement& statement) {
+  std::optional<CallStatement> other;
+  {
+    std::lock_guard lock(mutex);
+    if (!failure) other = agreement.Add(statement);
+  }
+  if (!other) return;
+  // In one order, so that all say the same.
+  const auto& [first, second] = std::minmax(
+      statement, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
+  std::string text = group.ErrorPrefix();
+  if (first.call != second.call) {
+    text += NameOf(first.rank) + " and " + NameOf(second.rank) +
+            " do not agree: " + first.call + "; and " + second.call + ", respectively";
+  } else {
+    const bool is_first = !first.refusal.empty();
+    const CallStatement& refused = is_first ? first : second;
+    text += NameOf(refused.rank) + " refused what " +
+            NameOf((is_first ? second : first).rank) +
+            " is ready for: " + refused.call + ": " + refused.refusal;
+  }
+  Poison(std::make_exception_ptr(CommunicatorError(text)));
+}
+
 void CudaCommunicator::State::Hear(const PeerNews& news) {
   switch (news.kind) {
+    case PeerNews::kStated: {
+      const auto statement = CallStatement::Unpack(news.text);
+      // Of a rank of its own: what a peer says may be nonsense.
+      if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
+          group.place_of_rank(statement->rank) == news.process) {
+        Add(*statement);
+      }
+      return;
+    }
     case PeerNews::kPoisoned:
       return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
     case PeerNews::kPoisonedByDeadline:
@@ -385,6 +422,12 @@ uint32_t CudaCommunicator::NumberOf(const std::string& label) {
   const auto number = static_cast<uint32_t>(found - labels.begin());
   if (found == labels.end()) labels.push_back(label);
   return number;
+}
+
+void CudaCommunicator::Declare(const CallStatement& statement) {
+  if (state_->IsCopy() || state_->has_failed.load()) return;
+  state_->peers->Say(MessageKind::kStatement, statement.Pack());
+  state_->Add(statement);
 }
 
 std::exception_ptr CudaCommunicator::failure() { return state_->Failure(); }

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
+#include "transport/cuda/call_agreement.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/endpoint.h"
 #include "transport/cuda/heap.h"
@@ -82,6 +83,10 @@ class CudaCommunicator {
   // The number of a call site, for its error records: `label` is "all_gather_matmul
   // (ub_name 'qkv_fprop')". The same label has the same number.
   uint32_t NumberOf(const std::string& label);
+
+  // What a local rank says of a call, to all ranks that are connected. Poisons, with both
+  // sides, where one of them has said what contradicts it, or will. Waits for nobody.
+  void Declare(const CallStatement& statement);
 
   // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
   // words; poison; a process that died; Close. A peer that closed in order is none. Cheap.

@@ -178,6 +178,8 @@ void Handshake::HearPartner(int place) {
       throw DeadlineError(message.body);
     case MessageKind::kObituary:
       return;  // its own connection says so, too
+    case MessageKind::kStatement:
+      return;  // of nobody who is not connected
     case MessageKind::kGoodbye:
       partner.has_left = true;
       return;

@@ -19,6 +19,7 @@ enum class MessageKind : uint32_t {
   kGoodbye,             // "I have done my part and leave"
   kNote,                // what notes.h exchanges
   kNotePassed,          // a descriptor that belongs to it
+  kStatement,           // "by this call I mean ...", where ranks are on GPUs
 };
 
 // The body of kHello. Of one host, so of one byte order.

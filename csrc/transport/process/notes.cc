@@ -102,6 +102,7 @@ void Notes::Take(int place, Message message, Note& note, int& num_missing) const
       Fail(name + " left before all had shared their memory");
     case MessageKind::kObituary:  // its own connection says so, too
     case MessageKind::kHello:
+    case MessageKind::kStatement:  // comes behind all notes
       return;
   }
 }

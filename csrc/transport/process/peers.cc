@@ -120,6 +120,9 @@ void Peers::Hear(Watched& peer, bool has_died) {
       case MessageKind::kObituary:
         tell_({std::atoi(message.body.c_str()), PeerNews::kLost, "died"});
         break;
+      case MessageKind::kStatement:
+        tell_({peer.process, PeerNews::kStated, std::move(message.body)});
+        break;
       case MessageKind::kGoodbye:
         SetLeft(peer, PeerNews::kClosed, "");
         break;

@@ -25,10 +25,10 @@ struct Peer {
 };
 
 struct PeerNews {
-  enum Kind { kPoisoned, kPoisonedByDeadline, kClosed, kLost };
+  enum Kind { kPoisoned, kPoisonedByDeadline, kStated, kClosed, kLost };
   int process = 0;
   Kind kind = kLost;
-  std::string text;  // the poison's reason; or how it was lost
+  std::string text;  // the poison's reason; the statement; or how it was lost
 };
 
 class Peers {

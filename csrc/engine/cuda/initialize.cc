@@ -1,0 +1,256 @@
+// What a call needs before it is enqueued: its plans and communicator, and that the ranks
+// agree on it.
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/cuda/cuda_engine.h"
+#include "platform/error.h"
+#include "transport/process/message.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Heaps of groups within this process are made in steps, so that calls of nearly one size
+// share them.
+constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
+
+// What products may depend on of an address: XLA aligns to no more.
+constexpr int kMaxAlignment = 256;
+
+int AlignmentOf(const Tensor& tensor) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+  return static_cast<int>(std::min<uintptr_t>(address & -address, kMaxAlignment));
+}
+
+std::vector<int> AlignmentsOf(const RankCall& call) {
+  std::vector<int> alignments;
+  for (const Tensor& tensor : call.operands) alignments.push_back(AlignmentOf(tensor));
+  for (const Tensor& tensor : call.results) alignments.push_back(AlignmentOf(tensor));
+  return alignments;
+}
+
+GemmOptions OptionsOf(const Attributes& at, const Gpu& gpu) {
+  GemmOptions options;
+  const int margin = IsLocalCall(at) ? 0 : at.tuning.sm_margin;
+  if (margin > 0) options.sm_target = std::max(gpu.num_sms() - margin, 1);
+  options.allow_tf32 = at.tuning.allow_tf32;
+  options.algorithm = at.tuning.gemm_algorithm;
+  return options;
+}
+
+std::vector<int64_t> DevicesOf(const Attributes& at, int group) {
+  const auto first = at.ranks.begin() + group * at.num_ranks;
+  return {first, first + at.num_ranks};
+}
+
+std::string TextOf(const std::exception_ptr& refusal) {
+  return PoisonMessageOf(refusal).text;
+}
+
+}  // namespace
+
+void CudaEngine::Initialize(CudaCallSite& site, int ordinal, const RankCall& call) {
+  try {
+    const Place place = PlaceOf(site, ordinal);
+    if (place.has_peers) return InitializeWithPeers(site, ordinal, place, call);
+    CheckCall(site.attributes_, call);
+    Load(site, ordinal, *Plan(site, ordinal, place, call), call);
+  } catch (...) {
+    ++num_failed_;
+    throw;
+  }
+}
+
+void CudaEngine::InitializeWithPeers(CudaCallSite& site,
+                                     int ordinal,
+                                     const Place& place,
+                                     const RankCall& call) {
+  const auto tell_refusals = [&](const auto& step) {
+    try {
+      return step();
+    } catch (...) {
+      Declare(site, ordinal, place, call, std::current_exception());
+      throw;
+    }
+  };
+  std::shared_ptr<const Preparation> preparation;
+  const auto communicator = tell_refusals([&] {
+    CheckCall(site.attributes_, call);
+    preparation = Plan(site, ordinal, place, call);
+    return Bind(site, *preparation);
+  });
+  communicator->ThrowIfFailed();
+  tell_refusals([&] { Load(site, ordinal, *preparation, call); });
+  Declare(site, ordinal, place, call, nullptr);
+  communicator->ThrowIfFailed();
+}
+
+CudaEngine::Place CudaEngine::PlaceOf(const CudaCallSite& site, int ordinal) {
+  const Attributes& at = site.attributes_;
+  if (IsLocalCall(at)) return {};
+  const int64_t device = DeviceOf(ordinal);
+  const auto place = site.places_.find(device);
+  if (place == site.places_.end()) {
+    throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
+                            std::to_string(device) +
+                            " is not among the devices of the mesh axis");
+  }
+  return {static_cast<int>(place->second / at.num_ranks),
+          static_cast<int>(place->second % at.num_ranks), at.num_ranks > 1};
+}
+
+std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Plan(
+    CudaCallSite& site, int ordinal, const Place& place, const RankCall& call) {
+  std::vector<int> alignments = AlignmentsOf(call);
+  {
+    std::lock_guard lock(site.mutex_);
+    const auto& known = site.preparations_[ordinal];
+    if (known && known->alignments == alignments) return known;
+  }
+  auto planned = std::make_shared<Preparation>();
+  planned->place = place;
+  planned->alignments = std::move(alignments);
+  planned->plan = PlanCall(site.attributes_, call, place.rank);
+  return planned;
+}
+
+void CudaEngine::Load(CudaCallSite& site,
+                      int ordinal,
+                      const Preparation& planned,
+                      const RankCall& call) {
+  if (planned.gpu != nullptr) return;
+  const Attributes& at = site.attributes_;
+  auto preparation = std::make_shared<Preparation>(planned);
+  Gpu& gpu = GpuOf(ordinal);
+  const ScopedContext current(driver_, gpu.context());
+  preparation->gpu = &gpu;
+  preparation->options = OptionsOf(at, gpu);
+  // The scratch that products will have is aligned as this is; its size is that of the
+  // largest product of the lane.
+  PlanCall(at, call, planned.place.rank, [&](Lane, const GemmProblem& problem) {
+    gpu.gemm().Prepare(problem, preparation->options,
+                       {kMaxAlignment, CudaGemm::WorkspaceBytes(problem)});
+  });
+  if (!IsLocalCall(at)) {
+    std::lock_guard lock(gpu.mutex());
+    StreamLanes& lanes = gpu.lanes().Find(at.tuning);
+    lanes.ReserveEvents(StreamDevice::NumEvents(planned.plan.workspace, lanes));
+  }
+  std::lock_guard lock(site.mutex_);
+  site.preparations_[ordinal] = std::move(preparation);
+}
+
+// A communicator that failed is replaced only where no graph refers to it, and only by
+// one that was made since.
+std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
+                                                   const Preparation& preparation) {
+  const Place& place = preparation.place;
+  std::lock_guard lock(site.mutex_);
+  CudaCallSite::Binding& binding = site.bindings_[place.group];
+  if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
+    return binding.communicator;
+  }
+  // Whoever comes again begins anew.
+  const bool is_news = binding.who_heard.insert(place.rank).second;
+  if (binding.refusal && is_news) std::rethrow_exception(binding.refusal);
+  binding.who_heard = {place.rank};
+  const SlotPlan& slots = preparation.plan.slots;
+  try {
+    auto communicator = FindCommunicator(site.attributes_, place.group, slots);
+    if (!communicator->failure()) {
+      // Or says that it is too small.
+      communicator->Place(slots.num_slots, slots.slot_bytes);
+    }
+    binding.number = communicator->NumberOf(site.attributes_.label);
+    binding.communicator = std::move(communicator);
+    binding.refusal = nullptr;
+  } catch (...) {
+    binding.refusal = std::current_exception();
+    throw;
+  }
+  return binding.communicator;
+}
+
+// Each rank says it once to each communicator, or again as long as it refuses: so the
+// n-th statements of all ranks belong together.
+void CudaEngine::Declare(CudaCallSite& site,
+                         int ordinal,
+                         const Place& place,
+                         const RankCall& call,
+                         const std::exception_ptr& refusal) {
+  const Attributes& at = site.attributes_;
+  CallStatement statement = {.rank = place.rank};
+  std::shared_ptr<CudaCommunicator> communicator;
+  bool is_declared = false;
+  {
+    std::lock_guard lock(site.mutex_);
+    communicator = site.bindings_[place.group].communicator;
+    if (!communicator) communicator = FindJoined(DevicesOf(at, place.group));
+    // In one process, where all will refuse it alike.
+    if (!communicator) return;
+    std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
+    is_declared = declared.lock() == communicator;
+    if (!refusal) declared = communicator;
+    if (site.name_.empty()) {
+      // No other process has that one.
+      site.name_ = at.channel.empty()
+                       ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
+                       : at.channel;
+    }
+    statement.site = site.name_;
+  }
+  if (is_declared) {
+    // The peers were told that it is ready.
+    if (!refusal) return;
+    return communicator->Poison(std::make_exception_ptr(CommunicatorError(
+        "CommunicatorError: jax_ub." + at.label + ": " +
+        communicator->DescribeRank(place.rank) + " failed: " + TextOf(refusal))));
+  }
+  statement.call = DescribeCall(at, call) + DescribeTuning(at.tuning);
+  if (refusal) statement.refusal = TextOf(refusal);
+  communicator->Declare(statement);
+}
+
+std::shared_ptr<CudaCommunicator> CudaEngine::FindJoined(
+    const std::vector<int64_t>& devices) {
+  std::lock_guard lock(mutex_);
+  for (const Joined& joined : joined_) {
+    if (joined.devices == devices) return joined.communicator;
+  }
+  return nullptr;
+}
+
+std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes& at,
+                                                               int group,
+                                                               const SlotPlan& slots) {
+  const std::vector<int64_t> devices = DevicesOf(at, group);
+  if (auto joined = FindJoined(devices)) return joined;
+  std::lock_guard lock(mutex_);
+  std::vector<int> ordinals;
+  for (const int64_t device : devices) {
+    const int ordinal = OrdinalOf(device);
+    if (ordinal < 0) {
+      throw CommunicatorError(
+          "CommunicatorError: jax_ub." + at.label + ": device " +
+          std::to_string(device) +
+          " is another process's, and no communicator connects it: call "
+          "ub.initialize_ub in all processes first");
+    }
+    ordinals.push_back(ordinal);
+  }
+  const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
+  std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
+  if (newest && newest->slots_bytes() >= need_bytes) return newest;
+  // Kernels are loaded before any device can wait for another.
+  for (const int ordinal : ordinals) GpuOfLocked(ordinal);
+  newest = CudaCommunicator::Make(
+      driver_, ordinals,
+      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes);
+  all_.push_back(newest);
+  return newest;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,64 @@
+#include "transport/cuda/call_agreement.h"
+
+#include <algorithm>
+#include <charconv>
+
+namespace jax_ub {
+
+namespace {
+
+bool Contradict(const CallStatement& one, const CallStatement& other) {
+  return one.call != other.call || one.refusal.empty() != other.refusal.empty();
+}
+
+}  // namespace
+
+// The refusal comes last: a message that is too long is cut.
+std::string CallStatement::Pack() const {
+  std::string packed = std::to_string(rank);
+  for (const std::string* text : {&site, &call, &refusal}) {
+    packed += '\0';
+    packed += *text;
+  }
+  return packed;
+}
+
+std::optional<CallStatement> CallStatement::Unpack(std::string_view packed) {
+  CallStatement statement;
+  std::string number;
+  for (std::string* text : {&number, &statement.site, &statement.call}) {
+    const size_t end = packed.find('\0');
+    if (end == std::string_view::npos) return std::nullopt;
+    *text = packed.substr(0, end);
+    packed.remove_prefix(end + 1);
+  }
+  statement.refusal = packed;
+  const char* const end = number.data() + number.size();
+  const auto read = std::from_chars(number.data(), end, statement.rank);
+  if (read.ec != std::errc() || read.ptr != end) return std::nullopt;
+  return statement;
+}
+
+std::optional<CallStatement> CallAgreement::Add(const CallStatement& statement) {
+  PerRank& per_rank = open_.try_emplace(statement.site, num_ranks_).first->second;
+  std::deque<CallStatement>& own = per_rank[statement.rank];
+  const size_t n = own.size();
+  own.push_back(statement);
+  std::optional<CallStatement> found;
+  for (const std::deque<CallStatement>& said : per_rank) {
+    if (said.size() > n && Contradict(said[n], statement)) {
+      found = said[n];
+      break;
+    }
+  }
+  const auto has_spoken = [](const auto& said) { return !said.empty(); };
+  if (std::all_of(per_rank.begin(), per_rank.end(), has_spoken)) {
+    for (std::deque<CallStatement>& said : per_rank) said.pop_front();
+    if (std::none_of(per_rank.begin(), per_rank.end(), has_spoken)) {
+      open_.erase(statement.site);
+    }
+  }
+  return found;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,262 @@
+// What ranks say of a call before they run it: in any order, from one process or from
+// several, on the emulated driver.
+#include "transport/cuda/call_agreement.h"
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/cuda_calls.h"
+#include "cuda/meeting.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+namespace {
+
+CallStatement Ready(int rank, const std::string& call, const std::string& site = "f") {
+  return {.rank = rank, .site = site, .call = call};
+}
+CallStatement Refused(int rank, const std::string& call) {
+  return {.rank = rank, .site = "f", .call = call, .refusal = "no"};
+}
+
+TEST(RanksAgreeInAnyOrderAndNothingIsKept) {
+  CallAgreement agreement(3);
+  for (const int rank : {2, 0, 1}) CHECK(!agreement.Add(Ready(rank, "A")));
+  CHECK_EQ(agreement.num_open(), 0);
+  // One rank may be several calls ahead of another, and sites do not mix.
+  CHECK(!agreement.Add(Ready(0, "B")));
+  CHECK(!agreement.Add(Ready(0, "C")));
+  CHECK(!agreement.Add(Ready(1, "D", "g")));
+  CHECK(!agreement.Add(Ready(2, "B")));
+  CHECK_EQ(agreement.num_open(), 2);
+  const auto other = agreement.Add(Ready(2, "B"));
+  CHECK(other && *other == Ready(0, "C"));
+}
+
+TEST(WhatAllRefuseIsNoContradiction) {
+  CallAgreement agreement(2);
+  CHECK(!agreement.Add(Refused(0, "A")));
+  CHECK(!agreement.Add(Refused(1, "A")));
+  CHECK(!agreement.Add(Refused(0, "A")));
+  const auto other = agreement.Add(Ready(1, "A"));
+  CHECK(other && *other == Refused(0, "A"));
+}
+
+TEST(AStatementIsReadAsItWasSaid) {
+  const CallStatement said{
+      .rank = 3, .site = "jit_f/1", .call = "A", .refusal = "x\ny"};
+  CHECK(CallStatement::Unpack(said.Pack()) == said);
+  CHECK(CallStatement::Unpack(Ready(0, "").Pack()) == Ready(0, ""));
+  for (const char* nonsense : {"", "1", "f\n", "two"}) {
+    CHECK(!CallStatement::Unpack(nonsense));
+  }
+  CHECK(!CallStatement::Unpack(std::string("one\0f\0A\0", 8)));
+}
+
+Attributes GatherMatmul(Method method = Method::kRingExchange) {
+  Attributes at = MakeAttributes(Op::kAllGatherMatmul, method, 2);
+  at.channel = "jit_f/0";
+  return at;
+}
+
+// Two processes with a GPU each, which run their rank of calls of both. Each says what its
+// body returns.
+class TwoProcesses {
+ public:
+  using Body = std::function<std::string(Gpus&, int process)>;
+
+  explicit TwoProcesses(const Body& body)
+      : processes_(2, [this, body](int process) {
+          Gpus gpus({.first_device = process});
+          gpus.engine().set_local_devices({{0, process}});
+          const auto communicator = ConnectOn(process, meeting_, {{0, 1}});
+          gpus.engine().Join(communicator, {0, 1});
+          const std::string text = body(gpus, process);
+          gpus.engine().Leave(communicator);
+          if (!text.empty()) throw Error(text);
+        }) {}
+
+  std::vector<std::string> Join() { return processes_.Join(); }
+  std::string NameOf(int rank) { return jax_ub::NameOf(rank, processes_.pid(rank)); }
+
+ private:
+  Meeting meeting_;
+  Processes processes_;
+};
+
+const Placement kOwnDevice = {{0, 0}, {0, 1}};
+
+// Runs the call, if it may, and initializes it until that fails, which is soon.
+std::string FailureOf(Gpus& gpus, GpuCalls& calls, int rank) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::string text;
+  try {
+    calls.Initialize(rank);
+    calls.Execute(rank);
+    while (SecondsSince(begin) < 10) {
+      calls.Initialize(rank);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  gpus.Synchronize();
+  return text;
+}
+
+TEST(ProcessesThatMeanTheSameRun) {
+  TwoProcesses processes([](Gpus& gpus, int process) {
+    GpuCalls first(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
+    GpuCalls second(gpus, GatherMatmul(), {}, DType::kF32, 2, kOwnDevice);
+    for (int i = 0; i < 3; ++i) {
+      for (GpuCalls* calls : {&first, &second}) {
+        calls->Initialize(process);
+        calls->Execute(process);
+      }
+    }
+    gpus.Synchronize();
+    CHECK(first.NumNumbers(process) > 0);
+    CHECK(gpus.engine().Failures().empty());
+    return "";
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+// Each difference is found by both, whoever comes first, and named alike.
+TEST(ProcessesThatMeanOtherThingsBothSaySo) {
+  struct Case {
+    std::string first, second;
+    std::function<void(Attributes&, jax_ub_test::Sizes&, DType&)> change;
+  };
+  const std::vector<Case> cases = {
+      {"by ring_exchange", "by external",
+       [](auto& at, auto&, auto&) { at.method = Method::kExternal; }},
+      {"f32[", "bf16[", [](auto&, auto&, auto& dtype) { dtype = DType::kBF16; }},
+      {"f32[2, 5, 7]", "f32[2, 5, 8]", [](auto&, auto& sizes, auto&) { ++sizes.k; }},
+      {"num_kernels 1", "allow_tf32 1",
+       [](auto& at, auto&, auto&) { at.tuning.allow_tf32 = true; }},
+  };
+  for (const Case& one : cases) {
+    for (const int late : {0, 1}) {
+      TwoProcesses processes([&](Gpus& gpus, int process) {
+        Attributes at = GatherMatmul();
+        jax_ub_test::Sizes sizes = {};
+        DType dtype = DType::kF32;
+        if (process == 1) one.change(at, sizes, dtype);
+        GpuCalls calls(gpus, at, sizes, dtype, 1, kOwnDevice);
+        if (process == late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        return FailureOf(gpus, calls, process);
+      });
+      const std::vector<std::string> texts = processes.Join();
+      CHECK_EQ(texts[0], texts[1]);
+      CHECK(Contains(texts[0], processes.NameOf(0) + " and " + processes.NameOf(1) +
+                                   " do not agree: "));
+      CHECK(Contains(texts[0], one.first));
+      CHECK(Contains(texts[0], one.second));
+    }
+  }
+}
+
+TEST(ARefusalOfOneProcessReachesTheOther) {
+  for (const int late : {0, 1}) {
+    TwoProcesses processes([&](Gpus& gpus, int process) {
+      GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
+      calls.Workspace(process);
+      if (process == late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      if (process == 1) {
+        gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
+        CHECK_THROWS(calls.Initialize(1), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+      }
+      return FailureOf(gpus, calls, process);
+    });
+    const std::vector<std::string> texts = processes.Join();
+    CHECK_EQ(texts[0], texts[1]);
+    CHECK(Contains(texts[0], processes.NameOf(1) + " refused what " +
+                                 processes.NameOf(0) + " is ready for: "));
+    CHECK(Contains(texts[0], "all_gather_matmul by ring_exchange"));
+    CHECK(Contains(texts[0], "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"));
+  }
+}
+
+// No algorithm, no room in the heap, a call that does not fit.
+TEST(WhatAllProcessesRefuseBreaksNothing) {
+  TwoProcesses processes([](Gpus& gpus, int process) {
+    GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
+    RefuseEmulatedMatmuls(true);
+    CHECK_THROWS(calls.Initialize(process), "has no algorithm");
+    RefuseEmulatedMatmuls(false);
+    Attributes gather = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+    gather.channel = "jit_f/1";
+    GpuCalls large(gpus, gather, {1, 3000, 1000, 1}, DType::kF32, 1, kOwnDevice);
+    CHECK_THROWS(large.Initialize(process), "do not fit into a heap");
+    RankCall wrong = calls.on_device(process);
+    wrong.operands[1].rows = 6;
+    CHECK_THROWS(gpus.engine().Initialize(calls.site, 0, wrong), "w is f32[6, 3]");
+    calls.Initialize(process);
+    calls.Execute(process);
+    gpus.Synchronize();
+    CHECK(calls.NumNumbers(process) > 0);
+    CHECK(gpus.engine().Failures().empty());
+    return "";
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+TEST(DevicesOfOneProcessHaveToAgreeToo) {
+  Gpus gpus({.num_devices = 2});
+  GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1);
+  GpuCalls wider(gpus, GatherMatmul(), {2, 5, 4, 3}, DType::kF32, 1);
+  calls.Initialize(0);
+  calls.Execute(0);
+  const auto initialize = [&] {
+    gpus.engine().Initialize(calls.site, 1, wider.on_device(1));
+  };
+  CHECK_THROWS(initialize(), "rank 0 and rank 1 do not agree: ");
+  gpus.Synchronize();
+  CHECK_EQ(calls.NumNumbers(0), 0);
+  CHECK_THROWS(calls.Initialize(0), "rank 0 and rank 1 do not agree: ");
+}
+
+TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
+  // Its products, then its heap: then nobody gets one, until all have heard it.
+  Gpus gpus({.num_devices = 2});
+  GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1);
+  gpus.machine.Fail("MemCreate", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(calls.Initialize(0), "CUDA_ERROR_OUT_OF_MEMORY");
+  CHECK_THROWS(calls.Initialize(1), "CUDA_ERROR_OUT_OF_MEMORY");
+  calls.RunAll();
+  gpus.Synchronize();
+  CHECK_EQ(calls.NumWrong(), 0);
+
+  GpuCalls others(gpus, GatherMatmul(), {2, 6, 6, 3}, DType::kF32, 1);
+  others.Initialize(0);
+  others.Execute(0);
+  gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(others.Initialize(1), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+  gpus.Synchronize();
+  CHECK_EQ(others.NumNumbers(0), 0);
+  const std::string text = "rank 1 refused what rank 0 is ready for: all_gather_matmul";
+  CHECK_THROWS(others.Initialize(0), text);
+  CHECK_THROWS(others.Initialize(1), text);
+}
+
+// Other addresses need other plans: the peers know already that the rank is ready.
+TEST(ARankThatWasReadyAndFailsLaterFailsTheOthers) {
+  Gpus gpus({.num_devices = 2});
+  GpuCalls calls(gpus, GatherMatmul(), {2, 8, 8, 3}, DType::kF32, 1);
+  calls.RunAll();
+  gpus.Synchronize();
+  RankCall elsewhere = calls.on_device(1);
+  elsewhere.operands[1].data += 4;
+  gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(gpus.engine().Initialize(calls.site, 1, elsewhere), "cuMemAlloc");
+  CHECK_THROWS(calls.Initialize(0), "rank 1 failed: cuMemAlloc");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
