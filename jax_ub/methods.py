@@ -53,12 +53,14 @@ class Variant(enum.Enum):
 
     `AGGREGATE` multiplies the chunks of two ranks together, in a ring that gathers.
     `OVERLAP_FIRST_GEMM` sends a piece of a pipeline that scatters behind the product
-    of the next one.
+    of the next one. `ONE_SHOT` is an all-reduce in one exchange, in which every rank
+    adds everything.
     """
 
     PLAIN = "plain"
     AGGREGATE = "aggregate"
     OVERLAP_FIRST_GEMM = "overlap_first_gemm"
+    ONE_SHOT = "one_shot"
 
     @property
     def code(self) -> int:

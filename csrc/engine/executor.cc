@@ -110,8 +110,9 @@ class RankExecution {
     }
   }
 
+  // The first chunk stands for all.
   size_t IndexOf(Payload payload, int chunk, int split) const {
-    return (static_cast<size_t>(payload) * schedule_.num_ranks + chunk) *
+    return (static_cast<size_t>(payload) * schedule_.num_ranks + std::max(chunk, 0)) *
                schedule_.num_splits +
            split;
   }
@@ -138,6 +139,7 @@ class RankExecution {
   }
 
   RowRange RowsOfChunk(int chunk, int split) const {
+    if (chunk == kAllChunks) return {0, exchange_.num_rows};
     return PieceRows(exchange_.num_rows, schedule_.num_ranks, schedule_.num_splits,
                      chunk, split);
   }
@@ -216,11 +218,10 @@ class RankExecution {
   }
 
   void MultiplyPartial(Lane lane, const Step& step) {
-    const bool all = step.chunk == kAllChunks;
-    const RowRange rows = all ? RowRange{0, exchange_.num_rows} : RowsOfChunk(step);
+    const RowRange rows = RowsOfChunk(step);
     Compute(lane, PartialProducts(at_, call_, partial_, rows.begin, rows.end), step);
     const Point made = lanes_.Record(lane);
-    if (!all) {
+    if (step.chunk != kAllChunks) {
       MadeAt(Payload::kPartial, step.chunk, step.split) = made;
       return;
     }
@@ -267,8 +268,9 @@ class RankExecution {
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
-    const bool is_sent = schedule_.pattern == Pattern::kMatmulAllReduce ||
-                         schedule_.pattern == Pattern::kAllReduce;
+    const bool is_sent = (schedule_.pattern == Pattern::kMatmulAllReduce ||
+                          schedule_.pattern == Pattern::kAllReduce) &&
+                         schedule_.variant != Variant::kOneShot;
     Point& made = MadeAt(Payload::kSum, step.chunk, step.split);
     if (is_sent) made = lanes_.Record(lane);
     readers_[lane] = {true, made};
@@ -350,7 +352,10 @@ SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& dev
   plan.partial_dtype = device.PartialDType(at, call);
   for (const Exchange& exchange : ExchangesOf(at, call)) {
     const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
-    const int64_t piece_rows = (chunk_rows + plan.num_splits - 1) / plan.num_splits;
+    const int64_t piece_rows =
+        plan.variant == Variant::kOneShot
+            ? exchange.num_rows
+            : (chunk_rows + plan.num_splits - 1) / plan.num_splits;
     const bool gather = IsGather(plan.pattern);
     const Tensor& sent = gather ? exchange.operand : exchange.result;
     int64_t element_bytes = SizeOf(exchange.operand.dtype);

@@ -65,6 +65,7 @@ void AppendRingOfPairs(ScheduleBuilder& builder);
 void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,
                          bool overlap_first_gemm);
+void AppendOneShot(ScheduleBuilder& builder, bool multiply);
 void AppendDirect(ScheduleBuilder& builder);
 
 }  // namespace jax_ub

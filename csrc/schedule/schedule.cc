@@ -14,7 +14,7 @@ constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
     "direct", "ring_exchange", "pipeline", "bulk", "external"};
 
 constexpr std::array<std::string_view, kNumVariants> kVariantNames = {
-    "plain", "aggregate", "overlap_first_gemm"};
+    "plain", "aggregate", "overlap_first_gemm", "one_shot"};
 
 constexpr std::array<std::string_view, kNumPatterns> kPatternNames = {
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
@@ -47,6 +47,7 @@ void AppendPattern(ScheduleBuilder& builder,
     return;
   }
   if (HasProduct(pattern) && apart) builder.MultiplyAll();
+  if (variant == Variant::kOneShot) return AppendOneShot(builder, multiply);
   AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
   if (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) {
     // The sums, which the reduction left in their rows of the result, go to all.
@@ -124,6 +125,9 @@ bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) 
       return (pattern == Pattern::kMatmulReduceScatter ||
               pattern == Pattern::kMatmulAllReduce) &&
              method == Method::kPipeline;
+    case Variant::kOneShot:
+      return (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) &&
+             method == Method::kRingExchange;
   }
   return false;
 }

@@ -23,8 +23,9 @@ enum class Variant : uint8_t {
   kPlain,
   kAggregate,         // AG+GEMM by ring_exchange, even P: products of two ranks' chunks
   kOverlapFirstGemm,  // GEMM+RS and +AR by pipeline: puts behind the next product
+  kOneShot,  // AR by ring_exchange: all rows to all ranks, each of which adds them
 };
-inline constexpr int kNumVariants = 3;
+inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 

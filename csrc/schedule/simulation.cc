@@ -199,11 +199,20 @@ bool Simulation::Holds(int rank, const Piece& piece, int slot_index) {
   return piece.payload != Payload::kSum || ranks_[rank].reduced.contains(piece.split);
 }
 
+// What has no product has its parts from the start.
+bool Simulation::HasMultiplied(int rank, int chunk, int split) const {
+  if (!HasProduct(ScheduleOf(rank).pattern)) return true;
+  const auto& multiplied = ranks_[rank].multiplied;
+  if (chunk != kAllChunks) return multiplied.contains({chunk, split});
+  for (int one = 0; one < num_ranks_; ++one) {
+    if (!multiplied.contains({one, split})) return false;
+  }
+  return true;
+}
+
 bool Simulation::HasSource(int rank, const Step& step) {
-  const Rank& me = ranks_[rank];
   if (step.payload == Payload::kPartial) {
-    return !HasProduct(ScheduleOf(rank).pattern) ||
-           me.multiplied.contains({step.chunk, step.split});
+    return HasMultiplied(rank, step.chunk, step.split);
   }
   const Piece piece{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, piece, kNone);
@@ -255,8 +264,11 @@ void Simulation::MultiplyAll(int rank) {
 void Simulation::Reduce(int rank, const Step& step) {
   Rank& me = ranks_[rank];
   if (++me.reduced[step.split] > 1) Report(rank, &step, "reduces twice");
-  if (HasProduct(ScheduleOf(rank).pattern) &&
-      !me.multiplied.contains({rank, step.split})) {
+  const bool one_shot = ScheduleOf(rank).variant == Variant::kOneShot;
+  if (step.chunk != (one_shot ? kAllChunks : rank)) {
+    Report(rank, &step, "reduces rows that are not its own");
+  }
+  if (!HasMultiplied(rank, step.chunk, step.split)) {
     Report(rank, &step, "reduces without its own part");
   }
   std::vector<bool> found(num_ranks_, false);
@@ -264,7 +276,7 @@ void Simulation::Reduce(int rank, const Step& step) {
   for (size_t i = 0; i < slots_[rank].size(); ++i) {
     const Slot& slot = slots_[rank][i];
     if (slot.full && slot.piece.payload == Payload::kPartial &&
-        slot.piece.chunk == rank && slot.piece.split == step.split &&
+        slot.piece.chunk == step.chunk && slot.piece.split == step.split &&
         ReadSlot(rank, static_cast<int>(i))) {
       found[slot.piece.source] = true;
     }
@@ -290,7 +302,8 @@ void Simulation::CheckCounts(int rank) {
       const bool gathered = schedule.pattern == Pattern::kAllGather ||
                             (schedule.pattern == Pattern::kAllGatherMatmul &&
                              schedule.method == Method::kExternal) ||
-                            (IsAllReduce(schedule.pattern) && !direct && chunk != rank);
+                            (IsAllReduce(schedule.pattern) && !direct &&
+                             schedule.variant != Variant::kOneShot && chunk != rank);
       if (gathered) expect(me.copied.contains(piece), "a piece is never copied");
       if (!IsGather(schedule.pattern) && !direct && chunk == rank) {
         expect(me.reduced.contains(split), "a piece is never reduced");

@@ -75,6 +75,7 @@ class Simulation {
   void ConsumeChunk(int rank, const Step& step);
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
+  bool HasMultiplied(int rank, int chunk, int split) const;
   // The piece is in the rank's hands: its own, or in a slot that it waited for.
   bool Holds(int rank, const Piece& piece, int slot);
   bool ReadSlot(int rank, int slot);

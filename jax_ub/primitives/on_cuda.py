@@ -1,14 +1,16 @@
 """How a call runs on CUDA devices: by which method, why not, and what XLA is told."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.primitives.mesh import Ranks
 from jax_ub.runtime import cuda, settings
+from jax_ub.runtime.place import ONE_SHOT_BYTES
 
 # XLA's results have a size.
 _LEAST_BYTES = 1
@@ -24,11 +26,27 @@ def method_of(call: Any) -> Method:
     """
     if not call.axis_name:
         return Method.DIRECT
-    if call.method is Method.AUTO or (
-        call.method is Method.DIRECT and call.communicates_only
-    ):
+    if _chooses(call):
         return Method.PIPELINE if call.gathers else Method.RING_EXCHANGE
     return call.method
+
+
+def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
+    """The variant of the schedule that the engine is told.
+
+    Few tokens are summed in one exchange, unless the call says how it is to run.
+    """
+    if not (call.replicates and _chooses(call)):
+        return call.tuning.variant
+    elements = math.prod(call.communicated(*operands))
+    sent = (call.num_ranks - 1) * elements * operands[0].dtype.itemsize
+    return Variant.ONE_SHOT if sent <= ONE_SHOT_BYTES else Variant.PLAIN
+
+
+def _chooses(call):
+    """Whether nobody said how it is to run: a collective alone has no method."""
+    alone = call.method is Method.DIRECT and call.communicates_only
+    return bool(call.axis_name) and (call.method is Method.AUTO or alone)
 
 
 def why_not(call: Any, ranks: Ranks) -> str | None:
@@ -70,6 +88,7 @@ def lower(
             name: np.int64(value)
             for name, value in {
                 "method": method_of(call).code,
+                "variant": variant_of(call, ctx.avals_in).code,
                 **call.tuning.attributes(),
                 "allow_tf32": settings.allow_tf32(),
             }.items()

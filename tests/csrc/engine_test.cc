@@ -281,17 +281,14 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
   }
 }
 
-TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
-  constexpr int kNumRanks = 3;
+// What ranks 0 and 1 of three are told when rank 2 never begins: rank 0 waits 0.1 s.
+std::vector<std::string> TextsWithoutRank2(const Attributes& at) {
   Engine& engine = NewEngine();
-  const Attributes at =
-      MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, kNumRanks);
   Arrays arrays(1);
   const auto calls = MakeCalls(at, {}, arrays);
   const SlotPlan plan = PlanSlots(at, calls[0], CrewDevice(engine.crew()));
-  InProcessCommunicator communicator(kNumRanks, plan.num_slots, plan.slot_bytes);
-  // Rank 2 never begins.
-  std::vector<std::string> texts(kNumRanks);
+  InProcessCommunicator communicator(at.num_ranks, plan.num_slots, plan.slot_bytes);
+  std::vector<std::string> texts(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
@@ -306,9 +303,20 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+  return texts;
+}
+
+TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
+  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
+  std::vector<std::string> texts = TextsWithoutRank2(at);
   CHECK(texts[0].find("rank 0 waited 0.1 s for chunk 2 of rank 2") !=
         std::string::npos);
   CHECK_EQ(texts[1], texts[0]);
+  at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 3);
+  at.variant = Variant::kOneShot;
+  texts = TextsWithoutRank2(at);
+  CHECK(texts[0].find("rank 0 waited 0.1 s for all rows of rank 2") !=
+        std::string::npos);
 }
 
 TEST(ManyIndependentCallsFromFewThreadsEnd) {

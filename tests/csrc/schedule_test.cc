@@ -2,6 +2,7 @@
 #include "schedule/schedule.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -119,6 +120,23 @@ TEST(OverlapFirstGemmPutsBehindTheNextProduct) {
   };
   CHECK_EQ(order(Variant::kPlain), "x1 >1 x2 >2 x0 x1 >1 x2 >2 x0 ");
   CHECK_EQ(order(Variant::kOverlapFirstGemm), "x1 x2 >1 x0 >2 x1 x2 >1 x0 >2 ");
+}
+
+TEST(OneShotSendsAllRowsToAllAndReducesOnce) {
+  for (int num_ranks = 2; num_ranks <= kMaxRanks; ++num_ranks) {
+    const Schedule schedule =
+        MakeSchedule(Pattern::kMatmulAllReduce, Method::kRingExchange, 0, num_ranks, 1,
+                     Variant::kOneShot);
+    std::map<StepKind, int> count;
+    for (const Step& step : schedule.steps) {
+      ++count[step.kind];
+      CHECK_EQ(step.chunk, kAllChunks);
+    }
+    CHECK_EQ(count[StepKind::kPut], num_ranks - 1);
+    CHECK_EQ(count[StepKind::kWait], num_ranks - 1);
+    CHECK_EQ(count[StepKind::kReduce], 1);
+    CHECK_EQ(count[StepKind::kMultiply], 1);
+  }
 }
 
 TEST(OneRankSendsNothing) {

@@ -23,13 +23,14 @@ from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.mesh import find_ranks
 from jax_ub.runtime import cuda
+from jax_ub.runtime.place import ONE_SHOT_BYTES
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
@@ -119,6 +120,36 @@ def test_sums_go_to_the_rank_that_owns_them(engine, function):
     _, call = the_call(text)
     assert attribute(call, "method") == Method.RING_EXCHANGE.code
     assert not collectives(text)
+
+
+def all_reduced(num_ranks, tokens):
+    def function(x):
+        return ub.all_reduce(x, axis_name="tp")
+
+    run = on_ranks(function, tp_mesh(num_ranks), P("tp"), P(), check_vma=False)
+    return cuda_text(run, shape(num_ranks * tokens, 1024))
+
+
+def variant(text):
+    return Variant(list(Variant)[attribute(the_call(text)[1], "variant")])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_few_tokens_are_summed_in_one_exchange(engine, num_ranks):
+    # Of 4 KiB, to all peers together.
+    most = ONE_SHOT_BYTES // 4096 // (num_ranks - 1)
+    assert variant(all_reduced(num_ranks, most)) is Variant.ONE_SHOT
+    assert variant(all_reduced(num_ranks, most + 1)) is Variant.PLAIN
+
+
+def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
+    operands = shape(8, 6), shape(6, 8)
+    reduce = ub.matmul_all_reduce
+    assert variant(cuda_text(row(tp_mesh(2), reduce), *operands)) is Variant.ONE_SHOT
+    for method in ("ring_exchange", "pipeline"):
+        text = cuda_text(row(tp_mesh(2), reduce, method=method), *operands)
+        assert variant(text) is Variant.PLAIN
+    assert variant(cuda_text(row(tp_mesh(2)), *operands)) is Variant.PLAIN
 
 
 def test_a_collective_on_its_own_has_no_method_to_choose(engine):

@@ -12,7 +12,7 @@ import jax_ub
 from jax_ub.errors import ConfigurationError, TimeoutError
 from jax_ub.runtime import communicators
 from jax_ub.runtime.communicators import Connection
-from jax_ub.runtime.place import Place
+from jax_ub.runtime.place import ONE_SHOT_BYTES, Place
 from jax_ub.runtime.wirings import CpuWiring
 
 HERE = pathlib.Path(__file__).parent
@@ -79,6 +79,13 @@ def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
     slack = place(capacity=0).call_bytes
     assert place().call_bytes == slack + 8 * 1000
     assert slack >= 64 * 1024
+
+
+def test_a_heap_of_any_capacity_has_room_for_an_all_reduce_in_one_exchange():
+    small, slack = place(platform="cuda"), place(capacity=0).call_bytes
+    assert small.call_bytes == slack + ONE_SHOT_BYTES
+    large = {"capacity": ONE_SHOT_BYTES}
+    assert place(platform="cuda", **large).call_bytes == place(**large).call_bytes
 
 
 class Alone:

@@ -144,3 +144,16 @@ def test_a_late_put_comes_behind_the_product_after_its_own(op):
                     begun.append((step.chunk, step.split))
                 if step.kind == "put" and step.payload == "partial":
                     assert begun[-2] == (step.chunk, step.split)
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce"])
+def test_one_exchange_is_proven_and_sends_everything_to_all(op):
+    for num_ranks in RANKS:
+        kind = (op, "ring_exchange", num_ranks, 1)
+        assert _cpu.check_schedule(*kind, "one_shot") == []
+        for rank, steps in enumerate(every_rank(*kind, "one_shot")):
+            peers = [step.peer for step in steps if step.kind == "put"]
+            assert sorted([*peers, rank]) == list(range(num_ranks))
+            assert {step.chunk for step in steps if step.kind in ("put", "reduce")} == {
+                -1
+            }

@@ -14,6 +14,7 @@ bool IsReached(const std::atomic<uint32_t>& flag, uint32_t epoch) {
 }
 
 std::string ChunkOf(const WaitReason& reason) {
+  if (reason.chunk < 0) return "all rows";
   return "chunk " + std::to_string(reason.chunk);
 }
 

@@ -33,7 +33,8 @@ std::exception_ptr DescribeFault(const ErrorRecord& record,
   if (record.slot == ErrorRecord::kNoSlot) {
     text << peer << " to end its previous call";
   } else {
-    text << "chunk " << record.chunk << " of " << peer << " in slot " << record.slot;
+    text << (record.chunk < 0 ? "all rows" : "chunk " + std::to_string(record.chunk))
+         << " of " << peer << " in slot " << record.slot;
   }
   if (code != ErrorRecord::kDeadline) {
     text << " when the communicator failed";
