@@ -14,31 +14,13 @@
 
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
+#include "module_handlers.h"
 #include "schedule/check.h"
 #include "schedule/schedule.h"
 
 namespace nb = nanobind;
 
 namespace {
-
-nb::dict Targets() {
-  nb::dict targets;
-  for (const jax_ub::Target& target : jax_ub::Targets()) {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(target.instantiate);
-    stages["execute"] = nb::capsule(target.execute);
-    targets[target.name.c_str()] = stages;
-  }
-  return targets;
-}
-
-nb::dict CallSiteType() {
-  const jax_ub::CallSiteType type = jax_ub::TheCallSiteType();
-  nb::dict dict;
-  dict["type_id"] = nb::capsule(type.type_id);
-  dict["type_info"] = nb::capsule(type.type_info);
-  return dict;
-}
 
 std::vector<std::string> Isas() {
   std::vector<std::string> names;
@@ -47,12 +29,7 @@ std::vector<std::string> Isas() {
 }
 
 void SetTimeout(double timeout_s) {
-  if (!(timeout_s > 0)) {
-    throw nb::value_error(
-        ("timeout_s is " + std::to_string(timeout_s) + ", expected more than 0")
-            .c_str());
-  }
-  jax_ub::ProcessEngine().board().set_timeout_s(timeout_s);
+  jax_ub::ProcessEngine().board().set_timeout_s(jax_ub::CheckedTimeout(timeout_s));
 }
 
 void SetNumThreads(int num_threads) {
@@ -270,8 +247,8 @@ std::string Describe(const jax_ub::Step& step) {
 
 NB_MODULE(_cpu, m) {
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
-  m.def("targets", &Targets);
-  m.def("call_site_type", &CallSiteType);
+  m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
+  m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCallSiteType()); });
   m.def("isa", [] { return std::string(jax_ub::CurrentIsa()); });
   m.def("isas", &Isas);
   m.def(

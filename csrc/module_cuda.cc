@@ -17,6 +17,7 @@
 
 #include "ffi/attributes.h"
 #include "ffi/cuda/handlers.h"
+#include "module_handlers.h"
 #include "platform/cuda/driver.h"
 #include "platform/error.h"
 #include "transport/cuda/communicator.h"
@@ -124,26 +125,6 @@ std::optional<std::string> WhyNoPeers(const std::vector<int>& ordinals) {
   return std::nullopt;
 }
 
-nb::dict Targets() {
-  nb::dict targets;
-  for (const jax_ub::Target& target : jax_ub::CudaTargets()) {
-    nb::dict stages;
-    stages["instantiate"] = nb::capsule(target.instantiate);
-    stages["initialize"] = nb::capsule(target.initialize);
-    stages["execute"] = nb::capsule(target.execute);
-    targets[target.name.c_str()] = stages;
-  }
-  return targets;
-}
-
-nb::dict CallSiteType() {
-  const jax_ub::CallSiteType type = jax_ub::TheCudaCallSiteType();
-  nb::dict dict;
-  dict["type_id"] = nb::capsule(type.type_id);
-  dict["type_info"] = nb::capsule(type.type_info);
-  return dict;
-}
-
 // Attributes while a program is lowered: the numbers and texts of a dictionary.
 class PythonAttributes : public jax_ub::AttributeSource {
  public:
@@ -204,15 +185,6 @@ int64_t WorkspaceBytes(const std::string& name,
     return jax_ub::CudaEngine::WorkspaceBytes(at, call);
   }
   throw nb::value_error(("jax_ub has no op '" + name + "'").c_str());
-}
-
-void SetTimeout(double timeout_s) {
-  if (!(timeout_s > 0)) {
-    throw nb::value_error(
-        ("timeout_s is " + std::to_string(timeout_s) + ", expected more than 0")
-            .c_str());
-  }
-  jax_ub::SetCudaTimeout(timeout_s);
 }
 
 nb::dict Counters() {
@@ -361,8 +333,8 @@ NB_MODULE(_cuda, m) {
   m.def("peers", &Peers, nb::arg("ordinals"));
   m.def("why_no_peers", &WhyNoPeers, nb::arg("ordinals"));
 
-  m.def("targets", &Targets);
-  m.def("call_site_type", &CallSiteType);
+  m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::CudaTargets()); });
+  m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCudaCallSiteType()); });
   m.def("workspace_bytes", &WorkspaceBytes, nb::arg("op"), nb::arg("attributes"),
         nb::arg("operands"), nb::arg("results"));
   m.def(
@@ -371,7 +343,12 @@ NB_MODULE(_cuda, m) {
         jax_ub::ProcessCudaEngine().set_local_devices(std::move(devices));
       },
       nb::arg("devices"));
-  m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
+  m.def(
+      "set_timeout_s",
+      [](double timeout_s) {
+        jax_ub::SetCudaTimeout(jax_ub::CheckedTimeout(timeout_s));
+      },
+      nb::arg("timeout_s"));
   m.def("counters", &Counters);
   m.def("failures", &Failures);
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -61,14 +62,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{meant}Known: {', '.join(map(repr, known))}."
 
 
+# What the engine says of a wait that reached its deadline, and of no other.
+_OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
+
+
 def of_engine(error: Exception) -> "CommunicatorError | None":
     """What the engine's error is in Python, or None if it is of another kind."""
-    text = str(error)
-    _, found, message = text.partition("CommunicatorError: ")
-    if not found:
-        return None
-    timed_out = "DEADLINE_EXCEEDED" in text or "deadline" in message
-    return (TimeoutError if timed_out else CommunicatorError)(message)
+    _, found, message = str(error).partition("CommunicatorError: ")
+    return of_failure(message) if found else None
+
+
+def of_failure(text: str) -> CommunicatorError:
+    """What a communicator's failure is in Python, by the engine's reason for it."""
+    return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,24 @@ def test_other_failures_become_a_communicator_error():
         raise jax.errors.JaxRuntimeError(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("rank 0 waited 3 s for rank 1. JAX_UB_TIMEOUT_S sets", errors.TimeoutError),
+        ("op x waited 1e-05 s for rank(s) 0 of 2", errors.TimeoutError),
+        ("rank 1 died; rank 0 waited for chunk 1", errors.CommunicatorError),
+        (
+            "rank 0 waited 3 s for rank 1 when the communicator failed",
+            errors.CommunicatorError,
+        ),
+        ("rank 1 missed its deadline", errors.CommunicatorError),
+    ],
+)
+def test_only_a_wait_that_reached_its_deadline_is_a_timeout(text, kind):
+    assert type(errors.of_failure(text)) is kind
+    assert type(errors.of_engine(RuntimeError(f"CommunicatorError: {text}"))) is kind
+
+
 def test_errors_of_programs_that_run_at_once_are_converted_too():
     text = "ABORTED: CommunicatorError: op: rank 1 died"
     with pytest.raises(errors.CommunicatorError, match="^op: rank 1"), errors.raised():

@@ -92,11 +92,7 @@ Target TargetOf() {
 }  // namespace
 
 std::array<Target, kNumOps> Targets() {
-  return {TargetOf<Op::kAllGatherMatmul>(), TargetOf<Op::kMatmulReduceScatter>(),
-          TargetOf<Op::kMatmulAllReduce>(), TargetOf<Op::kMatmul>(),
-          TargetOf<Op::kWgrad>(),           TargetOf<Op::kAllGather>(),
-          TargetOf<Op::kReduceScatter>(),   TargetOf<Op::kAllReduce>(),
-          TargetOf<Op::kBulkAllGather>(),   TargetOf<Op::kBulkReduceScatter>()};
+  return TargetsOfOps([]<Op op>() { return TargetOf<op>(); });
 }
 
 CallSiteType TheCallSiteType() {

@@ -2,8 +2,11 @@
 // header is needed to pass it on.
 #pragma once
 
+#include <array>
 #include <string>
 #include <utility>
+
+#include "engine/call.h"
 
 namespace jax_ub {
 
@@ -15,6 +18,14 @@ struct Target {
   void* initialize = nullptr;
   void* execute = nullptr;
 };
+
+// What `make.operator()<op>()` returns, of every op in their order.
+template <typename Make>
+std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
+  return [&]<int... op>(std::integer_sequence<int, op...>) {
+    return std::array{make.template operator()<static_cast<Op>(op)>()...};
+  }(std::make_integer_sequence<int, kNumOps>());
+}
 
 // The state that an instantiated call has. To be registered under `name` before any
 // target, and after XLA's backend exists: older jaxlibs take queued targets first.

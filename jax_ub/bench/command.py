@@ -166,7 +166,7 @@ def command(given: argparse.Namespace) -> int:
         if given.json is not None:  # an interrupted run keeps what it has
             found = document(about, chosen, dots, results)
             given.json.write_text(json.dumps(found, indent=1) + "\n")
-    _print_rest(results, goals.judge(results))
+    _print_rest(results, _judge(about, results))
     if given.plot is not None:
         plot.draw(results, given.plot, _describe(about, chosen))
     return 0
@@ -216,9 +216,14 @@ def document(
         "options": dataclasses.asdict(chosen),
         "fastest_dots": dots.found,
         "results": [result.as_json() for result in results],
-        "verdicts": [goals.as_json(verdict) for verdict in goals.judge(results)],
+        "verdicts": [goals.as_json(verdict) for verdict in _judge(about, results)],
         "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
     }
+
+
+def _judge(about, results):
+    # The goals are those of CPUs.
+    return goals.judge(results) if about["machine"]["device_kind"] == "cpu" else []
 
 
 def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
@@ -249,10 +254,12 @@ def _print_rest(results, verdicts):
 
 def _describe(about, chosen):
     machine, versions = about["machine"], about["versions"]
+    kind = machine["device_kind"]
+    gpus = "" if kind == "cpu" else f"{machine['devices']} devices {kind}; "
     return (
         f"jax_ub bench, {about['date']}, commit {about['commit']}, "
         f"jax {versions['jax']}, Python {versions['python']}\n"
-        f"{machine['processor']}, {machine['cores']} cores, load "
+        f"{gpus}{machine['processor']}, {machine['cores']} cores, load "
         f"{machine['load_average']:.1f}; engine {about['engine']['isa']}, "
         f'{about["engine"]["threads"]} threads; method "{chosen.method}", '
         f"{chosen.rounds} rounds"

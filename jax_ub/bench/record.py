@@ -38,7 +38,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, load."""
+    """Processor, cores that this process may use, memory, load, devices."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -46,6 +46,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "system": platform.platform(),
         "devices": len(jax.devices()),
+        "device_kind": jax.devices()[0].device_kind,  # "cpu", "NVIDIA H100 80GB HBM3"
     }
 
 

@@ -82,18 +82,13 @@ def lower(
 ) -> Sequence[Any]:
     """Emits the custom call, whose last result is the engine's workspace."""
     cuda.register_targets()
-    attributes = {
-        **attributes,
-        **{
-            name: np.int64(value)
-            for name, value in {
-                "method": method_of(call).code,
-                "variant": variant_of(call, ctx.avals_in).code,
-                **call.tuning.attributes(),
-                "allow_tf32": settings.allow_tf32(),
-            }.items()
-        },
+    numbers = {
+        "method": method_of(call).code,
+        "variant": variant_of(call, ctx.avals_in).code,
+        **call.tuning.attributes(),
+        "allow_tf32": settings.allow_tf32(),
     }
+    attributes = attributes | {name: np.int64(n) for name, n in numbers.items()}
     size_bytes = cuda.workspace_bytes(
         call.target,
         attributes,

@@ -305,8 +305,7 @@ def check_communicators() -> None:
     """
     found = {f"ranks {list(group)}": failure for group, failure in failures()}
     for where, failure in {**found, **cuda.failures()}.items():
-        kind = errors.TimeoutError if "waited" in failure else CommunicatorError
-        raise kind(f"{where}: {failure}")
+        raise errors.of_failure(f"{where}: {failure}")
 
 
 def failures() -> Iterator[tuple[Group, str]]:

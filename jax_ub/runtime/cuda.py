@@ -147,11 +147,7 @@ def release_in_process() -> None:
 
 @functools.cache
 def register_targets() -> None:
-    """Hands the engine's handlers to XLA, once, where jax has CUDA devices.
-
-    Every lowering does this. Only a process that runs programs which another one
-    exported or compiled calls it, before it loads them.
-    """
+    """Hands the engine's handlers to XLA, once, where jax has CUDA devices."""
     devices = local_devices()
     if not devices:
         return

@@ -64,11 +64,7 @@ def _defined(text, name):
 
 @functools.cache
 def register_targets() -> None:
-    """Hands the engine's settings to it and its handlers to XLA, once.
-
-    Every lowering does this. Only a process that runs programs which another one
-    exported or compiled calls it, before it loads them.
-    """
+    """Hands the engine's settings to it and its handlers to XLA, once."""
     # Stateful targets that are registered before the backend exists would keep it from
     # starting.
     jax.devices()

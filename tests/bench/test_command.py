@@ -6,7 +6,7 @@ import pytest
 
 from jax_ub import methods
 from jax_ub.__main__ import main
-from jax_ub.bench import cases, command, devices, plot
+from jax_ub.bench import cases, command, devices, plot, record
 from jax_ub.bench.cases import check_agreement, tolerance
 from jax_ub.bench.gemm_cases import gemm
 from jax_ub.errors import UnsupportedOverlapError
@@ -48,6 +48,21 @@ def test_the_goals_of_a_run_are_in_its_json(tmp_path):
     assert result["memory"]["own_bytes"] < result["memory"]["avoided_bytes"]
     assert {"xla_best", "xla_naive", "xla_ring"} <= set(result["speedups"])
     assert {"plain_gemm", "copy"} <= set(result["shares"])
+
+
+def test_a_run_on_gpus_names_them_and_is_not_judged_by_the_goals_of_cpus(
+    tmp_path, monkeypatch, capsys
+):
+    machine = record.machine()
+    assert machine["device_kind"] == "cpu"
+    machine["device_kind"] = "NVIDIA H200"
+    monkeypatch.setattr(record, "machine", lambda: machine)
+    found = run(tmp_path, "--ops", "dgrad_add", "--dtypes", "bf16")
+    assert found["machine"]["device_kind"] == "NVIDIA H200"
+    assert found["verdicts"] == []
+    printed = capsys.readouterr().out
+    assert "devices NVIDIA H200; " in printed
+    assert "Goals" not in printed
 
 
 def test_a_picture_is_drawn(tmp_path):

@@ -63,7 +63,7 @@ def host_time(folder):
     if not times:
         yield "open    host time of a call: local.py printed none"
     for time in times:
-        text = f"host time of a call in a captured step: {time} us"
+        text = f"host time of a call: {time} us"
         yield line(float(time) < HOST_TIME_US, text, HOST_TIME_US)
 
 

@@ -13,7 +13,7 @@ from jax_ub.errors import ConfigurationError, TimeoutError
 from jax_ub.runtime import communicators
 from jax_ub.runtime.communicators import Connection
 from jax_ub.runtime.place import ONE_SHOT_BYTES, Place
-from jax_ub.runtime.wirings import CpuWiring
+from jax_ub.runtime.wirings import CpuWiring, NoWiring
 
 HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
@@ -127,3 +127,11 @@ def test_a_group_that_is_known_serves_calls_unless_it_has_a_reason(monkeypatch):
     assert "[0, 1], which are not connected" in reason([[2, 0]], [[1, 0]])
     with pytest.raises(ConfigurationError, match="are connected already"):
         communicators.check_free([(4, 5), (1, 3)])
+
+
+def test_a_platform_without_an_engine_connects_nothing():
+    wiring = NoWiring("rocm")
+    assert wiring.offer(None, (0, 1)) is None
+    assert wiring.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
+    with pytest.raises(NotImplementedError, match="no engine for rocm"):
+        wiring.connect(None, (0, 1), None, {})

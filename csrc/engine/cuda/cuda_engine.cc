@@ -197,15 +197,17 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
-  std::vector<std::unique_lock<std::mutex>> enqueueing;
+  communicator->RefuseCalls();
+  std::vector<Gpu*> gpus;
   {
     std::lock_guard lock(mutex_);
     std::erase_if(joined_, [&](const Joined& joined) {
       return joined.communicator == communicator;
     });
-    // In the order of the ordinals, as everybody who takes several would.
-    for (const auto& [ordinal, gpu] : gpus_) enqueueing.emplace_back(gpu->mutex());
+    for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
+  // Calls that are being enqueued end; others go on while this one waits for its peers.
+  for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 

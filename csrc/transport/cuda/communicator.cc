@@ -58,6 +58,7 @@ struct CudaCommunicator::State {
   void Hear(const PeerNews& news);
   void Lose(int place, const std::string& how);
   void Leave(int place, bool in_order);
+  CommunicatorError OwnClose() const;
   void Close();
 
   // In a child of fork, which has no part in this: its parent goes on.
@@ -77,6 +78,7 @@ struct CudaCommunicator::State {
   const int64_t size_bytes;
   std::vector<pid_t> pids;       // [place], as they know themselves
   std::vector<pid_t> seen_pids;  // [place], as seen from here; 0: it is not
+  std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
   std::atomic<bool> has_failed{false};  // there is a `failure`
 
@@ -271,6 +273,13 @@ void CudaCommunicator::State::Leave(int place, bool in_order) {
   gone.notify_all();
 }
 
+CommunicatorError CudaCommunicator::State::OwnClose() const {
+  return CommunicatorError(
+      group.ErrorPrefix() +
+      (group.num_processes() == 1 ? "it" : group.Describe(group.own(), owner)) +
+      " closed its communicator");
+}
+
 // Whoever says goodbye has done all that it was given, and writes to nobody any more.
 // Memory by virtual memory management lives as long as somebody has it mapped, so that
 // only a peer that opened it by cuIpc can be harmed by not being waited for.
@@ -299,10 +308,7 @@ void CudaCommunicator::State::Close() {
     if (!all_gone) heaps.Abandon();
   }
   peers->Close();
-  Fail(std::make_exception_ptr(CommunicatorError(
-      group.ErrorPrefix() +
-      (group.num_processes() == 1 ? "it" : group.Describe(group.own(), owner)) +
-      " closed its communicator")));
+  Fail(std::make_exception_ptr(OwnClose()));
   heaps.GiveBack();
 }
 
@@ -436,6 +442,7 @@ void CudaCommunicator::ThrowIfFailed() {
   if (const std::exception_ptr reason = state_->Failure()) {
     std::rethrow_exception(reason);
   }
+  if (state_->refuses_calls.load()) throw state_->OwnClose();
   if (!state_->has_closed.load()) return;
   std::lock_guard lock(state_->mutex);
   throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed +
@@ -445,6 +452,8 @@ void CudaCommunicator::ThrowIfFailed() {
 void CudaCommunicator::Poison(const std::exception_ptr& reason) {
   state_->Poison(reason);
 }
+
+void CudaCommunicator::RefuseCalls() { state_->refuses_calls.store(true); }
 
 void CudaCommunicator::Close() { state_->Close(); }
 

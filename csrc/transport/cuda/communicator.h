@@ -97,6 +97,9 @@ class CudaCommunicator {
   // Ends all waits of all ranks from now on; the first reason holds.
   void Poison(const std::exception_ptr& reason);
 
+  // No call may begin any more: ThrowIfFailed says that it was closed.
+  void RefuseCalls();
+
   // Waits until the local devices have done all that they were given, then until all
   // peers have, and gives the memory back. Peers that have died are not waited for; one
   // that does not come within the timeout is left alone (5 s when there is a failure).

@@ -2,6 +2,7 @@
 // and replayed, and what happens when something is wrong.
 #include "engine/cuda/cuda_engine.h"
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -322,6 +323,42 @@ TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
   calls.RunAll();
   gpus.Synchronize();
   CheckRight(calls);
+}
+
+// Rank 1 does not come, so that closing waits for the deadline of rank 0.
+TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
+  Gpus gpus({.num_devices = 2}, 2);
+  const auto communicator =
+      CudaCommunicator::Make(gpus.driver, {0, 1}, 64 << 10, "test");
+  gpus.engine().Join(communicator, {0, 1});
+  GpuCalls joined(gpus, MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2), {},
+                  DType::kF32, 1);
+  GpuCalls local(gpus, MakeAttributes(Op::kMatmul, Method::kDirect, 1), {}, DType::kF32,
+                 1);
+  for (int rank = 0; rank < 2; ++rank) joined.Initialize(rank);
+  local.Initialize(0);
+  local.Workspace(0);
+  joined.Execute(0);
+  std::atomic<bool> has_left = false;
+  std::thread leaving([&] {
+    gpus.engine().Leave(communicator);
+    has_left = true;
+  });
+  while (true) {
+    try {
+      communicator->ThrowIfFailed();
+    } catch (const CommunicatorError& error) {
+      CHECK_EQ(std::string(error.what()),
+               "CommunicatorError: jax_ub.test: it closed its communicator");
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  local.Execute(0);
+  CHECK_THROWS(joined.Execute(1), "it closed its communicator");
+  CHECK(!has_left);
+  leaving.join();
+  gpus.Synchronize();
 }
 
 TEST(WhatDoesNotRunIsRefused) {
