@@ -15,9 +15,22 @@ namespace jax_ub {
 
 inline constexpr int kMaxTileRows = 8;
 
-// sums[r * tile_columns + c] (+)= sum_k A[r, k] * B[k, c], r < rows of the function,
-// c < tile_columns, k < num_words. `accumulate` adds to sums instead of overwriting them.
-// B word (k, c) lies at b + k * b_stride + 4 * c; all strides are in bytes. A is either
+// Where the sums of a tile go:
+//   to[r, c] = round(before[r, c] + sum[r, c] + after[r, c]), added in this order.
+// Strides are in bytes, as all of them here.
+struct TileOutput {
+  void* to;
+  int64_t to_stride;
+  DType to_dtype;
+  const float* before;  // the sums of earlier blocks of K, [row][column]; null: none
+  const void* after;    // an addend, which may be the memory of `to`; null: none
+  int64_t after_stride;
+  DType after_dtype;
+};
+
+// sum[r, c] = sum_k A[r, k] * B[k, c], r < rows of the function, c < tile_columns,
+// k < num_words.
+// B word (k, c) lies at b + k * b_stride + 4 * c. A is either
 //   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
 //   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
 using TileFunction = void (*)(const void* a,
@@ -25,8 +38,7 @@ using TileFunction = void (*)(const void* a,
                               const void* b,
                               int64_t b_stride,
                               int64_t num_words,
-                              float* sums,
-                              bool accumulate);
+                              const TileOutput& output);
 
 // Packs a rectangle of `outer` x `num_words` words into a panel: word (o, k) goes to
 // panel + k * panel_stride + 4 * o. `stride` is the distance in bytes of two elements

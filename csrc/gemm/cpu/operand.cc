@@ -22,11 +22,6 @@ void PackHalf(const std::byte* source,
 
 }  // namespace
 
-int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
-  const auto above = std::upper_bound(bounds.begin(), bounds.end(), index);
-  return above - bounds.begin() - 1;
-}
-
 Operand::Operand(const OperandView& view,
                  const KernelSet& kernels,
                  const PanelPackers& packers,

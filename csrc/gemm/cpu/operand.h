@@ -2,8 +2,10 @@
 // panels of words elsewhere. Packing is where a gather or a widening happens.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "gemm/cpu/kernels.h"
 #include "gemm/views.h"
@@ -71,6 +73,9 @@ class Operand {
 };
 
 // Which of the segments that `bounds` delimit holds `index`.
-int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index);
+inline int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
+  if (bounds.size() == 2) return 0;  // by far the most: asked for every tile
+  return std::upper_bound(bounds.begin(), bounds.end(), index) - bounds.begin() - 1;
+}
 
 }  // namespace jax_ub

@@ -4,18 +4,9 @@
 #include <string.h>
 
 #include "gemm/cpu/kernels.h"
+#include "gemm/cpu/simd_dtypes.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
-
-template <DType kDType>
-inline constexpr int64_t kElementBytes = kDType == DType::kF32 ? 4 : 2;
-
-template <DType kDType>
-inline Vec LoadAs(const void* p) {
-  if constexpr (kDType == DType::kBF16) return LoadBF16(p);
-  if constexpr (kDType == DType::kF16) return LoadF16(p);
-  return Load(p);
-}
 
 // One element, through a vector so that it is converted as all others are.
 template <DType kDType>

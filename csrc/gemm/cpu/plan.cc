@@ -9,8 +9,6 @@
 
 namespace jax_ub {
 
-namespace {}  // namespace
-
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
   const KernelSet& kernels = KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
   return PlanCpuGemm(std::move(problem), kernels, num_workers);
@@ -95,9 +93,13 @@ void TiledPlan::RunBlock(Range rows,
                    (r - rows.begin) / tile_rows) *
                   tile_size;
         }
+        // What a tile writes is on its way while the one before is multiplied.
+        Prefetch({block.begin, std::min(block.end, block.begin + tile_rows)},
+                 tile_range, k);
         for (int64_t i = block.begin; i < block.end; i += tile_rows) {
-          const Range tile_rows_range = {i, std::min(block.end, i + tile_rows)};
-          MultiplyTile(*a++, panel, tile_rows_range, tile_range, k, sums);
+          const int64_t end = std::min(block.end, i + tile_rows);
+          Prefetch({end, std::min(block.end, end + tile_rows)}, tile_range, k);
+          MultiplyTile(*a++, panel, {i, end}, tile_range, k, sums);
           if (!is_one_block) sums += tile_size;
         }
         panel += b_.PanelBytes(k.size());
@@ -128,20 +130,35 @@ void TiledPlan::PackB(Range group, Range k, std::byte* packed) const {
   }
 }
 
+void TiledPlan::Prefetch(Range rows, Range columns, Range k) const {
+  if (k.end == problem_.k && rows.size() > 0) c_.Prefetch(rows, columns);
+}
+
 void TiledPlan::MultiplyTile(const TileOfA& a,
                              const std::byte* b,
                              Range rows,
                              Range columns,
                              Range k,
                              float* sums) const {
+  const int64_t b_stride = 4 * kernels_.tile_columns;
+  TileOutput output = {
+      .to = sums,
+      .to_stride = b_stride,
+      .to_dtype = DType::kF32,
+      .before = k.begin > 0 ? sums : nullptr,
+      .after = nullptr,
+      .after_stride = 0,
+      .after_dtype = DType::kF32,
+  };
   const bool is_last = k.end == problem_.k;
-  if (is_last) c_.Prefetch(rows, columns);
+  const bool is_whole = columns.size() == kernels_.tile_columns;
+  const bool is_stored = is_last && is_whole && c_.FindOutput(rows, columns, output);
   const TileFunction* tiles =
       a_.has_rows() ? kernels_.tile_of_rows : kernels_.tile_of_columns;
-  tiles[rows.size() - 1](a.words, a.stride, b, 4 * kernels_.tile_columns,
-                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2), sums,
-                         k.begin > 0);
-  if (is_last) c_.Store(sums, kernels_.tile_columns, rows, columns);
+  tiles[rows.size() - 1](a.words, a.stride, b, b_stride,
+                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2),
+                         output);
+  if (is_last && !is_stored) c_.Store(sums, kernels_.tile_columns, rows, columns);
 }
 
 }  // namespace jax_ub

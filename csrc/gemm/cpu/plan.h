@@ -50,6 +50,9 @@ class TiledPlan : public GemmPlan {
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   void PackB(Range group, Range k, std::byte* packed) const;
+  // Asks for the memory of a tile of the result, if this block of K is the last.
+  void Prefetch(Range rows, Range columns, Range k) const;
+  // Into `sums`, or with the last block of K into the result.
   void MultiplyTile(const TileOfA& a,
                     const std::byte* b,
                     Range rows,

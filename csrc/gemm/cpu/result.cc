@@ -40,7 +40,33 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
       addends_(problem.addends),
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
-      num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1) {}
+      num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
+      is_plain_(scale_ == 1 && view_.num_replicas == 1 && addends_.size() <= 1) {}
+
+bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
+  if (!is_plain_) return false;
+  const int64_t i = FindSegment(view_.row_bounds, rows.begin);
+  const int64_t j = FindSegment(view_.column_bounds, columns.begin);
+  if (rows.end > view_.row_bounds[i + 1] || columns.end > view_.column_bounds[j + 1]) {
+    return false;
+  }
+  const int64_t row = rows.begin - view_.row_bounds[i];
+  const int64_t column = columns.begin - view_.column_bounds[j];
+  const int64_t index = i * num_column_segments_ + j;
+  const Segment& to = view_.segments[index];
+  const int64_t bytes = SizeOf(view_.dtype);
+  output.to = to.data + (row * to.row_stride + column) * bytes;
+  output.to_stride = to.row_stride * bytes;
+  output.to_dtype = view_.dtype;
+  for (const AddendView& addend : addends_) {
+    const AddendSegment& from = addend.segments[index];
+    const int64_t addend_bytes = SizeOf(addend.dtype);
+    output.after = from.data + (row * from.row_stride + column) * addend_bytes;
+    output.after_stride = from.row_stride * addend_bytes;
+    output.after_dtype = addend.dtype;
+  }
+  return true;
+}
 
 void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) const {
   if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);

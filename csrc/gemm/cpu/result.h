@@ -19,6 +19,10 @@ class Result {
   // holds the rectangle's rows at a distance of `sums_stride` elements, and is scaled.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
+  // Whether a kernel may store the rectangle itself, f32 and within one segment; then
+  // `output` says where it goes, and with what it is added up.
+  bool FindOutput(Range rows, Range columns, TileOutput& output) const;
+
   // Asks for the memory that Store will read and write, as far as it lies in the segment
   // where the rectangle begins. Only a hint.
   void Prefetch(Range rows, Range columns) const;
@@ -37,6 +41,8 @@ class Result {
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
+  const bool
+      is_plain_;  // one f32 replica, with an f32 addend at most: kernels may store
 };
 
 }  // namespace jax_ub

@@ -4,23 +4,9 @@
 #include <string.h>
 
 #include "gemm/cpu/kernels.h"
+#include "gemm/cpu/simd_dtypes.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
-
-inline Vec LoadAny(const char* p, DType dtype) {
-  if (dtype == DType::kBF16) return LoadBF16(p);
-  if (dtype == DType::kF16) return LoadF16(p);
-  return Load(p);
-}
-
-template <DType kOut>
-inline void StoreAs(char* p, Vec v) {
-  if constexpr (kOut == DType::kF32) Store(p, v);
-  if constexpr (kOut == DType::kBF16) StoreBF16(p, v);
-  if constexpr (kOut == DType::kF16) StoreF16(p, v);
-}
-
-inline int64_t BytesOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 // kVectors vectors of one row, `column` elements on: the dtype of each summand is looked
 // at once for all of them.
@@ -39,10 +25,9 @@ inline void SumVectors(
       sum[v] = i == 0 ? x : Add(sum[v], x);
     }
   }
-  constexpr int64_t kOutBytes = kOut == DType::kF32 ? 4 : 2;
 #pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
-    StoreAs<kOut>(out + (column + v * kLanes) * kOutBytes, sum[v]);
+    StoreAs<kOut>(out + (column + v * kLanes) * kElementBytes<kOut>, sum[v]);
   }
 }
 
@@ -65,7 +50,7 @@ inline void SumRest(const Summand* summands,
     const Vec x = LoadAny(padded, summands[i].dtype);
     sum = i == 0 ? x : Add(sum, x);
   }
-  constexpr int64_t kOutBytes = kOut == DType::kF32 ? 4 : 2;
+  constexpr int64_t kOutBytes = kElementBytes<kOut>;
   char padded[4 * kLanes];
   StoreAs<kOut>(padded, sum);
   memcpy(out + column * kOutBytes, padded, count * kOutBytes);

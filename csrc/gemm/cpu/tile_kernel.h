@@ -1,6 +1,6 @@
 // The micro-kernel: one tile of C, kept in registers over a block of K.
 //
-//   sums[r, c] (+)= sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
+//   sum[r, c] = sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
 //
 // Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full tile
 // (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B and one
@@ -8,8 +8,53 @@
 #pragma once
 
 #include "gemm/cpu/kernels.h"
+#include "gemm/cpu/simd_dtypes.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
+
+template <DType kTo, int kRows, int kVectors>
+inline void StoreRows(const Vec (&sum)[kRows][kVectors], const TileOutput& output) {
+  char* row = static_cast<char*>(output.to);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, row += output.to_stride) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      StoreAs<kTo>(row + v * kLanes * kElementBytes<kTo>, sum[r][v]);
+    }
+  }
+}
+
+template <int kRows, int kVectors>
+inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
+  if (output.before != nullptr) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = Add(Load(output.before + (r * kVectors + v) * kLanes), sum[r][v]);
+      }
+    }
+  }
+  if (output.after != nullptr) {
+    const char* row = static_cast<const char*>(output.after);
+    const int64_t vector_bytes = kLanes * BytesOf(output.after_dtype);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, row += output.after_stride) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = Add(sum[r][v], LoadAny(row + v * vector_bytes, output.after_dtype));
+      }
+    }
+  }
+  switch (output.to_dtype) {
+    case DType::kF32:
+      return StoreRows<DType::kF32>(sum, output);
+    case DType::kBF16:
+      return StoreRows<DType::kBF16>(sum, output);
+    case DType::kF16:
+      return StoreRows<DType::kF16>(sum, output);
+  }
+}
 
 // `multiply_add` is MultiplyAdd, or its counterpart for pairs of bf16.
 template <int kRows, int kVectors, bool kColumnsOfA, Vec (*multiply_add)(Vec, Vec, Vec)>
@@ -18,17 +63,16 @@ void Tile(const void* a,
           const void* b,
           int64_t b_stride,
           int64_t num_words,
-          float* sums,
-          bool accumulate) {
+          const TileOutput& output) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
-  if (accumulate) {
+  if (output.before != nullptr) {
     // They are in an outer cache by now, and wanted when the loop ends.
-    for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(sums + i);
+    for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(output.before + i);
   }
   const char* a_word[kColumnsOfA ? 1 : kRows];
   a_word[0] = static_cast<const char*>(a);
@@ -53,14 +97,7 @@ void Tile(const void* a,
     b_word += b_stride;
     if constexpr (kColumnsOfA) a_word[0] += a_stride;
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      float* out = sums + (r * kVectors + v) * kLanes;
-      Store(out, accumulate ? Add(Load(out), sum[r][v]) : sum[r][v]);
-    }
-  }
+  StoreTile(sum, output);
 }
 
 }  // namespace jax_ub::JAX_UB_KERNELS
