@@ -31,7 +31,7 @@ function(jax_ub_find_cuda missing)
   endif()
 endfunction()
 
-# Compiles `file` for each architecture of `jax_ub_architectures`, and embeds the fatbin:
+# Compiles `file` for the architectures of `jax_ub_architectures`, and embeds the fatbin:
 # `extern const unsigned char SYMBOL[];` in namespace jax_ub, to load with a Library.
 function(jax_ub_kernels symbol file)
   cmake_path(GET file STEM name)
@@ -39,7 +39,7 @@ function(jax_ub_kernels symbol file)
   set(embedded "${CMAKE_CURRENT_BINARY_DIR}/kernels/${name}.cc")
   file(MAKE_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/kernels")
   add_custom_command(OUTPUT "${fatbin}"
-    COMMAND "${JAX_UB_NVCC}" -fatbin -std=c++20 -O3 ${jax_ub_nvcc_flags}
+    COMMAND "${JAX_UB_NVCC}" -fatbin -std=c++20 -O3 ${jax_ub_architectures} ${jax_ub_nvcc_flags}
       "-I${CMAKE_CURRENT_SOURCE_DIR}" -MD -MF "${fatbin}.d" -o "${fatbin}"
       "${CMAKE_CURRENT_SOURCE_DIR}/${file}"
     DEPENDS "${file}" DEPFILE "${fatbin}.d" VERBATIM COMMAND_EXPAND_LISTS)
@@ -64,12 +64,14 @@ message(STATUS "CUDA: ${JAX_UB_NVCC}, headers in ${JAX_UB_CUDA_INCLUDE_DIR}")
 # the PTX, which the driver compiles for them.
 execute_process(COMMAND "${JAX_UB_NVCC}" --list-gpu-code
   OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
-set(jax_ub_nvcc_flags "-gencode=arch=compute_80,code=[sm_80,compute_80]")
+set(jax_ub_architectures "-gencode=arch=compute_80,code=[sm_80,compute_80]")
 foreach(number 90 100 120)
   if(known MATCHES "sm_${number}")
-    list(APPEND jax_ub_nvcc_flags "-gencode=arch=compute_${number}a,code=sm_${number}a")
+    list(APPEND jax_ub_architectures
+      "-gencode=arch=compute_${number}a,code=sm_${number}a")
   endif()
 endforeach()
+set(jax_ub_nvcc_flags)
 if(JAX_UB_WERROR)
   list(APPEND jax_ub_nvcc_flags
     -Werror=all-warnings "-Xptxas=--warn-on-spills,--warning-as-error")
@@ -82,6 +84,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/gpu.cc
     engine/cuda/initialize.cc
     engine/cuda/measuring_device.cc
+    engine/cuda/multicast_reduce.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
     gemm/cuda/cublaslt.cc
@@ -99,6 +102,8 @@ jax_ub_library(jax_ub_cuda
     transport/cuda/fault.cc
     transport/cuda/flag_kernels.cc
     transport/cuda/group_heaps.cc
+    transport/cuda/multicast.cc
+    transport/cuda/multicast_kernels.cc
     transport/cuda/offer.cc
     transport/cuda/sharing.cc
     transport/cuda/virtual_memory.cc
@@ -106,6 +111,9 @@ jax_ub_library(jax_ub_cuda
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
 jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)
 jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu)
+# Its instructions are none of older architectures, and the same in all newer ones.
+set(jax_ub_architectures "-gencode=arch=compute_90,code=[sm_90,compute_90]")
+jax_ub_kernels(kMulticastKernels transport/cuda/multicast_kernels.cu)
 
 if(TARGET jax_ub_ffi)
   jax_ub_library(jax_ub_cuda_ffi

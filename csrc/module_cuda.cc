@@ -77,6 +77,11 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
+    // A driver that is older than the attribute refuses it.
+    int has_multicast = 0;
+    driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
+                              device);
+    dict["has_multicast"] = has_multicast != 0;
     devices.append(dict);
   }
   return devices;
@@ -231,7 +236,7 @@ std::unique_ptr<HeapEndpoint> MakeEndpoint(const std::vector<int>& ordinals,
   const nb::gil_scoped_release released;
   return std::unique_ptr<HeapEndpoint>(
       new HeapEndpoint{std::make_unique<jax_ub::CudaEndpoint>(
-          jax_ub::SystemDriver(), ordinals, slots_bytes, host)});
+          jax_ub::SystemDriver(), ordinals, slots_bytes, host, jax_ub::CudaNvls())});
 }
 
 class HeapCommunicator {
@@ -253,6 +258,7 @@ class HeapCommunicator {
     }
     return ways;
   }
+  bool has_multicast() const { return communicator_->has_multicast(); }
   int64_t size_bytes() const { return communicator_->size_bytes(); }
   std::optional<std::string> failure() const {
     const std::exception_ptr failure = communicator_->failure();
@@ -309,7 +315,7 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
   const nb::gil_scoped_release released;
   return std::make_unique<HeapCommunicator>(
       jax_ub::CudaCommunicator::Make(jax_ub::SystemDriver(), ordinals, slots_bytes,
-                                     name),
+                                     name, jax_ub::CudaNvls()),
       devices);
 }
 
@@ -349,6 +355,7 @@ NB_MODULE(_cuda, m) {
         jax_ub::SetCudaTimeout(jax_ub::CheckedTimeout(timeout_s));
       },
       nb::arg("timeout_s"));
+  m.def("set_nvls", &jax_ub::SetCudaNvls, nb::arg("nvls"));
   m.def("counters", &Counters);
   m.def("failures", &Failures);
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
@@ -365,6 +372,7 @@ NB_MODULE(_cuda, m) {
       .def_prop_ro("name", &HeapCommunicator::name)
       .def_prop_ro("how", &HeapCommunicator::how)
       .def_prop_ro("step_downs", &HeapCommunicator::step_downs)
+      .def_prop_ro("has_multicast", &HeapCommunicator::has_multicast)
       .def_prop_ro("size_bytes", &HeapCommunicator::size_bytes)
       .def_prop_ro("failure", &HeapCommunicator::failure)
       .def("close", &HeapCommunicator::Close, unlocked);

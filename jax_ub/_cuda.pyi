@@ -35,6 +35,7 @@ class Device(TypedDict):
     num_sms: int
     num_copy_engines: int
     memory_bytes: int
+    has_multicast: bool
 
 class CublasLt(TypedDict):
     """The library that multiplies; its version is 130100 for 13.1.0."""
@@ -101,6 +102,9 @@ def set_timeout_s(timeout_s: float) -> None:
         ValueError: the time is not positive.
     """
 
+def set_nvls(nvls: bool) -> None:
+    """Says whether all-reduces may run by multicast; before any device is used."""
+
 def counters() -> Counters:
     """Returns what this process did so far."""
 
@@ -133,6 +137,10 @@ class Communicator:
     @property
     def step_downs(self) -> list[tuple[str, str]]:
         """Ways that would have been preferred, and why they were not taken."""
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether all-reduces run by multicast."""
 
     @property
     def size_bytes(self) -> int:

@@ -116,6 +116,7 @@ def _environment():
         settings.num_threads,
         settings.pool_threads,
         settings.allow_tf32,
+        settings.nvls,
     )
     for reader in readers:
         try:
@@ -209,7 +210,8 @@ def _gpus():
         text = (
             f"{one['name']}, sm_{major}{minor}, {one['num_sms']} multiprocessors, "
             f"{one['num_copy_engines']} copy engines, "
-            f"{one['memory_bytes'] / (1 << 30):.1f} GiB"
+            f"{one['memory_bytes'] / (1 << 30):.1f} GiB, "
+            f"{'multicast' if one['has_multicast'] else 'no multicast'}"
         )
         yield Finding(f"GPU {one['ordinal']}", State.FINE, text)
     yield _peers([one["ordinal"] for one in devices])
@@ -296,7 +298,8 @@ def _connected(connection):
         f"; not by {way}: {reason}"
         for way, reason in connection.communicator.step_downs
     ]
-    return f"connected by {how}{''.join(preferred)}"
+    nvls = " with nvls" if connection.communicator.has_multicast else ""
+    return f"connected by {how}{nvls}{''.join(preferred)}"
 
 
 def _named_overlaps():

@@ -256,6 +256,7 @@ def _about(domain: Domain | None) -> dict[str, str]:
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
+        "JAX_UB_NVLS": str(settings.nvls()),
         "shape": str(domain.shape),
         "tp_size": str(domain.tp_size),
         "dtype": str(domain.dtype),

@@ -122,4 +122,6 @@ def test_its_kernels_are_there_for_every_architecture():
     }
     found = list(images(pathlib.Path(SPEC.origin).read_bytes()))
     kernels = list((pathlib.Path(__file__).parents[1] / "csrc").rglob("*.cu"))
-    assert kernels and found == [expected] * len(kernels)
+    # Multicast is of 9.0 and newer: code for that, and PTX for what follows.
+    found.remove({("elf", 90), ("ptx", 90)})
+    assert found and found == [expected] * (len(kernels) - 1)

@@ -145,7 +145,10 @@ class Gpus(StandIn):
             "num_copy_engines": 3,
             "memory_bytes": 141 << 30,
         }
-        return [{"ordinal": ordinal, **gpu} for ordinal in (0, 1)]
+        return [
+            {"ordinal": ordinal, "has_multicast": ordinal == 0, **gpu}
+            for ordinal in (0, 1)
+        ]
 
     def peers(self, ordinals):
         assert ordinals == [0, 1]
@@ -166,8 +169,10 @@ def test_gpus_and_what_drives_them_are_shown(gpus):
     assert found["CUDA driver"].text == "for CUDA 13.1"
     assert found["cuBLASLt"].text == "version 130200, /nvidia/libcublasLt.so.13"
     assert found["GPU 1"].text == (
-        "NVIDIA H200, sm_90, 132 multiprocessors, 3 copy engines, 141.0 GiB"
+        "NVIDIA H200, sm_90, 132 multiprocessors, 3 copy engines, 141.0 GiB, "
+        "no multicast"
     )
+    assert found["GPU 0"].text.endswith(", multicast")
     assert found["peer access"].state is State.WARNING
     assert found["peer access"].text == "none from GPU 1 to 0"
 
@@ -191,8 +196,19 @@ def test_how_gpus_are_connected_is_shown():
     class Heaps:
         how = "ipc"
         step_downs = (("vmm", "process 1: cuMemCreate: not permitted"),)
+        has_multicast = False
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
     assert doctor._connected(connection) == (
         "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
     )
+
+
+def test_multicast_is_shown_where_it_stands():
+    class Heaps:
+        how = "vmm"
+        step_downs = ()
+        has_multicast = True
+
+    connection = Connection((0, 1), (0, 1), None, Heaps())
+    assert doctor._connected(connection) == "connected by vmm with nvls"

@@ -51,6 +51,8 @@ def load() -> types.ModuleType:
     timeout_s = settings.timeout_s()
     if timeout_s is not None:
         cuda.set_timeout_s(timeout_s)
+    if settings.nvls():
+        cuda.set_nvls(True)
     return cuda
 
 

@@ -30,10 +30,12 @@ def isa() -> str | None:
 
 def allow_tf32() -> bool:
     """`JAX_UB_ALLOW_TF32`: whether a GPU may round f32 factors to TF32; default not."""
-    text = os.environ.get("JAX_UB_ALLOW_TF32") or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"JAX_UB_ALLOW_TF32 = {text!r} is neither 0 nor 1.")
-    return text == "1"
+    return _switch("JAX_UB_ALLOW_TF32")
+
+
+def nvls() -> bool:
+    """`JAX_UB_NVLS`: whether NVLink switches may add up all-reduces; default not."""
+    return _switch("JAX_UB_NVLS")
 
 
 def xla_memory_share() -> float:
@@ -99,6 +101,13 @@ def ask_openmp_to_sleep() -> None:
 def given() -> dict[str, str]:
     """The variables of jax_ub that are set, as they are."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith("JAX_UB_")}
+
+
+def _switch(name):
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} = {text!r} is neither 0 nor 1.")
+    return text == "1"
 
 
 def _positive(name, kind, unit):

@@ -80,6 +80,17 @@ ranks() {
 captured() { XLA_FLAGS="--xla_gpu_graph_min_graph_size=1" "$@"; }
 eager() { XLA_FLAGS="--xla_gpu_enable_command_buffer=" "$@"; }
 
+# Multicast lies over several GPUs: what one machine with one GPU can say of it is whether
+# that has it.
+multicast() {
+  local gpus
+  gpus=$("$python" -c 'from jax_ub.runtime import cuda
+print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
+  echo "GPUs with CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: $gpus"
+  ((gpus > 1)) || { echo "NVLS needs two of them"; return 77; }
+  JAX_UB_NVLS=1 ub launch -n 2 --timeout 80 tests/gpu/ranks.py --rounds 1 --dtypes 1
+}
+
 sanitized() {
   local tool=$1
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
@@ -97,7 +108,7 @@ parts() {
   "$build/gpu_bench" "$out/gpu_bench.json" $libraries
 }
 
-export -f ub ranks captured eager sanitized parts machine build_all
+export -f ub ranks captured eager multicast sanitized parts machine build_all
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
 
 main() {
@@ -111,6 +122,7 @@ main() {
   step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
   step 70 "4 processes on one GPU" bash -c 'ranks 4 --rounds 1 --dtypes 1'
   step 90 "8 processes on one GPU" bash -c 'ranks 8 --rounds 1 --dtypes 1 --calls 2'
+  step 90 "NVLS" bash -c multicast
   step 90 "memcheck" bash -c 'sanitized memcheck'
   step 60 "racecheck" bash -c 'sanitized racecheck'
   step 100 "the engine's parts" bash -c parts

@@ -39,7 +39,8 @@ def built(monkeypatch, fresh):
     told = {}
     module = types.ModuleType("jax_ub._cuda")
     module.xla_ffi_api_version = (0, 3)
-    for name in ("set_library_paths", "set_timeout_s", "set_local_devices"):
+    names = ("set_library_paths", "set_timeout_s", "set_nvls", "set_local_devices")
+    for name in names:
         setattr(module, name, lambda value, name=name: told.update({name: value}))
     module.call_site_type = lambda: "the type"
     module.targets = lambda: {"jax_ub$matmul": "handlers"}
@@ -70,6 +71,12 @@ def test_settings_are_handed_over(monkeypatch, built):
     monkeypatch.setattr(cuda, "library_paths", lambda: ["/nvidia"])
     cuda.load()
     assert built == {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
+
+
+def test_multicast_is_asked_for_where_it_is_wanted(monkeypatch, built):
+    monkeypatch.setenv("JAX_UB_NVLS", "1")
+    cuda.load()
+    assert built["set_nvls"] is True
 
 
 def test_cublaslt_is_looked_for_in_nvidias_wheels(monkeypatch, tmp_path):

@@ -39,14 +39,21 @@ def test_number_of_threads_is_whole(monkeypatch):
         settings.num_threads()
 
 
-def test_tf32_is_allowed_by_one_and_nothing_else(monkeypatch):
-    monkeypatch.delenv("JAX_UB_ALLOW_TF32", raising=False)
-    assert not settings.allow_tf32()
-    monkeypatch.setenv("JAX_UB_ALLOW_TF32", "1")
-    assert settings.allow_tf32()
-    monkeypatch.setenv("JAX_UB_ALLOW_TF32", "yes")
-    with pytest.raises(ValueError, match="ALLOW_TF32 = 'yes' is neither 0 nor 1"):
-        settings.allow_tf32()
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("JAX_UB_ALLOW_TF32", settings.allow_tf32),
+        ("JAX_UB_NVLS", settings.nvls),
+    ],
+)
+def test_a_switch_is_turned_by_one_and_nothing_else(monkeypatch, name, read):
+    monkeypatch.delenv(name, raising=False)
+    assert not read()
+    monkeypatch.setenv(name, "1")
+    assert read()
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ValueError, match=f"{name} = 'yes' is neither 0 nor 1"):
+        read()
 
 
 @pytest.mark.parametrize(

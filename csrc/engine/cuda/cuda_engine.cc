@@ -4,6 +4,7 @@
 #include <span>
 #include <utility>
 
+#include "engine/cuda/multicast_reduce.h"
 #include "engine/executor.h"
 #include "platform/error.h"
 
@@ -94,8 +95,14 @@ void CudaEngine::Enqueue(CudaCallSite& site,
     return ExecuteLocal(at, call, device);
   }
   if (binding.communicator) binding.communicator->ThrowIfFailed();
-  StreamDevice device(gpu.kit(), stream, gpu.lanes().Find(at.tuning), at.tuning,
-                      preparation->options, plan.workspace, workspace);
+  // A workspace of a program that was lowered elsewhere is the same on all ranks, too.
+  const bool by_multicast =
+      binding.communicator && binding.communicator->has_multicast() &&
+      preparation->by_multicast &&
+      preparation->by_multicast->size_bytes() <= workspace.size_bytes;
+  StreamDevice device(
+      gpu.kit(), stream, gpu.lanes().Find(at.tuning), at.tuning, preparation->options,
+      by_multicast ? *preparation->by_multicast : plan.workspace, workspace);
   try {
     if (!binding.communicator) {
       LoneTransport alone(0, 1, 0);
@@ -103,7 +110,14 @@ void CudaEngine::Enqueue(CudaCallSite& site,
       device.Gather();
     } else {
       CudaSlots slots = SlotsOf(*preparation, binding, device);
-      ExecuteRank(at, call, plan.slots, timeout_s_, slots, device, {});
+      if (by_multicast) {
+        const auto sum = [&slots](const MulticastRange& range) {
+          slots.SumByMulticast(range);
+        };
+        ReduceByMulticast(at, call, plan.slots, timeout_s_, sum, slots, device);
+      } else {
+        ExecuteRank(at, call, plan.slots, timeout_s_, slots, device, {});
+      }
       device.Gather();
       SpoilResults(slots, call);
     }
@@ -139,7 +153,8 @@ CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
            .flags = &gpu.flags(),
            .sums = &gpu.sums(),
            .stream = device.stream(kCommunicationLane),
-           .copies = device.copies()},
+           .copies = device.copies(),
+           .multicast = gpu.multicast()},
           [communicator](const std::exception_ptr& reason) {
             communicator->Poison(reason);
           }};
@@ -152,7 +167,7 @@ Gpu& CudaEngine::GpuOf(int ordinal) {
 
 Gpu& CudaEngine::GpuOfLocked(int ordinal) {
   std::unique_ptr<Gpu>& gpu = gpus_[ordinal];
-  if (!gpu) gpu = std::make_unique<Gpu>(driver_, library_, ordinal);
+  if (!gpu) gpu = std::make_unique<Gpu>(driver_, library_, ordinal, nvls_);
   return *gpu;
 }
 

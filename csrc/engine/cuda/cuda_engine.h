@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -48,6 +49,7 @@ class CudaCallSite {
     Place place;
     std::vector<int> alignments;  // of the tensors that the products were planned for
     CallPlan plan;
+    std::optional<WorkspacePlan> by_multicast;  // where it may reduce so
     GemmOptions options;
     Gpu* gpu = nullptr;
   };
@@ -101,6 +103,9 @@ class CudaEngine {
   // Ids of the devices of this process, by ordinal; until they are set, the ordinals.
   void set_local_devices(std::map<int, int64_t> devices);
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
+  // All-reduces by multicast, where a communicator has it. Before any device is used, and
+  // the same in all processes.
+  void set_nvls(bool nvls) { nvls_ = nvls; }
 
   // The communicator of the group of these devices [rank], until it leaves; then it is
   // closed. Throws CommunicatorError when the group has one already.
@@ -171,6 +176,7 @@ class CudaEngine {
   const Driver& driver_;
   const CublasLt& library_;
   std::atomic<double> timeout_s_;
+  std::atomic<bool> nvls_{false};
   std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
   std::atomic<int64_t> num_failed_{0};
   std::atomic<int64_t> num_sites_{0};  // without a channel

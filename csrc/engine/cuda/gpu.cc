@@ -2,11 +2,13 @@
 
 namespace jax_ub {
 
-Gpu::Gpu(const Driver& driver, const CublasLt& library, int ordinal)
+Gpu::Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls)
     : context_(driver, ordinal),
       num_sms_(context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)) {
   const ScopedContext current(driver, context_.get());
-  loaded_ = std::make_unique<Loaded>(library, context_);
+  const bool has_multicast =
+      nvls && context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED) != 0;
+  loaded_ = std::make_unique<Loaded>(library, context_, has_multicast);
 }
 
 }  // namespace jax_ub

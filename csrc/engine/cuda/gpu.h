@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "engine/cuda/stream_device.h"
 #include "engine/cuda/stream_lanes.h"
@@ -12,19 +13,23 @@
 #include "platform/cuda/owners.h"
 #include "reduce/cuda/sum_kernels.h"
 #include "transport/cuda/flag_kernels.h"
+#include "transport/cuda/multicast_kernels.h"
 
 namespace jax_ub {
 
 class Gpu {
  public:
   // All kernels are loaded here: what is loaded while a wait kernel of this device spins
-  // would wait for it.
-  Gpu(const Driver& driver, const CublasLt& library, int ordinal);
+  // would wait for it. Those for multicast with `nvls`, where the device has it.
+  Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls = false);
 
   CUcontext context() const { return context_.get(); }
   const Driver& driver() const { return context_.driver(); }
   const FlagKernels& flags() const { return loaded_->flags; }
   const SumKernels& sums() const { return loaded_->sums; }
+  const MulticastKernels* multicast() const {
+    return loaded_->multicast ? &*loaded_->multicast : nullptr;
+  }
   CudaGemm& gemm() { return loaded_->gemm; }
   StreamKit kit() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
@@ -35,15 +40,18 @@ class Gpu {
 
  private:
   struct Loaded {
-    Loaded(const CublasLt& library, const Context& context)
+    Loaded(const CublasLt& library, const Context& context, bool has_multicast)
         : flags(context.driver()),
           sums(context.driver(), context.device()),
           gemm(library, context.driver(), sums),
-          lanes(context.driver()) {}
+          lanes(context.driver()) {
+      if (has_multicast) multicast.emplace(context.driver());
+    }
     const FlagKernels flags;
     const SumKernels sums;
     CudaGemm gemm;
     LanePool lanes;
+    std::optional<MulticastKernels> multicast;
   };
 
   const Context context_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "engine/cuda/cuda_engine.h"
+#include "engine/cuda/multicast_reduce.h"
 #include "platform/error.h"
 #include "transport/process/message.h"
 
@@ -130,14 +131,21 @@ void CudaEngine::Load(CudaCallSite& site,
   preparation->options = OptionsOf(at, gpu);
   // The scratch that products will have is aligned as this is; its size is that of the
   // largest product of the lane.
-  PlanCall(at, call, planned.place.rank, [&](Lane, const GemmProblem& problem) {
+  const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
                        {kMaxAlignment, CudaGemm::WorkspaceBytes(problem)});
-  });
+  };
+  PlanCall(at, call, planned.place.rank, prepare);
+  if (nvls_ && ReducesByMulticast(at, call, planned.plan.slots)) {
+    preparation->by_multicast = PlanByMulticast(at, call, planned.plan.slots, prepare);
+  }
   if (!IsLocalCall(at)) {
     std::lock_guard lock(gpu.mutex());
     StreamLanes& lanes = gpu.lanes().Find(at.tuning);
     lanes.ReserveEvents(StreamDevice::NumEvents(planned.plan.workspace, lanes));
+    if (preparation->by_multicast) {
+      lanes.ReserveEvents(StreamDevice::NumEvents(*preparation->by_multicast, lanes));
+    }
   }
   std::lock_guard lock(site.mutex_);
   site.preparations_[ordinal] = std::move(preparation);
@@ -248,7 +256,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
   for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   newest = CudaCommunicator::Make(
       driver_, ordinals,
-      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes);
+      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes, "in_process",
+      nvls_);
   all_.push_back(newest);
   return newest;
 }

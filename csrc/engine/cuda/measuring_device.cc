@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/cuda/multicast_reduce.h"
 #include "gemm/cuda/cuda_gemm.h"
 #include "platform/error.h"
 #include "transport/cuda/cuda_slots.h"
@@ -82,6 +83,18 @@ CallPlan PlanCall(const Attributes& at,
   }
   plan.workspace = device.plan();
   return plan;
+}
+
+WorkspacePlan PlanByMulticast(const Attributes& at,
+                              const RankCall& given,
+                              const SlotPlan& slots,
+                              const MeasuringDevice::Visit& visit) {
+  const RankCall call = WithAddresses(given);
+  MeasuringDevice device(std::max(at.tuning.num_lanes, 1), visit);
+  LoneTransport transport(0, at.num_ranks, slots.slot_bytes);
+  ReduceByMulticast(
+      at, call, slots, 0, [](const MulticastRange&) {}, transport, device);
+  return device.plan();
 }
 
 void CheckRunsOnCuda(const Attributes& at) {

@@ -74,6 +74,13 @@ CallPlan PlanCall(const Attributes& attributes,
                   int rank,
                   const MeasuringDevice::Visit& visit = nullptr);
 
+// What the same call needs where it reduces by multicast: alike on all ranks. `slots`: of
+// its schedule, which fit such a reduction.
+WorkspacePlan PlanByMulticast(const Attributes& attributes,
+                              const RankCall& call,
+                              const SlotPlan& slots,
+                              const MeasuringDevice::Visit& visit);
+
 // Throws UnsupportedError for what does not run on CUDA: "direct".
 void CheckRunsOnCuda(const Attributes& attributes);
 

@@ -35,6 +35,10 @@ void SetLibraryPaths(std::vector<std::string> directories);
 // Of waits; also of the engine that is there.
 void SetCudaTimeout(double timeout_s);
 
+// Whether all-reduces may run by multicast; before the engine is there.
+void SetCudaNvls(bool nvls);
+bool CudaNvls();
+
 // For tests: takes the place of the process's engine, or gives it back (nullptr).
 void ReplaceCudaEngine(CudaEngine* engine);
 

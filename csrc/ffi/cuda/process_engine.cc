@@ -14,6 +14,7 @@ namespace {
 std::mutex creation;  // guards all below
 std::vector<std::string> library_paths;
 double timeout_of_waits_s = 120;
+bool wants_nvls = false;
 const CublasLt* library = nullptr;
 CudaEngine* own = nullptr;
 
@@ -33,6 +34,7 @@ CudaEngine& ProcessCudaEngine() {
   if (own == nullptr) {
     const Driver& driver = SystemDriver();
     own = new CudaEngine(driver, LoadedLibrary(), timeout_of_waits_s);
+    own->set_nvls(wants_nvls);
   }
   engine.store(own, std::memory_order_release);
   return *own;
@@ -52,6 +54,16 @@ void SetCudaTimeout(double timeout_s) {
   std::lock_guard lock(creation);
   timeout_of_waits_s = timeout_s;
   if (own != nullptr) own->set_timeout_s(timeout_s);
+}
+
+void SetCudaNvls(bool nvls) {
+  std::lock_guard lock(creation);
+  wants_nvls = nvls;
+}
+
+bool CudaNvls() {
+  std::lock_guard lock(creation);
+  return wants_nvls;
 }
 
 void ReplaceCudaEngine(CudaEngine* replacement) {

@@ -91,6 +91,12 @@ constexpr Symbol kSymbols[] = {
     {offsetof(Driver, IpcOpenMemHandle), "cuIpcOpenMemHandle", 11000},
     {offsetof(Driver, IpcCloseMemHandle), "cuIpcCloseMemHandle", 4010},
     {offsetof(Driver, FuncLoad), "cuFuncLoad", 12040, true},
+    {offsetof(Driver, MulticastCreate), "cuMulticastCreate", 12010, true},
+    {offsetof(Driver, MulticastAddDevice), "cuMulticastAddDevice", 12010, true},
+    {offsetof(Driver, MulticastBindMem), "cuMulticastBindMem", 12010, true},
+    {offsetof(Driver, MulticastUnbind), "cuMulticastUnbind", 12010, true},
+    {offsetof(Driver, MulticastGetGranularity), "cuMulticastGetGranularity", 12010,
+     true},
 };
 
 template <typename Function>

@@ -79,6 +79,13 @@ struct Driver {
 
   // Of CUDA 12.4: null in an older driver, which loads a kernel when it is first launched.
   decltype(&cuFuncLoad) FuncLoad;
+
+  // Of CUDA 12.1: all null in an older driver, which has no multicast.
+  decltype(&cuMulticastCreate) MulticastCreate;
+  decltype(&cuMulticastAddDevice) MulticastAddDevice;
+  decltype(&cuMulticastBindMem) MulticastBindMem;
+  decltype(&cuMulticastUnbind) MulticastUnbind;
+  decltype(&cuMulticastGetGranularity) MulticastGetGranularity;
 };
 
 // The driver of libcuda.so.1, initialized. Throws UnsupportedError when there is none,

@@ -29,6 +29,16 @@ __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
+// At a multicast address, for 16 bytes: the sum of what all devices have there, added in
+// f32 and rounded to the elements' dtype once; and the same bytes for all of them. Of
+// compute capability 9.0. Ordinary accesses there are undefined.
+__device__ uint4 MulticastSumF32(uint64_t address);
+__device__ uint4 MulticastSumBF16(uint64_t address);
+__device__ uint4 MulticastSumF16(uint64_t address);
+__device__ void MulticastStore(uint64_t address, uint4 vector);
+// Orders accesses of the same memory by different addresses, which else are not.
+__device__ void FenceAliases();
+
 #ifdef __CUDACC__
 
 __device__ inline uint64_t LoadAcquire(uint64_t address) {
@@ -97,6 +107,51 @@ __device__ inline uint32_t NarrowF16(float2 pair) {
   uint32_t narrow;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(narrow) : "f"(pair.y), "f"(pair.x));
   return narrow;
+}
+
+__device__ inline uint4 MulticastSumF32(uint64_t address) {
+  float4 sum;
+  asm volatile(
+      "multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+      : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
+      : "l"(address)
+      : "memory");
+  return {__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
+          __float_as_uint(sum.w)};
+}
+
+__device__ inline uint4 MulticastSumBF16(uint64_t address) {
+  uint4 sum;
+  asm volatile(
+      "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 "
+      "{%0, %1, %2, %3}, [%4];"
+      : "=r"(sum.x), "=r"(sum.y), "=r"(sum.z), "=r"(sum.w)
+      : "l"(address)
+      : "memory");
+  return sum;
+}
+
+__device__ inline uint4 MulticastSumF16(uint64_t address) {
+  uint4 sum;
+  asm volatile(
+      "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 "
+      "{%0, %1, %2, %3}, [%4];"
+      : "=r"(sum.x), "=r"(sum.y), "=r"(sum.z), "=r"(sum.w)
+      : "l"(address)
+      : "memory");
+  return sum;
+}
+
+__device__ inline void MulticastStore(uint64_t address, uint4 vector) {
+  asm volatile(
+      "multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+      "f"(__uint_as_float(vector.x)), "f"(__uint_as_float(vector.y)),
+      "f"(__uint_as_float(vector.z)), "f"(__uint_as_float(vector.w))
+      : "memory");
+}
+
+__device__ inline void FenceAliases() {
+  asm volatile("fence.proxy.alias;" ::: "memory");
 }
 
 #endif  // __CUDACC__

@@ -34,9 +34,10 @@ constexpr double kFailedCloseS = 5;
 constexpr int kProtocol = 2;
 
 // That all say the same: what they share, and how it lies.
-std::string SetupText(const Group& group, const HeapLayout& layout) {
+std::string SetupText(const Group& group, const HeapLayout& layout, bool nvls) {
   return group.RanksText() + ", slots of " + std::to_string(layout.slots_bytes()) +
-         " bytes on GPUs, protocol " + std::to_string(kProtocol);
+         " bytes on GPUs, " + (nvls ? "NVLS, " : "") + "protocol " +
+         std::to_string(kProtocol);
 }
 
 }  // namespace
@@ -316,11 +317,12 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Make(
     const Driver& driver,
     const std::vector<int>& ordinals,
     int64_t slots_bytes,
-    const std::string& name) {
+    const std::string& name,
+    bool nvls) {
   Group group({std::vector<int>(ordinals.size(), 0), 0, name});
   const HeapLayout layout(slots_bytes);
   try {
-    GroupHeaps heaps = GroupHeaps::InProcess(driver, ordinals, layout, group);
+    GroupHeaps heaps = GroupHeaps::InProcess(driver, ordinals, layout, group, nvls);
     return std::shared_ptr<CudaCommunicator>(
         new CudaCommunicator(std::make_unique<State>(
             std::move(group), layout, std::move(heaps), std::vector<Partner>(1), 0.0)));
@@ -338,6 +340,7 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
   const Deadline deadline = Deadline::After(timeout_s);
   Group group(membership);
   const HeapLayout layout = endpoint->layout_;
+  const bool nvls = endpoint->nvls_;
   if (group.ranks_of(group.own()).size() !=
       static_cast<size_t>(endpoint->devices_->num_ranks())) {
     throw std::invalid_argument(
@@ -354,14 +357,15 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
   if (!agreement.spans_hosts) group.CheckAddresses(peers);
   endpoint->devices_->MakeRecords();
   const FileDescriptor nothing;
-  std::vector<Partner> partners = Handshake(endpoint->endpoint_, group, peers,
-                                            SetupText(group, layout), nothing, nullptr)
-                                      .Run(timeout_s);
+  std::vector<Partner> partners =
+      Handshake(endpoint->endpoint_, group, peers, SetupText(group, layout, nvls),
+                nothing, nullptr)
+          .Run(timeout_s);
   Notes notes(group, partners);
   try {
     GroupHeaps heaps =
         GroupHeaps::Shared(std::move(endpoint->devices_), std::move(endpoint->heaps_),
-                           group, layout, agreement, told, notes, deadline);
+                           group, layout, agreement, told, nvls, notes, deadline);
     return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
                                 std::move(partners), timeout_s)));
@@ -398,6 +402,7 @@ std::string CudaCommunicator::how() const { return state_->heaps.how(); }
 const std::vector<StepDown>& CudaCommunicator::step_downs() const {
   return state_->heaps.step_downs();
 }
+bool CudaCommunicator::has_multicast() const { return state_->heaps.multicast() != 0; }
 int64_t CudaCommunicator::slots_bytes() const { return state_->layout.slots_bytes(); }
 int64_t CudaCommunicator::size_bytes() const { return state_->size_bytes; }
 
@@ -418,7 +423,9 @@ SlotPlaces CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
         std::to_string(HeapLayout::kMaxSlots) +
         " flags: give initialize_ub a larger shape, or the name fewer num_splits");
   }
-  return {num_slots, slot_bytes};
+  const CUdeviceptr multicast = state_->heaps.multicast();
+  return {num_slots, slot_bytes,
+          multicast == 0 ? 0 : HeapLayout::PlaceAt(multicast).slots};
 }
 
 uint32_t CudaCommunicator::NumberOf(const std::string& label) {

@@ -34,12 +34,14 @@ namespace jax_ub {
 
 class CudaCommunicator {
  public:
-  // All ranks in this process; `ordinals` [rank]. Throws CommunicatorError without room
-  // and UnsupportedError where the devices cannot access each other.
+  // All ranks in this process; `ordinals` [rank]; `nvls`: with multicast if there is any.
+  // Throws CommunicatorError without room and UnsupportedError where the devices cannot
+  // access each other.
   static std::shared_ptr<CudaCommunicator> Make(const Driver& driver,
                                                 const std::vector<int>& ordinals,
                                                 int64_t slots_bytes,
-                                                const std::string& name = "in_process");
+                                                const std::string& name = "in_process",
+                                                bool nvls = false);
 
   // Exchanges memory with the other processes of the group. `peers` (of this host) and
   // `offers` by process number, the own ones may be left out. Throws UnsupportedError, on
@@ -66,6 +68,8 @@ class CudaCommunicator {
   // "in_process", "vmm", "fabric" or "ipc".
   std::string how() const;
   const std::vector<StepDown>& step_downs() const;
+  // Whether all ranks' slots have a multicast address: on all ranks or on none.
+  bool has_multicast() const;
 
   // Room for the slots of a call, on each rank; and device memory of this process.
   int64_t slots_bytes() const;

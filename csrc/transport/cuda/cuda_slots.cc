@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "gemm/views.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -121,6 +122,21 @@ void CudaSlots::EndCall() {
   }
   stream_.flags->End(stream_.stream, params);
   is_free_.assign(is_free_.size(), false);
+}
+
+void CudaSlots::SumByMulticast(const MulticastRange& range) {
+  const int64_t size_bytes = range.num_elements * SizeOf(range.dtype);
+  const int64_t vectors = (size_bytes + kMulticastBytes - 1) / kMulticastBytes;
+  MulticastSumParams params = {};
+  params.own = words_;
+  params.data = slots_.multicast + range.offset;
+  params.begin = rank_ * vectors / num_ranks();
+  params.end = (rank_ + 1) * vectors / num_ranks();
+  params.num_elements = range.num_elements;
+  params.dtype = range.dtype;
+  params.num_addends = static_cast<uint32_t>(range.addends.size());
+  std::copy(range.addends.begin(), range.addends.end(), params.addends);
+  stream_.multicast->Sum(stream_.stream, params, stream_.copies.num_sm);
 }
 
 void CudaSlots::Spoil(std::span<const SpoilParams::Result> results) {

@@ -25,6 +25,7 @@
 #include "reduce/cuda/row_copies.h"
 #include "reduce/cuda/sum_kernels.h"
 #include "transport/cuda/flag_kernels.h"
+#include "transport/cuda/multicast_kernels.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
@@ -49,6 +50,9 @@ struct RankPlace {
 struct SlotPlaces {
   int num_slots = 0;
   int64_t slot_bytes = 0;
+  // What stands for the first slot of every rank: for multicast instructions alone. 0:
+  // nothing does.
+  CUdeviceptr multicast = 0;
 };
 
 // What a rank enqueues with: all of its device, and kept by somebody else.
@@ -58,6 +62,15 @@ struct SlotStream {
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
   CopyWay copies;
+  const MulticastKernels* multicast = nullptr;  // where the slots have such an address
+};
+
+// Elements that lie alike in the slots of all ranks, from `offset` behind the first slot.
+struct MulticastRange {
+  int64_t offset = 0;  // in bytes: a multiple of kMulticastBytes
+  int64_t num_elements = 0;
+  DType dtype = DType::kF32;
+  std::vector<MulticastAddend> addends;  // at most kMaxMulticastAddends
 };
 
 class CudaSlots : public Transport {
@@ -92,6 +105,10 @@ class CudaSlots : public Transport {
   // The stream has to be behind everything that read a slot.
   void EndCall() override;
   void Poison(const std::exception_ptr& reason) override { poison_(reason); }
+
+  // This rank's share of the elements: becomes at every rank their sum over all ranks, with
+  // the addends. Whole vectors, so that bytes behind the last element change, too.
+  void SumByMulticast(const MulticastRange& range);
 
   // Behind everything that writes the results: fills them with NaN if the rank failed.
   void Spoil(std::span<const SpoilParams::Result> results);

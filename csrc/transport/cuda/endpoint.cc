@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "platform/error.h"
+#include "transport/cuda/multicast.h"
 
 namespace jax_ub {
 
@@ -34,11 +35,17 @@ std::string WhyLacks(const OwnDevices& devices,
 CudaEndpoint::CudaEndpoint(const Driver& driver,
                            const std::vector<int>& ordinals,
                            int64_t slots_bytes,
-                           const std::string& host)
-    : layout_(slots_bytes), devices_(std::make_unique<OwnDevices>(driver, ordinals)) {
+                           const std::string& host,
+                           bool nvls)
+    : layout_(slots_bytes),
+      nvls_(nvls),
+      devices_(std::make_unique<OwnDevices>(driver, ordinals)) {
   OfferDevices(host);
   OfferVirtual();
   OfferIpc();
+  if (!nvls) return;
+  const std::string reason = WhyNoMulticast(*devices_);
+  offer_[reason.empty() ? kNvls : kCannotNvlsKey] = reason.empty() ? "yes" : reason;
 }
 
 void CudaEndpoint::OfferDevices(const std::string& host) {

@@ -19,12 +19,14 @@ namespace jax_ub {
 class CudaEndpoint {
  public:
   // `ordinals`: of the own ranks, in the order of the ranks. `slots_bytes`: for the slots
-  // of a call, on each rank. `host`: equal where processes share one. Tries out what it
-  // offers. Throws CommunicatorError when the devices have no room.
+  // of a call, on each rank. `host`: equal where processes share one. `nvls`: multicast is
+  // wanted, by all processes. Tries out what it offers. Throws CommunicatorError when the
+  // devices have no room.
   CudaEndpoint(const Driver& driver,
                const std::vector<int>& ordinals,
                int64_t slots_bytes,
-               const std::string& host);
+               const std::string& host,
+               bool nvls = false);
 
   const PeerAddress& address() const { return endpoint_.address(); }
   const Offer& offer() const { return offer_; }
@@ -38,6 +40,7 @@ class CudaEndpoint {
 
   const Endpoint endpoint_;
   const HeapLayout layout_;
+  const bool nvls_;
   std::unique_ptr<OwnDevices> devices_;
   OwnHeaps heaps_;
   Offer offer_;

@@ -32,12 +32,24 @@ std::string RefusalIn(const Group& group, const std::vector<Note>& notes) {
   return "";
 }
 
+MulticastShape ShapeOf(Way way, const HeapLayout& layout, const Group& group) {
+  MulticastShape shape;
+  shape.num_devices = group.num_ranks();
+  shape.heap_bytes = static_cast<size_t>(layout.size_bytes());
+  if (group.num_processes() > 1) {
+    shape.handle_types = way == Way::kVmm ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                                          : CU_MEM_HANDLE_TYPE_FABRIC;
+  }
+  return shape;
+}
+
 }  // namespace
 
 GroupHeaps GroupHeaps::InProcess(const Driver& driver,
                                  const std::vector<int>& ordinals,
                                  const HeapLayout& layout,
-                                 const Group& group) {
+                                 const Group& group,
+                                 bool nvls) {
   GroupHeaps heaps;
   heaps.devices_ = std::make_unique<OwnDevices>(driver, ordinals);
   const std::string apart = heaps.devices_->WhyApart();
@@ -53,6 +65,9 @@ GroupHeaps GroupHeaps::InProcess(const Driver& driver,
   heaps.how_ = "in_process";
   heaps.others_.resize(1);
   heaps.FindPlaces(group);
+  if (!nvls) return heaps;
+  const std::string reason = heaps.BindHere(layout, group);
+  if (!reason.empty()) heaps.step_downs_.push_back({kNvls, reason});
   return heaps;
 }
 
@@ -62,6 +77,7 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<OwnDevices> devices,
                               const HeapLayout& layout,
                               const Agreement& agreement,
                               const std::map<int, Offer>& offers,
+                              bool nvls,
                               Notes& notes,
                               const Deadline& deadline) {
   GroupHeaps heaps;
@@ -69,8 +85,7 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<OwnDevices> devices,
   heaps.own_ = std::move(own);
   std::vector<StepDown> failed;
   for (const Way way : agreement.ways) {
-    const std::string reason =
-        heaps.ShareBy(way, group, layout, offers, notes, deadline);
+    std::string reason = heaps.ShareBy(way, group, layout, offers, notes, deadline);
     if (!reason.empty()) {
       failed.push_back({WayName(way), reason});
       continue;
@@ -78,6 +93,10 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<OwnDevices> devices,
     heaps.how_ = WayName(way);
     heaps.step_downs_ = StepDownsTo(way, agreement, failed);
     heaps.FindPlaces(group);
+    if (nvls) {
+      reason = heaps.BindWithAll(way, group, layout, offers, notes, deadline);
+      if (!reason.empty()) heaps.step_downs_.push_back({kNvls, reason});
+    }
     return heaps;
   }
   throw UnsupportedError("jax_ub." + group.name() + ": " +
@@ -143,7 +162,85 @@ void GroupHeaps::FindPlaces(const Group& group) {
   }
 }
 
+std::string GroupHeaps::BindHere(const HeapLayout& layout, const Group& group) {
+  if (!own_.is_virtual()) return "the heaps are not virtual memory";
+  if (devices_->devices().size() < static_cast<size_t>(group.num_ranks())) {
+    return "several of its ranks have one GPU";
+  }
+  const std::string reason = WhyNoMulticast(*devices_);
+  if (!reason.empty()) return reason;
+  try {
+    multicast_ = std::make_unique<Multicast>(
+        Multicast::Create(devices_->driver(), ShapeOf(Way::kVmm, layout, group)));
+    multicast_->Add(*devices_);
+    multicast_->Bind(*devices_, own_);
+    multicast_->Map(*devices_);
+  } catch (const SystemError& error) {
+    multicast_.reset();
+    return error.what();
+  }
+  return "";
+}
+
+// Each step is taken by all, then all say how it went: whoever binds would block until all
+// have added their devices, and nobody may use what is not bound everywhere.
+std::string GroupHeaps::BindWithAll(Way way,
+                                    const Group& group,
+                                    const HeapLayout& layout,
+                                    const std::map<int, Offer>& offers,
+                                    Notes& notes,
+                                    const Deadline& deadline) {
+  std::vector<int> processes;
+  for (int rank = 0; rank < group.num_ranks(); ++rank) {
+    processes.push_back(group.numbers()[group.place_of_rank(rank)]);
+  }
+  std::string reason = WhyNoMulticast(way, processes, offers);
+  if (!reason.empty()) return reason;
+  const MulticastShape shape = ShapeOf(way, layout, group);
+  std::vector<Note> told;
+  const auto all_did = [&](const auto& step) {
+    told = notes.Exchange(Attempt(step), deadline);
+    reason = RefusalIn(group, told);
+    if (!reason.empty()) multicast_.reset();
+    return reason.empty();
+  };
+  const bool is_bound =
+      all_did([&] {
+        Note note;
+        if (group.own() != 0) return note;
+        multicast_ =
+            std::make_unique<Multicast>(Multicast::Create(devices_->driver(), shape));
+        note.text = ExportHandle(way, multicast_->object(), note.passed);
+        return note;
+      }) &&
+      all_did([&] {
+        if (group.own() != 0) {
+          if (way == Way::kVmm && told[0].passed.size() != 1) {
+            throw SystemError("a peer passed no multicast object");
+          }
+          const FileDescriptor none;
+          multicast_ = std::make_unique<Multicast>(Multicast::Import(
+              shape, ImportHandle(devices_->driver(), way, BytesOf(told[0].text),
+                                  way == Way::kVmm ? told[0].passed[0] : none)));
+        }
+        multicast_->Add(*devices_);
+        return Note();
+      }) &&
+      all_did([&] {
+        multicast_->Bind(*devices_, own_);
+        multicast_->Map(*devices_);
+        return Note();
+      });
+  return is_bound ? "" : reason;
+}
+
+void GroupHeaps::Abandon() {
+  if (multicast_) multicast_->Abandon();
+  own_.Abandon();
+}
+
 void GroupHeaps::GiveBack() {
+  multicast_.reset();
   others_.clear();
   own_ = OwnHeaps();
 }

@@ -53,13 +53,14 @@ std::string WhyApart(const std::vector<int>& processes,
 }
 
 // Which process cannot, and why; or "".
-std::string WhyNot(Way way,
+std::string WhyNot(const std::string& can_key,
+                   const std::string& cannot_key,
                    const std::set<int>& members,
                    const std::map<int, Offer>& offers) {
   for (const int process : members) {
     const Offer& offer = offers.at(process);
-    if (offer.count(WayName(way)) != 0) continue;
-    const std::string reason = ValueOf(offer, CannotKey(way));
+    if (offer.count(can_key) != 0) continue;
+    const std::string reason = ValueOf(offer, cannot_key);
     return "process " + std::to_string(process) + ": " +
            (reason.empty() ? "offers nothing" : reason);
   }
@@ -148,7 +149,7 @@ Agreement Agree(const std::vector<int>& processes, const std::map<int, Offer>& o
     const bool is_apart = agreement.spans_hosts && way != Way::kFabric;
     const std::string reason =
         is_apart ? "its ranks span " + std::to_string(hosts.size()) + " hosts"
-                 : WhyNot(way, members, offers);
+                 : WhyNot(WayName(way), CannotKey(way), members, offers);
     if (reason.empty()) {
       agreement.ways.push_back(way);
     } else {
@@ -159,6 +160,29 @@ Agreement Agree(const std::vector<int>& processes, const std::map<int, Offer>& o
     agreement.refusal = RefusalOf(agreement, {});
   }
   return agreement;
+}
+
+// Between hosts nobody could say that he failed while others wait for him.
+std::string WhyNoMulticast(Way way,
+                           const std::vector<int>& processes,
+                           const std::map<int, Offer>& offers) {
+  if (way == Way::kIpc) return "the heaps are shared by ipc";
+  const std::set<int> members(processes.begin(), processes.end());
+  std::set<std::string> hosts;
+  std::set<std::string> gpus;
+  size_t num_ranks = 0;
+  for (const int process : members) {
+    hosts.insert(ValueOf(offers.at(process), kHostKey));
+    for (const std::string& gpu : Split(ValueOf(offers.at(process), kGpusKey))) {
+      gpus.insert(gpu);
+      ++num_ranks;
+    }
+  }
+  if (hosts.size() > 1) {
+    return "its ranks span " + std::to_string(hosts.size()) + " hosts";
+  }
+  if (gpus.size() < num_ranks) return "several of its ranks have one GPU";
+  return WhyNot(kNvls, kCannotNvlsKey, members, offers);
 }
 
 std::string WhyNotConnected(const std::vector<int>& processes,

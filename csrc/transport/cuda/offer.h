@@ -32,6 +32,11 @@ inline constexpr char kGpusKey[] = "gpus";  // "uuid,uuid", of the own ranks
 inline constexpr char kApartKey[] = "apart";
 std::string CannotKey(Way way);
 
+// Multicast comes on top of a way, where it is asked for: the name of its step down, and
+// the keys of what a process says of it.
+inline constexpr char kNvls[] = "nvls";
+inline constexpr char kCannotNvlsKey[] = "no nvls";
+
 // Makes a list of parts with commas between them.
 void AppendPart(std::string& list, const std::string& part);
 
@@ -56,6 +61,11 @@ std::vector<StepDown> StepDownsTo(Way way,
                                   const std::vector<StepDown>& failed);
 // The reason when no way is left.
 std::string RefusalOf(const Agreement& agreement, const std::vector<StepDown>& failed);
+
+// Why heaps that are shared by `way` get no multicast, or "".
+std::string WhyNoMulticast(Way way,
+                           const std::vector<int>& processes,
+                           const std::map<int, Offer>& offers);
 
 // Why these processes' GPUs cannot share memory, or "".
 std::string WhyNotConnected(const std::vector<int>& processes,

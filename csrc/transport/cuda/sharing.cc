@@ -41,6 +41,33 @@ void ZeroFlags(const Context& context, CUdeviceptr base) {
 
 }  // namespace
 
+std::string ExportHandle(Way way,
+                         const PhysicalMemory& memory,
+                         std::vector<FileDescriptor>& passed) {
+  if (way == Way::kVmm) {
+    int descriptor = -1;
+    ExportMemory(memory, kFd, &descriptor);
+    passed.emplace_back(descriptor);
+    return "";
+  }
+  CUmemFabricHandle fabric = {};
+  ExportMemory(memory, kFabric, &fabric);
+  return HexOf(&fabric, sizeof(fabric));
+}
+
+PhysicalMemory ImportHandle(const Driver& driver,
+                            Way way,
+                            const std::string& bytes,
+                            const FileDescriptor& passed) {
+  if (way == Way::kVmm) {
+    // The driver takes the descriptor itself where it takes an address otherwise.
+    return ImportMemory(driver, kFd,
+                        reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
+  }
+  auto fabric = HandleOf<CUmemFabricHandle>(bytes);
+  return ImportMemory(driver, kFabric, &fabric);
+}
+
 OwnDevices::OwnDevices(const Driver& driver, std::vector<int> ordinals)
     : driver_(driver), ordinals_(std::move(ordinals)) {
   std::vector<int> distinct;
@@ -142,16 +169,9 @@ Note OwnHeaps::Export(Way way) const {
       const ScopedContext scoped(driver, devices_->context_of(n).get());
       Check(driver, driver.IpcGetMemHandle(&ipc, bases_[n]), "cuIpcGetMemHandle");
       handle = HexOf(&ipc, sizeof(ipc));
-    } else if (way == Way::kFabric) {
-      size = virtual_[n].size_bytes();
-      CUmemFabricHandle fabric = {};
-      virtual_[n].Export(kFabric, &fabric);
-      handle = HexOf(&fabric, sizeof(fabric));
     } else {
       size = virtual_[n].size_bytes();
-      int descriptor = -1;
-      virtual_[n].Export(kFd, &descriptor);
-      note.passed.emplace_back(descriptor);
+      handle = ExportHandle(way, virtual_[n].memory(), note.passed);
     }
     AppendPart(note.text, std::to_string(size).append(":").append(handle));
   }
@@ -213,18 +233,11 @@ void PeerHeaps::ImportVirtual(const OwnDevices& devices, Way way, const Note& no
   }
   bases_.emplace_back();
   for (size_t n = 0; n < exported_.size(); ++n) {
-    void* shareable = nullptr;
-    CUmemFabricHandle fabric = {};
-    if (way == Way::kVmm) {
-      // The driver takes the descriptor itself where it takes an address otherwise.
-      shareable = reinterpret_cast<void*>(static_cast<intptr_t>(note.passed[n].get()));
-    } else {
-      fabric = HandleOf<CUmemFabricHandle>(exported_[n].handle);
-      shareable = &fabric;
-    }
-    virtual_.push_back(
-        VirtualMemory::Import(devices.driver(), way == Way::kVmm ? kFd : kFabric,
-                              shareable, exported_[n].size_bytes, devices.devices()));
+    const FileDescriptor none;
+    virtual_.emplace_back(ImportHandle(devices.driver(), way, exported_[n].handle,
+                                       way == Way::kVmm ? note.passed[n] : none),
+                          static_cast<size_t>(exported_[n].size_bytes),
+                          devices.devices());
     bases_.back().push_back(virtual_.back().base());
   }
 }

@@ -18,6 +18,17 @@
 
 namespace jax_ub {
 
+// The handle of memory for other processes: as text, or (vmm) as one more descriptor.
+// Throws SystemError.
+std::string ExportHandle(Way way,
+                         const PhysicalMemory& memory,
+                         std::vector<FileDescriptor>& passed);
+// `bytes`: what the text stood for; `passed`: the descriptor. Throws SystemError.
+PhysicalMemory ImportHandle(const Driver& driver,
+                            Way way,
+                            const std::string& bytes,
+                            const FileDescriptor& passed);
+
 // The devices of a process's own ranks, and where these say that they failed. Several ranks may have one.
 class OwnDevices {
  public:
@@ -66,6 +77,7 @@ class OwnHeaps {
 
   explicit operator bool() const { return !bases_.empty(); }
   bool is_virtual() const { return !virtual_.empty(); }
+  const VirtualMemory& virtual_memory(int n) const { return virtual_[n]; }
   CUdeviceptr base(int n) const { return bases_[n]; }
   int64_t size_bytes() const { return size_bytes_; }  // of all of them
 

@@ -15,6 +15,44 @@ CommunicatorError NoRoom(int64_t size_bytes, const std::string& text) {
                            "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more");
 }
 
+PhysicalMemory ImportMemory(const Driver& driver,
+                            CUmemAllocationHandleType type,
+                            void* shareable) {
+  CUmemGenericAllocationHandle memory = 0;
+  Check(driver, driver.MemImportFromShareableHandle(&memory, shareable, type),
+        "cuMemImportFromShareableHandle");
+  return {driver, memory};
+}
+
+void ExportMemory(const PhysicalMemory& memory,
+                  CUmemAllocationHandleType type,
+                  void* shareable) {
+  const Driver& driver = memory.driver();
+  Check(driver, driver.MemExportToShareableHandle(shareable, memory.get(), type, 0),
+        "cuMemExportToShareableHandle");
+}
+
+Mapping::Mapping(const Driver& driver,
+                 CUmemGenericAllocationHandle memory,
+                 size_t size,
+                 size_t alignment,
+                 std::span<const CUdevice> accessed_by) {
+  CUdeviceptr base = 0;
+  Check(driver, driver.MemAddressReserve(&base, size, alignment, 0, 0),
+        "cuMemAddressReserve");
+  reserved_ = {driver, {base, size}};
+  Check(driver, driver.MemMap(base, size, 0, memory, 0), "cuMemMap");
+  mapped_ = {driver, {base, size}};
+  std::vector<CUmemAccessDesc> access(accessed_by.size());
+  for (size_t i = 0; i < access.size(); ++i) {
+    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access[i].location.id = accessed_by[i];
+    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  }
+  Check(driver, driver.MemSetAccess(base, size, access.data(), access.size()),
+        "cuMemSetAccess");
+}
+
 VirtualMemory VirtualMemory::Create(const Driver& driver,
                                     CUdevice device,
                                     int64_t size_bytes,
@@ -43,41 +81,10 @@ VirtualMemory VirtualMemory::Create(const Driver& driver,
   return VirtualMemory({driver, memory}, size, accessed_by);
 }
 
-VirtualMemory VirtualMemory::Import(const Driver& driver,
-                                    CUmemAllocationHandleType type,
-                                    void* shareable,
-                                    int64_t size_bytes,
-                                    std::span<const CUdevice> accessed_by) {
-  CUmemGenericAllocationHandle memory = 0;
-  Check(driver, driver.MemImportFromShareableHandle(&memory, shareable, type),
-        "cuMemImportFromShareableHandle");
-  return VirtualMemory({driver, memory}, static_cast<size_t>(size_bytes), accessed_by);
-}
-
 VirtualMemory::VirtualMemory(PhysicalMemory memory,
                              size_t size,
                              std::span<const CUdevice> accessed_by)
-    : memory_(std::move(memory)) {
-  const Driver& driver = memory_.driver();
-  CUdeviceptr base = 0;
-  Check(driver, driver.MemAddressReserve(&base, size, 0, 0, 0), "cuMemAddressReserve");
-  reserved_ = {driver, {base, size}};
-  Check(driver, driver.MemMap(base, size, 0, memory_.get(), 0), "cuMemMap");
-  mapped_ = {driver, {base, size}};
-  std::vector<CUmemAccessDesc> access(accessed_by.size());
-  for (size_t i = 0; i < access.size(); ++i) {
-    access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    access[i].location.id = accessed_by[i];
-    access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  }
-  Check(driver, driver.MemSetAccess(base, size, access.data(), access.size()),
-        "cuMemSetAccess");
-}
-
-void VirtualMemory::Export(CUmemAllocationHandleType type, void* shareable) const {
-  const Driver& driver = memory_.driver();
-  Check(driver, driver.MemExportToShareableHandle(shareable, memory_.get(), type, 0),
-        "cuMemExportToShareableHandle");
-}
+    : memory_(std::move(memory)),
+      mapping_(memory_.driver(), memory_.get(), size, 0, accessed_by) {}
 
 }  // namespace jax_ub

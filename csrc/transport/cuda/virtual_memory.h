@@ -22,6 +22,14 @@ struct PhysicalMemoryTraits {
 };
 using PhysicalMemory = DriverHandle<PhysicalMemoryTraits>;
 
+// As `shareable` takes or gives handles of that type.
+PhysicalMemory ImportMemory(const Driver& driver,
+                            CUmemAllocationHandleType type,
+                            void* shareable);
+void ExportMemory(const PhysicalMemory& memory,
+                  CUmemAllocationHandleType type,
+                  void* shareable);
+
 struct DeviceRange {
   CUdeviceptr base = 0;
   size_t size = 0;
@@ -38,6 +46,28 @@ struct MappedRangeTraits {
   static void Close(const Driver& driver, Value range) noexcept {
     driver.MemUnmap(range.base, range.size);
   }
+};
+
+// Memory, or a multicast object, at addresses of its own, which devices access. All throw
+// SystemError.
+class Mapping {
+ public:
+  Mapping() = default;
+  // `alignment`: of the addresses; 0 leaves it to the driver.
+  Mapping(const Driver& driver,
+          CUmemGenericAllocationHandle memory,
+          size_t size_bytes,
+          size_t alignment,
+          std::span<const CUdevice> accessed_by);
+
+  CUdeviceptr base() const { return reserved_.get().base; }
+  int64_t size_bytes() const { return static_cast<int64_t>(reserved_.get().size); }
+  explicit operator bool() const { return static_cast<bool>(reserved_); }
+
+ private:
+  // Given back in the reverse order.
+  DriverHandle<ReservedRangeTraits> reserved_;
+  DriverHandle<MappedRangeTraits> mapped_;
 };
 
 // That a device has no room for a heap, and what to change.
@@ -58,27 +88,18 @@ class VirtualMemory {
                               std::span<const CUdevice> accessed_by);
 
   // What another process exported, of this size.
-  static VirtualMemory Import(const Driver& driver,
-                              CUmemAllocationHandleType type,
-                              void* shareable,
-                              int64_t size_bytes,
-                              std::span<const CUdevice> accessed_by);
-
-  CUdeviceptr base() const { return reserved_.get().base; }
-  int64_t size_bytes() const { return static_cast<int64_t>(reserved_.get().size); }
-  explicit operator bool() const { return static_cast<bool>(reserved_); }
-
-  void Export(CUmemAllocationHandleType type, void* shareable) const;
-
- private:
   VirtualMemory(PhysicalMemory memory,
                 size_t size_bytes,
                 std::span<const CUdevice> accessed_by);
 
+  CUdeviceptr base() const { return mapping_.base(); }
+  int64_t size_bytes() const { return mapping_.size_bytes(); }
+  const PhysicalMemory& memory() const { return memory_; }
+
+ private:
   // Given back in the reverse order.
   PhysicalMemory memory_;
-  DriverHandle<ReservedRangeTraits> reserved_;
-  DriverHandle<MappedRangeTraits> mapped_;
+  Mapping mapping_;
 };
 
 }  // namespace jax_ub

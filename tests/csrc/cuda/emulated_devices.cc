@@ -113,6 +113,8 @@ int AttributeOf(const EmulatedOptions& options, CUdevice_attribute attribute) {
       return options.has_vmm && options.has_fd;
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
       return options.has_vmm && options.has_fabric;
+    case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:
+      return options.has_vmm && options.has_multicast;
     default:
       break;
   }

@@ -15,6 +15,7 @@ const Driver& EmulatedDriver() {
     emulated::FillGraphs(filled);
     emulated::FillVirtualMemory(filled);
     emulated::FillIpc(filled);
+    emulated::FillMulticast(filled);
     return filled;
   }();
   return driver;

@@ -51,6 +51,7 @@ struct EmulatedOptions {
   // where the device has them and the process no IMEX channel.
   CUresult fabric_result = CUDA_SUCCESS;
   bool has_ipc = true;
+  bool has_multicast = true;
   bool has_peer_access = true;
   // Pairs of ordinals (device, peer) where `device` cannot access `peer`.
   std::set<std::pair<int, int>> without_peer_access = {};
@@ -69,6 +70,7 @@ struct EmulatedObjects {
   int handles = 0;
   int reservations = 0;
   int mappings = 0;
+  int bindings = 0;  // of memory to multicast objects
   int ipc = 0;
   int libraries = 0;
   int graphs = 0;
@@ -102,6 +104,7 @@ class EmulatedMachine {
   // The nth call from now on of Driver's member `function` ("MemCreate") does nothing and
   // returns `result`; every call if nth is 0.
   void Fail(const std::string& function, CUresult result, int nth = 1);
+  // Of a function, or launches of a kernel.
   int64_t NumCalls(const std::string& function) const;
 
   EmulatedObjects Live() const;

@@ -3,12 +3,16 @@
 #include <vector_types.h>
 
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "cuda/emulated_machine.h"
 #include "gemm/views.h"
 #include "random_gemm.h"
 
@@ -74,6 +78,56 @@ float2 WidenF16(uint32_t pair) {
           F16ToF32(static_cast<uint16_t>(pair >> 16))};
 }
 
+// What the instructions below must be used with: a fence before the first of a thread, and
+// one behind its last.
+struct Fences {
+  bool is_open = false;
+  bool has_stored = false;
+};
+static thread_local Fences fences;
+
+void FenceAliases() { fences = {.is_open = true, .has_stored = false}; }
+
+static std::vector<uint64_t> Behind(uint64_t address) {
+  if (!fences.is_open) throw std::logic_error("multicast without a fence before it");
+  if (address % sizeof(uint4) != 0) throw std::logic_error("misaligned multicast");
+  return emulated::BehindMulticast(address);
+}
+
+void MulticastStore(uint64_t address, uint4 vector) {
+  fences.has_stored = true;
+  for (const uint64_t one : Behind(address)) *reinterpret_cast<uint4*>(one) = vector;
+}
+
+uint4 MulticastSumF32(uint64_t address) {
+  float4 sum = {};
+  for (const uint64_t one : Behind(address)) {
+    const float4 part = *reinterpret_cast<const float4*>(one);
+    sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+  }
+  return std::bit_cast<uint4>(sum);
+}
+
+template <float2 (*kWiden)(uint32_t), uint32_t (*kNarrow)(float2)>
+static uint4 SumPairs(uint64_t address) {
+  float2 sums[4] = {};
+  for (const uint64_t one : Behind(address)) {
+    const auto* const pairs = reinterpret_cast<const uint32_t*>(one);
+    for (int i = 0; i < 4; ++i) {
+      const float2 part = kWiden(pairs[i]);
+      sums[i] = {sums[i].x + part.x, sums[i].y + part.y};
+    }
+  }
+  return {kNarrow(sums[0]), kNarrow(sums[1]), kNarrow(sums[2]), kNarrow(sums[3])};
+}
+
+uint4 MulticastSumBF16(uint64_t address) {
+  return SumPairs<WidenBF16, NarrowBF16>(address);
+}
+uint4 MulticastSumF16(uint64_t address) {
+  return SumPairs<WidenF16, NarrowF16>(address);
+}
+
 static uint32_t Narrow(float2 pair, DType dtype) {
   uint32_t narrow = 0;
   std::byte* bytes = reinterpret_cast<std::byte*>(&narrow);
@@ -89,6 +143,7 @@ uint32_t NarrowF16(float2 pair) { return Narrow(pair, DType::kF16); }
 
 #include "reduce/cuda/sum_kernels.cu"
 #include "transport/cuda/flag_kernels.cu"
+#include "transport/cuda/multicast_kernels.cu"
 
 namespace jax_ub {
 
@@ -129,7 +184,11 @@ void Run(const void* untyped, unsigned num_blocks, unsigned num_threads) {
   gridDim = {num_blocks, 1, 1};
   blockDim = {num_threads, 1, 1};
   for (blockIdx = {}; blockIdx.x < num_blocks; ++blockIdx.x) {
-    for (threadIdx = {num_threads, 0, 0}; threadIdx.x-- > 0;) kKernel(params);
+    for (threadIdx = {num_threads, 0, 0}; threadIdx.x-- > 0;) {
+      gpu::fences = {};
+      kKernel(params);
+      Require(!gpu::fences.has_stored, "order: multicast without a fence behind it");
+    }
   }
 }
 
@@ -140,6 +199,8 @@ constexpr EmulatedKernel kKernels[] = {
     {kSpoilKernel, sizeof(SpoilParams), Run<gpu::jax_ub_spoil, SpoilParams>},
     {kSumKernel, sizeof(SumParams), Run<gpu::jax_ub_sum, SumParams>},
     {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},
+    {kMulticastSumKernel, sizeof(MulticastSumParams),
+     Run<gpu::jax_ub_multicast_sum, MulticastSumParams>},
 };
 
 }  // namespace

@@ -141,6 +141,7 @@ CUresult LaunchKernelEx(const CUlaunchConfig* config,
     if (loaded == nullptr || !std::exchange(loaded->is_loaded, true)) {
       call.Load(std::string(twin->name));
     }
+    ++call.machine.num_calls[std::string(twin->name)];
     std::string copied(static_cast<const char*>(params[0]), twin->params_bytes);
     Operation operation;
     operation.name = twin->name.data();

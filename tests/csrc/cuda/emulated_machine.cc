@@ -89,6 +89,7 @@ EmulatedObjects Machine::Live() const {
   live.graphs = graphs.size();
   live.graph_execs = execs.size();
   live.handles = static_cast<int>(memory.handles.size());
+  live.bindings = memory.num_bindings;
   live.reservations = static_cast<int>(memory.reservations.size());
   for (const auto& [address, region] : memory.regions()) {
     live.allocations += region->kind == Region::Kind::kDevice;
@@ -157,6 +158,26 @@ CUresult Call::RefuseInCapture() {
   return is_refused ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
 }
 
+// What a multicast address stands for is in use, too: all of it has to be there.
+void BeginUseBehind(Call& call, const Region& region, std::vector<SharedRegion>& uses) {
+  const auto bound = region.team->Locked([](const Team::Shared& shared) {
+    return std::vector(shared.bound, shared.bound + shared.num_bound);
+  });
+  const bool is_whole = region.team->Locked([&](const Team::Shared& shared) {
+    return shared.num_bound == shared.num_devices;
+  });
+  if (!is_whole) call.Violate("a multicast address is used before all memory is bound");
+  for (const Team::Bound& one : bound) {
+    const SharedRegion behind = call.machine.memory.Of(one.file);
+    if (behind == nullptr) {
+      call.Violate("memory behind a multicast address is not mapped here");
+      continue;
+    }
+    ++behind->num_uses;
+    uses.push_back(behind);
+  }
+}
+
 CUresult BeginUse(Call& call,
                   const Operation& operation,
                   std::vector<SharedRegion>& uses) {
@@ -171,12 +192,58 @@ CUresult BeginUse(Call& call,
         EndUse(call.machine, uses);
         return CUDA_ERROR_ILLEGAL_ADDRESS;
       }
+      if (touch.by_multicast != (region->team != nullptr)) {
+        call.Violate(std::string(operation.name) + " takes " +
+                     DescribeAddress(region.get(), address) +
+                     (touch.by_multicast ? " for" : " not for") +
+                     " a multicast address");
+        EndUse(call.machine, uses);
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
+      }
+      if (touch.by_multicast) BeginUseBehind(call, *region, uses);
       ++region->num_uses;
       uses.push_back(region);
       address = region->address + region->size_bytes;
     }
   }
   return CUDA_SUCCESS;
+}
+
+std::vector<uint64_t> BehindMulticast(uint64_t address) {
+  // Addresses are never used twice.
+  struct Found {
+    uint64_t generation = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    std::vector<uint64_t> bases;
+  };
+  static thread_local Found found;
+  const Unseen unseen;
+  Machine& machine = *TheMachine();
+  if (found.generation != machine.generation || address < found.begin ||
+      address >= found.end) {
+    const std::lock_guard lock(machine.mutex);
+    const SharedRegion region = machine.memory.Around(address);
+    if (region == nullptr || region->team == nullptr) {
+      throw std::logic_error("no multicast address");
+    }
+    found = {machine.generation,
+             region->address,
+             region->address + static_cast<uint64_t>(region->size_bytes),
+             {}};
+    region->team->Locked([&](const Team::Shared& shared) {
+      for (int i = 0; i < shared.num_bound; ++i) {
+        const SharedRegion behind = machine.memory.Of(shared.bound[i].file);
+        if (behind != nullptr) found.bases.push_back(behind->address);
+      }
+      return true;
+    });
+  }
+  std::vector<uint64_t> addresses;
+  for (const uint64_t base : found.bases) {
+    addresses.push_back(base + address - found.begin);
+  }
+  return addresses;
 }
 
 void EndUse(Machine& machine, std::vector<SharedRegion>& uses) {
@@ -300,6 +367,7 @@ std::string EmulatedObjects::Describe() const {
   add(handles, "memory handle");
   add(reservations, "reservation");
   add(mappings, "mapping");
+  add(bindings, "multicast binding");
   add(ipc, "opened IPC handle");
   add(libraries, "loaded module");
   add(graphs, "graph");

@@ -252,6 +252,9 @@ CUresult BeginUse(Call& call,
                   std::vector<SharedRegion>& uses);
 void EndUse(Machine& machine, std::vector<SharedRegion>& uses);
 
+// Where this process has what a multicast address stands for, of every device.
+std::vector<uint64_t> BehindMulticast(uint64_t address);
+
 // Of a device's memory.
 int64_t FreeBytes(const Machine& machine, int device);
 
@@ -270,5 +273,6 @@ void FillKernels(Driver& driver);
 void FillGraphs(Driver& driver);
 void FillVirtualMemory(Driver& driver);
 void FillIpc(Driver& driver);
+void FillMulticast(Driver& driver);
 
 }  // namespace jax_ub::emulated

@@ -108,6 +108,10 @@ bool Memory::Holds(uint64_t address) {
 }
 
 void Memory::Add(SharedRegion region, bool is_accessible) {
+  if (region->team != nullptr) {
+    regions_[region->address] = std::move(region);
+    return;
+  }
   region->mapped_bytes = RoundUp(region->size_bytes, sysconf(_SC_PAGESIZE));
   const int protection = is_accessible ? PROT_READ | PROT_WRITE : PROT_NONE;
   void* const mapped =
@@ -133,10 +137,21 @@ SharedRegion Memory::Around(uint64_t address) const {
   return address < region.address + region.size_bytes ? found->second : nullptr;
 }
 
+SharedRegion Memory::Of(uint64_t file) const {
+  for (const auto& [address, region] : regions_) {
+    if (region->kind == Region::Kind::kVirtual && region->file != nullptr &&
+        region->file->id == file) {
+      return region;
+    }
+  }
+  return nullptr;
+}
+
 int64_t Memory::AllocatedBytes(int gpu) const {
   std::map<const MemoryFile*, int64_t> sizes;
   const auto add = [&](const MemoryFile* file) {
-    if (file->is_own && file->gpu == gpu) sizes[file] = file->size_bytes;
+    if (file != nullptr && file->is_own && file->gpu == gpu)
+      sizes[file] = file->size_bytes;
   };
   for (const auto& [address, region] : regions_) {
     if (region->kind != Region::Kind::kHost) add(region->file.get());

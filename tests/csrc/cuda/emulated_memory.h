@@ -4,12 +4,14 @@
 // The bytes are those of memory files, which other processes can map.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "platform/file_descriptor.h"
@@ -24,6 +26,7 @@ struct Touch {
   int64_t num_rows = 1;
   int64_t row_bytes = 0;
   int64_t stride_bytes = 0;
+  bool by_multicast = false;  // at every device, by an address that stands for all
 
   // From the first byte to the last.
   int64_t span_bytes() const {
@@ -49,6 +52,50 @@ struct MemoryFile {
   static std::shared_ptr<MemoryFile> Find(int pid, int descriptor, uint64_t id);
 };
 
+// A multicast object: which memory files are bound to it, for all processes.
+struct Team {
+  static constexpr int kMaxDevices = 16;
+  struct Bound {
+    int gpu = 0;
+    uint64_t file = 0;  // its id
+    int64_t size_bytes = 0;
+  };
+  // In memory that processes share, under a lock.
+  struct Shared {
+    std::atomic<int> locked{0};
+    int num_devices = 0;
+    int64_t size_bytes = 0;
+    int num_added = 0;
+    int gpus[kMaxDevices] = {};
+    int num_bound = 0;
+    Bound bound[kMaxDevices] = {};
+  };
+
+  FileDescriptor descriptor;
+  uint64_t id = 0;
+  Shared* shared = nullptr;
+
+  Team() = default;
+  Team(const Team&) = delete;
+  ~Team();
+
+  static std::shared_ptr<Team> Make(int num_devices, int64_t size_bytes);
+  // As of a MemoryFile.
+  static std::shared_ptr<Team> Open(int descriptor);
+  static std::shared_ptr<Team> Find(int pid, int descriptor, uint64_t id);
+
+  // Runs `body` on what is shared.
+  template <typename Body>
+  auto Locked(const Body& body) {
+    while (shared->locked.exchange(1, std::memory_order_acquire) != 0) {
+      std::this_thread::yield();
+    }
+    const auto result = body(*shared);
+    shared->locked.store(0, std::memory_order_release);
+    return result;
+  }
+};
+
 // A range of addresses with memory in it.
 struct Region {
   enum class Kind { kDevice, kHost, kVirtual, kIpc };
@@ -60,7 +107,8 @@ struct Region {
   int device = -1;           // ordinal of the owner's, or of the one that opened it
   std::set<int> accessible;  // kVirtual: to these devices
   std::shared_ptr<MemoryFile> file;
-  int num_uses = 0;  // by operations that are not done
+  std::shared_ptr<Team> team;  // kVirtual, in place of a file: nothing is mapped
+  int num_uses = 0;            // by operations that are not done
 
   Region() = default;
   Region(const Region&) = delete;
@@ -82,6 +130,8 @@ class Memory {
   SharedRegion Find(uint64_t address, Region::Kind kind) const;
   // The region around an address; nullptr: none.
   SharedRegion Around(uint64_t address) const;
+  // A mapping of that file; nullptr: there is none.
+  SharedRegion Of(uint64_t file) const;
   void Remove(uint64_t address) { regions_.erase(address); }
   Regions& regions() { return regions_; }
   const Regions& regions() const { return regions_; }
@@ -89,13 +139,15 @@ class Memory {
   // Handles of virtual memory.
   struct Handle {
     std::shared_ptr<MemoryFile> file;
-    int device = -1;  // ordinal, or -1: a GPU that this process does not see
+    std::shared_ptr<Team> team;  // in place of it
+    int device = -1;             // ordinal, or -1: a GPU that this process does not see
     unsigned types = 0;
   };
   std::map<uint64_t, Handle> handles;
   uint64_t last_handle = 0x10;
   std::map<uint64_t, int64_t> reservations;  // size by address
   std::map<uint64_t, int> num_opened;        // of IPC, by address
+  int num_bindings = 0;                      // to multicast objects
 
   // What this process has allocated of a GPU's memory.
   int64_t AllocatedBytes(int gpu) const;

@@ -24,6 +24,7 @@ struct Sharing {
   int64_t size_bytes;
 
   static constexpr char kFabric[] = "fabric";
+  static constexpr char kTeam[] = "team";
   static constexpr char kIpc[] = "ipc";
 
   static Sharing Of(const MemoryFile& file, const char* magic, int64_t size_bytes) {
@@ -34,6 +35,14 @@ struct Sharing {
     sharing.id = file.id;
     sharing.gpu = file.gpu;
     sharing.size_bytes = size_bytes;
+    return sharing;
+  }
+  static Sharing Of(const Team& team) {
+    Sharing sharing = {};
+    std::strcpy(sharing.magic, kTeam);
+    sharing.pid = getpid();
+    sharing.descriptor = team.descriptor.get();
+    sharing.id = team.id;
     return sharing;
   }
   bool Is(const char* what) const { return std::strcmp(magic, what) == 0; }
@@ -140,29 +149,42 @@ CUresult MemExportToShareableHandle(void* shareable,
         (found->second.types & static_cast<unsigned>(type)) == 0) {
       return CUDA_ERROR_INVALID_VALUE;
     }
-    const MemoryFile& file = *found->second.file;
+    const MemoryFile* const file = found->second.file.get();
+    const Team* const team = found->second.team.get();
     if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
-      const int descriptor = fcntl(file.descriptor.get(), F_DUPFD_CLOEXEC, 3);
+      const FileDescriptor& opened = file ? file->descriptor : team->descriptor;
+      const int descriptor = fcntl(opened.get(), F_DUPFD_CLOEXEC, 3);
       if (descriptor < 0) return CUDA_ERROR_OPERATING_SYSTEM;
       std::memcpy(shareable, &descriptor, sizeof(descriptor));
       return CUDA_SUCCESS;
     }
-    const Sharing sharing = Sharing::Of(file, Sharing::kFabric, file.size_bytes);
+    const Sharing sharing = file
+                                ? Sharing::Of(*file, Sharing::kFabric, file->size_bytes)
+                                : Sharing::Of(*team);
     std::memset(shareable, 0, sizeof(CUmemFabricHandle));
     std::memcpy(shareable, &sharing, sizeof(sharing));
     return CUDA_SUCCESS;
   });
 }
 
-std::shared_ptr<MemoryFile> OpenShareable(void* shareable,
-                                          CUmemAllocationHandleType type) {
+// A file or a team; neither: the handle stands for none.
+Memory::Handle OpenShareable(void* shareable, CUmemAllocationHandleType type) {
+  Memory::Handle opened;
+  opened.types = static_cast<unsigned>(type);
   if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
-    return MemoryFile::Open(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
+    const auto descriptor = static_cast<int>(reinterpret_cast<intptr_t>(shareable));
+    opened.file = MemoryFile::Open(descriptor);
+    if (opened.file == nullptr) opened.team = Team::Open(descriptor);
+    return opened;
   }
   Sharing sharing;
   std::memcpy(&sharing, shareable, sizeof(sharing));
-  if (!sharing.Is(Sharing::kFabric)) return nullptr;
-  return MemoryFile::Find(sharing.pid, sharing.descriptor, sharing.id);
+  if (sharing.Is(Sharing::kFabric)) {
+    opened.file = MemoryFile::Find(sharing.pid, sharing.descriptor, sharing.id);
+  } else if (sharing.Is(Sharing::kTeam)) {
+    opened.team = Team::Find(sharing.pid, sharing.descriptor, sharing.id);
+  }
+  return opened;
 }
 
 // The descriptor stays the caller's.
@@ -184,11 +206,12 @@ CUresult MemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
     if (is_fabric && options.fabric_result != CUDA_SUCCESS)
       return options.fabric_result;
     if (!is_fabric && !options.has_fd) return CUDA_ERROR_NOT_SUPPORTED;
-    Memory::Handle imported;
-    imported.file = OpenShareable(shareable, type);
-    if (imported.file == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    imported.device = OrdinalOf(call, imported.file->gpu);
-    imported.types = static_cast<unsigned>(type);
+    Memory::Handle imported = OpenShareable(shareable, type);
+    if (imported.file != nullptr) {
+      imported.device = OrdinalOf(call, imported.file->gpu);
+    } else if (imported.team == nullptr) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
     return AddHandle(call, handle, std::move(imported));
   });
 }
@@ -248,6 +271,18 @@ bool IsReserved(const Memory& memory, uint64_t address, uint64_t size_bytes) {
   return address + size_bytes <= found->first + static_cast<uint64_t>(found->second);
 }
 
+int64_t SizeOf(const Memory::Handle& handle) {
+  if (handle.file != nullptr) return handle.file->size_bytes;
+  return handle.team->Locked(
+      [](const Team::Shared& shared) { return shared.size_bytes; });
+}
+
+bool HasAllDevices(Team& team) {
+  return team.Locked([](const Team::Shared& shared) {
+    return shared.num_added == shared.num_devices;
+  });
+}
+
 CUresult MemMap(CUdeviceptr pointer,
                 size_t size_bytes,
                 size_t offset,
@@ -258,7 +293,7 @@ CUresult MemMap(CUdeviceptr pointer,
     const auto found = memory.handles.find(handle);
     if (found == memory.handles.end() || flags != 0 || offset != 0 || size_bytes == 0 ||
         !IsMultiple(size_bytes, kGranularity) || !IsMultiple(pointer, kGranularity) ||
-        static_cast<int64_t>(size_bytes) > found->second.file->size_bytes ||
+        static_cast<int64_t>(size_bytes) > SizeOf(found->second) ||
         !IsReserved(memory, pointer, size_bytes)) {
       return CUDA_ERROR_INVALID_VALUE;
     }
@@ -270,6 +305,10 @@ CUresult MemMap(CUdeviceptr pointer,
     region->size_bytes = static_cast<int64_t>(size_bytes);
     region->device = found->second.device;
     region->file = found->second.file;
+    region->team = found->second.team;
+    if (region->team != nullptr && !HasAllDevices(*region->team)) {
+      call.Violate("cuMemMap of a multicast object blocks: devices are missing");
+    }
     memory.Add(std::move(region), false);
     return CUDA_SUCCESS;
   });

@@ -6,6 +6,7 @@
 #include "cuda/emulated_machine.h"
 #include "reduce/cuda/sum_params.h"
 #include "transport/cuda/flag_params.h"
+#include "transport/cuda/multicast_params.h"
 
 namespace jax_ub::emulated {
 
@@ -71,6 +72,20 @@ std::vector<Touch> OfCopy(const CopyParams& params) {
           {params.to, params.num_rows, params.row_bytes, params.to_stride}};
 }
 
+std::vector<Touch> OfMulticastSum(const MulticastSumParams& params) {
+  const int64_t bytes = (params.end - params.begin) * kMulticastBytes;
+  Touch data = {params.data + params.begin * kMulticastBytes, 1, bytes, 0};
+  data.by_multicast = true;
+  std::vector<Touch> touches = {data};
+  Add(touches, params.own);
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_addends, 2); ++i) {
+    const MulticastAddend& addend = params.addends[i];
+    const int64_t element = addend.dtype == DType::kF32 ? 4 : 2;
+    touches.push_back({addend.data, 1, addend.period * element, 0});
+  }
+  return touches;
+}
+
 }  // namespace
 
 std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
@@ -79,6 +94,9 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
   }
   if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
   if (kernel == kSpoilKernel) return OfSpoil(As<SpoilParams>(params));
+  if (kernel == kMulticastSumKernel) {
+    return OfMulticastSum(As<MulticastSumParams>(params));
+  }
   if (kernel == kSumKernel) return OfSum(As<SumParams>(params));
   if (kernel == kCopyKernel) return OfCopy(As<CopyParams>(params));
   return {};

@@ -77,6 +77,7 @@ struct Side {
   double timeout_s = 20;
   int round = 1;
   const Driver* driver = nullptr;  // the emulated one
+  bool nvls = false;
 };
 
 // The n-th own rank is on device n.
@@ -89,7 +90,7 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
   for (size_t n = 0; n < ordinals.size(); ++n) ordinals[n] = static_cast<int>(n);
   auto endpoint =
       std::make_unique<CudaEndpoint>(side.driver ? *side.driver : EmulatedDriver(),
-                                     ordinals, side.slots_bytes, side.host);
+                                     ordinals, side.slots_bytes, side.host, side.nvls);
   meeting.offers.Publish(process, endpoint->offer());
   meeting.bulletin.Publish(process, endpoint->address());
   const auto offers = meeting.offers.Read(num_processes, side.round);

@@ -1,0 +1,210 @@
+// All-reduces by multicast through the CUDA engine, on emulated GPUs: values, eager and
+// replayed, beside calls that use the same slots otherwise, and failures.
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "cuda/cuda_calls.h"
+#include "cuda/meeting.h"
+#include "processes.h"
+
+namespace jax_ub {
+namespace {
+
+using jax_ub_test::Sizes;
+
+// Rows of 48 bytes in bf16: pieces begin at whole vectors.
+constexpr Sizes kWhole = {2, 9, 5, 24};
+// No row is a whole number of vectors.
+constexpr Sizes kOdd = {2, 5, 7, 3};
+
+class NvlsGpus : public Gpus {
+ public:
+  explicit NvlsGpus(EmulatedOptions options, double timeout_s = kLongS)
+      : Gpus(std::move(options), timeout_s) {
+    engine().set_nvls(true);
+  }
+};
+
+void CheckRight(GpuCalls& calls) {
+  const Attributes& at = calls.site.attributes();
+  const int64_t num_wrong = calls.NumWrong();
+  if (num_wrong == 0) return;
+  check::Fail(__FILE__, __LINE__, OpName(at.op), " by ", MethodName(at.method),
+              ", P = ", at.num_ranks, ", ", at.num_kernels, " kernels: ", num_wrong,
+              " wrong");
+}
+
+template <typename Function>
+void ForEachReduction(int num_ranks, const Function& function) {
+  for (const Op op : {Op::kMatmulAllReduce, Op::kAllReduce}) {
+    for (const Method method :
+         {Method::kRingExchange, Method::kPipeline, Method::kExternal}) {
+      for (const Attributes& at : Variants(op, method, num_ranks)) function(at);
+    }
+  }
+}
+
+int64_t NumSums(Gpus& gpus) { return gpus.machine.NumCalls(kMulticastSumKernel); }
+
+TEST(AllReducesByMulticastAreExact) {
+  int seed = 0;
+  for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
+    NvlsGpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
+    ForEachReduction(num_ranks, [&](const Attributes& at) {
+      for (const Sizes& sizes : {kWhole, kOdd}) {
+        const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
+        const int64_t before = NumSums(gpus);
+        GpuCalls calls(gpus, at, sizes, dtype, seed);
+        calls.RunAll();
+        gpus.Synchronize();
+        CheckRight(calls);
+        // What is one exchange stays one.
+        CHECK_EQ(NumSums(gpus) > before, at.variant != Variant::kOneShot);
+      }
+    });
+  }
+}
+
+TEST(ARankAloneNeedsNoMulticast) {
+  NvlsGpus gpus({.num_devices = 1});
+  GpuCalls calls(gpus, MakeAttributes(Op::kMatmulAllReduce, Method::kPipeline, 1), {},
+                 DType::kF32, 1);
+  calls.RunAll();
+  gpus.Synchronize();
+  CheckRight(calls);
+  CHECK_EQ(NumSums(gpus), 0);
+}
+
+TEST(CapturedAllReducesAreExactWheneverTheyAreReplayed) {
+  for (const int num_ranks : {2, 3}) {
+    NvlsGpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
+    int seed = 0;
+    ForEachReduction(num_ranks, [&](const Attributes& at) {
+      const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
+      GpuCalls calls(gpus, at, seed % 3 == 0 ? kOdd : kWhole, dtype, seed);
+      CapturedCalls captured(gpus, calls);
+      for (int replay = 0; replay < 3; ++replay) {
+        calls.Refill(100 * seed + replay);
+        captured.LaunchAll();
+        gpus.Synchronize();
+        CheckRight(calls);
+      }
+    });
+  }
+}
+
+// Of one another, in one piece and in several, and of puts: so a flag is one rank's in one
+// call and another's in the next.
+TEST(SlotsAreSharedWithCallsOfAllKinds) {
+  for (const int num_ranks : {2, 3, 4}) {
+    NvlsGpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
+    std::vector<std::unique_ptr<GpuCalls>> calls;
+    std::mt19937 random(13);
+    for (const Op op : {Op::kMatmulAllReduce, Op::kAllReduce, Op::kMatmulAllReduce,
+                        Op::kAllGatherMatmul, Op::kMatmulReduceScatter}) {
+      for (const Method method : {Method::kRingExchange, Method::kPipeline}) {
+        calls.push_back(
+            std::make_unique<GpuCalls>(gpus, MakeAttributes(op, method, num_ranks),
+                                       kWhole, DType::kF32, random()));
+      }
+    }
+    std::vector<size_t> order;
+    for (int i = 0; i < 60; ++i) order.push_back(random() % calls.size());
+    // The first one makes the heap for all, so that all share it.
+    for (const auto& one : calls) one->Initialize(0);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        for (const size_t which : order) {
+          calls[which]->Initialize(rank);
+          calls[which]->Execute(rank);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    gpus.Synchronize();
+    for (const size_t which : order) CheckRight(*calls[which]);
+  }
+}
+
+// A rank each: all of them know all operands, and all get the same sums.
+TEST(RanksOfSeveralProcessesReduceByMulticast) {
+  for (const int num_ranks : {2, 3}) {
+    std::vector<int> processes_of_rank;
+    for (int rank = 0; rank < num_ranks; ++rank) processes_of_rank.push_back(rank);
+    Meeting meeting;
+    Processes processes(num_ranks, [&](int process) {
+      NvlsGpus gpus(
+          {.first_device = process, .seed = 1u + process, .max_delay_us = 50});
+      auto communicator = ConnectOn(
+          process, meeting, {.process_of_rank = processes_of_rank, .nvls = true});
+      gpus.engine().set_local_devices({{0, process}});
+      gpus.engine().Join(communicator,
+                         {processes_of_rank.begin(), processes_of_rank.end()});
+      int seed = 0;
+      ForEachReduction(num_ranks, [&](const Attributes& at) {
+        const Placement placement = {
+            std::vector<int>(num_ranks, 0),
+            {processes_of_rank.begin(), processes_of_rank.end()}};
+        GpuCalls calls(gpus, at, kWhole, DType::kF32, ++seed, placement);
+        calls.Initialize(process);
+        calls.Execute(process);
+        gpus.Synchronize();
+        const Tensor& own = calls.on_device(process).results[0];
+        for (int rank = 0; rank < num_ranks; ++rank) {
+          if (rank == process) continue;
+          std::memcpy(calls.on_device(rank).results[0].data, own.data,
+                      own.size_bytes());
+        }
+        CheckRight(calls);
+      });
+      CHECK(NumSums(gpus) > 0);
+      gpus.engine().Leave(communicator);
+      communicator.reset();
+    });
+    CheckAllWell(processes);
+  }
+}
+
+TEST(WithoutMulticastTheScheduleRuns) {
+  NvlsGpus gpus({.num_devices = 3, .has_multicast = false});
+  GpuCalls calls(gpus, MakeAttributes(Op::kMatmulAllReduce, Method::kPipeline, 3), {},
+                 DType::kF32, 1);
+  calls.RunAll();
+  gpus.Synchronize();
+  CheckRight(calls);
+  CHECK_EQ(NumSums(gpus), 0);
+}
+
+TEST(NobodyIsAskedForMulticastUnlessItIsOn) {
+  Gpus gpus({.num_devices = 2});
+  GpuCalls calls(gpus, MakeAttributes(Op::kAllReduce, Method::kPipeline, 2), {},
+                 DType::kF32, 1);
+  calls.RunAll();
+  gpus.Synchronize();
+  CheckRight(calls);
+  CHECK_EQ(NumSums(gpus), 0);
+}
+
+TEST(ARankThatDoesNotComeSpoilsTheResultsOfAll) {
+  NvlsGpus gpus({.num_devices = 2}, 0.05);
+  GpuCalls calls(gpus, MakeAttributes(Op::kMatmulAllReduce, Method::kPipeline, 2),
+                 kWhole, DType::kF32, 1);
+  for (int rank = 0; rank < 2; ++rank) calls.Initialize(rank);
+  calls.Execute(0);
+  gpus.Synchronize();
+  CHECK_EQ(calls.NumNumbers(0), 0);
+  CHECK_THROWS(calls.Execute(1), "rank 0 waited 0.05");
+  CHECK_EQ(gpus.engine().Failures().size(), 1u);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

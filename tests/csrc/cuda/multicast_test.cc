@@ -1,0 +1,362 @@
+// How ranks come to a multicast address of all heaps, in one process and in several: each
+// call of the driver that fails on one rank is a step down of all, and nothing is left.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/emulated_driver.h"
+#include "cuda/exchange.h"
+#include "cuda/meeting.h"
+#include "platform/error.h"
+#include "processes.h"
+#include "random_gemm.h"
+#include "transport/cuda/communicator.h"
+#include "transport/cuda/multicast_kernels.h"
+
+namespace jax_ub {
+namespace {
+
+constexpr const char* kSteps[] = {"MulticastGetGranularity", "MulticastCreate",
+                                  "MulticastAddDevice", "MulticastBindMem"};
+
+std::shared_ptr<CudaCommunicator> MakeOn(std::vector<int> ordinals,
+                                         const Driver& driver = EmulatedDriver()) {
+  return CudaCommunicator::Make(driver, ordinals, RankOnGpu::kSlotsBytes, "tp", true);
+}
+
+// Counts what is wrong with sums over ranks of slots that each fills with its rank + 1.
+int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
+                 DType dtype = DType::kF32) {
+  constexpr int64_t kNumElements = 1001;
+  const Driver& driver = EmulatedDriver();
+  const std::string label = "sum";
+  struct Rank {
+    Context context;
+    std::unique_ptr<FlagKernels> flags;
+    std::unique_ptr<MulticastKernels> multicast;
+    std::unique_ptr<Stream> stream;
+    std::unique_ptr<HostMemory> memory;
+  };
+  const int num_ranks = communicator->num_ranks();
+  std::vector<Rank> ranks;
+  for (const int rank : communicator->local_ranks()) {
+    Rank& own = ranks.emplace_back();
+    own.context = Context(driver, communicator->ordinal(rank));
+    const ScopedContext scoped(driver, own.context.get());
+    own.flags = std::make_unique<FlagKernels>(driver);
+    own.multicast = std::make_unique<MulticastKernels>(driver);
+    own.stream = std::make_unique<Stream>(driver);
+    own.memory = std::make_unique<HostMemory>(driver, kNumElements * SizeOf(dtype));
+    auto* const bytes = static_cast<std::byte*>(own.memory->get());
+    for (int64_t i = 0; i < kNumElements; ++i) {
+      Write(bytes + i * SizeOf(dtype), dtype, static_cast<float>(rank + 1));
+    }
+  }
+  for (size_t n = 0; n < ranks.size(); ++n) {
+    const int rank = communicator->local_ranks()[n];
+    const Rank& own = ranks[n];
+    const ScopedContext scoped(driver, own.context.get());
+    CudaSlots slots(rank, communicator->places(rank), communicator->error(rank),
+                    communicator->NumberOf(label), communicator->Place(1, 8192),
+                    {.driver = &driver,
+                     .flags = own.flags.get(),
+                     .stream = own.stream->get(),
+                     .copies = {},
+                     .multicast = own.multicast.get()},
+                    [](const std::exception_ptr&) {});
+    const auto at = reinterpret_cast<CUdeviceptr>(slots.slot(0));
+    const auto meet = [&](int stage) {
+      for (int peer = 0; peer < num_ranks; ++peer) {
+        if (peer != rank) slots.Signal(peer, stage * num_ranks + rank);
+      }
+      for (int peer = 0; peer < num_ranks; ++peer) {
+        if (peer != rank) slots.Wait(peer, stage * num_ranks + peer, {label, peer, 60});
+      }
+    };
+    Check(driver,
+          driver.MemcpyAsync(at, own.memory->device(), kNumElements * SizeOf(dtype),
+                             own.stream->get()),
+          "cuMemcpyAsync");
+    meet(0);
+    slots.SumByMulticast({0, kNumElements, dtype, {}});
+    meet(1);
+    Check(driver,
+          driver.MemcpyAsync(own.memory->device(), at, kNumElements * SizeOf(dtype),
+                             own.stream->get()),
+          "cuMemcpyAsync");
+    slots.EndCall();
+  }
+  int num_wrong = 0;
+  for (const Rank& own : ranks) {
+    const ScopedContext scoped(driver, own.context.get());
+    Check(driver, driver.StreamSynchronize(own.stream->get()), "cuStreamSynchronize");
+    const auto* const bytes = static_cast<const std::byte*>(own.memory->get());
+    const auto sum = static_cast<float>(num_ranks * (num_ranks + 1) / 2);
+    for (int64_t i = 0; i < kNumElements; ++i) {
+      num_wrong += Read(bytes + i * SizeOf(dtype), dtype) != sum;
+    }
+  }
+  return num_wrong;
+}
+
+TEST(RanksOfOneProcessSumByMulticast) {
+  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+    EmulatedMachine machine({.num_devices = num_ranks, .max_delay_us = 50});
+    {
+      std::vector<int> ordinals;
+      for (int n = 0; n < num_ranks; ++n) ordinals.push_back(n);
+      const auto communicator = MakeOn(ordinals);
+      CHECK(communicator->has_multicast());
+      CHECK(communicator->step_downs().empty());
+      for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+        CHECK_EQ(NumWrongSums(communicator, dtype), 0);
+      }
+      // Puts go where they went.
+      RanksOnGpus exchange(communicator);
+      CHECK_EQ(exchange.NumWrongOf(2), 0);
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  }
+}
+
+TEST(WhatOneProcessLacksIsSaid) {
+  const auto why_not = [](EmulatedOptions options, std::vector<int> ordinals,
+                          const Driver& driver) {
+    EmulatedMachine machine(std::move(options));
+    std::string reason;
+    {
+      const auto communicator = MakeOn(std::move(ordinals), driver);
+      CHECK(!communicator->has_multicast());
+      CHECK_EQ(communicator->step_downs().back().way, "nvls");
+      reason = communicator->step_downs().back().reason;
+      RanksOnGpus ranks(communicator);
+      CHECK_EQ(ranks.NumWrongOf(1), 0);
+    }
+    CHECK_EQ(machine.Complaints(), "");
+    return reason;
+  };
+  const Driver& driver = EmulatedDriver();
+  CHECK_EQ(why_not({.num_devices = 2, .has_multicast = false}, {0, 1}, driver),
+           "GPU 0 has no multicast");
+  CHECK_EQ(why_not({.num_devices = 2}, {0, 0, 1}, driver),
+           "several of its ranks have one GPU");
+  CHECK_EQ(why_not({.num_devices = 2, .has_vmm = false}, {0, 1}, driver),
+           "the heaps are not virtual memory");
+  Driver older = driver;
+  older.MulticastCreate = nullptr;
+  CHECK_EQ(why_not({.num_devices = 2}, {0, 1}, older),
+           "the NVIDIA driver has no cuMulticastCreate of CUDA 12.1");
+}
+
+TEST(EachStepMayFailInOneProcessAndNothingIsLeft) {
+  for (const char* step : kSteps) {
+    for (const int nth : {1, 2}) {
+      const bool is_once =
+          std::string_view(step) == kSteps[0] || std::string_view(step) == kSteps[1];
+      if (is_once && nth == 2) continue;
+      EmulatedMachine machine({.num_devices = 2});
+      machine.Fail(step, CUDA_ERROR_SYSTEM_NOT_READY, nth);
+      {
+        const auto communicator = MakeOn({0, 1});
+        CHECK(!communicator->has_multicast());
+        CHECK_EQ(Describe(communicator->step_downs()),
+                 std::string("nvls: cu") + step +
+                     ": CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized\n");
+        CHECK_EQ(machine.Live().bindings, 0);
+        CHECK_EQ(machine.Live().handles, 2);
+        CHECK_EQ(machine.Live().reservations, 2);
+        RanksOnGpus ranks(communicator);
+        CHECK_EQ(ranks.NumWrongOf(1), 0);
+      }
+      CHECK_EQ(machine.Complaints(), "");
+    }
+  }
+}
+
+EmulatedOptions FabricOnly() {
+  EmulatedOptions options;
+  options.has_fd = false;
+  options.has_fabric = true;
+  return options;
+}
+
+TEST(RanksOfSeveralProcessesSumByMulticast) {
+  for (const EmulatedOptions& way : {EmulatedOptions(), FabricOnly()}) {
+    for (const std::vector<int>& of_rank :
+         std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {1, 0, 0, 1}}) {
+      Meeting meeting;
+      const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
+      Processes processes(num_processes, [&](int process) {
+        EmulatedOptions options = way;
+        options.num_devices = 2;
+        options.first_device = 2 * process;
+        options.max_delay_us = 100;
+        EmulatedMachine machine(options);
+        {
+          const auto communicator =
+              ConnectOn(process, meeting, {.process_of_rank = of_rank, .nvls = true});
+          CHECK(communicator->has_multicast());
+          CHECK(way.has_fd ? communicator->step_downs().empty()
+                           : communicator->step_downs().size() == 1);
+          for (int i = 0; i < 3; ++i) CHECK_EQ(NumWrongSums(communicator), 0);
+        }
+        CHECK_EQ(machine.Complaints(), "");
+      });
+      CheckAllWell(processes);
+    }
+  }
+}
+
+// On the process that creates the object, and on one that imports it.
+TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
+  const auto run = [](const std::string& function, int failing, int nth) {
+    Meeting meeting;
+    Processes processes(3, [&](int process) {
+      EmulatedMachine machine({.first_device = process});
+      if (process == failing) {
+        machine.Fail(function, CUDA_ERROR_ILLEGAL_STATE, nth);
+      }
+      {
+        const auto communicator =
+            ConnectOn(process, meeting, {.process_of_rank = {0, 1, 2}, .nvls = true});
+        CHECK_EQ(communicator->how(), "vmm");
+        CHECK(!communicator->has_multicast());
+        CHECK_EQ(communicator->step_downs().size(), 1u);
+        CHECK_EQ(communicator->step_downs()[0].way, "nvls");
+        CHECK(communicator->step_downs()[0].reason.starts_with(
+            "process " + std::to_string(failing) + ": cu" + function +
+            ": CUDA_ERROR_ILLEGAL_STATE"));
+        CHECK_EQ(machine.Live().bindings, 0);
+        CHECK_EQ(machine.Live().handles, 3);
+        CHECK_EQ(machine.Live().mappings, 3);
+        CHECK_EQ(machine.Live().reservations, 3);
+        RanksOnGpus ranks(communicator);
+        CHECK_EQ(ranks.NumWrongOf(2), 0);
+      }
+      CHECK_EQ(machine.Complaints(), "");
+    });
+    CheckAllWell(processes);
+  };
+  run("MulticastCreate", 0, 1);
+  // Behind the heaps': one of its own, and those of two peers.
+  run("MemExportToShareableHandle", 0, 3);
+  run("MemImportFromShareableHandle", 2, 3);
+  for (const int process : {0, 2}) {
+    run("MulticastGetGranularity", process, 1);
+    run("MulticastAddDevice", process, 1);
+    run("MulticastBindMem", process, 1);
+    run("MemAddressReserve", process, 4);
+    run("MemMap", process, 4);
+    run("MemSetAccess", process, 4);
+  }
+}
+
+TEST(AProcessThatCannotIsNamedBeforeAnythingIsTried) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedOptions options;
+    options.first_device = process;
+    options.has_multicast = process != 1;
+    EmulatedMachine machine(options);
+    {
+      const auto communicator =
+          ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
+      CHECK_EQ(Describe(communicator->step_downs()),
+               "nvls: process 1: GPU 0 has no multicast\n");
+      CHECK_EQ(machine.NumCalls("MulticastCreate"), 0);
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
+  for (const bool has_vmm : {true, false}) {
+    Meeting meeting;
+    Processes processes(2, [&](int process) {
+      EmulatedOptions options;
+      options.first_device = has_vmm ? 0 : process;
+      options.has_vmm = has_vmm;
+      EmulatedMachine machine(options);
+      {
+        const auto communicator =
+            ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
+        CHECK_EQ(communicator->step_downs().back().reason,
+                 has_vmm ? "several of its ranks have one GPU"
+                         : "the heaps are shared by ipc");
+      }
+      CHECK_EQ(machine.Complaints(), "");
+    });
+    CheckAllWell(processes);
+  }
+}
+
+// Nobody could say to the other host that a step failed.
+TEST(RanksOfSeveralHostsHaveNone) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedOptions options;
+    options.first_device = process;
+    options.has_fabric = true;
+    EmulatedMachine machine(options);
+    {
+      const auto communicator = ConnectOn(process, meeting,
+                                          {.process_of_rank = {0, 1},
+                                           .host = process == 1 ? "there" : "here",
+                                           .nvls = true});
+      CHECK_EQ(Describe(communicator->step_downs()),
+               "vmm: its ranks span 2 hosts\nnvls: its ranks span 2 hosts\n");
+      ++meeting.bulletin.word();
+      meeting.bulletin.WaitForWord(2);
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+TEST(ProcessesThatDoNotAllWantItAreToldBoth) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = process == 0});
+  });
+  for (const std::string& text : processes.Join()) {
+    CHECK(Contains(text, "bytes on GPUs, NVLS, protocol"));
+    CHECK(Contains(text, "bytes on GPUs, protocol"));
+  }
+}
+
+TEST(NothingIsLeftAfterManyCyclesWithMulticast) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    const auto num_files = [] {
+      const std::filesystem::directory_iterator files("/proc/self/fd");
+      return std::distance(begin(files), end(files));
+    };
+    ptrdiff_t before = 0;
+    for (int round = 1; round <= 40; ++round) {
+      {
+        const auto communicator =
+            ConnectOn(process, meeting,
+                      {.process_of_rank = {0, 1}, .round = round, .nvls = true});
+        if (round % 10 == 1) CHECK_EQ(NumWrongSums(communicator), 0);
+        if (round % 2 == 0) communicator->Close();
+      }
+      if (round == 1) before = num_files();
+      CHECK_EQ(machine.Live().Describe(), "");
+    }
+    CHECK_EQ(num_files(), before);
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
