@@ -1,0 +1,33 @@
+// Vectors of f32 out of, and into, elements of any dtype. Included after a simd header.
+#pragma once
+
+#include "gemm/cpu/kernels.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+template <DType kDType>
+inline constexpr int64_t kElementBytes = kDType == DType::kF32 ? 4 : 2;
+
+inline int64_t BytesOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+template <DType kDType>
+inline Vec LoadAs(const void* p) {
+  if constexpr (kDType == DType::kBF16) return LoadBF16(p);
+  if constexpr (kDType == DType::kF16) return LoadF16(p);
+  return Load(p);
+}
+
+inline Vec LoadAny(const void* p, DType dtype) {
+  if (dtype == DType::kBF16) return LoadBF16(p);
+  if (dtype == DType::kF16) return LoadF16(p);
+  return Load(p);
+}
+
+template <DType kDType>
+inline void StoreAs(void* p, Vec v) {
+  if constexpr (kDType == DType::kF32) Store(p, v);
+  if constexpr (kDType == DType::kBF16) StoreBF16(p, v);
+  if constexpr (kDType == DType::kF16) StoreF16(p, v);
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS
