@@ -391,8 +391,8 @@ TEST(AKernelIsLoadedByItsFirstLaunchUnlessItWasBefore) {
   CUfunction lazy = nullptr;
   CHECK_EQ(driver.LibraryGetKernel(&kernel, library.get(), kCopyKernel), CUDA_SUCCESS);
   CHECK_EQ(driver.KernelGetFunction(&lazy, kernel), CUDA_SUCCESS);
-  CopyParams params = {};  // of nothing
-  params.unit_bytes = 16;
+  CopyParams params = {};  // of no rows
+  params.row_bytes = params.unit_bytes = 16;
   void* pointers[] = {&params};
   CUlaunchConfig config = {};
   config.gridDimX = config.gridDimY = config.gridDimZ = 1;
