@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -91,4 +92,8 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
     assert done.returncode == 1
     log = (tmp_path / "gpu_check.log").read_text()
     assert log == done.stdout
-    assert log.count("no time") == 2 * 14
+    script = (HERE / "gpu_check.sh").read_text()
+    steps = re.findall(r'^  step \d+ "(.+?)"', script, re.M)
+    assert steps[0] == "machine"
+    for name in steps:  # where it would have run, and in the summary
+        assert len(re.findall(f"^no time .* {re.escape(name)}$", log, re.M)) == 2
