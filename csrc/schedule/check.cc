@@ -25,19 +25,9 @@ std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
 
 std::vector<Collective> EveryCollective(int num_ranks, int num_splits) {
   std::vector<Collective> every;
-  for (int p = 0; p < kNumPatterns; ++p) {
-    for (int m = 0; m < kNumMethods; ++m) {
-      for (int v = 0; v < kNumVariants; ++v) {
-        const auto pattern = static_cast<Pattern>(p);
-        const auto method = static_cast<Method>(m);
-        const auto variant = static_cast<Variant>(v);
-        if (!HasSchedule(pattern, method)) continue;
-        if (!HasVariant(pattern, method, num_ranks, variant)) continue;
-        every.push_back(
-            MakeCollective(pattern, method, num_ranks, num_splits, variant));
-      }
-    }
-  }
+  ForEachSchedule(num_ranks, [&](Pattern pattern, Method method, Variant variant) {
+    every.push_back(MakeCollective(pattern, method, num_ranks, num_splits, variant));
+  });
   return every;
 }
 

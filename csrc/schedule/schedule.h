@@ -104,6 +104,24 @@ bool HasSchedule(Pattern pattern, Method method);
 // Of a schedule that there is.
 bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant);
 
+// Calls function(pattern, method, variant) for every schedule of so many ranks.
+template <typename Function>
+void ForEachSchedule(int num_ranks, const Function& function) {
+  for (int p = 0; p < kNumPatterns; ++p) {
+    for (int m = 0; m < kNumMethods; ++m) {
+      for (int v = 0; v < kNumVariants; ++v) {
+        const auto pattern = static_cast<Pattern>(p);
+        const auto method = static_cast<Method>(m);
+        const auto variant = static_cast<Variant>(v);
+        if (HasSchedule(pattern, method) &&
+            HasVariant(pattern, method, num_ranks, variant)) {
+          function(pattern, method, variant);
+        }
+      }
+    }
+  }
+}
+
 // Throws std::invalid_argument when there is no such schedule or a number is out of
 // range.
 Schedule MakeSchedule(Pattern pattern,

@@ -15,23 +15,6 @@ namespace {
 
 constexpr int kMaxRanks = 16;
 
-template <typename Function>
-void ForEachSchedule(int num_ranks, const Function& function) {
-  for (int p = 0; p < kNumPatterns; ++p) {
-    for (int m = 0; m < kNumMethods; ++m) {
-      for (int v = 0; v < kNumVariants; ++v) {
-        const auto pattern = static_cast<Pattern>(p);
-        const auto method = static_cast<Method>(m);
-        const auto variant = static_cast<Variant>(v);
-        if (HasSchedule(pattern, method) &&
-            HasVariant(pattern, method, num_ranks, variant)) {
-          function(pattern, method, variant);
-        }
-      }
-    }
-  }
-}
-
 std::string FirstOf(const std::vector<std::string>& violations) {
   return violations.empty() ? "" : violations.front();
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "gemm/views.h"
+#include "platform/cuda/launch.h"
 
 namespace jax_ub {
 
@@ -54,16 +55,6 @@ uint32_t UnitOf(const CopyParams& params) {
   return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
 }
 
-CUlaunchConfig ConfigOf(CUstream stream, int64_t blocks, int threads) {
-  CUlaunchConfig config = {};
-  config.gridDimX = static_cast<unsigned>(blocks);
-  config.gridDimY = config.gridDimZ = 1;
-  config.blockDimX = static_cast<unsigned>(threads);
-  config.blockDimY = config.blockDimZ = 1;
-  config.hStream = stream;
-  return config;
-}
-
 int AttributeOf(const Driver& driver, CUdevice device, CUdevice_attribute attribute) {
   int value = 0;
   Check(driver, driver.DeviceGetAttribute(&value, attribute, device),
@@ -98,11 +89,10 @@ void SumKernels::Sum(CUstream stream, SumParams params) const {
       aligned(params.out) && std::all_of(parts.begin(), parts.end(), aligned);
   const int64_t per_block = kElementsPerThread * kSumThreads;
   const int64_t blocks = (params.rows * params.columns + per_block - 1) / per_block;
-  const CUlaunchConfig config =
-      ConfigOf(stream, std::min(blocks, kSumBlocksPerSm * num_sms_), kSumThreads);
-  void* arguments[] = {&params};
-  Check(driver_, driver_.LaunchKernelEx(&config, sum_, arguments, nullptr),
-        "cuLaunchKernelEx");
+  LaunchKernel(
+      driver_, sum_,
+      LaunchConfig(stream, std::min(blocks, kSumBlocksPerSm * num_sms_), kSumThreads),
+      params);
 }
 
 void SumKernels::Copy(CUstream stream,
@@ -115,7 +105,7 @@ void SumKernels::Copy(CUstream stream,
   int blocks = num_blocks > 0 ? num_blocks : kDefaultCopyBlocks;
   const int cluster = has_clusters_ ? std::max(cluster_size, 1) : 1;
   blocks = (blocks + cluster - 1) / cluster * cluster;
-  CUlaunchConfig config = ConfigOf(stream, blocks, kCopyThreads);
+  CUlaunchConfig config = LaunchConfig(stream, blocks, kCopyThreads);
   CUlaunchAttribute attribute = {};
   attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
   attribute.value.clusterDim.x = static_cast<unsigned>(cluster);
@@ -124,9 +114,7 @@ void SumKernels::Copy(CUstream stream,
     config.attrs = &attribute;
     config.numAttrs = 1;
   }
-  void* arguments[] = {&params};
-  Check(driver_, driver_.LaunchKernelEx(&config, copy_, arguments, nullptr),
-        "cuLaunchKernelEx");
+  LaunchKernel(driver_, copy_, config, params);
 }
 
 }  // namespace jax_ub

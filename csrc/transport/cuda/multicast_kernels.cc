@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "platform/cuda/launch.h"
+
 namespace jax_ub {
 
 // The image of multicast_kernels.cu.
@@ -26,15 +28,8 @@ void MulticastKernels::Sum(CUstream stream,
   const int64_t needed =
       (params.end - params.begin + kMulticastThreads - 1) / kMulticastThreads;
   const int64_t most = num_blocks > 0 ? num_blocks : kDefaultBlocks;
-  CUlaunchConfig config = {};
-  config.gridDimX = static_cast<unsigned>(std::min(needed, most));
-  config.gridDimY = config.gridDimZ = 1;
-  config.blockDimX = kMulticastThreads;
-  config.blockDimY = config.blockDimZ = 1;
-  config.hStream = stream;
-  void* arguments[] = {const_cast<MulticastSumParams*>(&params)};
-  Check(driver_, driver_.LaunchKernelEx(&config, sum_, arguments, nullptr),
-        "cuLaunchKernelEx");
+  LaunchKernel(driver_, sum_,
+               LaunchConfig(stream, std::min(needed, most), kMulticastThreads), params);
 }
 
 }  // namespace jax_ub

@@ -309,4 +309,29 @@ class CapturedCalls {
   std::vector<CUgraphExec> execs_;
 };
 
+inline std::string NameOf(const Attributes& at) {
+  return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
+         ", " + std::string(VariantName(at.variant)) +
+         ", P = " + std::to_string(at.num_ranks) + ", " +
+         std::to_string(at.num_kernels) + " kernels";
+}
+
+inline void CheckRight(GpuCalls& calls) {
+  const int64_t num_wrong = calls.NumWrong();
+  if (num_wrong == 0) return;
+  check::Fail(__FILE__, __LINE__, NameOf(calls.site.attributes()), ": ", num_wrong,
+              " wrong");
+}
+
+// Captures the calls of all ranks, and replays them with other operands each time.
+inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
+  CapturedCalls captured(gpus, calls);
+  for (int replay = 0; replay < 3; ++replay) {
+    calls.Refill(seed + replay);
+    captured.LaunchAll();
+    gpus.Synchronize();
+    CheckRight(calls);
+  }
+}
+
 }  // namespace jax_ub

@@ -23,20 +23,6 @@ using jax_ub_test::Sizes;
 constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
                                  Method::kBulk, Method::kExternal};
 
-std::string NameOf(const Attributes& at) {
-  return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
-         ", " + std::string(VariantName(at.variant)) +
-         ", P = " + std::to_string(at.num_ranks) + ", " +
-         std::to_string(at.num_kernels) + " kernels";
-}
-
-void CheckRight(GpuCalls& calls) {
-  const int64_t num_wrong = calls.NumWrong();
-  if (num_wrong == 0) return;
-  check::Fail(__FILE__, __LINE__, NameOf(calls.site.attributes()), ": ", num_wrong,
-              " wrong");
-}
-
 template <typename Function>
 void ForEachVariant(int num_ranks, const Function& function) {
   for (int op = 0; op < kNumOps; ++op) {
@@ -73,13 +59,7 @@ TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
     ForEachVariant(num_ranks, [&](const Attributes& at) {
       const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
       GpuCalls calls(gpus, at, {}, dtype, seed);
-      CapturedCalls captured(gpus, calls);
-      for (int replay = 0; replay < 3; ++replay) {
-        calls.Refill(100 * seed + replay);
-        captured.LaunchAll();
-        gpus.Synchronize();
-        CheckRight(calls);
-      }
+      CheckReplays(gpus, calls, 100 * seed);
     });
   }
 }

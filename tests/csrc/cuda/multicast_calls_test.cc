@@ -31,15 +31,6 @@ class NvlsGpus : public Gpus {
   }
 };
 
-void CheckRight(GpuCalls& calls) {
-  const Attributes& at = calls.site.attributes();
-  const int64_t num_wrong = calls.NumWrong();
-  if (num_wrong == 0) return;
-  check::Fail(__FILE__, __LINE__, OpName(at.op), " by ", MethodName(at.method),
-              ", P = ", at.num_ranks, ", ", at.num_kernels, " kernels: ", num_wrong,
-              " wrong");
-}
-
 template <typename Function>
 void ForEachReduction(int num_ranks, const Function& function) {
   for (const Op op : {Op::kMatmulAllReduce, Op::kAllReduce}) {
@@ -88,13 +79,7 @@ TEST(CapturedAllReducesAreExactWheneverTheyAreReplayed) {
     ForEachReduction(num_ranks, [&](const Attributes& at) {
       const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
       GpuCalls calls(gpus, at, seed % 3 == 0 ? kOdd : kWhole, dtype, seed);
-      CapturedCalls captured(gpus, calls);
-      for (int replay = 0; replay < 3; ++replay) {
-        calls.Refill(100 * seed + replay);
-        captured.LaunchAll();
-        gpus.Synchronize();
-        CheckRight(calls);
-      }
+      CheckReplays(gpus, calls, 100 * seed);
     });
   }
 }
