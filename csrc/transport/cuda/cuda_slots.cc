@@ -92,6 +92,9 @@ WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason)
   params.what.slot = slot;
   params.what.chunk = reason.chunk;
   params.what.call = call_;
+  for (int other = 0; other < num_ranks(); ++other) {
+    if (other != rank_) params.poisons[params.num_peers++] = places_[other].poison;
+  }
   return params;
 }
 
@@ -115,6 +118,7 @@ void CudaSlots::EndCall() {
   SignalParams params = {};
   params.own = words_;
   params.rank = rank_;
+  params.call = call_;
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_) continue;
     params.targets[params.num_targets++] = {LineOf(places_[peer].freed, rank_),

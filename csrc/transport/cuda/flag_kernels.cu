@@ -28,6 +28,14 @@ __device__ void Fail(const RankWords& own, ErrorRecord what, uint32_t code) {
   StoreRelease(&record->code, code);
 }
 
+// Before anything else that the rank does.
+__device__ void FailWait(const WaitParams& params, ErrorRecord what, uint32_t code) {
+  for (uint32_t i = 0; i < params.num_peers; ++i) {
+    StoreRelease(params.poisons[i], what.rank + 1);
+  }
+  Fail(params.own, what, code);
+}
+
 // One target a lane.
 __device__ void SignalAll(const SignalParams& params, uint64_t epoch, bool failed) {
   if (threadIdx.x >= params.num_targets) return;
@@ -49,10 +57,21 @@ extern "C" __global__ void __launch_bounds__(32)
 extern "C" __global__ void __launch_bounds__(32)
     jax_ub_end(const __grid_constant__ SignalParams params) {
   const uint64_t epoch = LoadAcquire(params.own.epoch);
-  const bool failed = LoadAcquire(params.own.failed) != 0;
+  // It may come between the lanes: then some peers are told, and the others told later.
+  const uint64_t poison = LoadAcquire(params.own.poison);
+  const bool failed = poison != 0 || LoadAcquire(params.own.failed) != 0;
   SignalAll(params, epoch, failed);
   SyncWarp();  // every lane has read the epoch
-  if (threadIdx.x == 0 && !failed) StoreRelease(params.own.epoch, epoch + 1);
+  if (threadIdx.x != 0) return;
+  if (!failed) return StoreRelease(params.own.epoch, epoch + 1);
+  if (poison == 0) return;
+  ErrorRecord what = {};
+  what.rank = params.rank;
+  what.peer = static_cast<uint32_t>(poison - 1);
+  what.slot = ErrorRecord::kNoSlot;
+  what.chunk = -1;
+  what.call = params.call;
+  Fail(params.own, what, ErrorRecord::kPeerFailed);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
@@ -69,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(32)
     what.waited_ns = Now() - began;
     if (const uint64_t poison = LoadAcquire(own.poison); poison != 0) {
       what.peer = static_cast<uint32_t>(poison - 1);
-      return Fail(own, what, ErrorRecord::kPeerFailed);
+      return FailWait(params, what, ErrorRecord::kPeerFailed);
     }
     if (what.waited_ns >= params.timeout_ns) {
-      return Fail(own, what, ErrorRecord::kDeadline);
+      return FailWait(params, what, ErrorRecord::kDeadline);
     }
     const auto* record = reinterpret_cast<const ErrorRecord*>(own.error);
     if (look % kLooksPerHostLook == 0 && LoadAcquire(&record->poisoned) != 0) {
-      return Fail(own, what, ErrorRecord::kPoisoned);
+      return FailWait(params, what, ErrorRecord::kPoisoned);
     }
     Pause(pause);
     if (pause < kLastPauseNs) pause *= 2;

@@ -49,13 +49,15 @@ struct FlagTarget {
 };
 
 // jax_ub_signal: every flag becomes *epoch + 1, what this stream did before becomes
-// visible before that. jax_ub_end: the same, and then *epoch += 1.
+// visible before that. jax_ub_end: the same, and then *epoch += 1; a rank that a peer has
+// told of its failure until then fails: it may have read what that peer did afterwards.
 //
 // A rank that has failed writes its number + 1 into the peers' poison instead and leaves
 // flags and epoch alone: nobody goes on with data that did not arrive.
 struct SignalParams {
   RankWords own;
   uint32_t rank;
+  uint32_t call;  // of jax_ub_end, for the record
   uint32_t num_targets;
   FlagTarget targets[kMaxRanks];
 };
@@ -63,12 +65,18 @@ struct SignalParams {
 // jax_ub_wait: until *flag - (*epoch + ahead) >= 0, by signed difference. Ends without
 // that, and fills the record from `what`, after timeout_ns, when this rank or its host or
 // a peer of it failed. `ahead` is 1 for `arrived` and 0 for `freed`.
+//
+// A wait that fails writes the rank's number + 1 into the peers' poison at once: what the
+// stream does next, copies and products, cannot be called off, and may overwrite what a
+// peer still reads.
 struct WaitParams {
   RankWords own;
   uint64_t flag;
   uint64_t timeout_ns;
   uint32_t ahead;
   ErrorRecord what;
+  uint32_t num_peers;
+  uint64_t poisons[kMaxRanks];  // [peer]
 };
 
 // jax_ub_spoil: 0xFF into every byte of the results (NaN in all dtypes) if the rank

@@ -1,5 +1,6 @@
 // A rank that does not come: all others end within their time limit, and say so.
 
+#include <barrier>
 #include <chrono>
 #include <deque>
 #include <map>
@@ -12,6 +13,7 @@
 namespace jax_ub {
 
 constexpr uint64_t kTimeoutNs = 50'000'000;
+constexpr uint64_t kLongNs = 60'000'000'000;
 
 struct alignas(kFlagLineBytes) Line {
   uint64_t word;
@@ -52,18 +54,27 @@ class Ranks {
   std::vector<RankPlace> places;
 };
 
-// Every kernel of the lane in its order; what is copied does not matter here.
-void RunLane(const RankProgram& program) {
+// Every flag kernel of the lane in its order; what slots hold does not matter here. Nobody
+// begins the second call, whose waits are short, before all have ended the first.
+void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
+  uint64_t timeout_ns = kLongNs;
   for (Operation operation : program.lane) {
-    if (operation.kernel == nullptr) continue;
+    if (operation.uses_slots()) continue;
     if (operation.kernel->name == kWaitKernel) {
-      reinterpret_cast<WaitParams*>(operation.params.data())->timeout_ns = kTimeoutNs;
+      reinterpret_cast<WaitParams*>(operation.params.data())->timeout_ns = timeout_ns;
     }
     operation.kernel->run(operation.params.data(), 1, 32);
+    if (operation.kernel->name == kEndKernel && timeout_ns == kLongNs) {
+      timeout_ns = kTimeoutNs;
+      all_ended.arrive_and_wait();
+    }
   }
 }
 
-void ExpectThatAllFail(Pattern pattern, Method method, int num_ranks) {
+void ExpectThatAllFail(Pattern pattern,
+                       Method method,
+                       int num_ranks,
+                       bool by_multicast = false) {
   const Collective collective = MakeCollective(pattern, method, num_ranks, 1);
   Ranks ranks(num_ranks, collective[0].num_slots);
   const Driver driver = RecordingDriver();
@@ -74,13 +85,19 @@ void ExpectThatAllFail(Pattern pattern, Method method, int num_ranks) {
     const auto error = reinterpret_cast<CUdeviceptr>(&ranks.errors[rank]);
     recorders.emplace_back(driver, kernels, ranks.places, error, pieces);
     // The last rank takes part in the first call only.
-    recorders.back().Call(collective[rank], kSlotAlignment);
-    if (rank < num_ranks - 1) recorders.back().Call(collective[rank], kSlotAlignment);
+    for (int call = 0; call < (rank < num_ranks - 1 ? 2 : 1); ++call) {
+      if (by_multicast) {
+        recorders.back().CallByMulticast(collective[rank], kSlotAlignment);
+      } else {
+        recorders.back().Call(collective[rank], kSlotAlignment);
+      }
+    }
   }
+  std::barrier<> all_ended(num_ranks);
   const auto began = std::chrono::steady_clock::now();
   std::vector<std::thread> threads;
   for (const Recorder& recorder : recorders) {
-    threads.emplace_back([&recorder] { RunLane(recorder.program()); });
+    threads.emplace_back([&] { RunLane(recorder.program(), all_ended); });
   }
   for (std::thread& thread : threads) thread.join();
   // Waits do not add up: whoever failed tells the others at once.
@@ -111,6 +128,12 @@ TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
     for (Method method : {Method::kRingExchange, Method::kPipeline}) {
       for (int num_ranks : {2, 3, 5}) ExpectThatAllFail(pattern, method, num_ranks);
     }
+  }
+}
+
+TEST(a_rank_that_does_not_come_fails_a_reduction_by_multicast) {
+  for (int num_ranks : {2, 3, 5}) {
+    ExpectThatAllFail(Pattern::kMatmulAllReduce, Method::kPipeline, num_ranks, true);
   }
 }
 

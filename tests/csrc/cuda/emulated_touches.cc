@@ -41,6 +41,9 @@ std::vector<Touch> OfSignal(const SignalParams& params) {
 std::vector<Touch> OfWait(const WaitParams& params) {
   std::vector<Touch> touches = {Word(params.flag)};
   Add(touches, params.own);
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_peers, kMaxRanks); ++i) {
+    touches.push_back(Word(params.poisons[i]));
+  }
   return touches;
 }
 

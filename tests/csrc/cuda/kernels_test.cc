@@ -310,12 +310,43 @@ TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
   CHECK_EQ(peer.error.code, ErrorRecord::kPeerFailed);
   CHECK_EQ(peer.error.peer, 3u);
-  // What did arrive is not spoilt by a peer that failed afterwards.
+  // What did arrive may be read; the end of the call will say whether it was right.
   Rank third(9);
   third.poison = 4;
   third.arrived[0] = 10;
   Launch(kWaitKernel, third.Wait(third.arrived[0], 1, kLongNs), 1, 32);
   CHECK_EQ(third.failed, 0u);
+}
+
+TEST(a_wait_that_fails_tells_all_peers_at_once) {
+  Rank own(9);
+  uint64_t poisons[3] = {};
+  WaitParams wait = own.Wait(own.arrived[0], 1, 0);
+  wait.num_peers = 2;
+  for (int i = 0; i < 2; ++i) wait.poisons[i] = AddressOf(&poisons[i]);
+  Launch(kWaitKernel, own.Wait(own.freed[0], 0, 0), 1, 32);
+  CHECK_EQ(poisons[0] + poisons[1], 0u);
+  Launch(kWaitKernel, wait, 1, 32);
+  CHECK_EQ(poisons[0], 4u);
+  CHECK_EQ(poisons[1], 4u);
+  CHECK_EQ(poisons[2], 0u);
+}
+
+TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
+  Rank own(9);
+  Rank peer(9);
+  own.poison = 6;
+  SignalParams end = own.Signal({{AddressOf(&peer.freed[3]), AddressOf(&peer.poison)}});
+  end.call = 11;
+  Launch(kEndKernel, end, 1, 32);
+  CHECK_EQ(own.failed, 1u);
+  CHECK_EQ(own.epoch, 9u);
+  CHECK_EQ(peer.freed[3], 9u);
+  CHECK_EQ(peer.poison, 4u);
+  CHECK_EQ(own.error.code, ErrorRecord::kPeerFailed);
+  CHECK_EQ(own.error.rank, 3u);
+  CHECK_EQ(own.error.peer, 5u);
+  CHECK_EQ(own.error.call, 11u);
 }
 
 TEST(results_are_spoilt_only_if_the_rank_failed) {

@@ -181,13 +181,13 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
   end.slots.Write(2, 3, 0, {nullptr, 2, 0, 24});  // nothing
   CHECK_EQ(end.operations.size(), 4u);
   const CUdeviceptr slot = end.places[2].slots + 3 * 256;
-  CHECK_EQ(end.operations[0].to, slot + 8);
-  CHECK_EQ(end.operations[0].size_bytes, 32);
-  CHECK_EQ(end.operations[1].size_bytes, 32);  // rows without gaps
+  CHECK_EQ(end.operations[0].writes[0].slots, slot + 8);
+  CHECK_EQ(end.operations[0].writes[0].size_bytes, 32);
+  CHECK_EQ(end.operations[1].writes[0].size_bytes, 32);  // rows without gaps
   // Rows with gaps: one by one, since a graph's copies have one dimension.
   for (const int row : {0, 1}) {
-    CHECK_EQ(end.operations[2 + row].to, slot + 8 * row);
-    CHECK_EQ(end.operations[2 + row].size_bytes, 8);
+    CHECK_EQ(end.operations[2 + row].writes[0].slots, slot + 8 * row);
+    CHECK_EQ(end.operations[2 + row].writes[0].size_bytes, 8);
   }
   CHECK_THROWS(end.slots.Write(2, 3, 16, {nullptr, 1, 32, 0}),
                "a piece of 48 bytes does not fit into a slot of 40");
@@ -230,6 +230,9 @@ TEST(waits_say_what_they_wait_for) {
   CHECK_EQ(wait.what.chunk, 9);
   CHECK_EQ(wait.what.call, 5u);
   CHECK_EQ(wait.own.error, 7u);
+  CHECK_EQ(wait.num_peers, 2u);
+  CHECK_EQ(wait.poisons[0], end.places[0].poison);
+  CHECK_EQ(wait.poisons[1], end.places[2].poison);
 }
 
 TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
@@ -245,6 +248,7 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   end.slots.EndCall();
   const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
   CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
+  CHECK_EQ(freed.call, 5u);
   CHECK_EQ(freed.num_targets, 2u);
   CHECK_EQ(freed.targets[0].flag, end.places[0].freed + kFlagLineBytes);
   CHECK_EQ(freed.targets[1].flag, end.places[2].freed + kFlagLineBytes);

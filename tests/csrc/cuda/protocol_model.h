@@ -8,9 +8,17 @@
 // and what is found to be ordered has no race, so there are no other behaviours than these
 // orders (sequential consistency for programs without data races).
 //
-// `eager` takes flag kernels as soon as they can go on, and branches on copies and reads
+// A reduction by multicast is a product that writes cells of its own rank, a sum that reads
+// and writes a cell of every rank, and a copy that reads its own: again each one step.
+//
+// `kEager` takes flag kernels as soon as they can go on, and branches on copies and reads
 // only. That loses nothing: flags only grow, a wait that may go on may do so for ever,
 // and a kernel that goes on early never keeps anybody from doing what he could do before.
+//
+// With `kFailures` every wait may also reach its deadline. Then the rank goes on with what
+// it has and signals no more, and its results are NaN: what a rank reads counts if it ends
+// the call without having failed. Who looks earlier hears of a failure earlier, so that
+// flags are taken in every order there.
 #pragma once
 
 #include <algorithm>
@@ -25,14 +33,22 @@
 
 namespace jax_ub {
 
+// What all ranks do together.
+struct ModelCall {
+  Collective schedules;
+  bool by_multicast = false;  // in place of them
+};
+
+enum class Search { kEager, kWhole, kFailures };
+
 class ProtocolModel {
  public:
-  ProtocolModel(const std::vector<Collective>& calls, uint64_t first_epoch)
-      : num_ranks_(static_cast<int>(calls.at(0).size())),
+  ProtocolModel(const std::vector<ModelCall>& calls, uint64_t first_epoch)
+      : num_ranks_(static_cast<int>(calls.at(0).schedules.size())),
         first_epoch_(first_epoch),
         errors_(num_ranks_) {
     for (size_t call = 0; call < calls.size(); ++call) {
-      const int num_slots = calls[call][0].num_slots;
+      const int num_slots = calls[call].schedules[0].num_slots;
       num_slots_ = std::max(num_slots_, num_slots);
       // 2, 3, 1, 2, ... cells for a slot.
       slot_bytes_.push_back(kSlotAlignment * (1 + (call + 1) % 3));
@@ -48,17 +64,17 @@ class ProtocolModel {
   std::vector<RankProgram>& programs() { return programs_; }
 
   // What goes wrong in some order, or "".
-  std::string Explore(bool eager) {
-    State first = FirstState();
-    if (eager) TakeFlags(first);
-    Visit(std::move(first));
+  std::string Explore(Search search) {
+    search_ = search;
+    Visit(FirstState());
     while (!todo_.empty() && wrong_.empty()) {
       const State state = *todo_.back();
       todo_.pop_back();
       bool moved = false;
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        moved |= TryBeside(state, rank, eager);
-        moved |= TryLane(state, rank, eager);
+        moved |= TryBeside(state, rank);
+        moved |= TryLane(state, rank, false);
+        if (search_ == Search::kFailures) moved |= TryLane(state, rank, true);
       }
       if (!moved) CheckDone(state);
     }
@@ -66,12 +82,14 @@ class ProtocolModel {
   }
 
  private:
-  // [rank]: next of its lane, reads done (four bytes), lines, cells.
+  // [rank]: next of its lane, done beside it (four bytes), whether it read another
+  // piece than it meant, lines, cells.
   using State = std::string;
   struct alignas(kFlagLineBytes) Line {
     uint64_t word;
   };
-  static constexpr size_t kProgressBytes = 5;
+  static constexpr size_t kMisread = 5;
+  static constexpr size_t kProgressBytes = 6;
   // Far away from any real memory.
   static constexpr CUdeviceptr kFirstSlot = CUdeviceptr{1} << 60;
   static constexpr CUdeviceptr kRankBytes = CUdeviceptr{1} << 32;
@@ -99,7 +117,7 @@ class ProtocolModel {
     }
   }
 
-  void Record(const std::vector<Collective>& calls) {
+  void Record(const std::vector<ModelCall>& calls) {
     const Driver driver = RecordingDriver();
     const FlagKernels kernels(driver);
     std::map<Piece, PieceId> pieces;
@@ -107,7 +125,12 @@ class ProtocolModel {
       const auto error = reinterpret_cast<CUdeviceptr>(&errors_[rank]);
       Recorder recorder(driver, kernels, places_, error, pieces);
       for (size_t call = 0; call < calls.size(); ++call) {
-        recorder.Call(calls[call][rank], slot_bytes_[call]);
+        const Schedule& schedule = calls[call].schedules[rank];
+        if (calls[call].by_multicast) {
+          recorder.CallByMulticast(schedule, slot_bytes_[call]);
+        } else {
+          recorder.Call(schedule, slot_bytes_[call]);
+        }
       }
       programs_.push_back(recorder.program());
     }
@@ -141,11 +164,26 @@ class ProtocolModel {
                   num_lines_ + offset % kRankBytes / kSlotAlignment];
   }
 
-  void CheckReads(State& state, int rank, const std::vector<Read>& reads) {
-    for (const Read& read : reads) {
-      const char* cells = Cells(state, read.slot);
+  void Use(State& state,
+           int rank,
+           const std::vector<Content>& reads,
+           const std::vector<Content>& writes) {
+    CheckReads(state, rank, reads);
+    for (const Content& write : writes) {
+      std::memset(Cells(state, write.slots), write.piece,
+                  write.size_bytes / kSlotAlignment);
+    }
+  }
+
+  void CheckReads(State& state, int rank, const std::vector<Content>& reads) {
+    for (const Content& read : reads) {
+      const char* cells = Cells(state, read.slots);
       for (int64_t i = 0; i < read.size_bytes / kSlotAlignment; ++i) {
         if (static_cast<PieceId>(cells[i]) == read.piece) continue;
+        if (search_ == Search::kFailures) {
+          state[At(rank) + kMisread] = 1;
+          continue;
+        }
         wrong_ = "rank " + std::to_string(rank) + " reads piece " +
                  std::to_string(static_cast<PieceId>(cells[i])) + " where it means " +
                  std::to_string(read.piece);
@@ -153,30 +191,42 @@ class ProtocolModel {
     }
   }
 
-  // False: it waits. A wait looks once, since its time limit is zero.
-  bool RunKernel(State& state, int rank, const Operation& launch) {
+  int failed_line() const { return num_slots_ + num_ranks_ + 1; }
+  bool HasFailed(const State& state, int rank) const {
+    return state[At(rank) + kProgressBytes + failed_line()] != 0;
+  }
+
+  // False: it waits. A wait looks once, since its time limit is zero; `expires`: the limit
+  // is reached then.
+  bool RunKernel(State& state, int rank, const Operation& launch, bool expires) {
     ToMemory(state);
     launch.kernel->run(launch.params.data(), 1, 32);
-    if (lines_[rank * num_lines_ + num_slots_ + num_ranks_ + 1].word != 0) return false;
+    const bool fails =
+        !HasFailed(state, rank) && lines_[rank * num_lines_ + failed_line()].word != 0;
+    const bool is_late = fails && errors_[rank].code == ErrorRecord::kDeadline;
+    if (is_late != expires) return false;
     FromMemory(state);
+    if (launch.kernel->name == kEndKernel && state[At(rank) + kMisread] != 0 &&
+        !HasFailed(state, rank)) {
+      wrong_ = "rank " + std::to_string(rank) +
+               " has not failed, and read another piece than it means";
+    }
     return true;
   }
 
   // True if the rank's next operation of that kind could be taken.
-  bool TakeNext(State& state, int rank, bool kernels_only) {
+  bool TakeNext(State& state, int rank, bool flags_only, bool expires) {
     const std::vector<Operation>& lane = programs_[rank].lane;
     const uint8_t next = Next(state, rank);
     if (next == lane.size()) return false;
     const Operation& operation = lane[next];
     if ((operation.needs & ~Done(state, rank)) != 0) return false;
-    if (operation.kernel != nullptr) {
-      if (!RunKernel(state, rank, operation)) return false;
-    } else if (kernels_only) {
+    if (!operation.uses_slots()) {
+      if (!RunKernel(state, rank, operation, expires)) return false;
+    } else if (flags_only || expires) {
       return false;
-    } else {
-      CheckReads(state, rank, operation.reads);
-      std::memset(Cells(state, operation.to), operation.piece,
-                  operation.size_bytes / kSlotAlignment);
+    } else if (operation.kernel == nullptr || !HasFailed(state, rank)) {
+      Use(state, rank, operation.reads, operation.writes);
     }
     state[At(rank)] = static_cast<char>(next + 1);
     return true;
@@ -186,30 +236,28 @@ class ProtocolModel {
     for (bool moved = true; moved;) {
       moved = false;
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        while (TakeNext(state, rank, true)) moved = true;
+        while (TakeNext(state, rank, true, false)) moved = true;
       }
     }
   }
 
-  bool TryLane(const State& state, int rank, bool eager) {
+  bool TryLane(const State& state, int rank, bool expires) {
     State next = state;
-    if (!TakeNext(next, rank, false)) return false;
-    if (eager) TakeFlags(next);
+    if (!TakeNext(next, rank, false, expires)) return false;
     Visit(std::move(next));
     return true;
   }
 
-  bool TryBeside(const State& state, int rank, bool eager) {
+  bool TryBeside(const State& state, int rank) {
     bool moved = false;
-    const std::vector<ReadBeside>& beside = programs_[rank].beside;
+    const std::vector<Beside>& beside = programs_[rank].beside;
     for (size_t i = 0; i < beside.size(); ++i) {
       const uint32_t done = Done(state, rank);
       if ((done >> i & 1) != 0 || beside[i].after > Next(state, rank)) continue;
       State next = state;
-      CheckReads(next, rank, beside[i].reads);
+      Use(next, rank, beside[i].reads, beside[i].writes);
       const uint32_t now_done = done | 1u << i;
       std::memcpy(&next[At(rank) + 1], &now_done, sizeof now_done);
-      if (eager) TakeFlags(next);
       Visit(std::move(next));
       moved = true;
     }
@@ -217,6 +265,7 @@ class ProtocolModel {
   }
 
   void Visit(State state) {
+    if (search_ == Search::kEager) TakeFlags(state);
     const auto [place, is_new] = visited_.insert(std::move(state));
     if (is_new) todo_.push_back(&*place);
   }
@@ -238,6 +287,7 @@ class ProtocolModel {
   std::vector<ErrorRecord> errors_;
   std::vector<RankPlace> places_;
   std::vector<RankProgram> programs_;
+  Search search_ = Search::kEager;
   std::unordered_set<State> visited_;
   std::vector<const State*> todo_;
   std::string wrong_;

@@ -19,6 +19,7 @@ struct Kind {
   Method method;
   int num_splits;
   Variant variant = Variant::kPlain;
+  bool by_multicast = false;
 };
 
 // One of each way in which slots are used: products change nothing about it, and bulk
@@ -34,15 +35,25 @@ constexpr Kind kKinds[] = {
     {Pattern::kMatmulAllReduce, Method::kRingExchange, 1},
     {Pattern::kMatmulAllReduce, Method::kRingExchange, 1, Variant::kOneShot},
     {Pattern::kMatmulAllReduce, Method::kPipeline, 2},
+    {Pattern::kMatmulAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
+    {Pattern::kMatmulAllReduce, Method::kPipeline, 2, Variant::kPlain, true},
+    {Pattern::kAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
 };
+
+std::vector<Kind> Kinds(bool by_multicast) {
+  std::vector<Kind> kinds(std::begin(kKinds), std::end(kKinds));
+  std::erase_if(kinds, [&](const Kind& k) { return k.by_multicast != by_multicast; });
+  return kinds;
+}
 
 // Around zero, and where the sign changes.
 constexpr uint64_t kUnsignedWrap = UINT64_MAX;
 constexpr uint64_t kSignedWrap = INT64_MAX;
 
-Collective Make(const Kind& kind, int num_ranks) {
-  return MakeCollective(kind.pattern, kind.method, num_ranks, kind.num_splits,
-                        kind.variant);
+ModelCall Make(const Kind& kind, int num_ranks) {
+  return {MakeCollective(kind.pattern, kind.method, num_ranks, kind.num_splits,
+                         kind.variant),
+          kind.by_multicast};
 }
 
 std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
@@ -51,7 +62,7 @@ std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
     text += std::string(", ") + std::string(PatternName(kind.pattern)) + " by " +
             std::string(MethodName(kind.method)) + ", " +
             std::string(VariantName(kind.variant)) + ", in " +
-            std::to_string(kind.num_splits);
+            std::to_string(kind.num_splits) + (kind.by_multicast ? ", multicast" : "");
   }
   return text;
 }
@@ -62,19 +73,22 @@ using Change = std::function<void(RankProgram&)>;
 std::string Explore(const std::vector<Kind>& kinds,
                     int num_ranks,
                     uint64_t first_epoch,
-                    bool eager,
+                    Search search,
                     const Change& change = nullptr) {
-  std::vector<Collective> calls;
+  std::vector<ModelCall> calls;
   for (const Kind& kind : kinds) calls.push_back(Make(kind, num_ranks));
   ProtocolModel model(calls, first_epoch);
   if (change) {
     for (RankProgram& program : model.programs()) change(program);
   }
-  return model.Explore(eager);
+  return model.Explore(search);
 }
 
-void Prove(const std::vector<Kind>& kinds, int num_ranks, uint64_t first_epoch) {
-  const std::string wrong = Explore(kinds, num_ranks, first_epoch, /*eager=*/true);
+void Prove(const std::vector<Kind>& kinds,
+           int num_ranks,
+           uint64_t first_epoch,
+           Search search = Search::kEager) {
+  const std::string wrong = Explore(kinds, num_ranks, first_epoch, search);
   if (wrong.empty()) return;
   check::Fail(__FILE__, __LINE__, Describe(kinds, num_ranks), ": ", wrong);
 }
@@ -88,12 +102,31 @@ Params& ParamsOf(Operation& operation) {
   return *reinterpret_cast<Params*>(operation.params.data());
 }
 
-// Waits for what is always so instead of for `freed`.
+// Waits for what is always so.
+void Forget(Operation& wait) {
+  WaitParams& params = ParamsOf<WaitParams>(wait);
+  params.flag = params.own.epoch;
+  params.ahead = 0;
+}
+
 void ForgetFreed(RankProgram& program) {
   for (Operation& operation : program.lane) {
     if (!IsKernel(operation, kWaitKernel)) continue;
-    WaitParams& params = ParamsOf<WaitParams>(operation);
-    if (params.ahead == 0) params.flag = params.own.epoch;
+    if (ParamsOf<WaitParams>(operation).ahead == 0) Forget(operation);
+  }
+}
+
+// Waits for the peers' flags before the sums, or before those are copied out.
+void ForgetBarrier(RankProgram& program, bool before_sums) {
+  const Operation* next = nullptr;  // that uses slots
+  for (size_t i = program.lane.size(); i-- > 0;) {
+    Operation& operation = program.lane[i];
+    if (operation.uses_slots()) next = &operation;
+    if (next == nullptr || !IsKernel(operation, kWaitKernel)) continue;
+    const bool is_last = !IsKernel(*next, kMulticastSumKernel);
+    if (ParamsOf<WaitParams>(operation).ahead == 1 && is_last != before_sums) {
+      Forget(operation);
+    }
   }
 }
 
@@ -144,9 +177,9 @@ TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
       if (first.num_splits + second.num_splits > 2) continue;
       for (const Change& change : changes) {
         const bool found =
-            !Explore({first, second}, 2, kUnsignedWrap, true, change).empty();
+            !Explore({first, second}, 2, kUnsignedWrap, Search::kEager, change).empty();
         const bool is_there =
-            !Explore({first, second}, 2, kUnsignedWrap, false, change).empty();
+            !Explore({first, second}, 2, kUnsignedWrap, Search::kWhole, change).empty();
         CHECK_EQ(found, is_there);
       }
     }
@@ -156,11 +189,11 @@ TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
 // Three calls of any of these kinds, changed so, are found to be wrong.
 void ExpectFound(const std::string& text,
                  const Change& change,
-                 const std::vector<Kind>& kinds = {std::begin(kKinds),
-                                                   std::end(kKinds)}) {
+                 const std::vector<Kind>& kinds = Kinds(false),
+                 Search search = Search::kEager) {
   for (const Kind& kind : kinds) {
     const std::string wrong =
-        Explore({kind, kind, kind}, 2, kUnsignedWrap, true, change);
+        Explore({kind, kind, kind}, 2, kUnsignedWrap, search, change);
     if (wrong.find(text) != std::string::npos) continue;
     check::Fail(__FILE__, __LINE__, Describe({kind}, 2), ": found '", wrong, "', not '",
                 text, "'");
@@ -182,7 +215,7 @@ TEST(ending_a_call_without_freeing_is_found) {
 // Frees the next call too, before it has begun. All but the two stages of an all-reduce
 // in a ring of two, which wait for each other anyway.
 TEST(counting_the_epoch_before_freeing_is_found) {
-  std::vector<Kind> kinds(std::begin(kKinds), std::end(kKinds));
+  std::vector<Kind> kinds = Kinds(false);
   std::erase_if(kinds, [](const Kind& kind) {
     return kind.pattern == Pattern::kMatmulAllReduce &&
            kind.method == Method::kRingExchange && kind.variant == Variant::kPlain;
@@ -194,7 +227,7 @@ TEST(counting_the_epoch_before_freeing_is_found) {
       signal.kernel = FindEmulatedKernel(kSignalKernel);
       ParamsOf<SignalParams>(program.lane[i]).num_targets = 0;
       program.lane.insert(program.lane.begin() + ++i, signal);
-      for (ReadBeside& read : program.beside) read.after += read.after >= i;
+      for (Beside& read : program.beside) read.after += read.after >= i;
     }
   };
   ExpectFound("reads piece", change, kinds);
@@ -208,23 +241,107 @@ TEST(ending_a_call_before_its_slots_are_read_is_found) {
   });
 }
 
-TEST(signalling_before_writing_is_found) {
-  ExpectFound("reads piece", [](RankProgram& program) {
-    for (size_t i = 0; i + 1 < program.lane.size(); ++i) {
-      if (program.lane[i].kernel == nullptr) {
-        std::swap(program.lane[i], program.lane[i + 1]);
-        ++i;
-      }
+void SignalBeforeWriting(RankProgram& program) {
+  for (size_t i = 0; i + 1 < program.lane.size(); ++i) {
+    if (program.lane[i].uses_slots()) {
+      std::swap(program.lane[i], program.lane[i + 1]);
+      ++i;
     }
-  });
+  }
+}
+
+TEST(signalling_before_writing_is_found) {
+  ExpectFound("reads piece", SignalBeforeWriting);
+}
+
+void WaitForTheCallBefore(RankProgram& program) {
+  for (Operation& operation : program.lane) {
+    if (IsKernel(operation, kWaitKernel)) ParamsOf<WaitParams>(operation).ahead = 0;
+  }
 }
 
 TEST(waiting_for_the_call_before_is_found) {
-  ExpectFound("reads piece", [](RankProgram& program) {
-    for (Operation& operation : program.lane) {
-      if (IsKernel(operation, kWaitKernel)) ParamsOf<WaitParams>(operation).ahead = 0;
+  ExpectFound("reads piece", WaitForTheCallBefore);
+}
+
+TEST(summing_by_multicast_before_all_have_their_parts_is_found) {
+  const Change change = [](RankProgram& program) { ForgetBarrier(program, true); };
+  ExpectFound("reads piece", change, Kinds(true));
+}
+
+TEST(a_reduction_by_multicast_without_its_last_barrier_is_found) {
+  const Change change = [](RankProgram& program) { ForgetBarrier(program, false); };
+  ExpectFound("reads piece", change, Kinds(true));
+}
+
+TEST(signalling_before_the_product_is_there_is_found) {
+  std::vector<Kind> kinds = Kinds(true);
+  std::erase_if(kinds, [](const Kind& k) { return k.pattern == Pattern::kAllReduce; });
+  const Change change = [](RankProgram& program) {
+    for (Operation& operation : program.lane) operation.needs = 0;
+  };
+  ExpectFound("reads piece", change, kinds);
+}
+
+TEST(what_else_is_found_of_schedules_is_found_of_reductions_by_multicast) {
+  ExpectFound("reads piece", SignalBeforeWriting, Kinds(true));
+  ExpectFound("reads piece", WaitForTheCallBefore, Kinds(true));
+}
+
+// Behind a ring, in which the rank behind sets all flags: here each peer has its own.
+TEST(a_reduction_by_multicast_that_does_not_wait_for_freed_is_found) {
+  const std::vector<Kind> calls = {kKinds[0], Kinds(true)[0]};
+  CHECK_EQ(Explore(calls, 3, kUnsignedWrap, Search::kEager), "");
+  CHECK(!Explore(calls, 3, kUnsignedWrap, Search::kEager, ForgetFreed).empty());
+}
+
+// In every place, also in several at once.
+TEST(nobody_ends_a_call_well_with_the_wrong_data_when_ranks_fail) {
+  for (const Kind& first : kKinds) {
+    for (const Kind& second : kKinds) {
+      if (first.num_splits + second.num_splits > 2) continue;
+      Prove({first, second}, 2, kUnsignedWrap, Search::kFailures);
     }
-  });
+  }
+}
+
+TEST(nobody_passes_on_the_wrong_data_when_ranks_fail) {
+  for (const Kind& kind : kKinds) {
+    if (kind.num_splits == 1 && Has(kind, 3)) {
+      Prove({kind}, 3, kUnsignedWrap, Search::kFailures);
+    }
+  }
+}
+
+std::vector<Kind> InOnePiece(bool by_multicast) {
+  std::vector<Kind> kinds = Kinds(by_multicast);
+  std::erase_if(kinds, [](const Kind& kind) { return kind.num_splits > 1; });
+  return kinds;
+}
+
+// Copies that follow a wait that failed may overwrite what a peer still reads; a sum by
+// multicast stores nothing then, and the end of the call tells the peers.
+TEST(failing_without_telling_the_peers_at_once_is_found) {
+  const Change change = [](RankProgram& program) {
+    for (Operation& operation : program.lane) {
+      if (!IsKernel(operation, kWaitKernel)) continue;
+      ParamsOf<WaitParams>(operation).num_peers = 0;
+    }
+  };
+  ExpectFound("has not failed", change, InOnePiece(false), Search::kFailures);
+}
+
+TEST(ending_a_call_without_looking_whether_a_peer_failed_is_found) {
+  const Change change = [](RankProgram& program) {
+    for (Operation& operation : program.lane) {
+      if (!IsKernel(operation, kEndKernel)) continue;
+      RankWords& own = ParamsOf<SignalParams>(operation).own;
+      own.poison = own.failed;
+    }
+  };
+  for (const bool by_multicast : {false, true}) {
+    ExpectFound("has not failed", change, InOnePiece(by_multicast), Search::kFailures);
+  }
 }
 
 }  // namespace jax_ub

@@ -1,110 +1,22 @@
-// What a rank enqueues for calls in a row, written down instead of run: its schedules go
-// through CudaSlots, and a driver of a few functions keeps launches and copies.
+// What a rank enqueues for calls in a row: its schedules, or its reductions by multicast,
+// go through CudaSlots into a driver that writes them down.
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <span>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cuda/emulated_kernels.h"
+#include "cuda/recorded_multicast.h"
+#include "cuda/recorded_operations.h"
+#include "engine/cuda/multicast_reduce.h"
+#include "engine/executor.h"
 #include "schedule/check.h"
 #include "transport/cuda/cuda_slots.h"
 
 namespace jax_ub {
-
-// The piece that a call puts into slots: its number is what lies in them.
-using PieceId = uint8_t;
-using Piece = std::tuple<int, Payload, int, int, int>;  // call, payload, chunk, split,
-                                                        // sender of a partial or kNone
-
-struct Read {
-  CUdeviceptr slot = 0;
-  int64_t size_bytes = 0;
-  PieceId piece = 0;
-};
-
-// Kernels and copies are in the order of the communication lane. What reads slots beside
-// them may be anywhere behind the waits that it follows.
-struct Operation {
-  const EmulatedKernel* kernel = nullptr;
-  std::vector<std::byte> params;
-  unsigned num_blocks = 0;
-  unsigned num_threads = 0;
-  unsigned cluster_size = 0;  // 0: not asked for
-  CUdeviceptr to = 0;         // of a copy
-  int64_t size_bytes = 0;
-  PieceId piece = 0;
-  std::vector<Read> reads;  // by this very copy: what it passes on
-  uint32_t needs = 0;       // reads beside the lane that come first: bits
-};
-
-struct ReadBeside {
-  size_t after = 0;  // this many operations of the lane
-  std::vector<Read> reads;
-};
-
-struct RankProgram {
-  std::vector<Operation> lane;
-  std::vector<ReadBeside> beside;
-};
-
-inline constexpr int kRecordedSms = 2;
-
-// A driver whose streams are the vectors that launches and copies are appended to.
-inline Driver RecordingDriver() {
-  Driver driver = {};
-  driver.LibraryLoadData = [](CUlibrary* library, const void* image, CUjit_option*,
-                              void**, unsigned, CUlibraryOption*, void**, unsigned) {
-    *library = reinterpret_cast<CUlibrary>(const_cast<void*>(image));
-    return CUDA_SUCCESS;
-  };
-  driver.LibraryUnload = [](CUlibrary) { return CUDA_SUCCESS; };
-  driver.LibraryGetKernel = [](CUkernel* kernel, CUlibrary, const char* name) {
-    const EmulatedKernel* found = FindEmulatedKernel(name);
-    *kernel = reinterpret_cast<CUkernel>(const_cast<EmulatedKernel*>(found));
-    return CUDA_SUCCESS;
-  };
-  driver.KernelGetFunction = [](CUfunction* function, CUkernel kernel) {
-    *function = reinterpret_cast<CUfunction>(kernel);
-    return CUDA_SUCCESS;
-  };
-  driver.LaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function,
-                             void** arguments, void**) {
-    Operation launch;
-    launch.kernel = reinterpret_cast<const EmulatedKernel*>(function);
-    const auto* params = static_cast<const std::byte*>(arguments[0]);
-    launch.params.assign(params, params + launch.kernel->params_bytes);
-    launch.num_blocks = config->gridDimX;
-    launch.num_threads = config->blockDimX;
-    for (unsigned i = 0; i < config->numAttrs; ++i) {
-      if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
-        launch.cluster_size = config->attrs[i].value.clusterDim.x;
-      }
-    }
-    reinterpret_cast<std::vector<Operation>*>(config->hStream)->push_back(launch);
-    return CUDA_SUCCESS;
-  };
-  driver.MemcpyAsync = [](CUdeviceptr to, CUdeviceptr, size_t bytes, CUstream stream) {
-    Operation copy;
-    copy.to = to;
-    copy.size_bytes = static_cast<int64_t>(bytes);
-    reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
-    return CUDA_SUCCESS;
-  };
-  // Devices are as many as there are compute capabilities: 80 is device 80.
-  driver.DeviceGetAttribute = [](int* value, CUdevice_attribute attribute,
-                                 CUdevice device) {
-    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? device / 10
-                                                                       : kRecordedSms;
-    return CUDA_SUCCESS;
-  };
-  return driver;
-}
 
 // The calls of one rank, in a row.
 class Recorder {
@@ -122,12 +34,7 @@ class Recorder {
 
   // Slots of `slot_bytes` each, which differ from call to call so that they overlap.
   void Call(const Schedule& schedule, int64_t slot_bytes) {
-    SlotStream stream;
-    stream.driver = &driver_;
-    stream.flags = &kernels_;
-    stream.stream = reinterpret_cast<CUstream>(&program_.lane);
-    CudaSlots slots(schedule.rank, places_, error_, 0, {schedule.num_slots, slot_bytes},
-                    stream, nullptr);
+    CudaSlots slots = SlotsOf(schedule, slot_bytes, nullptr);
     held_.clear();
     const size_t first_read = program_.beside.size();
     for (const Step& step : schedule.steps) Take(step, schedule, slots);
@@ -141,9 +48,55 @@ class Recorder {
     ++call_;
   }
 
+  // The same all-reduce by multicast, with the flags of that schedule.
+  void CallByMulticast(const Schedule& schedule, int64_t slot_bytes) {
+    Attributes at;
+    at.op =
+        schedule.pattern == Pattern::kAllReduce ? Op::kAllReduce : Op::kMatmulAllReduce;
+    at.method = schedule.method;
+    at.num_ranks = schedule.num_ranks;
+    at.num_splits = schedule.num_splits;
+    at.label = "call";
+    const RankCall call = MulticastRecorder::CallOf(at);
+    MulticastRecorder device(
+        program_, places_, schedule.rank, [&](Payload payload, int owner, int piece) {
+          return payload == Payload::kSum
+                     ? IdOf({call_, payload, owner, piece, kNone})
+                     : IdOf({call_, payload, kAllChunks, piece, owner});
+        });
+    const MulticastKernels kernels(driver_);
+    CudaSlots slots = SlotsOf(schedule, slot_bytes, &kernels);
+    ReduceByMulticast(
+        at, call, PlanSlots(at, call, device), 0,
+        [&](const MulticastRange& range) {
+          slots.SumByMulticast(range);
+          device.NoteSum();
+        },
+        slots, device);
+    device.NoteNeeds();
+    ++call_;
+  }
+
   const RankProgram& program() const { return program_; }
 
  private:
+  CudaSlots SlotsOf(const Schedule& schedule,
+                    int64_t slot_bytes,
+                    const MulticastKernels* multicast) {
+    SlotStream stream;
+    stream.driver = &driver_;
+    stream.flags = &kernels_;
+    stream.stream = reinterpret_cast<CUstream>(&program_.lane);
+    stream.multicast = multicast;
+    return {schedule.rank,
+            places_,
+            error_,
+            0,
+            {schedule.num_slots, slot_bytes, kRecordedMulticast},
+            stream,
+            nullptr};
+  }
+
   PieceId IdOf(const Step& step) {
     const int sender = step.payload == Payload::kPartial ? step.peer : kNone;
     return IdOf({call_, step.payload, step.chunk, step.split, sender});
@@ -153,7 +106,7 @@ class Recorder {
         .first->second;
   }
 
-  Read ReadOf(int slot, PieceId piece, const CudaSlots& slots) const {
+  Content ContentOf(int slot, PieceId piece, const CudaSlots& slots) const {
     return {reinterpret_cast<CUdeviceptr>(slots.slot(slot)), slots.slot_bytes(), piece};
   }
 
@@ -172,9 +125,9 @@ class Recorder {
         const PieceId piece = PutOf(step, schedule.rank);
         const size_t copy = lane.size();
         slots.Write(step.peer, step.slot, 0, {nullptr, 1, slots.slot_bytes(), 0});
-        lane[copy].piece = piece;
+        lane[copy].writes[0].piece = piece;
         if (const auto held = held_.find(piece); held != held_.end()) {
-          lane[copy].reads = {ReadOf(held->second, piece, slots)};
+          lane[copy].reads = {ContentOf(held->second, piece, slots)};
         } else if (step.payload == Payload::kSum) {
           lane[copy].needs = 1u << (program_.beside.size() - 1);  // the sum itself
         }
@@ -182,22 +135,22 @@ class Recorder {
       }
       case StepKind::kMultiply:
       case StepKind::kCopy: {
-        ReadBeside product{lane.size(), {}};
+        Beside product{lane.size(), {}, {}};
         for (int i = 0; i < step.num_chunks; ++i) {
           const auto held = held_.find(IdOf(ChunkOf(step, i)));
           if (held == held_.end()) return;  // reads own operands only
-          product.reads.push_back(ReadOf(held->second, held->first, slots));
+          product.reads.push_back(ContentOf(held->second, held->first, slots));
         }
         program_.beside.push_back(product);
         return;
       }
       case StepKind::kReduce: {
-        ReadBeside sum{lane.size(), {}};
+        Beside sum{lane.size(), {}, {}};
         for (int peer = 0; peer < schedule.num_ranks; ++peer) {
           if (peer == schedule.rank) continue;
           const PieceId part =
               IdOf({call_, Payload::kPartial, step.chunk, step.split, peer});
-          sum.reads.push_back(ReadOf(held_.at(part), part, slots));
+          sum.reads.push_back(ContentOf(held_.at(part), part, slots));
         }
         program_.beside.push_back(sum);
         return;

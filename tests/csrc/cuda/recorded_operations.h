@@ -1,0 +1,106 @@
+// Operations on a rank's lanes, written down instead of run: a driver of a few functions
+// keeps launches and copies.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "cuda/emulated_kernels.h"
+#include "platform/cuda/driver.h"
+#include "schedule/schedule.h"
+
+namespace jax_ub {
+
+// The piece that a call puts into slots: its number is what lies in them.
+using PieceId = uint8_t;
+using Piece = std::tuple<int, Payload, int, int, int>;  // call, payload, chunk, split,
+                                                        // sender of a partial or kNone
+
+// Bytes of some rank's slots, and what lies there.
+struct Content {
+  CUdeviceptr slots = 0;
+  int64_t size_bytes = 0;
+  PieceId piece = 0;
+};
+
+// Kernels and copies are in the order of the communication lane. What uses slots beside
+// them may be anywhere behind what it follows.
+struct Operation {
+  const EmulatedKernel* kernel = nullptr;
+  std::vector<std::byte> params;
+  unsigned num_blocks = 0;
+  unsigned num_threads = 0;
+  unsigned cluster_size = 0;    // 0: not asked for
+  std::vector<Content> reads;   // first
+  std::vector<Content> writes;  // of a copy: one
+  uint32_t needs = 0;           // what comes first beside the lane: bits
+
+  bool uses_slots() const { return !reads.empty() || !writes.empty(); }
+};
+
+struct Beside {
+  size_t after = 0;  // this many operations of the lane
+  std::vector<Content> reads;
+  std::vector<Content> writes;
+};
+
+struct RankProgram {
+  std::vector<Operation> lane;
+  std::vector<Beside> beside;
+};
+
+inline constexpr int kRecordedSms = 2;
+
+// A driver whose streams are the vectors that launches and copies are appended to.
+inline Driver RecordingDriver() {
+  Driver driver = {};
+  driver.LibraryLoadData = [](CUlibrary* library, const void* image, CUjit_option*,
+                              void**, unsigned, CUlibraryOption*, void**, unsigned) {
+    *library = reinterpret_cast<CUlibrary>(const_cast<void*>(image));
+    return CUDA_SUCCESS;
+  };
+  driver.LibraryUnload = [](CUlibrary) { return CUDA_SUCCESS; };
+  driver.LibraryGetKernel = [](CUkernel* kernel, CUlibrary, const char* name) {
+    const EmulatedKernel* found = FindEmulatedKernel(name);
+    *kernel = reinterpret_cast<CUkernel>(const_cast<EmulatedKernel*>(found));
+    return CUDA_SUCCESS;
+  };
+  driver.KernelGetFunction = [](CUfunction* function, CUkernel kernel) {
+    *function = reinterpret_cast<CUfunction>(kernel);
+    return CUDA_SUCCESS;
+  };
+  driver.LaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function,
+                             void** arguments, void**) {
+    Operation launch;
+    launch.kernel = reinterpret_cast<const EmulatedKernel*>(function);
+    const auto* params = static_cast<const std::byte*>(arguments[0]);
+    launch.params.assign(params, params + launch.kernel->params_bytes);
+    launch.num_blocks = config->gridDimX;
+    launch.num_threads = config->blockDimX;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+      if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+        launch.cluster_size = config->attrs[i].value.clusterDim.x;
+      }
+    }
+    reinterpret_cast<std::vector<Operation>*>(config->hStream)->push_back(launch);
+    return CUDA_SUCCESS;
+  };
+  driver.MemcpyAsync = [](CUdeviceptr to, CUdeviceptr, size_t bytes, CUstream stream) {
+    Operation copy;
+    copy.writes = {{to, static_cast<int64_t>(bytes), 0}};
+    reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
+    return CUDA_SUCCESS;
+  };
+  // Devices are as many as there are compute capabilities: 80 is device 80.
+  driver.DeviceGetAttribute = [](int* value, CUdevice_attribute attribute,
+                                 CUdevice device) {
+    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? device / 10
+                                                                       : kRecordedSms;
+    return CUDA_SUCCESS;
+  };
+  return driver;
+}
+
+}  // namespace jax_ub
