@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config.tuning import Tuning
 
 # Raised where a key changes its meaning.
@@ -181,9 +181,9 @@ def _read_entry(entry: dict[str, Any]):
         raise UnknownNameError(
             f"no method {entry['method']!r}. {nearest(entry['method'], methods)}"
         )
-    choice = Choice(
-        Method(entry["method"]), entry["num_splits"], Tuning(**entry["tuning"])
-    )
+    tuning = dict(entry["tuning"])
+    tuning["variant"] = Variant(tuning.get("variant", Variant.PLAIN))
+    choice = Choice(Method(entry["method"]), entry["num_splits"], Tuning(**tuning))
     return case, (choice, dict(entry["times_us"]))
 
 
@@ -200,7 +200,7 @@ def _entry(case, choice, times_us):
 def _differences(tuning):
     default = dataclasses.asdict(Tuning())
     return {
-        name: value
+        name: value.value if isinstance(value, Variant) else value
         for name, value in dataclasses.asdict(tuning).items()
         if value != default[name]
     }

@@ -10,7 +10,7 @@ import numpy as np
 from jax_ub.methods import Method, Variant
 from jax_ub.primitives.mesh import Ranks
 from jax_ub.runtime import cuda, settings
-from jax_ub.runtime.place import ONE_SHOT_BYTES
+from jax_ub.runtime.place import ONE_SHOT_BYTES, heap_bytes
 
 # XLA's results have a size.
 _LEAST_BYTES = 1
@@ -34,13 +34,25 @@ def method_of(call: Any) -> Method:
 def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
     """The variant of the schedule that the engine is told.
 
-    Few tokens are summed in one exchange, unless the call says how it is to run.
+    Few tokens are summed in one exchange, unless the call says how it is to run. What
+    was tuned to be is, unless its slots need more than any heap has that the call fits
+    into.
     """
-    if not (call.replicates and _chooses(call)):
+    chooses = call.replicates and _chooses(call)
+    if not chooses and call.tuning.variant is not Variant.ONE_SHOT:
         return call.tuning.variant
-    elements = math.prod(call.communicated(*operands))
-    sent = (call.num_ranks - 1) * elements * operands[0].dtype.itemsize
-    return Variant.ONE_SHOT if sent <= ONE_SHOT_BYTES else Variant.PLAIN
+    num_elements = math.prod(call.communicated(*operands))
+    most = ONE_SHOT_BYTES if chooses else heap_bytes("cuda", num_elements)
+    sent = (call.num_ranks - 1) * num_elements * _summed_itemsize(call, operands)
+    return Variant.ONE_SHOT if sent <= most else Variant.PLAIN
+
+
+def _summed_itemsize(call, operands):
+    """Of the slots: partial sums of several products are f32, and sums are results."""
+    partial = operands[0].dtype.itemsize
+    if getattr(call, "num_pairs", 1) > 1:
+        partial = np.dtype(np.float32).itemsize
+    return max(partial, call.shapes(*operands)[0][1].itemsize)
 
 
 def _chooses(call):

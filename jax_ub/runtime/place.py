@@ -10,11 +10,18 @@ Group = tuple[int, ...]  # global device ids, in the order of the ranks
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 # What a rank sends in an all-reduce of few tokens on GPUs, in one exchange: up to this
-# much to all peers together. Two exchanges send 2 (P - 1) / P of the sum's bytes, one
-# P - 1 times those, and saves a handshake: about 6 us (JAX's estimate), in which NVLink
-# moves this much at 450 GB/s (H100). Neither was measured here.
+# much to all peers together, where nothing was tuned. Two exchanges send 2 (P - 1) / P
+# of the sum's bytes, one P - 1 times those, and saves a handshake: 6 us, `handshake_s`
+# of the simulator, in which NVLink moves this much at 450 GB/s (H100). Neither was
+# measured here.
 ONE_SHOT_BYTES = 2_700_000
 _SLOT_ALIGNMENT_BYTES = 256
+
+
+def heap_bytes(platform: str, num_elements: int) -> int:
+    """Room for the slots of a call, where the capacity is so many elements."""
+    least = ONE_SHOT_BYTES if platform == "cuda" else 0
+    return max(_BYTES_PER_ELEMENT * num_elements, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +47,7 @@ class Place:
     def call_bytes(self) -> int:
         """What a rank may share for one call."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
-        elements = _BYTES_PER_ELEMENT * self.capacity
-        least = ONE_SHOT_BYTES if self.platform == "cuda" else 0
-        return max(elements, least) + slots + _SLACK_BYTES
+        return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
         """The process of every rank."""

@@ -1,35 +1,38 @@
 """The ways to run a product with its communication that are worth timing."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.tuned import Choice
+import jax.numpy as jnp
+
+from jax_ub.methods import Method, Variant
+from jax_ub.overlap_config.tuned import Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.runtime.place import heap_bytes
 
 _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
 _MARGINS = (0, 2)
 _ALGORITHMS = (1, 2, 3)
+# Of a partial sum on a CPU.
+_F32_BYTES = 4
 
 
-def candidates(is_cuda: bool) -> list[Choice]:
+def candidates(case: Case, is_cuda: bool) -> list[Choice]:
     """Every choice, the likeliest first, and not to overlap at all last.
 
     On a GPU the streams of products and the multiprocessors that they leave free are
     choices too, and cuBLASLt's algorithm where those are the defaults; communication is
     the copy engines', which take no multiprocessors.
     """
-    ways = list(_methods(is_cuda))
+    ways = list(_ways(case, is_cuda))
     if is_cuda:
         tunings = [
             *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
             *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
         ]
-        ways = [
-            Choice(way.method, way.num_splits, tuning)
-            for tuning, way in itertools.product(tunings, ways)
-        ]
+        ways = [_tuned(way, tuning) for tuning, way in itertools.product(tunings, ways)]
     return [*ways, Choice(Method.XLA)]
 
 
@@ -37,10 +40,38 @@ def _tuning(num_lanes, sm_margin):
     return Tuning(num_lanes=num_lanes, sm_margin=sm_margin)
 
 
-def _methods(is_cuda) -> Iterator[Choice]:
+def _tuned(way, tuning):
+    tuning = dataclasses.replace(tuning, variant=way.tuning.variant)
+    return dataclasses.replace(way, tuning=tuning)
+
+
+def _ways(case, is_cuda) -> Iterator[Choice]:
+    """Methods with their variants, where those do anything."""
     if not is_cuda:
         yield Choice(Method.DIRECT)
     yield Choice(Method.RING_EXCHANGE)
+    if case.op == "all_gather_matmul" and _has_pairs(case):
+        yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.AGGREGATE))
+    if case.op == "matmul_all_reduce" and _fits_one_shot(case, is_cuda):
+        yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
     for num_splits in _SPLITS:
         yield Choice(Method.PIPELINE, num_splits)
+        # A CPU does one step after the other: to put a piece later gains nothing.
+        if is_cuda and case.op != "all_gather_matmul":
+            later = Tuning(variant=Variant.OVERLAP_FIRST_GEMM)
+            yield Choice(Method.PIPELINE, num_splits, later)
     yield Choice(Method.EXTERNAL)
+
+
+def _has_pairs(case):
+    """Two ranks have nothing to join."""
+    return case.num_ranks > 2 and case.num_ranks % 2 == 0
+
+
+def _fits_one_shot(case, is_cuda):
+    """Whether `initialize_ub` of the case's own shape makes enough room."""
+    platform = "cuda" if is_cuda else "cpu"
+    itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
+    num_elements = case.M * case.N
+    sent = (case.num_ranks - 1) * num_elements * itemsize
+    return sent <= heap_bytes(platform, num_elements)

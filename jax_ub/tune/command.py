@@ -71,14 +71,14 @@ def command(given: argparse.Namespace) -> int:
                 f"tune: shape {shape} does not divide into {num_ranks} ranks. Take "
                 f"sizes that are multiples of {num_ranks}."
             )
-    choices = candidates(_start(given.platform, max(given.tp)))
+    is_cuda = _start(given.platform, max(given.tp))
     here = maker()
     tunings = tuned.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
     print(f"jax_ub tune on {here}\n\n{_head()}")
     for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes):
         for case in cases(shape, num_ranks, DTYPES[name]):
-            timed, refused = measure(case, choices, given.rounds)
+            timed, refused = measure(case, candidates(case, is_cuda), given.rounds)
             times_us = {str(one.choice): one.us for one in timed}
             found[case] = (timed[0].choice, times_us)
             tuned.write(given.output, tunings)

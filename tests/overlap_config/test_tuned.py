@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jax_ub.errors import ConfigurationError, UnknownNameError
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import Case, Choice, Maker
 from jax_ub.overlap_config.tuning import Tuning
@@ -22,6 +22,16 @@ def path(tmp_path):
 def test_what_was_written_is_read(path):
     assert tuned.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
     assert tuned.choices(path, HERE).by_case == {CASE: CHOICE}
+
+
+def test_a_variant_is_written_and_read_by_its_name(tmp_path):
+    path = tmp_path / "tuned.json"
+    once = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+    assert str(once) == "ring_exchange, variant one_shot"
+    tuned.write(path, {HERE: {CASE: (once, {})}})
+    (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
+    assert entry["tuning"] == {"variant": "one_shot"}
+    assert tuned.read(path) == {HERE: {CASE: (once, {})}}
 
 
 def test_a_choice_is_written_with_what_is_not_default():
@@ -62,6 +72,7 @@ def test_another_schema_is_refused(tmp_path, text):
         ({"method": "bulk"}, UnknownNameError, "no method 'bulk'"),
         ({"method": "pipelin"}, UnknownNameError, "no method 'pipelin'"),
         ({"tuning": {"lanes": 2}}, ConfigurationError, "lanes"),
+        ({"tuning": {"variant": "two_shot"}}, ConfigurationError, "two_shot"),
     ],
 )
 def test_an_entry_that_says_nothing_known_is_refused(path, change, error, words):

@@ -28,7 +28,9 @@ from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.matmul import matmul
+from jax_ub.primitives.matmul_all_reduce import MatmulAllReduce
 from jax_ub.primitives.mesh import find_ranks
+from jax_ub.primitives.on_cuda import variant_of
 from jax_ub.runtime import cuda
 from jax_ub.runtime.place import ONE_SHOT_BYTES
 
@@ -150,6 +152,50 @@ def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
         text = cuda_text(row(tp_mesh(2), reduce, method=method), *operands)
         assert variant(text) is Variant.PLAIN
     assert variant(cuda_text(row(tp_mesh(2)), *operands)) is Variant.PLAIN
+
+
+def summed(tokens, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16, **done):
+    """The variant of an all-reduce of so many tokens of 1024 features."""
+    call = MatmulAllReduce(
+        num_pairs=num_pairs,
+        rhs_transposed=False,
+        has_bias=False,
+        has_residual=False,
+        out_dtype=jnp.dtype(out_dtype),
+        axis_name=("tp",),
+        num_ranks=num_ranks,
+        label="test",
+        **done,
+    )
+    x = jax.ShapeDtypeStruct((tokens, 4), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16)
+    return variant_of(call, [x] * num_pairs + [w] * num_pairs)
+
+
+def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
+    most = ONE_SHOT_BYTES // (7 * 2048)
+    auto = {"method": Method.AUTO}
+    for wider, tokens in (
+        ({}, most),
+        ({"num_pairs": 2}, most // 2),
+        ({"out_dtype": jnp.float32}, most // 2),
+    ):
+        assert summed(tokens, **auto, **wider) is Variant.ONE_SHOT
+        assert summed(tokens + 1, **auto, **wider) is Variant.PLAIN
+
+
+def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
+    tuned = {
+        "method": Method.RING_EXCHANGE,
+        "tuning": Tuning(variant=Variant.ONE_SHOT),
+    }
+    # Any number of tokens where the slots need no more than the capacity's 8 bytes.
+    assert summed(8192, num_ranks=5, **tuned) is Variant.ONE_SHOT
+    assert summed(8192, num_ranks=5, num_pairs=2, **tuned) is Variant.PLAIN
+    most = ONE_SHOT_BYTES // (7 * 2048)
+    assert summed(most, **tuned) is Variant.ONE_SHOT
+    assert summed(most + 1, **tuned) is Variant.PLAIN
+    assert summed(8, method=Method.RING_EXCHANGE) is Variant.PLAIN
 
 
 def test_a_collective_on_its_own_has_no_method_to_choose(engine):

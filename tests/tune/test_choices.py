@@ -7,9 +7,10 @@ from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub.errors import ConfigurationError
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import communicators
 from jax_ub.runtime.tuned import maker
 
@@ -56,6 +57,24 @@ def test_a_named_call_takes_the_choice_too(tmp_path, operands):
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert ub.get_ub("qkv_fprop").method == "auto"
     assert "method = 1" in lowered(column(ub_name="qkv"), *operands)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
+    once = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+    case = Case("matmul_all_reduce", num_ranks, *SIZES, "float32")
+    tuned.write(tmp_path / "t.json", {maker(): {case: (once, {})}})
+    mesh = tp_mesh(num_ranks)
+    ub.initialize_ub((16, 16), num_ranks, ub_cfgs=tmp_path / "t.json", mesh=mesh)
+
+    def function(x, w):
+        return ub.matmul_all_reduce(x, w, axis_name="tp")
+
+    row = on_ranks(function, mesh, (P(None, "tp"), P("tp")), P())
+    text = lowered(row, *operands)
+    assert "method = 1" in text and f"variant = {Variant.ONE_SHOT.code}" in text
+    x, w = operands
+    assert_equal(row(x, w), x @ w)
 
 
 def test_not_to_overlap_is_a_choice(tmp_path, operands):

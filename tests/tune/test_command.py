@@ -1,11 +1,13 @@
+import dataclasses
 import json
 
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import OPS, Case
+from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.runtime.tuned import maker
 from jax_ub.tune.candidates import candidates
 
@@ -21,8 +23,8 @@ def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
     assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
     found = tuned.read(path)[maker()]
     assert [case.op for case in found] == list(OPS)
-    wanted = {str(choice) for choice in candidates(is_cuda=False)}
-    for choice, times_us in found.values():
+    for case, (choice, times_us) in found.items():
+        wanted = {str(candidate) for candidate in candidates(case, is_cuda=False)}
         assert set(times_us) == wanted
         assert min(times_us, key=times_us.get) == str(choice)
         assert min(times_us.values()) > 0
@@ -53,14 +55,48 @@ def test_a_second_run_keeps_what_the_file_has(tmp_path):
     assert {case.N for case in tunings[maker()] if case.op == OPS[0]} == {80, 96}
 
 
-def test_gpus_are_tuned_for_streams_margins_and_algorithms_too():
-    choices = candidates(is_cuda=True)
-    assert len(set(choices)) == len(choices)
+def case_of(op, num_ranks, M=8192):
+    return Case(op, num_ranks, M, 8192, 8192, "bfloat16")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
+    choices = candidates(case_of(op, 4), is_cuda=True)
+    assert len(set(choices)) == len(set(map(str, choices))) == len(choices)
     assert {choice.tuning.num_lanes for choice in choices} == {1, 2, 3}
     assert {choice.tuning.sm_margin for choice in choices} == {0, 2}
     assert {choice.tuning.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
     assert all(choice.method is not Method.DIRECT for choice in choices)
     assert choices[-1].method is Method.XLA
+
+
+def variants(case, is_cuda):
+    choices = candidates(case, is_cuda)
+    return {choice.tuning.variant for choice in choices} - {Variant.PLAIN}
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_variants_are_tried_where_they_do_anything(is_cuda):
+    late = {Variant.OVERLAP_FIRST_GEMM} if is_cuda else set()
+    found = {op: variants(case_of(op, 4, 16), is_cuda) for op in OPS}
+    assert found["all_gather_matmul"] == {Variant.AGGREGATE}
+    assert found["matmul_reduce_scatter"] == late
+    few = {Variant.ONE_SHOT} if is_cuda else set()
+    assert found["matmul_all_reduce"] == late | few
+    for num_ranks in (2, 3):
+        assert not variants(case_of("all_gather_matmul", num_ranks), is_cuda)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, most", [(3, 8192), (8, ONE_SHOT_BYTES // 7 // 16384)]
+)
+def test_one_exchange_is_tried_where_a_heap_has_room_for_it(num_ranks, most):
+    case = case_of("matmul_all_reduce", num_ranks, most)
+    assert Variant.ONE_SHOT in variants(case, is_cuda=True)
+    assert (Variant.ONE_SHOT in variants(case, is_cuda=False)) == (num_ranks == 3)
+    if num_ranks == 8:
+        more = dataclasses.replace(case, M=most + 1)
+        assert Variant.ONE_SHOT not in variants(more, is_cuda=True)
 
 
 @pytest.mark.parametrize(
