@@ -219,15 +219,22 @@ def read_trace() -> Trace:
     """Returns what was recorded since the last start."""
 
 def schedule(
-    op: str, method: str, rank: int, num_ranks: int, num_splits: int
+    op: str,
+    method: str,
+    rank: int,
+    num_ranks: int,
+    num_splits: int,
+    variant: str = "plain",
 ) -> list[Step]:
     """Returns what a rank does, step by step.
 
     Raises:
-        ValueError: the op has no such method, or a number is out of range.
+        ValueError: the op has no such method or variant, or a number is out of range.
     """
 
-def check_schedule(op: str, method: str, num_ranks: int, num_splits: int) -> list[str]:
+def check_schedule(
+    op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
+) -> list[str]:
     """Executes a schedule symbolically, all ranks together, before and after others.
 
     Returns:

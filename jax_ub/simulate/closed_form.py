@@ -25,3 +25,13 @@ def matmul_reduce_scatter_s(
     computed = p * g
     arrived = max((p - 1) * g + c, g + (p - 1) * c) + handshake_s
     return max(computed, arrived) + sum_s
+
+
+def one_shot_s(
+    num_ranks: int, gemm_s: float, wire_s: float, handshake_s: float, sum_s: float
+) -> float:
+    """GEMM+AR in one exchange: everything to each peer, and added up there.
+
+    `wire_s` and `sum_s` are of all rows.
+    """
+    return gemm_s + (num_ranks - 1) * wire_s + handshake_s + sum_s

@@ -7,7 +7,7 @@ import sys
 
 from jax_ub.errors import ShapeContractError
 from jax_ub.simulate import hardware as machines
-from jax_ub.simulate import models, plot, tables
+from jax_ub.simulate import models, plot, tables, variants
 from jax_ub.simulate.hardware import Hardware
 
 _COLUMNS = (
@@ -25,6 +25,17 @@ _COLUMNS = (
     ("speed-up", 8),
     ("limit", 5),
     ("hidden", 6),
+)
+_VARIANT_COLUMNS = (
+    ("layer", 5),
+    ("op", 2),
+    ("M", 6),
+    ("method", 13),
+    ("variant", 18),
+    ("plain us", 8),
+    ("so us", 8),
+    ("speed-up", 8),
+    ('"auto"', 6),
 )
 
 
@@ -57,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Prints one line for every layer of the model, and their sum."""
+    """Prints one line for every layer of the model, their sum, and variants."""
     machine = _machine(given)
     model = models.find(given.model)
     _check(given, model)
@@ -69,11 +80,16 @@ def command(given: argparse.Namespace) -> int:
     out.write(f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}\n")
     out.write("\n".join(f"  {line}" for line in describe(machine)) + "\n\n")
     out.write("\n".join(table(rows)) + "\n")
+    others = variants.rows(model, given.tokens, given.tp, machine)
+    if others:
+        out.write("\nvariants, as the engine runs them: a kernel for each product\n\n")
+        out.write("\n".join(variant_table(others)) + "\n")
     if given.json is not None:
         document = {
             "schema": 1,
             "hardware": machine.__dict__,
             "rows": [row.as_json() for row in rows],
+            "variants": [row.as_json() for row in others],
         }
         given.json.write_text(json.dumps(document, indent=1) + "\n")
     if given.png is not None:
@@ -104,12 +120,12 @@ def describe(machine: Hardware) -> list[str]:
 
 def table(rows: list[tables.LayerRow]) -> list[str]:
     """The lines, Markdown as the other tables of the project."""
-    lines = [_line([name for name, _ in _COLUMNS])]
-    lines.append("|" + "|".join("-" * (width + 2) for _, width in _COLUMNS) + "|")
+    lines = _head(_COLUMNS)
     for row in rows:
         limits = row.bounds
         lines.append(
             _line(
+                _COLUMNS,
                 [
                     row.layer.name,
                     row.layer.short_op,
@@ -122,7 +138,7 @@ def table(rows: list[tables.LayerRow]) -> list[str]:
                     f"{row.speedup:.2f}",
                     f"{row.limit:.2f}",
                     f"{row.hidden:.0%}",
-                ]
+                ],
             )
         )
     whole = tables.total(rows)
@@ -131,17 +147,40 @@ def table(rows: list[tables.LayerRow]) -> list[str]:
         f"{whole.serial_s / whole.plan_s:.2f}",
         f"{whole.serial_s / whole.ideal_s:.2f}",
     ]
-    lines.append(_line(["sum", *[""] * 6, *sums, "", *ratios, ""]))
+    lines.append(_line(_COLUMNS, ["sum", *[""] * 6, *sums, "", *ratios, ""]))
     return lines
+
+
+def variant_table(rows: list[variants.VariantRow]) -> list[str]:
+    """The lines, as those of `table`."""
+    lines = _head(_VARIANT_COLUMNS)
+    for row in rows:
+        cells = [
+            row.layer.name,
+            row.short_op,
+            str(row.M),
+            row.method,
+            row.variant.value,
+            *_us(row.plain_s, row.variant_s),
+            f"{row.speedup:.2f}",
+            "yes" if row.is_auto else "",
+        ]
+        lines.append(_line(_VARIANT_COLUMNS, cells))
+    return lines
+
+
+def _head(columns):
+    names = _line(columns, [name for name, _ in columns])
+    return [names, "|" + "|".join("-" * (width + 2) for _, width in columns) + "|"]
 
 
 def _us(*seconds):
     return [f"{1e6 * value:.0f}" for value in seconds]
 
 
-def _line(cells):
+def _line(columns, cells):
     padded = (
-        f"{cell:>{width}}" for (_, width), cell in zip(_COLUMNS, cells, strict=True)
+        f"{cell:>{width}}" for (_, width), cell in zip(columns, cells, strict=True)
     )
     return f"| {' | '.join(padded)} |"
 

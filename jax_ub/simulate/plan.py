@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from jax_ub.methods import Variant
+from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.simulate import schedules
 from jax_ub.simulate.hardware import Hardware
 from jax_ub.simulate.replay import Knobs, Timeline, replay
@@ -28,6 +30,7 @@ class Plan:
     method: str
     knobs: Knobs
     seconds: float
+    variant: Variant = Variant.PLAIN
 
     @property
     def text(self) -> str:
@@ -41,19 +44,42 @@ def default_method(op: str, hardware: Hardware) -> str:
     return "direct" if hardware.is_host else _METHODS.get(op, "pipeline")
 
 
-def best(workload: Workload, hardware: Hardware, method: str | None = None) -> Plan:
+def in_one_exchange(workload: Workload, hardware: Hardware) -> bool:
+    """Whether "auto" sums so: few tokens, on a GPU."""
+    sums = workload.op.endswith("all_reduce") and workload.num_ranks > 1
+    few = workload.one_shot_bytes <= ONE_SHOT_BYTES
+    return sums and few and not hardware.is_host
+
+
+def best(
+    workload: Workload,
+    hardware: Hardware,
+    method: str | None = None,
+    variant: Variant | None = None,
+) -> Plan:
     """Tries all knobs that make sense and keeps the fastest.
 
     Args:
         workload: the op.
         hardware: the machine.
         method: the schedule; None takes the one that suits the machine.
+        variant: of the schedule, as the engine runs it: a kernel for each product. None
+            is the plain one, with as many chunks in a kernel as is best.
+
+    Raises:
+        ValueError: if the method has no such variant for the op and the ranks.
     """
     method = method or default_method(workload.op, hardware)
-    plans = [
-        Plan(method, knobs, timeline(workload, hardware, method, knobs).seconds)
-        for knobs in _choices(workload, hardware, method)
-    ]
+    shown = variant or Variant.PLAIN
+
+    def plan(knobs):
+        found = timeline(workload, hardware, method, knobs, variant=shown)
+        return Plan(method, knobs, found.seconds, shown)
+
+    choices = list(_choices(workload, hardware, method))
+    if variant is not None:
+        choices = [dataclasses.replace(knobs, aggregate=1) for knobs in choices]
+    plans = map(plan, dict.fromkeys(choices))
     return min(plans, key=lambda plan: plan.seconds)
 
 
@@ -64,11 +90,12 @@ def timeline(
     knobs: Knobs,
     *,
     every_rank: bool = False,
+    variant: Variant = Variant.PLAIN,
 ) -> Timeline:
     """Replays the schedule of one rank, which stands for all, or of every rank."""
-    arguments = (workload.op, method, workload.num_ranks, knobs.num_splits)
     which = schedules.every_rank if every_rank else schedules.first_rank
-    steps = which(*arguments)
+    ranks, splits = workload.num_ranks, knobs.num_splits
+    steps = which(workload.op, method, ranks, splits, variant.value)
     if hardware.is_host:
         return replay(steps, workload, hardware, knobs)
     moved = [schedules.sums_at_once(own) for own in steps]

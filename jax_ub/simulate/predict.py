@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_ub import methods
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
-from jax_ub.methods import Method
+from jax_ub.methods import Method, Variant
 from jax_ub.simulate import hardware as machines
 from jax_ub.simulate import plan
 from jax_ub.simulate.bounds import bounds
@@ -21,6 +21,8 @@ _COMPANIONS = {
     "bulk_reduce_scatter": "reduce_scatter",
     "wgrad": "all_gather",
 }
+# Nobody says how it is to run, without and with a product.
+_CHOOSING = {False: (Method.AUTO, Method.DIRECT), True: (Method.AUTO,)}
 OPS = (*PRODUCTS, *_COLLECTIVES, *_COMPANIONS, "matmul")
 
 
@@ -37,6 +39,7 @@ class Prediction:
         wire_s: its bytes alone, at the wire's full rate.
         serial_s: the library's GEMM, then the vendor's collective.
         moved_bytes: what each rank sends, and receives.
+        variant: of the schedule: "one_shot" where "auto" sums few tokens so on a GPU.
     """
 
     op: str
@@ -47,6 +50,7 @@ class Prediction:
     wire_s: float
     serial_s: float
     moved_bytes: float
+    variant: str = Variant.PLAIN.value
 
     @property
     def exposed_s(self) -> float:
@@ -123,13 +127,18 @@ def _workload(op, sizes, itemsize, machine):
 
 def _alone(work, method, machine):
     parts = bounds(work, machine)
-    name = _schedule_name(work, method, machine)
+    name, variant = _schedule_name(work, method, machine), None
+    moved_bytes, wire_s = work.moved_bytes, parts.wire_s
+    if method in _CHOOSING[work.has_product] and plan.in_one_exchange(work, machine):
+        name, variant = Method.RING_EXCHANGE.value, Variant.ONE_SHOT
+        moved_bytes = work.one_shot_bytes
+        wire_s = moved_bytes / machine.wire_bytes_per_s
     if method is Method.XLA:
         knobs, seconds = "", parts.serial_s
     elif machine.is_host and name == "direct" and not work.has_product:
         knobs, seconds = "", parts.wire_s + machine.handshake_s
     else:
-        found = plan.best(work, machine, name)
+        found = plan.best(work, machine, name, variant)
         knobs, seconds = found.text, max(found.seconds, parts.gemm_s)
     return Prediction(
         op=work.op,
@@ -137,9 +146,10 @@ def _alone(work, method, machine):
         knobs=knobs,
         seconds=seconds,
         gemm_s=parts.gemm_s,
-        wire_s=parts.wire_s,
+        wire_s=wire_s,
         serial_s=parts.serial_s,
-        moved_bytes=work.moved_bytes,
+        moved_bytes=moved_bytes,
+        variant=(variant or Variant.PLAIN).value,
     )
 
 

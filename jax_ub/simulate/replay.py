@@ -243,13 +243,16 @@ class _Rank:
             ready = self._first_put_s()
         else:
             ready = self._here[step.payload, step.chunk, step.split]
-        num_bytes = self._workload.wire_bytes(step.payload, self._rows)
+        num_bytes = self._workload.wire_bytes(step.payload, self._rows_of(step))
         duration = num_bytes / self._hardware.copy_bytes_per_s
         _, end = self._on_lane("wire", step, ready, duration)
         arrival = end
         if step.payload == "partial" or self._hardware.is_host:
             arrival += self._hardware.handshake_s
         self._flags.raise_at("arrived", step.peer, step.slot, arrival)
+
+    def _rows_of(self, step):
+        return self._workload.M if step.chunk == ALL_CHUNKS else self._rows
 
     def _first_put_s(self):
         # A GPU copies its shard into memory that peers can read, and says so.
@@ -285,7 +288,7 @@ class _Rank:
         for part in kernel:
             self._multiplied[part.chunk, part.split] = end
         if everything:
-            for chunk in range(self._workload.num_ranks):
+            for chunk in (ALL_CHUNKS, *range(self._workload.num_ranks)):
                 for split in range(self._num_splits()):
                     self._multiplied[chunk, split] = end
 
@@ -307,7 +310,7 @@ class _Rank:
         return end
 
     def _reduce(self, step):
-        num_bytes = self._workload.reduce_bytes(self._rows)
+        num_bytes = self._workload.reduce_bytes(self._rows_of(step))
         duration = (
             num_bytes / self._hardware.memory_bytes_per_s + self._hardware.launch_s
         )

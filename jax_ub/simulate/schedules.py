@@ -32,10 +32,10 @@ def every_rank(
 
 
 def first_rank(
-    op: str, method: str, num_ranks: int, num_splits: int
+    op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
     """What rank 0 does, where it stands for all."""
-    return [steps_of(op, method, 0, num_ranks, num_splits)]
+    return [steps_of(op, method, 0, num_ranks, num_splits, variant)]
 
 
 def sums_at_once(steps: Sequence[Step]) -> list[Step]:

@@ -71,6 +71,11 @@ class Workload:
         return num_rows * self.N * parts
 
     @property
+    def one_shot_bytes(self) -> int:
+        """What a rank sends in an all-reduce in one exchange: all to each peer."""
+        return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
+
+    @property
     def moved_bytes(self) -> float:
         """What a rank sends, and receives, at the least."""
         share = (self.num_ranks - 1) / self.num_ranks

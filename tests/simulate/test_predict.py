@@ -41,6 +41,24 @@ def test_auto_is_the_schedule_that_suits_the_machine():
     assert found["h200"].seconds < found["h200"].serial_s
 
 
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce"])
+def test_few_tokens_are_summed_in_one_exchange_on_a_gpu(op):
+    def found(tokens, method="auto", hardware="h100"):
+        sizes = (tokens, 4096, 4096, 8, "bfloat16")
+        return simulate.estimate(op, method, *sizes, hardware)
+
+    # 2.7 MB to seven peers.
+    few, many = found(47), found(48)
+    assert (few.method, few.variant) == ("ring_exchange", "one_shot")
+    assert few.moved_bytes == 7 * 47 * 4096 * 2
+    assert few.wire_s == few.moved_bytes / 450e9
+    assert many.variant == "plain"
+    assert many.moved_bytes == 2 * 7 / 8 * 48 * 4096 * 2
+    assert found(47, "ring_exchange").variant == "plain"
+    assert found(47, "xla").seconds == found(47, "xla").serial_s
+    assert found(47, hardware="cpu").variant == "plain"
+
+
 def test_plain_jax_does_one_after_the_other():
     found = simulate.estimate("all_gather_matmul", "xla", **SIZES)
     assert found.seconds == found.serial_s > found.gemm_s + found.wire_s

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jax_ub.methods import Variant
 from jax_ub.simulate import closed_form, hardware, plan, replay, schedules
 from jax_ub.simulate.replay import Knobs
 from jax_ub.simulate.workload import Workload
@@ -61,6 +62,69 @@ def test_a_ring_of_matmul_reduce_scatter_is_the_formula(num_ranks, rate):
             num_ranks, gemm_s, wire_s, machine.handshake_s, sum_s
         )
     )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("rate", [1e11, 1e12, 1e13, 1e14])
+def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
+    machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
+    work = Workload(
+        "matmul_all_reduce", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
+    )
+    gemm_s = work.gemm.flops / machine.flops_per_s
+    wire_s = work.wire_bytes("partial", work.M) / machine.copy_bytes_per_s
+    sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
+    found = times(work, machine, variant=Variant.ONE_SHOT)
+    assert found.seconds == pytest.approx(
+        closed_form.one_shot_s(num_ranks, gemm_s, wire_s, machine.handshake_s, sum_s)
+    )
+    sent = [span for span in found.spans if span.kind == "put"]
+    assert len(sent) * wire_s == pytest.approx(
+        work.one_shot_bytes / machine.copy_bytes_per_s
+    )
+
+
+@pytest.mark.parametrize("name", hardware.HARDWARE)
+@pytest.mark.parametrize(
+    ("op", "method", "variant"),
+    [
+        ("all_gather_matmul", "ring_exchange", Variant.AGGREGATE),
+        ("matmul_reduce_scatter", "pipeline", Variant.OVERLAP_FIRST_GEMM),
+        ("matmul_all_reduce", "pipeline", Variant.OVERLAP_FIRST_GEMM),
+        ("matmul_all_reduce", "ring_exchange", Variant.ONE_SHOT),
+        ("all_reduce", "ring_exchange", Variant.ONE_SHOT),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_one_rank_stands_for_all_in_every_variant(name, op, method, variant, num_ranks):
+    machine = hardware.find(name)
+    work = Workload(op, 768 * num_ranks, 512 * num_ranks, 256 * num_ranks, num_ranks)
+    knobs = Knobs(num_splits=3 if method == "pipeline" else 1, streams=2)
+    alone = times(work, machine, method, knobs, variant=variant)
+    together = times(work, machine, method, knobs, variant=variant, every_rank=True)
+    assert alone.seconds == pytest.approx(together.seconds)
+
+
+def test_pairs_of_chunks_are_one_kernel():
+    work = Workload("all_gather_matmul", 4096, 4096, 4096, 8)
+    spans = times(work, hardware.find("h200"), variant=Variant.AGGREGATE).spans
+    gemms = [span.chunks for span in spans if span.kind == "multiply"]
+    assert gemms == [(0,), (1,), (6, 7), (4, 5), (2, 3)]
+
+
+def test_a_later_put_matters_where_a_rank_does_one_thing_at_a_time():
+    work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
+    for name in ("cpu", "h200"):
+        machine = hardware.find(name)
+        plain, late = (
+            times(work, machine, "pipeline", variant=variant).spans
+            for variant in (Variant.PLAIN, Variant.OVERLAP_FIRST_GEMM)
+        )
+        puts = [
+            min(span.start_s for span in spans if span.kind == "put")
+            for spans in (plain, late)
+        ]
+        assert (puts[0] == puts[1]) == (name == "h200")
 
 
 @pytest.mark.parametrize("name", hardware.HARDWARE)

@@ -1,0 +1,88 @@
+"""Variants of schedules beside the plain ones, for the layers that have them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jax_ub.methods import Method, Variant
+from jax_ub.simulate import plan
+from jax_ub.simulate.hardware import Hardware
+from jax_ub.simulate.models import Layer, Model
+from jax_ub.simulate.tables import workload_of
+from jax_ub.simulate.workload import Workload
+
+# Of each rank: one exchange is for few.
+_TOKENS = (1, 4, 16, 64, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantRow:
+    """A layer by a method in two ways, as the engine runs it; seconds."""
+
+    layer: Layer
+    op: str
+    M: int
+    method: str
+    variant: Variant
+    plain_s: float
+    variant_s: float
+    is_auto: bool  # "auto" takes the variant
+
+    @property
+    def short_op(self) -> str:
+        """The communication, as tables write it."""
+        return self.layer.short_op if self.variant is not Variant.ONE_SHOT else "ar"
+
+    @property
+    def speedup(self) -> float:
+        """The plain schedule over the variant."""
+        return self.plain_s / self.variant_s
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, in JSON's types; microseconds."""
+        return {
+            "layer": self.layer.name,
+            "op": self.op,
+            "M": self.M,
+            "method": self.method,
+            "variant": self.variant.value,
+            "plain_us": 1e6 * self.plain_s,
+            "variant_us": 1e6 * self.variant_s,
+            "speedup": self.speedup,
+            "is_auto": self.is_auto,
+        }
+
+
+def rows(model: Model, M: int, num_ranks: int, machine: Hardware) -> list[VariantRow]:
+    """What there is to choose between; all-reduces of row layers for few tokens."""
+    return [row for layer in model.layers for row in _of(layer, M, num_ranks, machine)]
+
+
+def _of(layer, M, num_ranks, machine) -> Iterator[VariantRow]:
+    if num_ranks == 1:
+        return
+    work = workload_of(layer, M, num_ranks)
+    if work.gathers:
+        if num_ranks > 2 and num_ranks % 2 == 0:
+            yield _row(layer, work, machine, Method.RING_EXCHANGE, Variant.AGGREGATE)
+        return
+    yield _row(layer, work, machine, Method.PIPELINE, Variant.OVERLAP_FIRST_GEMM)
+    for tokens in _TOKENS:
+        few = dataclasses.replace(work, op="matmul_all_reduce", M=tokens * num_ranks)
+        yield _row(layer, few, machine, Method.RING_EXCHANGE, Variant.ONE_SHOT)
+
+
+def _row(layer, work: Workload, machine, method: Method, variant):
+    name = method.value
+    plain = plan.best(work, machine, name, Variant.PLAIN)
+    found = plan.best(work, machine, name, variant)
+    one_shot = variant is Variant.ONE_SHOT
+    return VariantRow(
+        layer,
+        work.op,
+        work.M,
+        name,
+        variant,
+        plain.seconds,
+        found.seconds,
+        one_shot and plan.in_one_exchange(work, machine),
+    )
