@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxlib import xla_client
 
 from jax_ub.runtime import engine, settings
 
@@ -159,14 +158,9 @@ def register_targets() -> None:
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
     for name, handlers in cuda.targets().items():
-        jax.ffi.register_ffi_target(
-            name,
-            handlers,
-            platform=_PLATFORM,
-            api_version=1,
-            # All that a call waits for or counts lies in device memory.
-            traits=xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE,
-        )
+        # That calls may be captured is a trait of the handlers themselves: JAX's plugin
+        # for CUDA refuses any that is passed here.
+        jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 
 def workspace_bytes(

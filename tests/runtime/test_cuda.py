@@ -99,41 +99,33 @@ def test_cublaslt_is_looked_for_in_nvidias_wheels(monkeypatch, tmp_path):
     assert cuda.library_paths() == []
 
 
-def test_targets_are_registered_for_command_buffers_behind_their_type(
-    monkeypatch, built
-):
+@pytest.fixture
+def plugin(monkeypatch):
+    """Takes what JAX's plugin for CUDA takes: of 0.11, no traits, and types first."""
     registered = []
+
+    def take_type(name, capsules):
+        registered.append((name, capsules))
+
+    def take_target(name, handlers, platform, api_version, traits):
+        assert platform == "CUDA"
+        assert traits == 0, "The plugin does not support custom call traits."
+        registered.append((name, handlers, api_version))
+
+    monkeypatch.setitem(xla_client._custom_type_id_handler, "CUDA", take_type)
+    monkeypatch.setitem(xla_client._custom_callback_handler, "CUDA", take_target)
+    return registered
+
+
+def test_targets_are_registered_behind_their_type(monkeypatch, built, plugin):
     monkeypatch.setattr(cuda, "local_devices", lambda: [NVIDIA])
-    monkeypatch.setattr(
-        jax.ffi, "register_ffi_type", lambda *a, **k: registered.append((a, k))
-    )
-    monkeypatch.setattr(
-        jax.ffi, "register_ffi_target", lambda *a, **k: registered.append((a, k))
-    )
     cuda.register_targets()
     cuda.register_targets()
     assert built["set_local_devices"] == {1: 5}
-    traits = xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
-    assert registered == [
-        (("jax_ub$CudaCallSite", "the type"), {"platform": "CUDA"}),
-        (
-            ("jax_ub$matmul", "handlers"),
-            {"platform": "CUDA", "api_version": 1, "traits": traits},
-        ),
+    assert plugin == [
+        ("jax_ub$CudaCallSite", "the type"),
+        ("jax_ub$matmul", "handlers", 1),
     ]
-
-
-def test_the_handler_of_jaxlib_takes_the_traits(monkeypatch):
-    """What jax.ffi passes on, for a platform that has no backend here."""
-    taken = []
-    monkeypatch.setitem(
-        xla_client._custom_callback_handler, "CUDA", lambda *a: taken.append(a)
-    )
-    traits = xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
-    jax.ffi.register_ffi_target(
-        "jax_ub$test", {}, platform="CUDA", api_version=1, traits=traits
-    )
-    assert taken == [("jax_ub$test", {}, "CUDA", 1, traits)]
 
 
 def test_without_cuda_devices_nothing_is_registered(monkeypatch, fresh):
