@@ -110,9 +110,11 @@ def lower(
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
+    # Without side effects: all ranks run one program, and what XLA does to its calls it
+    # does on all of them. With them XLA of jax 0.11 runs a call of a scan twice: in the
+    # fusion that hands it slices, say of the layers' kernels, and once more beside it.
     rule = jax.ffi.ffi_lowering(
         call.target,
-        has_side_effect=True,
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])

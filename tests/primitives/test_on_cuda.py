@@ -77,6 +77,12 @@ def test_a_call_ends_with_its_workspace(engine):
     assert {type(value) for value in attributes.values()} == {int, float, str, list}
 
 
+def test_a_call_has_no_side_effects(engine):
+    """XLA of jax 0.11 runs a call of a scan twice where it has."""
+    _, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
+    assert "has_side_effect = true" not in call
+
+
 def test_calls_of_several_processes_have_names_that_all_of_them_know(
     engine, monkeypatch
 ):
