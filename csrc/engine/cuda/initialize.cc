@@ -7,6 +7,7 @@
 
 #include "engine/cuda/cuda_engine.h"
 #include "engine/cuda/multicast_reduce.h"
+#include "gemm/cuda/gemm_plan_cache.h"
 #include "platform/error.h"
 #include "transport/process/message.h"
 
@@ -18,12 +19,11 @@ namespace {
 // share them.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// What products may depend on of an address: XLA aligns to no more.
-constexpr int kMaxAlignment = 256;
-
+// What products may depend on of an address.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  return static_cast<int>(std::min<uintptr_t>(address & -address, kMaxAlignment));
+  return static_cast<int>(
+      std::min<uintptr_t>(address & -address, kPlannedAlignmentBytes));
 }
 
 std::vector<int> AlignmentsOf(const RankCall& call) {
@@ -133,7 +133,7 @@ void CudaEngine::Load(CudaCallSite& site,
   // largest product of the lane.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
-                       {kMaxAlignment, CudaGemm::WorkspaceBytes(problem)});
+                       {kMaxAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
   };
   PlanCall(at, call, planned.place.rank, prepare);
   if (nvls_ && ReducesByMulticast(at, call, planned.plan.slots)) {

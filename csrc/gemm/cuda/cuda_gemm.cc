@@ -64,11 +64,12 @@ int64_t SumBytes(const GemmProblem& problem) {
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// The largest power of two, up to kMaxAlignmentBytes, that all of a batch is aligned to.
+// The largest power of two, up to kPlannedAlignmentBytes, that all of a batch is aligned
+// to.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
-                        kMaxAlignmentBytes;
+                        kPlannedAlignmentBytes;
   return static_cast<int64_t>(bits & (~bits + 1));
 }
 

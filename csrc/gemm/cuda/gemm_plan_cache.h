@@ -22,13 +22,18 @@
 namespace jax_ub {
 
 // A matrix as cuBLASLt sees it, column-major: what is known of its place before its
-// address is. `alignment_bytes` is a power of two, at most kMaxAlignmentBytes.
+// address is. `alignment_bytes` is a power of two, at most kPlannedAlignmentBytes.
 struct PlannedMatrix {
   int64_t leading = 0;
   int64_t batch_stride = 0;
   int64_t alignment_bytes = 0;
   auto operator<=>(const PlannedMatrix&) const = default;
 };
+// XLA aligns its buffers to that, and the slices of them that calls of a loop are given. A
+// plan that asked for more would be another one in a next run, and a graph that had
+// captured the first could not be updated where they differ in their kernels.
+inline constexpr int64_t kPlannedAlignmentBytes = 128;
+// Of what a product is lent.
 inline constexpr int64_t kMaxAlignmentBytes = 256;
 
 // D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], of each of the batch.

@@ -327,6 +327,20 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   fixture.Synchronize();
 }
 
+// As XLA hands them to the calls of a loop, one after the other.
+TEST(slices_of_an_operand_have_one_plan) {
+  Fixture fixture;
+  const Layer layer(fixture, 1, 8, 16, 16);
+  const GemmProblem first = layer.Rows(0, 4);
+  const GemmWorkspace workspace = fixture.WorkspaceFor(first);
+  fixture.gemm().Prepare(first, {}, workspace);
+  const int64_t before = NumHeuristics();
+  const EmulatedLaunchesOnly nothing_loads;
+  fixture.gemm().Enqueue(layer.Rows(4, 4), {}, workspace, fixture.stream());
+  CHECK_EQ(NumHeuristics() - before, 0);
+  fixture.Synchronize();
+}
+
 TEST(a_captured_product_can_be_replayed) {
   Fixture fixture;
   const Driver& driver = EmulatedDriver();
