@@ -18,6 +18,31 @@ bool IsCapturing(const Driver& driver, CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+bool IsAddedTo(const Attributes& at, size_t operand, size_t result) {
+  const size_t n = at.num_kernels;
+  if (at.accumulate) return operand == 1 + n + result;
+  return at.has_residual && operand == FirstResidual(at) + result;
+}
+
+// XLA's dynamic slice fusion may make an operand and a result the same slice of one array,
+// whatever the call does with them.
+void CheckApart(const Attributes& at, const RankCall& call) {
+  for (size_t r = 0; r < call.results.size(); ++r) {
+    const Tensor& result = call.results[r];
+    for (size_t i = 0; i < call.operands.size(); ++i) {
+      const Tensor& operand = call.operands[i];
+      const bool is_apart = operand.data + operand.size_bytes() <= result.data ||
+                            result.data + result.size_bytes() <= operand.data;
+      if (is_apart || (operand.data == result.data && IsAddedTo(at, i, r))) continue;
+      throw UnsupportedError(
+          "jax_ub." + at.label + ": result " + std::to_string(r) +
+          " lies where operand " + std::to_string(i) +
+          " does: XLA updates a slice of an array in place with what is computed from "
+          "it. XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false keeps them apart");
+    }
+  }
+}
+
 void SpoilResults(CudaSlots& slots, const RankCall& call) {
   std::vector<SpoilParams::Result> results;
   for (const Tensor& tensor : call.results) {
@@ -58,6 +83,7 @@ void CudaEngine::Execute(CudaCallSite& site,
                          const DeviceBytes& workspace) {
   try {
     CheckCall(site.attributes_, call);
+    CheckApart(site.attributes_, call);
     Enqueue(site, ordinal, stream, call, workspace);
   } catch (...) {
     ++num_failed_;

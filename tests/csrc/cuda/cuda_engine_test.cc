@@ -214,6 +214,28 @@ TEST(AResidualGradientIsAddedToInPlace) {
   CHECK_EQ(gpus.machine.NumCalls("EventRecord"), 0);
 }
 
+// XLA's dynamic slice fusion makes of both the same slice of an array.
+TEST(AResultWhereAnOperandLiesIsRefused) {
+  Gpus gpus({.num_devices = 1});
+  Attributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  at.has_residual = true;
+  GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
+  RankCall& call = calls.on_device(0);
+  calls.Initialize(0);
+  const Tensor result = call.results[0];
+  call.results[0].data = call.operands[0].data;
+  CHECK_THROWS(calls.Execute(0),
+               "result 0 lies where operand 0 does: XLA updates a slice of an array in "
+               "place with what is computed from it. "
+               "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false keeps");
+  call.results[0].data = call.operands[2].data + 2;
+  CHECK_THROWS(calls.Execute(0), "result 0 lies where operand 2 does");
+  call.results[0] = result;
+  calls.Execute(0);
+  gpus.Synchronize();
+  CheckRight(calls);
+}
+
 TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
   Gpus gpus({.num_devices = 2});
   const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
