@@ -1,0 +1,145 @@
+"""What XLA makes of programs for an H200: JAX's plugin for CUDA compiles without a GPU.
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+
+VERSION is that of jax. Nothing of CUDA is needed besides: handlers are registered with
+the plugin, and called for what they know of a call when it is compiled.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ub as ub
+from jax_ub.runtime import cuda
+
+# Of XLA's device description what its compiler asks for.
+H200 = """
+gpu_device_info {
+  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation" core_count: 132
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 device_memory_size: 150000000000
+  l2_cache_size: 52428800 device_address_bits: 64 dnn_version: "9.10.0"
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+"""
+LAYERS, M, K, N = 3, 1024, 256, 512
+
+
+class WithoutDriver:
+    """The engine, of which nothing that needs a driver is asked."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def set_local_devices(self, devices):
+        pass
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    pytest.importorskip(
+        "jax_plugins.xla_cuda13",
+        reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed",
+    )
+    try:
+        engine = WithoutDriver(cuda.load())
+    except ImportError as error:
+        pytest.skip(str(error))
+    jax.devices()  # which loads plugins
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology="1x1x4"
+    ).devices
+    monkeypatch.setattr(cuda, "load", lambda: engine)
+    monkeypatch.setattr(cuda, "is_cuda", lambda device: device.platform == "gpu")
+    monkeypatch.setattr(cuda, "local_devices", lambda: devices)
+    monkeypatch.setattr(cuda, "ordinals", lambda devices: {})
+    monkeypatch.setattr(cuda, "why_not", lambda: None)
+    monkeypatch.setattr(cuda, "why_no_peers", lambda devices: None)
+    cuda.register_targets.cache_clear()
+    yield Mesh(np.array(devices), ("tp",))
+    cuda.register_targets.cache_clear()
+
+
+def lowered(function, mesh, in_specs, out_specs, *shapes, donated=()):
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    operands = [
+        jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+        for spec, (dtype, *sizes) in zip(in_specs, shapes, strict=True)
+    ]
+    return jax.jit(mapped, donate_argnums=donated).lower(*operands)
+
+
+def compiled(*arguments, **options):
+    return lowered(*arguments, **options).compile().as_text()
+
+
+def calls(text):
+    return sorted(re.findall(r'custom_call_target="jax_ub\$(\w+)"', text))
+
+
+def copies(text):
+    return re.findall(r" = \w+\[\d[\d,]*\]\S* copy\(", text)
+
+
+def test_a_scan_over_layers_runs_every_call_once(mesh):
+    def layer(x, kernels):
+        w, v = kernels
+        h = jax.nn.relu(ub.all_gather_matmul(x, w, axis_name="tp"))
+        return ub.matmul_reduce_scatter(h, v, axis_name="tp"), None
+
+    def loss(x, w, v):
+        return jnp.sum(jax.lax.scan(layer, x, (w, v))[0].astype(jnp.float32))
+
+    specs = (P("tp"), P(None, None, "tp"), P(None, "tp"))
+    shapes = (("bfloat16", M, K), ("bfloat16", LAYERS, K, N))
+    shapes += (("bfloat16", LAYERS, N, K),)
+    text = compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
+    once = ["all_gather_matmul", "matmul_reduce_scatter", "wgrad"]
+    assert calls(text) == sorted(2 * once)
+
+
+def test_microbatches_are_accumulated_in_place(mesh):
+    def accumulate(x, dy, main_grad):
+        def one(grad, batch):
+            return ub.wgrad_accumulate(*batch, grad), None
+
+        return jax.lax.scan(one, main_grad, (x, dy))[0]
+
+    shapes = (("bfloat16", 4, M, K), ("bfloat16", 4, M, N), ("float32", K, N))
+    specs = (P(), P(), P())
+    text = compiled(accumulate, mesh, specs, P(), *shapes, donated=2)
+    assert calls(text) == ["wgrad"]
+    assert not copies(text)
+
+
+def test_a_call_is_captured(mesh, tmp_path):
+    def column(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp")
+
+    specs = (P("tp"), P(None, "tp"))
+    shapes = (("bfloat16", M, K), ("bfloat16", K, N))
+    lowered(column, mesh, specs, specs[1], *shapes).compile(
+        {"xla_gpu_graph_min_graph_size": 1, "xla_dump_to": str(tmp_path)}
+    )
+    (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    kinds = re.findall(r": (k\w+)", path.read_text())
+    assert kinds == ["kCommandBuffer", "kCustomCall"]
