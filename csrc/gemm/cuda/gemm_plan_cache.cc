@@ -221,16 +221,18 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   // What it computes is nobody's, so that what is only read may lie in one place.
   const int64_t read_bytes = LargestOperandBytes();
   const int64_t result_bytes = ResultBytes();
-  const DeviceMemory memory(driver,
-                            read_bytes + result_bytes + workspace_bytes_[index]);
-  auto* const data = reinterpret_cast<std::byte*>(memory.get());
-  MatmulArguments arguments;
-  arguments.a = arguments.b = arguments.c = arguments.bias = data;
-  arguments.d = data + read_bytes;
-  arguments.beta = adds ? 1 : 0;
-  arguments.workspace = data + read_bytes + result_bytes;
   const Stream stream(driver);
-  Run(arguments, index, stream.get(), workspace_bytes_[index]);
+  {
+    const StreamMemory memory(
+        driver, read_bytes + result_bytes + workspace_bytes_[index], stream.get());
+    auto* const data = reinterpret_cast<std::byte*>(memory.get());
+    MatmulArguments arguments;
+    arguments.a = arguments.b = arguments.c = arguments.bias = data;
+    arguments.d = data + read_bytes;
+    arguments.beta = adds ? 1 : 0;
+    arguments.workspace = data + read_bytes + result_bytes;
+    Run(arguments, index, stream.get(), workspace_bytes_[index]);
+  }
   Check(driver, driver.StreamSynchronize(stream.get()), "cuStreamSynchronize");
   warm_.emplace(index, adds);
 }

@@ -63,6 +63,8 @@ constexpr Symbol kSymbols[] = {
     {offsetof(Driver, MemGetInfo), "cuMemGetInfo", 3020},
     {offsetof(Driver, MemAlloc), "cuMemAlloc", 3020},
     {offsetof(Driver, MemFree), "cuMemFree", 3020},
+    {offsetof(Driver, MemAllocAsync), "cuMemAllocAsync", 11020},
+    {offsetof(Driver, MemFreeAsync), "cuMemFreeAsync", 11020},
     {offsetof(Driver, MemHostAlloc), "cuMemHostAlloc", 2020},
     {offsetof(Driver, MemHostGetDevicePointer), "cuMemHostGetDevicePointer", 3020},
     {offsetof(Driver, MemFreeHost), "cuMemFreeHost", 2000},

@@ -50,6 +50,8 @@ struct Driver {
   decltype(&cuMemGetInfo) MemGetInfo;
   decltype(&cuMemAlloc) MemAlloc;
   decltype(&cuMemFree) MemFree;
+  decltype(&cuMemAllocAsync) MemAllocAsync;
+  decltype(&cuMemFreeAsync) MemFreeAsync;
   decltype(&cuMemHostAlloc) MemHostAlloc;
   decltype(&cuMemHostGetDevicePointer) MemHostGetDevicePointer;
   decltype(&cuMemFreeHost) MemFreeHost;

@@ -88,6 +88,17 @@ DeviceMemory::DeviceMemory(const Driver& driver, int64_t size_bytes)
   DriverHandle::operator=({driver, {memory, context}});
 }
 
+void StreamMemoryTraits::Close(const Driver& driver, Value memory) noexcept {
+  driver.MemFreeAsync(memory.address, memory.stream);
+}
+
+StreamMemory::StreamMemory(const Driver& driver, int64_t size_bytes, CUstream stream) {
+  CUdeviceptr memory = 0;
+  Check(driver, driver.MemAllocAsync(&memory, static_cast<size_t>(size_bytes), stream),
+        "cuMemAllocAsync");
+  DriverHandle::operator=({driver, {memory, stream}});
+}
+
 void HostMemoryTraits::Close(const Driver& driver, Value memory) noexcept {
   CloseIn(driver, memory.context, [&] { driver.MemFreeHost(memory.address); });
 }

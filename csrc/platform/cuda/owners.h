@@ -130,6 +130,24 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
   int64_t size_bytes_ = 0;
 };
 
+// Memory for what a stream does while this lives, given back behind that. Nothing waits
+// for it, where cuMemAlloc and cuMemFree may wait for all that a device has to do, and for
+// the devices that have access to it.
+struct InStream {
+  CUdeviceptr address = 0;
+  CUstream stream = nullptr;
+  bool operator==(const InStream&) const = default;
+};
+struct StreamMemoryTraits {
+  using Value = InStream;
+  static void Close(const Driver& driver, Value memory) noexcept;
+};
+class StreamMemory : public DriverHandle<StreamMemoryTraits> {
+ public:
+  StreamMemory(const Driver& driver, int64_t size_bytes, CUstream stream);
+  CUdeviceptr get() const { return DriverHandle::get().address; }
+};
+
 // Host memory that devices read and write, at device() there. It holds zeros.
 struct HostMemoryTraits {
   using Value = InContext<void*>;

@@ -167,8 +167,8 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
       calls.Workspace(process);
       if (process == late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
       if (process == 1) {
-        gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
-        CHECK_THROWS(calls.Initialize(1), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+        gpus.machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
+        CHECK_THROWS(calls.Initialize(1), "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
       }
       return FailureOf(gpus, calls, process);
     });
@@ -177,7 +177,7 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
     CHECK(Contains(texts[0], processes.NameOf(1) + " refused what " +
                                  processes.NameOf(0) + " is ready for: "));
     CHECK(Contains(texts[0], "all_gather_matmul by ring_exchange"));
-    CHECK(Contains(texts[0], "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"));
+    CHECK(Contains(texts[0], "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY"));
   }
 }
 
@@ -234,8 +234,8 @@ TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
   GpuCalls others(gpus, GatherMatmul(), {2, 6, 6, 3}, DType::kF32, 1);
   others.Initialize(0);
   others.Execute(0);
-  gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
-  CHECK_THROWS(others.Initialize(1), "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY");
+  gpus.machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(others.Initialize(1), "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
   gpus.Synchronize();
   CHECK_EQ(others.NumNumbers(0), 0);
   const std::string text = "rank 1 refused what rank 0 is ready for: all_gather_matmul";
@@ -251,7 +251,7 @@ TEST(ARankThatWasReadyAndFailsLaterFailsTheOthers) {
   gpus.Synchronize();
   RankCall elsewhere = calls.on_device(1);
   elsewhere.operands[1].data += 4;
-  gpus.machine.Fail("MemAlloc", CUDA_ERROR_OUT_OF_MEMORY);
+  gpus.machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
   CHECK_THROWS(gpus.engine().Initialize(calls.site, 1, elsewhere), "cuMemAlloc");
   CHECK_THROWS(calls.Initialize(0), "rank 1 failed: cuMemAlloc");
 }

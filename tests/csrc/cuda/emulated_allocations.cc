@@ -64,6 +64,41 @@ CUresult MemFree(CUdeviceptr pointer) {
   });
 }
 
+// From a pool, whose memory the others have no access to; waits for nothing.
+CUresult MemAllocAsync(CUdeviceptr* pointer, size_t size_bytes, CUstream handle) {
+  return RunInContext("MemAllocAsync", [&](Call& call) {
+    if (pointer == nullptr || size_bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    const Stream* const stream = call.FindStream(handle);
+    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    // A node of its own kind, which the emulation does not know.
+    if (stream->capture != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+    if (static_cast<int64_t>(size_bytes) > FreeBytes(call.machine, call.device())) {
+      return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    const SharedRegion region = Allocate(call, Region::Kind::kDevice, size_bytes);
+    if (region == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+    *pointer = region->address;
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult MemFreeAsync(CUdeviceptr pointer, CUstream stream) {
+  return RunInContext("MemFreeAsync", [&](Call& call) {
+    Machine& machine = call.machine;
+    if (machine.memory.Find(pointer, Region::Kind::kDevice) == nullptr) {
+      call.Violate("cuMemFreeAsync of memory that is not there");
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    Operation operation;
+    operation.name = "cuMemFreeAsync";
+    operation.run = [&machine, pointer] {
+      const std::lock_guard lock(machine.mutex);
+      machine.memory.Remove(pointer);
+    };
+    return Enqueue(call, stream, std::move(operation));
+  });
+}
+
 CUresult MemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   return RunInContext("MemGetInfo", [&](Call& call) {
     *total_bytes = call.machine.options.device_memory_bytes;
@@ -114,6 +149,8 @@ void FillMemory(Driver& driver) {
   driver.MemGetInfo = MemGetInfo;
   driver.MemAlloc = MemAlloc;
   driver.MemFree = MemFree;
+  driver.MemAllocAsync = MemAllocAsync;
+  driver.MemFreeAsync = MemFreeAsync;
   driver.MemHostAlloc = MemHostAlloc;
   driver.MemHostGetDevicePointer = MemHostGetDevicePointer;
   driver.MemFreeHost = MemFreeHost;

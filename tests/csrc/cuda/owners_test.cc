@@ -142,6 +142,28 @@ TEST(HostMemoryHoldsZerosAndIsSeenByTheDevice) {
   CHECK_EQ(words[15], 7u);
 }
 
+TEST(MemoryOfAStreamIsGivenBackBehindWhatUsesIt) {
+  EmulatedMachine machine({.max_delay_us = 1000});
+  const Driver& driver = EmulatedDriver();
+  {
+    const Context context(driver, 0);
+    const ScopedContext scoped(driver, context.get());
+    const Stream stream(driver);
+    {
+      const StreamMemory memory(driver, 64, stream.get());
+      CHECK_EQ(machine.Live().allocations, 1);
+      Check(driver, driver.MemsetD32Async(memory.get(), 7, 16, stream.get()),
+            "cuMemsetD32Async");
+    }
+    Check(driver, driver.StreamSynchronize(stream.get()), "cuStreamSynchronize");
+    CHECK_EQ(machine.Live().allocations, 0);
+    machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
+    CHECK_THROWS(StreamMemory(driver, 64, stream.get()),
+                 "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
+  }
+  CHECK_EQ(machine.Complaints(), "");
+}
+
 TEST(WhatFailsHalfwayIsGivenBack) {
   EmulatedMachine machine;
   const Driver& driver = EmulatedDriver();
