@@ -12,7 +12,7 @@ constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
 // Rows of A that stay in the second cache while the columns of a group pass by.
 constexpr int64_t kBlockRows = 192;
-constexpr int64_t kGroupColumns = 64;
+constexpr int64_t kGroupColumns = 128;
 // What packing a word costs, in multiply-adds of a tile.
 constexpr int64_t kPackCost = 16;
 

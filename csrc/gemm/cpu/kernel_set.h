@@ -14,8 +14,9 @@ constexpr PanelPackers PackersToF32() {
   return {.transposed = {PackTransposed<DType::kF32, kPanel>,
                          PackTransposed<DType::kBF16, kPanel>,
                          PackTransposed<DType::kF16, kPanel>},
-          .copied = {PackCopied<DType::kF32, kPanel>, PackCopied<DType::kBF16, kPanel>,
-                     PackCopied<DType::kF16, kPanel>}};
+          .copied = {PackCopied<Widened<DType::kF32>, kPanel>,
+                     PackCopied<Widened<DType::kBF16>, kPanel>,
+                     PackCopied<Widened<DType::kF16>, kPanel>}};
 }
 
 // Tiles of 1 .. kRows rows, so that what is left of M costs no more than it must.

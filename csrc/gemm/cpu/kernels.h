@@ -40,11 +40,16 @@ using TileFunction = void (*)(const void* a,
                               int64_t num_words,
                               const TileOutput& output);
 
-// Packs a rectangle of `outer` x `num_words` words into a panel: word (o, k) goes to
-// panel + k * panel_stride + 4 * o. `stride` is the distance in bytes of two elements
+// Packs a rectangle of `outer` x `num_words` words into panels: word (o, k) goes to
+// panels + o / panel * panel_bytes + 4 * (k * panel + o % panel), where `panel` is the
+// width that the function is made for. `stride` is the distance in bytes of two elements
 // that are neighbours along the dimension that is not contiguous in the source.
-using PackFunction = void (*)(
-    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel);
+using PackFunction = void (*)(const void* source,
+                              int64_t stride,
+                              int64_t outer,
+                              int64_t num_words,
+                              void* panels,
+                              int64_t panel_bytes);
 
 struct Summand {
   const void* data;

@@ -22,9 +22,9 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
   set.pack_a.transposed[kBF16] = PackTransposed<DType::kF32, kRows>;
-  set.pack_a.copied[kBF16] = PackCopiedPairs<kRows>;
+  set.pack_a.copied[kBF16] = PackCopied<Pairs, kRows>;
   set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;
-  set.pack_b.copied[kBF16] = PackCopiedPairs<kColumns>;
+  set.pack_b.copied[kBF16] = PackCopied<Pairs, kColumns>;
   AddFewRows<kMaxFewRows>(set);
   set.sum = Sum;
   return set;

@@ -7,16 +7,19 @@ namespace jax_ub {
 
 namespace {
 
-// K at an odd place of a word of pairs: one half of `outer` words. A low half clears the
-// high one, which is right where K ends there.
+// K at an odd place of a word of pairs: one half of a row of `outer` words of panels. A
+// low half clears the high one, which is right where K ends there.
 void PackHalf(const std::byte* source,
               int64_t stride,
               int64_t outer,
               bool is_high,
-              std::byte* words) {
-  for (int64_t o = 0; o < outer; ++o, source += stride, words += 4) {
-    if (!is_high) std::memset(words, 0, 4);
-    std::memcpy(words + (is_high ? 2 : 0), source, 2);
+              std::byte* row,
+              int64_t panel,
+              int64_t panel_bytes) {
+  for (int64_t o = 0; o < outer; ++o, source += stride) {
+    std::byte* word = row + o / panel * panel_bytes + 4 * (o % panel);
+    if (!is_high) std::memset(word, 0, 4);
+    std::memcpy(word + (is_high ? 2 : 0), source, 2);
   }
 }
 
@@ -43,25 +46,32 @@ const ConstSegment& Operand::SegmentAt(int64_t outer_index, int64_t k_index) con
   return view_.segments[outer_index * num_inner + k_index];
 }
 
-void Operand::PackPanel(Range outer, Range k, std::byte* panel) const {
+void Operand::PackPanels(Range outer, Range k, std::byte* panels) const {
   const auto& outer_bounds = view_.outer_bounds;
   const auto& k_bounds = view_.inner_bounds;
+  const int64_t panel_bytes = PanelBytes(k.size());
   const int64_t first_k = FindSegment(k_bounds, k.begin);
   for (int64_t o = outer.begin, i = FindSegment(outer_bounds, o); o < outer.end; ++i) {
     const int64_t o_end = std::min(outer.end, outer_bounds[i + 1]);
-    for (int64_t at = k.begin, j = first_k; at < k.end; ++j) {
-      const int64_t k_end = std::min(k.end, k_bounds[j + 1]);
-      if (o_end > o && k_end > at) {
-        const ConstSegment& segment = SegmentAt(i, j);
-        const int64_t offset = (o - outer_bounds[i]) * segment.outer_stride +
-                               (at - k_bounds[j]) * segment.inner_stride;
-        PackPiece(segment, segment.data + offset * element_bytes_,
-                  {o - outer.begin, o_end - outer.begin},
-                  {at - k.begin, k_end - k.begin}, panel);
+    // A panel that segments share is begun by one and ended by another.
+    while (o < o_end) {
+      const int64_t done = o - outer.begin;
+      const int64_t end =
+          done % panel_ == 0 ? o_end : std::min(o_end, o + panel_ - done % panel_);
+      for (int64_t at = k.begin, j = first_k; at < k.end; ++j) {
+        const int64_t k_end = std::min(k.end, k_bounds[j + 1]);
+        if (k_end > at) {
+          const ConstSegment& segment = SegmentAt(i, j);
+          const int64_t offset = (o - outer_bounds[i]) * segment.outer_stride +
+                                 (at - k_bounds[j]) * segment.inner_stride;
+          PackPiece(segment, segment.data + offset * element_bytes_,
+                    {done, end - outer.begin}, {at - k.begin, k_end - k.begin}, panels,
+                    panel_bytes);
+        }
+        at = k_end;
       }
-      at = k_end;
+      o = end;
     }
-    o = o_end;
   }
 }
 
@@ -69,29 +79,32 @@ void Operand::PackPiece(const ConstSegment& segment,
                         const std::byte* source,
                         Range outer,
                         Range k,
-                        std::byte* panel) const {
+                        std::byte* panels,
+                        int64_t panel_bytes) const {
   const int64_t k_stride = segment.inner_stride * element_bytes_;
   const int64_t outer_stride = segment.outer_stride * element_bytes_;
   const bool is_k_contiguous = segment.inner_stride == 1;
-  const PanelPackers& packers = packers_;
   const PackFunction pack = is_k_contiguous
-                                ? packers.transposed[static_cast<int>(view_.dtype)]
-                                : packers.copied[static_cast<int>(view_.dtype)];
-  auto words_at = [&](int64_t k_index) {
-    return panel + 4 * (k_index / kernels_.k_group * panel_ + outer.begin);
+                                ? packers_.transposed[static_cast<int>(view_.dtype)]
+                                : packers_.copied[static_cast<int>(view_.dtype)];
+  std::byte* first =
+      panels + outer.begin / panel_ * panel_bytes + 4 * (outer.begin % panel_);
+  auto row_at = [&](int64_t k_index) {
+    return first + 4 * (k_index / kernels_.k_group * panel_);
   };
   if (k.begin % kernels_.k_group != 0) {
-    PackHalf(source, outer_stride, outer.size(), true, words_at(k.begin));
+    PackHalf(source, outer_stride, outer.size(), true, row_at(k.begin), panel_,
+             panel_bytes);
     ++k.begin;
     source += k_stride;
   }
   const int64_t num_words = k.size() / kernels_.k_group;
   pack(source, is_k_contiguous ? outer_stride : k_stride, outer.size(), num_words,
-       words_at(k.begin));
+       row_at(k.begin), panel_bytes);
   const int64_t packed = num_words * kernels_.k_group;
   if (packed < k.size()) {
     PackHalf(source + packed * k_stride, outer_stride, outer.size(), false,
-             words_at(k.begin + packed));
+             row_at(k.begin + packed), panel_, panel_bytes);
   }
 }
 

@@ -44,10 +44,10 @@ class Operand {
   // Bytes of a packed panel over `k` elements of K.
   int64_t PanelBytes(int64_t k) const;
 
-  // Packs outer indices `outer` (at most a panel's width) over `k` as
-  // word (o, k) at panel + 4 * (k * panel width + o). What remains of the panel's width is
-  // not written.
-  void PackPanel(Range outer, Range k, std::byte* panel) const;
+  // Packs `outer` over `k` into panels, one after the other: word (o, k) goes to
+  // panels + o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). What
+  // remains of the last panel's width is not written.
+  void PackPanels(Range outer, Range k, std::byte* panels) const;
 
   // A tile of rows (has_rows): in place if its words lie in one segment and need no
   // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes / panel.
@@ -58,11 +58,14 @@ class Operand {
     return (k + kernels_.k_group - 1) / kernels_.k_group;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
+  // The part of PackPanels that one segment holds, from `source` on. Both ranges count
+  // from where the panels begin.
   void PackPiece(const ConstSegment& segment,
                  const std::byte* source,
                  Range outer,
                  Range k,
-                 std::byte* panel) const;
+                 std::byte* panels,
+                 int64_t panel_bytes) const;
 
   const OperandView& view_;
   const KernelSet& kernels_;

@@ -8,19 +8,28 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// One element, through a vector so that it is converted as all others are.
+// What a word is made of where the source is contiguous along the outer dimension: an
+// element of one row, widened.
 template <DType kDType>
-inline void CopyWord(const char* source, char* word) {
-  if constexpr (kDType == DType::kF32) {
-    memcpy(word, source, 4);
-  } else {
-    uint16_t element[kLanes] = {};
-    memcpy(element, source, 2);
-    float widened[kLanes];
-    Store(widened, LoadAs<kDType>(element));
-    memcpy(word, widened, 4);
+struct Widened {
+  static constexpr int64_t kBytes = kElementBytes<kDType>;  // of the word in a row
+  static constexpr int64_t kRows = 1;                       // of the source
+
+  static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
+
+  // One, through a vector so that it is converted as all others are.
+  static void CopyWord(const char* row, int64_t, char* word) {
+    if constexpr (kDType == DType::kF32) {
+      memcpy(word, row, 4);
+    } else {
+      uint16_t element[kLanes] = {};
+      memcpy(element, row, 2);
+      float widened[kLanes];
+      Store(widened, LoadAs<kDType>(element));
+      memcpy(word, widened, 4);
+    }
   }
-}
+};
 
 // Rows at the end of a full panel that whole vectors would read and write past:
 // `kHeldBack` later rows of kPanel words or more make up for what a vector has too much.
@@ -28,31 +37,53 @@ template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
-// The source is contiguous along the outer dimension; `stride` is that of k. A full panel
-// is written in whole vectors: what spills over a row's end is overwritten by the rows
-// after it.
-template <DType kDType, int kPanel>
-void PackCopied(
-    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
-  constexpr int64_t kBytes = kElementBytes<kDType>;
-  constexpr int64_t kRowBytes = int64_t{4} * kPanel;
+// The source is contiguous along the outer dimension; `stride` is that of k. All panels
+// of a row are written before the next row is read, since rows lie on different pages. A
+// row of a full panel is written in whole vectors: what spills over its end is overwritten
+// by the rows after it.
+template <typename Words, int kPanel>
+void PackCopied(const void* source,
+                int64_t stride,
+                int64_t outer,
+                int64_t num_words,
+                void* panels,
+                int64_t panel_bytes) {
+  constexpr int64_t kRowsAhead = 16;
+  constexpr int64_t kLine = 64;
+  const int64_t row_stride = Words::kRows * stride;
   const char* from = static_cast<const char*>(source);
-  char* to = static_cast<char*>(panel);
-  int64_t k = 0;
-  if (outer == kPanel) {
-    for (; k < num_words - kHeldBack<kPanel>; ++k, from += stride, to += kRowBytes) {
-#pragma GCC unroll 8
-      for (int o = 0; o < kPanel; o += kLanes) {
-        Store(to + 4 * o, LoadAs<kDType>(from + o * kBytes));
+  char* to = static_cast<char*>(panels);
+  for (int64_t k = 0; k < num_words; ++k, from += row_stride, to += 4 * kPanel) {
+    if (k + kRowsAhead < num_words) {
+      const char* ahead = from + kRowsAhead * row_stride;
+      for (int64_t row = 0; row < Words::kRows; ++row, ahead += stride) {
+        for (int64_t at = 0; at < outer * Words::kBytes; at += kLine) {
+          Prefetch(ahead + at);
+        }
       }
     }
-  }
-  for (; k < num_words; ++k, from += stride, to += kRowBytes) {
     int64_t o = 0;
-    for (; o + kLanes <= outer; o += kLanes) {
-      Store(to + 4 * o, LoadAs<kDType>(from + o * kBytes));
+    char* words = to;
+    if (k < num_words - kHeldBack<kPanel>) {
+      for (; o + kPanel <= outer; o += kPanel, words += panel_bytes) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kPanel; i += kLanes) {
+          Store(words + 4 * i,
+                Words::LoadWords(from + (o + i) * Words::kBytes, stride));
+        }
+      }
     }
-    for (; o < outer; ++o) CopyWord<kDType>(from + o * kBytes, to + 4 * o);
+    for (; o < outer; o += kPanel, words += panel_bytes) {
+      const int64_t size = outer - o < kPanel ? outer - o : kPanel;
+      const char* row = from + o * Words::kBytes;
+      int64_t i = 0;
+      for (; i + kLanes <= size; i += kLanes) {
+        Store(words + 4 * i, Words::LoadWords(row + i * Words::kBytes, stride));
+      }
+      for (; i < size; ++i) {
+        Words::CopyWord(row + i * Words::kBytes, stride, words + 4 * i);
+      }
+    }
   }
 }
 
@@ -107,16 +138,12 @@ void PackFewRows(
   }
 }
 
-// The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
-// kLanes x kLanes words are transposed in registers; the last block of either dimension
-// is moved back to end where the rectangle ends, and overlaps the one before.
+// One panel of PackTransposed.
 template <DType kDType, int kPanel>
-void PackTransposed(
-    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
+void PackTransposedPanel(
+    const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
   constexpr int64_t kBytes = kElementBytes<kDType>;
   constexpr int64_t kRowBytes = int64_t{4} * kPanel;
-  const char* from = static_cast<const char*>(source);
-  char* to = static_cast<char*>(panel);
   if constexpr (kPanel < kLanes) {
     if (outer == kPanel && num_words >= kLanes) {
       PackNarrow<kDType, kPanel>(from, stride, num_words, to);
@@ -130,7 +157,8 @@ void PackTransposed(
   if (num_words < kLanes) {
     for (int64_t o = 0; o < outer; ++o) {
       for (int64_t k = 0; k < num_words; ++k) {
-        CopyWord<kDType>(from + o * stride + k * kBytes, to + k * kRowBytes + 4 * o);
+        Widened<kDType>::CopyWord(from + o * stride + k * kBytes, stride,
+                                  to + k * kRowBytes + 4 * o);
       }
     }
     return;
@@ -149,6 +177,24 @@ void PackTransposed(
       for (int i = 0; i < kLanes; ++i)
         Store(to + (k + i) * kRowBytes + 4 * o, block[i]);
     }
+  }
+}
+
+// The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
+// kLanes x kLanes words are transposed in registers; the last block of either dimension
+// is moved back to end where the rectangle ends, and overlaps the one before.
+template <DType kDType, int kPanel>
+void PackTransposed(const void* source,
+                    int64_t stride,
+                    int64_t outer,
+                    int64_t num_words,
+                    void* panels,
+                    int64_t panel_bytes) {
+  const char* from = static_cast<const char*>(source);
+  char* to = static_cast<char*>(panels);
+  for (int64_t o = 0; o < outer; o += kPanel, to += panel_bytes) {
+    const int64_t size = outer - o < kPanel ? outer - o : kPanel;
+    PackTransposedPanel<kDType, kPanel>(from + o * stride, stride, size, num_words, to);
   }
 }
 

@@ -79,7 +79,7 @@ void TiledPlan::RunBlock(Range rows,
 
   for (int64_t g = columns.begin; g < columns.end; g += blocking_.group_columns) {
     const Range group = {g, std::min(columns.end, g + blocking_.group_columns)};
-    PackB(group, k, workspace.packed_b);
+    b_.PackPanels(group, k, workspace.packed_b);
     for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
       const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
       if (!reads_a_once) ReadA(block, k, workspace.packed_a, tiles.data());
@@ -109,24 +109,13 @@ void TiledPlan::RunBlock(Range rows,
 }
 
 void TiledPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
+  if (!a_.has_rows()) a_.PackPanels(block, k, packed);
   const int64_t panel_bytes = a_.PanelBytes(k.size());
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
     const Range outer = {i, std::min(block.end, i + kernels_.tile_rows)};
-    if (a_.has_rows()) {
-      *tiles = a_.ReadRows(outer, k, packed);
-    } else {
-      a_.PackPanel(outer, k, packed);
-      *tiles = {packed, 4 * kernels_.tile_rows};
-    }
-    ++tiles;
+    *tiles++ = a_.has_rows() ? a_.ReadRows(outer, k, packed)
+                             : TileOfA{packed, 4 * kernels_.tile_rows};
     packed += panel_bytes;
-  }
-}
-
-void TiledPlan::PackB(Range group, Range k, std::byte* packed) const {
-  for (int64_t c = group.begin; c < group.end; c += kernels_.tile_columns) {
-    b_.PackPanel({c, std::min(group.end, c + kernels_.tile_columns)}, k, packed);
-    packed += b_.PanelBytes(k.size());
   }
 }
 

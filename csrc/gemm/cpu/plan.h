@@ -49,7 +49,6 @@ class TiledPlan : public GemmPlan {
   void RunBlock(Range rows, Range columns, Range k, const Workspace& workspace) const;
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
-  void PackB(Range group, Range k, std::byte* packed) const;
   // Asks for the memory of a tile of the result, if this block of K is the last.
   void Prefetch(Range rows, Range columns, Range k) const;
   // Into `sums`, or with the last block of K into the result.

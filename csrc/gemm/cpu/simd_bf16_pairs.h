@@ -20,26 +20,19 @@ inline Vec LoadPairs(const void* first, const void* second) {
   return _mm512_castsi512_ps(_mm512_or_si512(low, high));
 }
 
-// The source is contiguous along the outer dimension; `stride` is that of one k. As
-// PackCopied, with the word (o, k) made of rows 2k and 2k + 1.
-template <int kPanel>
-void PackCopiedPairs(
-    const void* source, int64_t stride, int64_t outer, int64_t num_words, void* panel) {
-  constexpr int64_t kRowBytes = int64_t{4} * kPanel;
-  const char* from = static_cast<const char*>(source);
-  char* to = static_cast<char*>(panel);
-  for (int64_t k = 0; k < num_words; ++k, from += 2 * stride, to += kRowBytes) {
-    const bool whole = outer == kPanel && k < num_words - kHeldBack<kPanel>;
-    const int64_t limit = whole ? outer : outer / kLanes * kLanes;
-    int64_t o = 0;
-    for (; o < limit; o += kLanes) {
-      Store(to + 4 * o, LoadPairs(from + 2 * o, from + stride + 2 * o));
-    }
-    for (; o < outer; ++o) {
-      memcpy(to + 4 * o, from + 2 * o, 2);
-      memcpy(to + 4 * o + 2, from + stride + 2 * o, 2);
-    }
+// For PackCopied: the word k is made of rows 2k and 2k + 1.
+struct Pairs {
+  static constexpr int64_t kBytes = 2;
+  static constexpr int64_t kRows = 2;
+
+  static Vec LoadWords(const char* row, int64_t stride) {
+    return LoadPairs(row, row + stride);
   }
-}
+
+  static void CopyWord(const char* row, int64_t stride, char* word) {
+    memcpy(word, row, 2);
+    memcpy(word + 2, row + stride, 2);
+  }
+};
 
 }  // namespace jax_ub::JAX_UB_KERNELS
