@@ -1,6 +1,8 @@
 """Notes as messages of MPI, through mpi4py."""
 
+import functools
 import importlib
+import time
 import types
 
 import jax
@@ -9,6 +11,9 @@ from jax_ub.errors import CommunicatorError, ConfigurationError
 
 # Any number that others are unlikely to use; MPI promises tags up to 32767.
 _TAG = 21250
+# A message that is too long to leave by itself does so while both ends are in MPI:
+# readers look that often.
+_LONGEST_SEND_S = 0.2
 
 
 def load_mpi() -> types.ModuleType:
@@ -27,6 +32,53 @@ def load_mpi() -> types.ModuleType:
         ) from error
 
 
+class Mailbox:
+    """The notes of all boards: those of the next one come while this one is read."""
+
+    def __init__(self, world):
+        """Opens it, on mpi4py's COMM_WORLD."""
+        self.notes: dict[tuple[str, str], str] = {}  # by scope and key
+        self._world = world
+        self._sent: list = []
+
+    def place(self) -> tuple[int, int]:
+        """Returns the own rank and how many there are."""
+        return self._world.Get_rank(), self._world.Get_size()
+
+    def put(self, note: tuple[str, str], text: str | None) -> None:
+        """Leaves a note here and with all others, or takes it away."""
+        self._keep(note, text)
+        own, size = self.place()
+        for rank in range(size):
+            if rank != own:
+                request = self._world.isend((note, text), dest=rank, tag=_TAG)
+                self._sent.append(request)
+        end_s = time.monotonic() + _LONGEST_SEND_S
+        while self._is_sending() and time.monotonic() < end_s:
+            self.receive()
+
+    def receive(self) -> None:
+        """Takes in what has come."""
+        while self._world.iprobe(tag=_TAG):
+            self._keep(*self._world.recv(tag=_TAG))
+
+    def _keep(self, note, text):
+        if text is None:
+            self.notes.pop(note, None)
+        else:
+            self.notes[note] = text
+
+    def _is_sending(self):
+        self._sent = [request for request in self._sent if not request.test()[0]]
+        return bool(self._sent)
+
+
+@functools.cache
+def mailbox() -> Mailbox:
+    """Returns the one of this process."""
+    return Mailbox(load_mpi().COMM_WORLD)
+
+
 class Mpi:
     """A board of which every process has a copy, kept by messages."""
 
@@ -37,10 +89,8 @@ class Mpi:
             CommunicatorError: if MPI's ranks are not the processes of jax.
         """
         self._scope = scope
-        self._world = load_mpi().COMM_WORLD
-        self._notes: dict[str, str] = {}
-        self._sent: list = []
-        mine = (self._world.Get_rank(), self._world.Get_size())
+        self._mailbox = mailbox()
+        mine = self._mailbox.place()
         if mine != (jax.process_index(), jax.process_count()):
             raise CommunicatorError(
                 f"initialize_ub: this is rank {mine[0]} of {mine[1]} in MPI, but "
@@ -51,23 +101,13 @@ class Mpi:
 
     def write(self, key: str, text: str) -> None:
         """Leaves a note."""
-        self._notes[key] = text
-        self._send((self._scope, key, text))
+        self._mailbox.put((self._scope, key), text)
 
     def read(self, key: str) -> str | None:
         """Returns a note, or None."""
-        while self._world.iprobe(tag=_TAG):
-            scope, name, text = self._world.recv(tag=_TAG)
-            if scope == self._scope:
-                self._notes[name] = text
-        return self._notes.get(key)
+        self._mailbox.receive()
+        return self._mailbox.notes.get((self._scope, key))
 
     def erase(self, key: str) -> None:
-        """Takes the own copy of a note away."""
-        self._notes.pop(key, None)
-
-    def _send(self, note):
-        self._sent = [request for request in self._sent if not request.test()[0]]
-        for rank in range(self._world.Get_size()):
-            if rank != self._world.Get_rank():
-                self._sent.append(self._world.isend(note, dest=rank, tag=_TAG))
+        """Takes a note away, with a note that says so."""
+        self._mailbox.put((self._scope, key), None)

@@ -98,8 +98,8 @@ def mpi_boards(monkeypatch, count, scope="scope"):
     boxes = [[] for _ in range(count)]
     boards = []
     for rank in range(count):
-        world = types.SimpleNamespace(COMM_WORLD=World(rank, boxes))
-        monkeypatch.setattr(mpi, "load_mpi", lambda world=world: world)
+        mailbox = mpi.Mailbox(World(rank, boxes))
+        monkeypatch.setattr(mpi, "mailbox", lambda mailbox=mailbox: mailbox)
         monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
         monkeypatch.setattr(jax, "process_count", lambda: count)
         boards.append(Mpi(scope))
@@ -126,19 +126,37 @@ def test_processes_agree_through_mpi(monkeypatch):
         found = [None] * 3
 
 
-def test_messages_of_another_scope_are_passed_over(monkeypatch):
+def test_notes_of_a_later_board_are_kept_for_it(monkeypatch):
+    """Process 0 may begin anew while the others still hear how the first try ended."""
     one, two = mpi_boards(monkeypatch, 2)
-    one.write("1", "text")
-    assert two.read("1") == "text"
-    two._scope = "other"
-    one.write("2", "text")
+    one.write("1", "of the next attempt")
+    one._scope = "other"
+    one.write("1", "of another group")
     assert two.read("2") is None
-    assert one.read("2") == "text"
+    again = Mpi("scope")  # of the last rank
+    assert again.read("1") == "of the next attempt"
+    again._scope = "other"
+    assert again.read("1") == "of another group"
+    one.erase("1")
+    assert again.read("1") is None
+
+
+def test_a_long_note_leaves_while_its_readers_look(monkeypatch):
+    boxes = [[], []]
+    world = World(0, boxes)
+    looks = iter([False, False, True])
+
+    def isend(note, dest, tag):
+        return types.SimpleNamespace(test=lambda: (next(looks), None))
+
+    world.isend = isend
+    monkeypatch.setattr(mpi, "_LONGEST_SEND_S", 60)
+    mpi.Mailbox(world).put(("scope", "1"), "text")
+    assert list(looks) == []
 
 
 def test_ranks_of_mpi_must_be_the_processes_of_jax(monkeypatch):
-    world = types.SimpleNamespace(COMM_WORLD=World(1, [[], []]))
-    monkeypatch.setattr(mpi, "load_mpi", lambda: world)
+    monkeypatch.setattr(mpi, "mailbox", lambda: mpi.Mailbox(World(1, [[], []])))
     with pytest.raises(
         ub.errors.CommunicatorError, match="rank 1 of 2 in MPI, but process 0 of 1"
     ):
