@@ -21,11 +21,5 @@ class MatmulReduceScatter(SummedMatmul):
         """Sums over the ranks in f32."""
         return reference.reduce_scatter(partial, self.axis_name)
 
-    def aliases(self, operands):
-        """The result is written into the residual's buffer."""
-        place = len(operands) - 1
-        fits = self.has_residual and operands[place].dtype == self.out_dtype
-        return {place: 0} if fits else {}
-
 
 matmul_reduce_scatter = functools.partial(sum_products, MatmulReduceScatter)

@@ -70,6 +70,7 @@ def mesh(monkeypatch):
     ).devices
     monkeypatch.setattr(cuda, "load", lambda: engine)
     monkeypatch.setattr(cuda, "is_cuda", lambda device: device.platform == "gpu")
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
     monkeypatch.setattr(cuda, "local_devices", lambda: devices)
     monkeypatch.setattr(cuda, "ordinals", lambda devices: {})
     monkeypatch.setattr(cuda, "why_not", lambda: None)
@@ -115,6 +116,18 @@ def test_a_scan_over_layers_runs_every_call_once(mesh):
     text = compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
     once = ["all_gather_matmul", "matmul_reduce_scatter", "wgrad"]
     assert calls(text) == sorted(2 * once)
+
+
+def test_a_residual_that_its_norm_needs_too_is_not_copied(mesh):
+    def loss(x, w, v):
+        h = ub.all_gather_matmul(x / jnp.linalg.norm(x), w, axis_name="tp")
+        y = ub.matmul_reduce_scatter(h, v, axis_name="tp", residual=x)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    specs = (P("tp"), P(None, "tp"), P("tp"))
+    shapes = (("bfloat16", M, K), ("bfloat16", K, N), ("bfloat16", N, K))
+    text = compiled(jax.grad(loss, (0, 1, 2)), mesh, specs, specs, *shapes)
+    assert not copies(text)
 
 
 def test_microbatches_are_accumulated_in_place(mesh):

@@ -116,7 +116,7 @@ def run_window(
         params: those of its operations.
         x: its input.
         added: a bias that is added once, after a scatter.
-        residual: likewise, of the result's shape; the result is written in its buffer.
+        residual: likewise, of the result's shape.
 
     Returns:
         The result, and the linear's residuals.
