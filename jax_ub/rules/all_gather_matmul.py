@@ -17,6 +17,7 @@ from jax_ub.rules.site import (
     keep_if,
     kept,
     needs,
+    needs_dw,
     open_site,
     promote,
     save,
@@ -79,7 +80,6 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             accumulators.prepare(site.label, mg, kernel, axes)
             for mg, kernel in zip(mgs, ws, strict=True)
         )
-        ws = jax.lax.stop_gradient(ws)
     x, ws, biases = promote((x, ws, biases), axes)
     ys, gathered = _compiled_column(site, return_gathered, x, ws, biases, mgs)
     y = ys if is_tuple else ys[0]
@@ -129,7 +129,7 @@ def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
     operands = value_of((x, ws, biases, main_grads))
     ys, gathered = _column(site, return_gathered, *operands)
     gathered = save(gathered, "gathered")
-    wants_dw = needs(ws) or needs(main_grads)
+    wants_dw = needs_dw(ws, main_grads)
     residuals = {
         "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x")),
         "gathered": keep_if(wants_dw, gathered),

@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.rules.bias import bias_gradient
-from jax_ub.rules.site import compiled, is_zero, keep_if, kept, needs, save, value_of
+from jax_ub.rules.site import (
+    compiled,
+    is_zero,
+    keep_if,
+    kept,
+    needs,
+    needs_dw,
+    save,
+    value_of,
+)
 
 
 def layer(forward: Callable, gemms: Callable) -> Callable:
@@ -31,7 +40,7 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
     def call_fwd(site, x, w, bias, residual, main_grad):
         values = value_of((x, w, bias, residual, main_grad))
         residuals = {
-            "x": keep_if(needs(w) or needs(main_grad), save(values[0], "x")),
+            "x": keep_if(needs_dw(w, main_grad), save(values[0], "x")),
             "w": keep_if(needs(x), values[1]),
             "bias": keep_if(needs(bias), values[2]),
             # Only its dtype is needed: an empty array keeps that and no memory.

@@ -116,7 +116,6 @@ def _whole_rows(x, w, *, axis_name, bias, ub_name, method, main_grad):
     axes = site.axes(x, w, bias, main_grad)
     if main_grad is not None:
         main_grad = accumulators.prepare(site.label, main_grad, w, axes)
-        w = jax.lax.stop_gradient(w)
     own = frozenset(site.axis_name)
     is_replicated = site.is_tracked and not own & varying.axes_of(x)
     x = promote(x, axes - own if is_replicated else axes)

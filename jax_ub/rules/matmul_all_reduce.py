@@ -70,7 +70,6 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     axes = site.axes(x, w, bias, residual, main_grad)
     if main_grad is not None:
         main_grad = accumulators.prepare(site.label, main_grad, w, axes)
-        w = jax.lax.stop_gradient(w)
     x, w = promote((x, w), axes)
     bias, residual = promote((bias, residual), axes - frozenset(site.axis_name))
     return _row(site, x, w, bias, residual, main_grad)

@@ -63,7 +63,6 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     axes = site.axes(x, w, bias, residual, main_grad)
     if main_grad is not None:
         main_grad = accumulators.prepare(site.label, main_grad, w, axes)
-        w = jax.lax.stop_gradient(w)
     x, w, bias, residual = promote((x, w, bias, residual), axes)
     return _row(site, x, w, bias, residual, main_grad)
 

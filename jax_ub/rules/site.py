@@ -231,6 +231,15 @@ def needs(tree) -> bool:
     return tree is not None and tree.perturbed
 
 
+def needs_dw(w, main_grad) -> bool:
+    """Whether the gradient of a kernel is wanted, which goes to its main_grad, if any.
+
+    Not by way of stop_gradient(w): a scan over layers would save what that returns,
+    where it takes the kernels themselves.
+    """
+    return needs(w if main_grad is None else main_grad)
+
+
 def is_zero(cotangent) -> bool:
     """Whether a cotangent is known to be zero, so that its GEMMs can be left out."""
     return cotangent is None or isinstance(cotangent, SymbolicZero)

@@ -118,6 +118,22 @@ def test_a_scan_over_layers_runs_every_call_once(mesh):
     assert calls(text) == sorted(2 * once)
 
 
+def test_a_scan_that_accumulates_gradients_does_not_save_kernels(mesh):
+    def layer(x, kernel):
+        w, main_grad = kernel
+        return jax.nn.relu(ub.linear(x, w, main_grad=main_grad)), None
+
+    def loss(main_grads, x, w):
+        return jnp.sum(jax.lax.scan(layer, x, (w, main_grads))[0].astype(jnp.float32))
+
+    shapes = (("float32", LAYERS, K, K), ("bfloat16", M, K), ("bfloat16", LAYERS, K, K))
+    specs = (P(), P(), P())
+    text = compiled(jax.grad(loss), mesh, specs, P(), *shapes)
+    (forward, backward) = re.findall(r" = (\(.*?\)) while\(", text)
+    kernels = f"bf16[{LAYERS},{K},{K}]"
+    assert forward.count(kernels) == backward.count(kernels) == 1
+
+
 def test_a_residual_that_its_norm_needs_too_is_not_copied(mesh):
     def loss(x, w, v):
         h = ub.all_gather_matmul(x / jnp.linalg.norm(x), w, axis_name="tp")
