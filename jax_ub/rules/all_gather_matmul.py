@@ -128,7 +128,7 @@ def _column(site, return_gathered, x, ws, biases, main_grads):
 def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
     operands = value_of((x, ws, biases, main_grads))
     ys, gathered = _column(site, return_gathered, *operands)
-    gathered = save(gathered, "gathered")
+    ys, gathered = tuple(save(y, "y") for y in ys), save(gathered, "gathered")
     wants_dw = needs_dw(ws, main_grads)
     residuals = {
         "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x")),

@@ -47,7 +47,7 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
             "residual": keep_if(needs(residual), _emptied(values[3])),
             "main_grad": keep_if(needs(main_grad), values[4]),
         }
-        return call(site, *values), residuals
+        return save(call(site, *values), "y"), residuals
 
     def call_bwd(site, residuals, dy):
         residuals = kept(residuals)

@@ -174,7 +174,7 @@ def promote(operands, axes):
 
 
 def save(value, name: str):
-    """Names a residual for the policies of `jax.checkpoint`; None stays None."""
+    """Names what the policies of `jax.checkpoint` may save; None stays None."""
     return None if value is None else checkpoint_name(value, f"jax_ub.{name}")
 
 

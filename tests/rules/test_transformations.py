@@ -188,6 +188,25 @@ def test_gathered_operand_is_saved_by_name_or_gathered_again(name, num_forwards)
     }
 
 
+@pytest.mark.parametrize(("name", "num_products"), [("y", 2), ("other", 3)])
+def test_products_are_saved_by_name_or_multiplied_again(name, num_products):
+    values = operands()
+    policy = jax.checkpoint_policies.save_only_these_names(f"jax_ub.{name}")
+
+    def loss(x, w1, w2):
+        def layer(x, w1, w2):
+            return jnp.sum(row(jnp.sin(column(x, w1)), w2) ** 2)
+
+        return lax.psum(jax.checkpoint(layer, policy=policy)(x, w1, w2), "tp")
+
+    step = jax.jit(jax.value_and_grad(on_four(loss, out_specs=P()), (0, 1, 2)))
+    assert calls(compiled_text(step, *values)) == {
+        "all_gather_matmul": num_products,
+        "matmul_reduce_scatter": num_products,
+        "wgrad": 2,
+    }
+
+
 def test_scan_over_layers_and_its_gradient():
     x, _, _ = operands()
     w1s, w2s = small_integers(1, (3, 6, 12)), small_integers(2, (3, 12, 6))
