@@ -126,7 +126,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
     site = _planned(op, axis_name, mode, ranks, type(window).__name__)
     site = site if name == "forward" else site.dgrad
-    steps = _steps(op, mode, name, is_on, site.method)
+    steps = _steps(op, mode, name, is_on, site)
     communicates = [step for step in steps if step[0] not in ("matmul", "wgrad")]
     if not communicates:
         row = Row("", _targets(steps), True, site.method.value)
@@ -162,12 +162,12 @@ def _reason(site, is_on, reasons):
     return fallen.get(site.label, "")
 
 
-def _steps(op, mode, name, is_on, method) -> list[Step]:
+def _steps(op, mode, name, is_on, site) -> list[Step]:
     """The targets that one pass of a linear runs, with their sizes."""
     k, n = op.in_features, op.out_features
     if name == "forward":
         return _forward_steps(op, mode, is_on, k, n)
-    return _backward_steps(op, mode, is_on, method, k, n)
+    return _backward_steps(op, mode, is_on, site, k, n)
 
 
 def _forward_steps(op, mode, is_on, k, n) -> list[Step]:
@@ -180,13 +180,13 @@ def _forward_steps(op, mode, is_on, k, n) -> list[Step]:
     return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
 
 
-def _backward_steps(op, mode, is_on, method, k, n) -> list[Step]:  # noqa: PLR0913
+def _backward_steps(op, mode, is_on, site, k, n) -> list[Step]:  # noqa: PLR0913
     if is_on and mode == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
-    if is_on and method is Method.BULK:
+    if is_on and site.communicates_beside:
         return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
     if is_on:
-        gather = [("all_gather", k, k)] * method.copies_operands
+        gather = [("all_gather", k, k)] * site.method.copies_operands
         return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
     products = [("matmul", n, k), ("matmul", k, n)]
     if mode == "row" and op.sequence_parallel:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_ub import reference
 from jax_ub.primitives.call import Call
@@ -16,13 +16,14 @@ class BulkAllGather(Call):
     target = "jax_ub$bulk_all_gather"
 
     num_pairs: int
+    partial_dtype: np.dtype = np.dtype(np.float32)
 
     def shapes(self, dy, *others):
-        """`[..., M, K]` in f32, and `[..., P*m, H]`."""
+        """`[..., M, K]`, and `[..., P*m, H]`."""
         w, shard = others[-2], others[-1]
         rows = shard.shape[-2] * self.num_ranks
         return [
-            ((*dy.shape[:-1], w.shape[0]), jnp.dtype(jnp.float32)),
+            ((*dy.shape[:-1], w.shape[0]), self.partial_dtype),
             ((*shard.shape[:-2], rows, shard.shape[-1]), shard.dtype),
         ]
 
@@ -36,6 +37,7 @@ class BulkAllGather(Call):
         """`sum_i dy_i @ w_i.T`, and `all_gather(shard)`."""
         n = self.num_pairs
         dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
+        dx = dx.astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
 
     def options(self):
@@ -48,7 +50,12 @@ class BulkAllGather(Call):
 
 
 def bulk_all_gather(
-    dys: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], shard: jax.Array, **where
+    dys: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    shard: jax.Array,
+    *,
+    partial_dtype=np.float32,
+    **where,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers `shard` beside the partial dgrad.
 
@@ -56,10 +63,14 @@ def bulk_all_gather(
         dys: gradients, `[..., M, N_i]`.
         ws: kernels, `[K, N_i]`.
         shard: what is gathered, `[..., m, H]`: this rank's rows.
+        partial_dtype: dtype of the partial dgrad.
         **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
 
     Returns:
-        `sum_i dy_i w_i^T`, `[..., M, K]` in f32, and the gathered `[..., P*m, H]`.
+        `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
     """
-    dx, gathered = BulkAllGather(num_pairs=len(dys), **where)(*dys, *ws, shard)
+    call = BulkAllGather(
+        num_pairs=len(dys), partial_dtype=np.dtype(partial_dtype), **where
+    )
+    dx, gathered = call(*dys, *ws, shard)
     return dx, gathered

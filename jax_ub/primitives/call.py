@@ -46,7 +46,7 @@ class Call:
     num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
     tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
     choices: Choices | None = None  # what to take instead, where the sizes are known
-    is_tuned: bool = False  # the method is from there, and nobody asked for it
+    is_chosen: bool = False  # the method is by "auto": nobody asked for it
     label: str
 
     def __init_subclass__(cls):
@@ -120,7 +120,7 @@ class Call:
         choice = self.choices.by_case.get(case)
         if choice is None:
             return call
-        return dataclasses.replace(choice.apply(call), is_tuned=True)
+        return dataclasses.replace(choice.apply(call), is_chosen=True)
 
     def _promote(self, operands):
         axes = varying.axes_of(*operands)
@@ -237,7 +237,7 @@ def _lower_elsewhere(ctx, *operands, call):
 
 
 def _lower_to_reference(ctx, operands, call, reason):
-    if call.method is not Method.AUTO and not call.is_tuned:
+    if call.method is not Method.AUTO and not call.is_chosen:
         raise UnsupportedOverlapError(
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'

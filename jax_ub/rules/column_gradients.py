@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from jax_ub.methods import Method
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.bulk_reduce_scatter import bulk_reduce_scatter
@@ -39,7 +38,7 @@ def column_gradients(
     x, gathered = residuals["x"], residuals["gathered"]
     if not dys:
         return _scattered(site, ws, d_gathered, site.dtype), {}
-    if site.method is Method.BULK and x is not None and ws is not None:
+    if site.communicates_beside and x is not None and ws is not None:
         dx, dws = _bulk(site, x, gradients, ws, main_grads)
     else:
         dx = _dgrad(site, gradients, ws, d_gathered)
@@ -79,8 +78,9 @@ def _wgrad(site, x, gathered, dys, main_grads):
 
 
 def _bulk(site, x, dys, ws, main_grads):
-    # x is gathered beside dy w^T, whose f32 sums are scattered beside x^T dy.
-    partial, gathered = bulk_all_gather(dys, ws, x, **site.bulk)
+    # x is gathered beside dy w^T, whose sums are scattered beside x^T dy.
+    dtype = site.partial_dtype(len(dys))
+    partial, gathered = bulk_all_gather(dys, ws, x, partial_dtype=dtype, **site.bulk)
     main_grads, dtype = accumulation(site, *(main_grads or (None,)))
     dws, dx = bulk_reduce_scatter(
         gathered,

@@ -86,8 +86,25 @@ class Site:
     @property
     def copies_operands(self) -> bool:
         """Whether a gathered operand is laid out in memory: on GPUs it always is."""
-        automatic = self.method is Method.AUTO
-        return self.method.copies_operands or (automatic and cuda.is_default())
+        return self.method.copies_operands or self._is_auto_on_gpus
+
+    @property
+    def communicates_beside(self) -> bool:
+        """Whether a column layer's backward gathers x beside its dgrad: "bulk".
+
+        On GPUs "auto" does. A wgrad multiplies there what is gathered when all of it
+        has come: its own gather would run beside nothing.
+        """
+        return self.method is Method.BULK or self._is_auto_on_gpus
+
+    @property
+    def _is_auto_on_gpus(self):
+        return self.method is Method.AUTO and cuda.is_default()
+
+    def partial_dtype(self, num_products: int) -> np.dtype:
+        """That of partial sums beside a gather, as GEMM+RS has them on GPUs."""
+        rounded = num_products == 1 and cuda.is_default()
+        return np.dtype(self.dtype if rounded else np.float32)
 
     @property
     def fused(self) -> dict[str, Any]:
@@ -97,7 +114,8 @@ class Site:
     @property
     def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
-        return self.over_ranks(Method.BULK)
+        chosen = self.method is Method.AUTO
+        return self.over_ranks(Method.BULK) | {"is_chosen": chosen}
 
     @property
     def alone(self) -> dict[str, Any]:
