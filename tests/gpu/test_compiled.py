@@ -162,6 +162,53 @@ def test_microbatches_are_accumulated_in_place(mesh):
     assert not copies(text)
 
 
+def test_gradients_of_layers_are_accumulated_in_place(mesh):
+    def loss(main_grads, x, w, v):
+        g, h = main_grads
+        y = ub.all_gather_matmul(x, w, axis_name="tp", main_grad=g)
+        y = ub.matmul_reduce_scatter(y, v, axis_name="tp", main_grad=h)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def accumulate(x, w, v, *main_grads):
+        def one(sums, x):
+            return jax.grad(loss)(sums, x, w, v), None
+
+        return jax.lax.scan(one, main_grads, x)[0]
+
+    column, row = P(None, "tp"), P("tp")
+    specs = (P(None, "tp"), column, row, column, row)
+    shapes = (("bfloat16", 4, M, K), ("bfloat16", K, N), ("bfloat16", N, K))
+    shapes += (("float32", K, N), ("float32", N, K))
+    text = compiled(accumulate, mesh, specs, specs[3:], *shapes, donated=(3, 4))
+    assert "matmul_reduce_scatter" in calls(text)
+    assert not copies(text)
+
+
+def test_batch_axes_in_front_move_nothing(mesh):
+    def loss(x, w, v):
+        h = jax.nn.relu(ub.all_gather_matmul(x, w, axis_name="tp"))
+        y = ub.matmul_reduce_scatter(h, v, axis_name="tp")
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    specs = (P(None, None, "tp"), P(None, "tp"), P("tp"))
+    shapes = (("bfloat16", 2, 3, M, K), ("bfloat16", K, N), ("bfloat16", N, K))
+    text = compiled(jax.grad(loss, (0, 1, 2)), mesh, specs, specs, *shapes)
+    assert not copies(text)
+    assert not re.findall(r" (transpose|all-\w+|reduce-scatter)\(", text)
+
+
+def test_no_memory_is_taken_for_what_a_product_gathers(mesh):
+    def column(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp")
+
+    specs = (P("tp"), P(None, "tp"))
+    shapes = (("bfloat16", 64 * M, 4 * K), ("bfloat16", 4 * K, N))
+    program = lowered(column, mesh, specs, specs[1], *shapes).compile()
+    workspaces = 2 * 32 * 2**20 + 4096
+    assert workspaces < 64 * M * 4 * K * 2
+    assert program.memory_analysis().temp_size_in_bytes <= workspaces
+
+
 def test_a_call_is_captured(mesh, tmp_path):
     def column(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp")
