@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_ub.methods import Method, Variant
 from jax_ub.primitives.mesh import Ranks
@@ -14,6 +16,10 @@ from jax_ub.runtime.place import ONE_SHOT_BYTES, heap_bytes
 
 # XLA's results have a size.
 _LEAST_BYTES = 1
+# XLA of jax 0.11 fuses a call of a scan with the update of the slice that its result is
+# saved in, and runs it once more for whoever else reads the result. It does not look
+# through a barrier. Weight gradients have no other readers, and are to be fused.
+_RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def method_of(call: Any) -> Method:
@@ -119,6 +125,8 @@ def lower(
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     *results, _ = rule(ctx, *operands, **attributes)
+    if _RUNS_TWICE_WHAT_IS_SAVED and call.folds:
+        return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
     return results
 
 
