@@ -68,6 +68,11 @@ class Variant(enum.Enum):
         return list(Variant).index(self)
 
 
+def has_pairs(num_ranks: int) -> bool:
+    """Whether `AGGREGATE` joins anything: two ranks have nothing to join."""
+    return num_ranks > 2 and num_ranks % 2 == 0
+
+
 # Pinned with csrc/engine: pieces of a shard, where a pipeline is not told.
 DEFAULT_SPLITS = 4
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jax_ub.methods import Method, Variant
+from jax_ub.methods import Method, Variant, has_pairs
 from jax_ub.simulate import plan
 from jax_ub.simulate.hardware import Hardware
 from jax_ub.simulate.models import Layer, Model
@@ -62,7 +62,7 @@ def _of(layer, M, num_ranks, machine) -> Iterator[VariantRow]:
         return
     work = workload_of(layer, M, num_ranks)
     if work.gathers:
-        if num_ranks > 2 and num_ranks % 2 == 0:
+        if has_pairs(num_ranks):
             yield _row(layer, work, machine, Method.RING_EXCHANGE, Variant.AGGREGATE)
         return
     yield _row(layer, work, machine, Method.PIPELINE, Variant.OVERLAP_FIRST_GEMM)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jax_ub.methods import Method, Variant
+from jax_ub.methods import Method, Variant, has_pairs
 from jax_ub.overlap_config.tuned import Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import heap_bytes
@@ -50,7 +50,7 @@ def _ways(case, is_cuda) -> Iterator[Choice]:
     if not is_cuda:
         yield Choice(Method.DIRECT)
     yield Choice(Method.RING_EXCHANGE)
-    if case.op == "all_gather_matmul" and _has_pairs(case):
+    if case.op == "all_gather_matmul" and has_pairs(case.num_ranks):
         yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.AGGREGATE))
     if case.op == "matmul_all_reduce" and _fits_one_shot(case, is_cuda):
         yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
@@ -61,11 +61,6 @@ def _ways(case, is_cuda) -> Iterator[Choice]:
             later = Tuning(variant=Variant.OVERLAP_FIRST_GEMM)
             yield Choice(Method.PIPELINE, num_splits, later)
     yield Choice(Method.EXTERNAL)
-
-
-def _has_pairs(case):
-    """Two ranks have nothing to join."""
-    return case.num_ranks > 2 and case.num_ranks % 2 == 0
 
 
 def _fits_one_shot(case, is_cuda):

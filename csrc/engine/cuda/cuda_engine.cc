@@ -20,7 +20,7 @@ bool IsCapturing(const Driver& driver, CUstream stream) {
 
 bool IsAddedTo(const Attributes& at, size_t operand, size_t result) {
   const size_t n = at.num_kernels;
-  if (at.accumulate) return operand == 1 + n + result;
+  if (at.accumulate) return result < n && operand == 1 + n + result;
   return at.has_residual && operand == FirstResidual(at) + result;
 }
 

@@ -133,7 +133,7 @@ void CudaEngine::Load(CudaCallSite& site,
   // largest product of the lane.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
-                       {kMaxAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
+                       {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
   };
   PlanCall(at, call, planned.place.rank, prepare);
   if (nvls_ && ReducesByMulticast(at, call, planned.plan.slots)) {

@@ -47,31 +47,36 @@ const ConstSegment& Operand::SegmentAt(int64_t outer_index, int64_t k_index) con
 }
 
 void Operand::PackPanels(Range outer, Range k, std::byte* panels) const {
-  const auto& outer_bounds = view_.outer_bounds;
-  const auto& k_bounds = view_.inner_bounds;
-  const int64_t panel_bytes = PanelBytes(k.size());
-  const int64_t first_k = FindSegment(k_bounds, k.begin);
-  for (int64_t o = outer.begin, i = FindSegment(outer_bounds, o); o < outer.end; ++i) {
-    const int64_t o_end = std::min(outer.end, outer_bounds[i + 1]);
+  const auto& bounds = view_.outer_bounds;
+  int64_t i = FindSegment(bounds, outer.begin);
+  for (int64_t o = outer.begin; o < outer.end;) {
+    while (bounds[i + 1] <= o) ++i;
+    Range part = {o, std::min(outer.end, bounds[i + 1])};
     // A panel that segments share is begun by one and ended by another.
-    while (o < o_end) {
-      const int64_t done = o - outer.begin;
-      const int64_t end =
-          done % panel_ == 0 ? o_end : std::min(o_end, o + panel_ - done % panel_);
-      for (int64_t at = k.begin, j = first_k; at < k.end; ++j) {
-        const int64_t k_end = std::min(k.end, k_bounds[j + 1]);
-        if (k_end > at) {
-          const ConstSegment& segment = SegmentAt(i, j);
-          const int64_t offset = (o - outer_bounds[i]) * segment.outer_stride +
-                                 (at - k_bounds[j]) * segment.inner_stride;
-          PackPiece(segment, segment.data + offset * element_bytes_,
-                    {done, end - outer.begin}, {at - k.begin, k_end - k.begin}, panels,
-                    panel_bytes);
-        }
-        at = k_end;
-      }
-      o = end;
-    }
+    const int64_t begun = (o - outer.begin) % panel_;
+    if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
+    PackPart(i, part, outer.begin, k, panels);
+    o = part.end;
+  }
+}
+
+void Operand::PackPart(int64_t outer_segment,
+                       Range outer,
+                       int64_t first_outer,
+                       Range k,
+                       std::byte* panels) const {
+  const auto& bounds = view_.inner_bounds;
+  for (int64_t at = k.begin, j = FindSegment(bounds, at); at < k.end; ++j) {
+    const int64_t end = std::min(k.end, bounds[j + 1]);
+    if (end <= at) continue;
+    const ConstSegment& segment = SegmentAt(outer_segment, j);
+    const int64_t offset =
+        (outer.begin - view_.outer_bounds[outer_segment]) * segment.outer_stride +
+        (at - bounds[j]) * segment.inner_stride;
+    PackPiece(segment, segment.data + offset * element_bytes_,
+              {outer.begin - first_outer, outer.end - first_outer},
+              {at - k.begin, end - k.begin}, panels, PanelBytes(k.size()));
+    at = end;
   }
 }
 

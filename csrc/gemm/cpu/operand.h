@@ -58,7 +58,14 @@ class Operand {
     return (k + kernels_.k_group - 1) / kernels_.k_group;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
-  // The part of PackPanels that one segment holds, from `source` on. Both ranges count
+  // The part of PackPanels, which began at `first_outer`, that segments of one outer index
+  // hold.
+  void PackPart(int64_t outer_segment,
+                Range outer,
+                int64_t first_outer,
+                Range k,
+                std::byte* panels) const;
+  // The part that one segment holds, from `source` on. Both ranges count
   // from where the panels begin.
   void PackPiece(const ConstSegment& segment,
                  const std::byte* source,

@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t kNoAddend = -1;
 
 int64_t RoundUp(int64_t size_bytes) {
-  return (size_bytes + kMaxAlignmentBytes - 1) / kMaxAlignmentBytes *
-         kMaxAlignmentBytes;
+  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
+         kWorkspaceAlignmentBytes;
 }
 
 // Which addends cuBLASLt adds, as indices; the sum needs no further pass if it adds all.
@@ -168,12 +168,12 @@ class CudaGemm::State {
     pass.library = workspace.data + sum_bytes;
     pass.library_bytes =
         std::min(kLibraryWorkspaceBytes, workspace.size_bytes - sum_bytes);
-    if (pass.library_bytes < 0 || workspace.data % kMaxAlignmentBytes != 0) {
+    if (pass.library_bytes < 0 || workspace.data % kWorkspaceAlignmentBytes != 0) {
       throw std::invalid_argument(
           "GEMM: the workspace has " + std::to_string(workspace.size_bytes) +
           " bytes at " + std::to_string(workspace.data) + ", expected " +
           std::to_string(WorkspaceBytes(problem)) + " at a multiple of " +
-          std::to_string(kMaxAlignmentBytes));
+          std::to_string(kWorkspaceAlignmentBytes));
     }
     return pass;
   }

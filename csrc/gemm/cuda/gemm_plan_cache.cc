@@ -56,8 +56,8 @@ lt::Preference MakePreference(const CublasLt& library) {
 }
 
 int64_t RoundUp(int64_t size_bytes) {
-  return (size_bytes + kMaxAlignmentBytes - 1) / kMaxAlignmentBytes *
-         kMaxAlignmentBytes;
+  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
+         kWorkspaceAlignmentBytes;
 }
 
 // From a matrix's first element to its last, of all of the batch.

@@ -29,12 +29,12 @@ struct PlannedMatrix {
   int64_t alignment_bytes = 0;
   auto operator<=>(const PlannedMatrix&) const = default;
 };
+
 // XLA aligns its buffers to that, and the slices of them that calls of a loop are given. A
 // plan that asked for more would be another one in a next run, and a graph that had
 // captured the first could not be updated where they differ in their kernels.
 inline constexpr int64_t kPlannedAlignmentBytes = 128;
-// Of what a product is lent.
-inline constexpr int64_t kMaxAlignmentBytes = 256;
+inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
 // D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], of each of the batch.
 struct MatmulKey {
