@@ -90,12 +90,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What cases are made for: the devices, the dtype, the method under test."""
+    """What cases are made for: the devices, the dtype, the method under test.
+
+    Of the GEMM alone, `variants` says which; none means all of them.
+    """
 
     ranks: Ranks
     dtype: str
     method: str
     dots: FastestDots
+    variants: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:

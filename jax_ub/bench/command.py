@@ -28,7 +28,7 @@ from jax_ub.bench.collective_cases import (
 from jax_ub.bench.devices import Ranks
 from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.fused_cases import fused
-from jax_ub.bench.gemm_cases import dgrad_add, gemm, wgrad_accumulate
+from jax_ub.bench.gemm_cases import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
 from jax_ub.bench.linear_cases import linear_pair
 from jax_ub.bench.results import Result, evaluate
@@ -71,6 +71,7 @@ class Options:
     rounds: int = 11
     method: str = "auto"
     patience: int = 1
+    variants: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         type=list_of(workloads.parse_shape),
         help="global sizes MxKxN, as in 512x1024x2816,64x1024x2816",
+    )
+    parser.add_argument(
+        "--variants",
+        type=names_of(dict.fromkeys(VARIANTS)),
+        help=f"of the op gemm: {', '.join(VARIANTS)} (default: all)",
     )
     parser.add_argument("--rounds", type=positive, help="timed calls of each program")
     parser.add_argument(
@@ -190,7 +196,9 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
     for op in chosen.ops:
         for dtype in chosen.dtypes:
             for num_ranks in chosen.devices:
-                place = Place(Ranks(num_ranks), dtype, chosen.method, dots)
+                place = Place(
+                    Ranks(num_ranks), dtype, chosen.method, dots, chosen.variants
+                )
                 for case in _cases(op, place, chosen.shapes):
                     cases.check_agreement(case)
                     yield evaluate(case, _timed(case, chosen))

@@ -55,7 +55,8 @@ def gemm(place: Place, shape: Shape) -> list[Case]:
     """Every layout with and without what is added, at P = 1."""
     if place.num_ranks > 1:
         return []
-    return [_case(place, shape, "gemm", variant) for variant in VARIANTS]
+    variants = place.variants or VARIANTS
+    return [_case(place, shape, "gemm", variant) for variant in variants]
 
 
 def dgrad_add(place: Place, shape: Shape) -> list[Case]:
@@ -180,7 +181,7 @@ class _Build:
     def best(self) -> Contender:
         """XLA's dot, written and completed in the fastest way."""
         contenders = []
-        for way in dots.ways(self.layout, self.place.dtype):
+        for way in dots.ways(self.layout, self.place.dtype, self.place.ranks.platform):
             program = functools.partial(self._xla, way)
             contenders.append(self.contender(cases.BEST, program, str(way)))
         as_written = self.contender(cases.BEST, self.naive(), cases.AS_WRITTEN)

@@ -39,6 +39,13 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys, monkeypatch):
     assert op in capsys.readouterr().out
 
 
+def test_some_variants_of_the_gemm_are_compared(tmp_path):
+    asked = ("--ops", "gemm", "--dtypes", "f32", "--variants", "tn+add,nn")
+    found = run(tmp_path, *asked, "--devices", "1")
+    names = {result["variant"] for result in found["results"]}
+    assert names == {"tn+add", "nn"}
+
+
 def test_the_goals_of_a_run_are_in_its_json(tmp_path):
     found = run(tmp_path, "--ops", "all_gather_matmul", "--dtypes", "bf16")
     measures = {verdict["measure"] for verdict in found["verdicts"]}
@@ -89,6 +96,7 @@ def test_a_picture_of_latency_alone_is_refused(tmp_path):
     [
         (["--ops", "gem"], "'gem' is not known. Did you mean 'gemm'?"),
         (["--dtypes", "f8"], "'f8' is not known"),
+        (["--variants", "nm"], "'nm' is not known"),
         (["--devices", "0"], "'0' is not a positive number"),
         (["--rounds", "many"], "'many' is not a positive number"),
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),

@@ -31,6 +31,11 @@ def test_the_ways_differ_in_words():
     assert len(set(words)) == len(words)
 
 
+def test_a_gpu_is_not_asked_for_ways_that_only_cpus_need():
+    words = [str(way) for way in ways("nt", "bfloat16", "gpu")]
+    assert words == ["plain dot", "f32 result"]
+
+
 def test_a_dot_rounds_to_the_dtype_that_is_asked_for():
     a, b = operands("nn", "bfloat16")
     assert Way("nn")(a, b, "float32").dtype == np.float32
