@@ -1,5 +1,6 @@
 """AG+GEMM and its derivative: a column-parallel linear layer, sequence parallel."""
 
+import dataclasses
 import functools
 
 import jax
@@ -38,6 +39,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     return_gathered: bool = False,
     out_dtype=None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
+    rhs_transposed: bool = False,
 ):
     """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
 
@@ -59,6 +61,9 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         main_grad: f32 accumulator of the kernel's gradient, `[K, N/P]`: its cotangent
             is `main_grad + dw`, written in place where its buffer is free, and that of
             `w` is zero. A tuple where `w` is one.
+        rhs_transposed: whether kernels are `[N/P, K]`: an embedding that the output
+            projection reuses, of this rank's part of the vocabulary. It is read where
+            it lies, and its gradient lies as it does; `w.T` would be a copy of it.
 
     Returns:
         `[..., M, N/P]`, a tuple of them if `w` is a tuple; with `return_gathered` a
@@ -73,6 +78,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     ws = w if is_tuple else (w,)
     biases = _as_tuple(site.label, "bias", bias, is_tuple, len(ws))
     mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
+    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
     site = site.with_dtypes(x.dtype, _check(site, x, ws, biases, out_dtype))
     axes = site.axes(x, ws, biases, mgs)
     if mgs is not None:
@@ -105,7 +111,7 @@ def _check(site, x, ws, biases, out_dtype):
             f"{site.label}: w is an empty tuple. Pass at least one kernel."
         )
     shapes.check_rank(site.label, "x", x)
-    for i, w in enumerate(ws):
+    for i, w in enumerate(map(site.kernel, ws)):
         shapes.check_operands(site.label, x, w)
         shapes.check_contraction(site.label, x, w, site.num_ranks, "out")
         bias = None if biases is None else biases[i]
@@ -119,6 +125,7 @@ def _column(site, return_gathered, x, ws, biases, main_grads):
         x,
         ws,
         biases,
+        rhs_transposed=site.rhs_transposed,
         return_gathered=return_gathered,
         out_dtype=site.out_dtype,
         **site.fused,

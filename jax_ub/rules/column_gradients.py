@@ -38,7 +38,9 @@ def column_gradients(
     x, gathered = residuals["x"], residuals["gathered"]
     if not dys:
         return _scattered(site, ws, d_gathered, site.dtype), {}
-    if site.communicates_beside and x is not None and ws is not None:
+    # Beside a gather kernels are [in, out].
+    is_bulk = site.communicates_beside and not site.rhs_transposed
+    if is_bulk and x is not None and ws is not None:
         dx, dws = _bulk(site, x, gradients, ws, main_grads)
     else:
         dx = _dgrad(site, gradients, ws, d_gathered)
@@ -60,7 +62,7 @@ def _dgrad(site, dys, ws, d_gathered):
         ws,
         None,
         _scattered(site, ws, d_gathered, jnp.float32),
-        rhs_transposed=True,
+        rhs_transposed=not site.rhs_transposed,
         out_dtype=site.dtype,
         **site.fused,
     )
@@ -70,11 +72,25 @@ def _wgrad(site, x, gathered, dys, main_grads):
     if gathered is None and x is None:
         return ()
     main_grads, dtype = accumulation(site, *(main_grads or (None,)))
-    if gathered is None and not site.method.copies_operands:
-        return wgrad(x, dys, main_grads, gather="x", out_dtype=dtype, **site.fused)
-    if gathered is None:
+    is_one = len(dys) == 1 or not site.rhs_transposed
+    if gathered is None and (site.method.copies_operands or not is_one):
         gathered = all_gather(x, **site.alone)
-    return wgrad(gathered, dys, main_grads, out_dtype=dtype, **site.local)
+    rows, where = (x, site.fused) if gathered is None else (gathered, site.local)
+    gather = "x" if gathered is None else None
+    if not site.rhs_transposed:
+        return wgrad(rows, dys, main_grads, gather=gather, out_dtype=dtype, **where)
+    # dy^T x, a product for each kernel: x is what is contracted with.
+    return tuple(
+        wgrad(
+            dy,
+            (rows,),
+            main_grads and (main_grads[i],),
+            gather=gather and "dy",
+            out_dtype=dtype,
+            **where,
+        )[0]
+        for i, dy in enumerate(dys)
+    )
 
 
 def _bulk(site, x, dys, ws, main_grads):

@@ -1,12 +1,18 @@
 """A linear layer, plain, column parallel or row parallel."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
 from jax_ub.methods import Method
 from jax_ub.primitives import varying
 from jax_ub.primitives.matmul import matmul
@@ -34,6 +40,7 @@ def linear(  # noqa: PLR0913, pinned
     ub_name: str | None = None,
     method: Method | str | None = None,
     main_grad: jax.Array | None = None,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
     """Computes `x @ w + b` with a kernel that may be sharded over the ranks.
 
@@ -63,28 +70,32 @@ def linear(  # noqa: PLR0913, pinned
         main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape: its
             cotangent is `main_grad + dw`, written in place where its buffer is free,
             and that of `w` is zero. Every call needs its own.
+        rhs_transposed: whether the kernel is `[out, in]`, such as an embedding that the
+            output projection reuses: `w.T` would be a copy of it. Not for "row".
 
     Raises:
         ShapeContractError: if the operands do not fit each other or the mesh.
         UnknownNameError: if there is no such `parallel`.
-        UnsupportedOverlapError: if the method that was named cannot run here.
+        UnsupportedOverlapError: if the method that was named cannot run here, or
+            there is no such layer.
     """
-    _check_kind(parallel, axis_name)
-    product: Callable[..., jax.Array] = {
+    _check_kind(parallel, axis_name, rhs_transposed)
+    products: dict[tuple[str | None, bool], Callable[..., jax.Array]] = {
         (None, True): _whole_rows,
         (None, False): _whole_rows,
         ("column", True): all_gather_matmul,
         ("column", False): _whole_rows,
         ("row", True): matmul_reduce_scatter,
         ("row", False): matmul_all_reduce,
-    }[parallel, sequence_parallel]
+    }
     layer = functools.partial(
-        product,
+        products[parallel, sequence_parallel],
         axis_name=axis_name if parallel is not None else None,
         bias=b,
         ub_name=ub_name,
         method=method,
         main_grad=main_grad,
+        **({"rhs_transposed": True} if rhs_transposed else {}),
     )
     if parallel is None or not sequence_parallel:
         shapes.check_rank(OP, "x", x, 1)
@@ -92,7 +103,7 @@ def linear(  # noqa: PLR0913, pinned
     return layer(x, w)
 
 
-def _check_kind(parallel, axis_name):
+def _check_kind(parallel, axis_name, rhs_transposed):
     if parallel is not None and parallel not in _KINDS:
         raise UnknownNameError(
             f"{OP}: parallel = {parallel!r} is not a way to shard a kernel. "
@@ -103,15 +114,24 @@ def _check_kind(parallel, axis_name):
             f"{OP}: parallel = {parallel!r} needs the mesh axis that the kernel is "
             'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
         )
+    if parallel == "row" and rhs_transposed:
+        raise UnsupportedOverlapError(
+            f'{OP}: rhs_transposed with parallel = "row". Pass w.T, which is a copy; '
+            "kernels of other layers are read where they lie."
+        )
 
 
-def _whole_rows(x, w, *, axis_name, bias, ub_name, method, main_grad):
+def _whole_rows(
+    x, w, *, axis_name, bias, ub_name, method, main_grad, rhs_transposed=False
+):
     """`x @ w + bias` with the columns of `w` on this rank and all features of `x`."""
     site = open_site(OP, axis_name, ub_name, method)
-    shapes.check_operands(site.label, x, w)
+    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
+    kernel = site.kernel(w)
+    shapes.check_operands(site.label, x, kernel)
     sharded = "out" if axis_name is not None else ""
-    shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
-    shapes.check_addends(site.label, bias, None, (w.shape[1],))
+    shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
+    shapes.check_addends(site.label, bias, None, (kernel.shape[1],))
     site = site.with_dtypes(x.dtype, x.dtype)
     axes = site.axes(x, w, bias, main_grad)
     if main_grad is not None:
@@ -125,7 +145,15 @@ def _whole_rows(x, w, *, axis_name, bias, ub_name, method, main_grad):
 
 
 def _forward(site, x, w, bias, residual):
-    return matmul((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.local)
+    return matmul(
+        (x,),
+        (w,),
+        bias,
+        residual,
+        rhs_transposed=site.rhs_transposed,
+        out_dtype=site.out_dtype,
+        **site.local,
+    )
 
 
 def _local_gemms(site, x, w, dy, main_grad):
@@ -140,9 +168,14 @@ def _replicated_gemms(site, x, w, dy, main_grad):
 def _dgrad(site, product, where, w, dy):
     if w is None:
         return None
-    dys = (dy.astype(site.dtype),)
     return product(
-        dys, (w,), None, None, rhs_transposed=True, out_dtype=site.dtype, **where
+        (dy.astype(site.dtype),),
+        (w,),
+        None,
+        None,
+        rhs_transposed=not site.rhs_transposed,
+        out_dtype=site.dtype,
+        **where,
     )
 
 
@@ -150,8 +183,10 @@ def _wgrad(site, x, dy, main_grad):
     if x is None:
         return None
     main_grads, dtype = accumulation(site, main_grad)
-    dys = (dy.astype(site.dtype),)
-    return wgrad(x, dys, main_grads, out_dtype=dtype, **site.local)[0]
+    dy = dy.astype(site.dtype)
+    if site.rhs_transposed:
+        x, dy = dy, x
+    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)[0]
 
 
 _local = layer(_forward, _local_gemms)

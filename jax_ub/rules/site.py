@@ -38,12 +38,18 @@ class Site:
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
+    rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
 
     def with_dtypes(self, dtype, out_dtype) -> "Site":
         """The same call, for operands and a result of these dtypes."""
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
+
+    def kernel(self, w) -> jax.ShapeDtypeStruct:
+        """Of a kernel as its contracts have it, [in, out]."""
+        shape = w.shape[::-1] if self.rhs_transposed else w.shape
+        return jax.ShapeDtypeStruct(shape, w.dtype)
 
     @property
     def dgrad(self) -> "Site":

@@ -198,6 +198,19 @@ def test_batch_axes_in_front_move_nothing(mesh):
     assert not re.findall(r" (transpose|all-\w+|reduce-scatter)\(", text)
 
 
+def test_an_embedding_that_projects_too_is_not_transposed(mesh):
+    def loss(x, embedding):
+        y = ub.all_gather_matmul(x, embedding, axis_name="tp", rhs_transposed=True)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    specs = (P("tp"), P("tp"))
+    shapes = (("bfloat16", M, K), ("bfloat16", N, K))
+    text = compiled(jax.grad(loss, (0, 1)), mesh, specs, specs, *shapes)
+    assert calls(text) == ["all_gather_matmul", "matmul_reduce_scatter", "wgrad"]
+    assert not copies(text)
+    assert " transpose(" not in text
+
+
 def test_no_memory_is_taken_for_what_a_product_gathers(mesh):
     def column(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp")

@@ -109,6 +109,59 @@ def test_kernels_in_a_tuple_share_one_gather(method):
     )
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("pair", [False, True])
+def test_kernels_that_lie_transposed_are_read_where_they_lie(method, pair):
+    def layer(x, ws, bs, mgs):
+        return ub.all_gather_matmul(
+            x,
+            ws,
+            axis_name="tp",
+            bias=bs,
+            method=method,
+            main_grad=mgs,
+            rhs_transposed=True,
+        )
+
+    kernels = P("tp")
+    function = on_ranks(
+        layer,
+        tp_mesh(4),
+        (P(None, "tp"), kernels, P("tp"), kernels),
+        P(None, None, "tp"),
+    )
+    x, w, b = operands(4)
+    ws, bs = (w.T, small_integers(4, (28, 6))), (b, jnp.zeros(28))
+    mgs = tuple(small_integers(5, w.shape) for w in ws)
+    if not pair:
+        ws, bs, mgs = ws[:1], bs[:1], mgs[:1]
+
+    def loss(product, x, ws, bs, mgs):
+        return sum(weighted(y, i) for i, y in enumerate(product(x, ws, bs, mgs)))
+
+    def plain_kernels(x, ws, bs, mgs):
+        # The cotangent of a main_grad is its new value.
+        return tuple(
+            plain(x, (w + mg - jax.lax.stop_gradient(mg)).T, b)
+            for w, b, mg in zip(ws, bs, mgs, strict=True)
+        )
+
+    values = x, ws, bs, mgs
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, function), (0, 1, 2, 3)))
+    expected, (dx, dws, dbs, _) = jax.value_and_grad(
+        functools.partial(loss, plain_kernels), (0, 1, 2, 3)
+    )(*values)
+    found, gradients = step(*values)
+    assert_equal(found, expected)
+    assert_equal(gradients[0], dx)
+    assert_equal(gradients[2], dbs)
+    for new, old, dw, unused in zip(gradients[3], mgs, dws, gradients[1], strict=True):
+        assert_equal(new, old + dw)
+        assert_equal(unused, jnp.zeros_like(dw))
+    if method != "xla":
+        assert " transpose(" not in compiled_text(step, *values)
+
+
 def test_kernel_without_a_gradient_leaves_the_others_right():
     x, w, _ = operands(2)
     v = small_integers(4, (6, 14))

@@ -42,6 +42,48 @@ def pair(mesh, *, sequence_parallel, check_vma=True, method=None):
     return on_ranks(layers, mesh, specs, x, check_vma=check_vma)
 
 
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "xla"])
+@pytest.mark.parametrize("parallel", [None, "column", "column, whole rows"])
+def test_an_embedding_is_the_output_projection_too(parallel, method):
+    kind, whole_rows = parallel and "column", parallel != "column"
+
+    def logits(x, embedding, b, main_grad):
+        return ub.linear(
+            x,
+            embedding,
+            b,
+            parallel=kind,
+            axis_name=kind and "tp",
+            sequence_parallel=not whole_rows,
+            method=method,
+            main_grad=main_grad,
+            rhs_transposed=True,
+        )
+
+    rows = P() if kind is None else P("tp")
+    x_rows = P() if whole_rows else P(None, "tp")
+    y = P() if kind is None else P(None, None, "tp")
+    layer = on_ranks(logits, tp_mesh(4), (x_rows, rows, rows, rows), y)
+    x, embedding = small_integers(0, (2, 8, 12)), small_integers(1, (16, 12))
+    values = x, embedding, small_integers(2, (16,)), small_integers(3, (16, 12))
+    pull = jax.jit(lambda dy, *v: jax.vjp(layer, *v)[1](dy))
+    y, expected = jax.vjp(plain_logits, *values[:3])
+    assert_equal(jax.jit(layer)(*values), y)
+    dy = small_integers(4, y.shape)
+    dx, dw, db = expected(dy)
+    assert_equal(pull(dy, *values), (dx, jnp.zeros_like(dw), db, values[3] + dw))
+
+
+def plain_logits(x, embedding, b):
+    return x @ embedding.T + b
+
+
+def test_a_row_kernel_that_lies_transposed_is_refused():
+    x, w = jnp.ones((4, 8)), jnp.ones((6, 8))
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=r"Pass w\.T"):
+        ub.linear(x, w, parallel="row", axis_name="tp", rhs_transposed=True)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk", "xla"])
