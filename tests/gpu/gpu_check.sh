@@ -14,13 +14,17 @@ out=${OUT:-$(mktemp -d)}
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 limit_s=${GPU_CHECK_S:-530}
+verdicts_s=15 # left for the last step
 python=${PYTHON:-python3}
+# Where pip has put cmake and ninja, and where CUDA has its tools.
+PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+PATH=$PATH:/usr/local/cuda/bin
 failed=0
 report=()
 
 # step SECONDS NAME COMMAND...: runs it, for at most so long and no longer than is left.
 step() {
-  local most=$1 name=$2 begin=$SECONDS left=$((limit_s - SECONDS)) status=ok rc
+  local most=$1 name=$2 begin=$SECONDS left=$((limit_s - verdicts_s - SECONDS)) status=ok rc
   shift 2
   printf '\n=== %s\n' "$name"
   if ((left < 10)); then
@@ -67,13 +71,15 @@ build_all() {
 
 ub() { "$python" -m jax_ub "$@"; }
 
-# ranks N [OPTION...]: so many processes on this one GPU.
+# ranks N [OPTION...]: so many processes on this one GPU; under $tool, if it is set.
 ranks() {
   local n=$1
   shift
+  # shellcheck disable=SC2086  # a command with its options
   XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" \
     XLA_PYTHON_CLIENT_PREALLOCATE=false \
-    ub launch -n "$n" --timeout 110 tests/gpu/ranks.py --share-gpu "$@"
+    ${tool:-} "$python" -m jax_ub launch -n "$n" --timeout 110 tests/gpu/ranks.py \
+    --share-gpu "$@"
 }
 
 # Command buffers for programs of any size, or for none.
@@ -97,11 +103,10 @@ print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
 # what the ranks print at their end says that they were right.
 memcheck() {
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
-  XLA_PYTHON_CLIENT_PREALLOCATE=false compute-sanitizer --tool memcheck \
-    --error-exitcode 1 --require-cuda-init no --report-api-errors no \
-    --kernel-name kernel_substring=jax_ub \
-    "$python" -m jax_ub launch -n 2 --timeout 80 tests/gpu/ranks.py --share-gpu \
-    --rounds 1 --dtypes 1 --calls 2 2>&1 | tee "$out/memcheck.log" || return 1
+  tool="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+    --require-cuda-init no --report-api-errors no --kernel-name kernel_substring=jax_ub" \
+    ranks 2 --rounds 1 --dtypes 1 --calls 2 --methods ring_exchange 2>&1 |
+    tee "$out/memcheck.log" || return 1
   grep -q "all right" "$out/memcheck.log"
 }
 
@@ -122,18 +127,20 @@ main() {
   step 170 "build from source" bash -c build_all
   step 40 "doctor" bash -c 'ub doctor'
   step 60 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
-  step 60 "one process, eager" bash -c 'eager "$python" tests/gpu/local.py --short'
   step 70 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
+  # Figures before what only repeats with more processes: those may be slow.
+  step 60 "the engine's parts" bash -c parts
+  step 120 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
+    --ops gemm,dgrad_add,wgrad_accumulate --variants nn --shapes 8192x8192x8192 \
+    --rounds 9 --json "$out/bench.json"'
   step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
   step 70 "4 processes on one GPU" bash -c 'ranks 4 --rounds 1 --dtypes 1'
   step 90 "8 processes on one GPU" bash -c 'ranks 8 --rounds 1 --dtypes 1 --calls 2'
-  step 90 "NVLS" bash -c multicast
   step 90 "memcheck" bash -o pipefail -c memcheck
-  step 100 "the engine's parts" bash -c parts
-  step 100 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
-    --ops gemm,dgrad_add,wgrad_accumulate --shapes 8192x8192x8192 --rounds 9 \
-    --json "$out/bench.json"'
-  step 30 "verdicts" "$python" tests/gpu/verdicts.py "$out"
+  step 60 "one process, eager" bash -c 'eager "$python" tests/gpu/local.py --short'
+  step 90 "NVLS" bash -c multicast
+  verdicts_s=0
+  step 15 "verdicts" "$python" tests/gpu/verdicts.py "$out"
   printf '\n'
   printf '%s\n' "${report[@]}"
   printf '%d s in all; what is kept: %s\n' "$SECONDS" "$out"

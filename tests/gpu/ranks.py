@@ -5,8 +5,8 @@
 
 No collective of XLA's takes part: NCCL refuses ranks that share a GPU. Operands are
 small integers, drawn from the same seeds in every process, so that each knows what its
-rank must have, to the bit. Prints a line for every program, and the seed where one is
-wrong.
+rank must have, to the bit. Prints a line for every program, and where one is wrong; the
+rest is tried all the same, unless a call fails.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from jax_ub.runtime import cuda
 
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
+METHODS = ("auto", "ring_exchange", "pipeline", "external")
 
 
 def main():
@@ -33,18 +34,26 @@ def main():
     on_gpu = cuda.is_cuda(jax.local_devices()[0])
     capacity = (given.scale * 16 * mesh.size, 16 * mesh.size)
     ub.initialize_ub(capacity, mesh.size, mesh=mesh)
-    methods = ["auto", "ring_exchange", "pipeline", "external"]
-    methods += [] if on_gpu else ["direct"]
+    methods = given.methods.split(",") if given.methods else list(METHODS)
+    methods += [] if on_gpu or given.methods else ["direct"]
+    wrong = []
     for dtype in DTYPES[: given.dtypes]:
         for method in methods:
             for program in (column, row, whole, trained):
-                check(program, mesh, method, jnp.dtype(dtype), given)
+                wrong += check(program, mesh, method, jnp.dtype(dtype), given)
     ub.destroy_ub()
+    if wrong:
+        sys.exit(f"{len(wrong)} results are wrong, the first: {wrong[0]}")
     say(f"all right: {mesh.size} ranks on {jax.devices()[0].device_kind}")
 
 
 def check(program, mesh, method, dtype, given):
-    """Runs a program with new operands each round, several times in a row each."""
+    """Runs a program with new operands each round, several times in a row each.
+
+    Returns:
+        What is wrong.
+    """
+    wrong = []
     function, in_specs, out_specs, shapes, reference = program(
         mesh, method, given.scale
     )
@@ -65,8 +74,12 @@ def check(program, mesh, method, dtype, given):
         calls = [compiled(*placed[call % 2]) for call in range(given.calls)]
         for call, results in enumerate(jax.block_until_ready(calls)):
             for result, right in zip(results, expected[call % 2], strict=True):
-                compare(f"{name}, seed {seed}, call {call}", result, right)
-    say(f"right: {name}")
+                wrong += compare(f"{name}, seed {seed}, call {call}", result, right)
+    if wrong:
+        print(f"wrong: {wrong[0]}", flush=True)
+    else:
+        say(f"right: {name}")
+    return wrong
 
 
 def column(mesh, method, scale):
@@ -166,11 +179,11 @@ def compare(name, result, right):
         found = np.asarray(shard.data).astype(np.float32)
         wanted = right[shard.index].astype(result.dtype).astype(np.float32)
         if not np.array_equal(found, wanted):
-            wrong = np.argwhere(found != wanted)
-            sys.exit(
-                f"wrong: {name}: {len(wrong)} of {found.size} elements on "
-                f"{shard.device}, the first at {tuple(wrong[0])}: "
-                f"{found[tuple(wrong[0])]} instead of {wanted[tuple(wrong[0])]}"
+            places = np.argwhere(found != wanted)
+            first = tuple(places[0].tolist())
+            yield (
+                f"{name}: {len(places)} of {found.size} elements on {shard.device}, "
+                f"the first at {first}: {found[first]} instead of {wanted[first]}"
             )
 
 
@@ -185,6 +198,7 @@ def read_arguments():
     parser.add_argument("--rounds", type=int, default=3, help="new operands each")
     parser.add_argument("--calls", type=int, default=4, help="in a row, each round")
     parser.add_argument("--scale", type=int, default=1, help="factor of the tokens")
+    parser.add_argument("--methods", help="comma-separated; all unless given")
     parser.add_argument("--dtypes", type=int, default=3, help=f"how many of {DTYPES}")
     return parser.parse_args()
 

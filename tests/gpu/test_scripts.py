@@ -62,7 +62,8 @@ def figures(tmp_path):
         }
         for op, variant in [("gemm", "nn"), ("dgrad_add", "nt+add")]
     ]
-    (tmp_path / "bench.json").write_text(json.dumps({"results": results}))
+    found = {"results": results, "fallbacks": []}
+    (tmp_path / "bench.json").write_text(json.dumps(found))
     return tmp_path
 
 
@@ -78,6 +79,15 @@ def test_every_claim_gets_a_verdict(figures):
     assert "holds   dgrad_add, share of the plain product: 0.970 (goal 0.95)" in lines
     assert any(line.startswith("open    wgrad_accumulate") for line in lines)
     assert "holds   host time of a call: 3.20 us (goal 10.0)" in lines
+
+
+def test_xla_in_place_of_the_engine_is_no_verdict(figures):
+    found = json.loads((figures / "bench.json").read_text())
+    found["fallbacks"] = [{"label": "bench nn", "reason": "no driver"}]
+    (figures / "bench.json").write_text(json.dumps(found))
+    lines = run(sys.executable, HERE / "verdicts.py", figures).stdout.splitlines()
+    assert "open    against XLA: plain jax.lax: no driver" in lines
+    assert not any("XLA's" in line for line in lines)
 
 
 def test_claims_without_figures_are_open(tmp_path):
