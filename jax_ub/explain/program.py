@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,10 +35,12 @@ def explain(
 ) -> Table:
     """Says what overlaps in `fn(*args, **kwargs)`, what does not, and why.
 
-    The function is traced and compiled, not run. Print what is returned.
+    The function is traced and compiled, not run, whether it has run before or not.
+    Print what is returned.
 
     Args:
-        fn: a function, jitted or not; `jax.grad` of one shows its backward.
+        fn: a function, jitted or not, by `nnx.jit` too; `jax.grad` of one shows its
+            backward.
         *args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
         hardware: for which the times are predicted: a name or a machine of
             `jax_ub.simulate`; None takes the devices' own kind.
@@ -51,8 +54,8 @@ def explain(
     Raises:
         UnknownNameError: if the hardware or a file is not known.
     """
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    traced = jitted.trace(*args, **kwargs)
+    program, arrays = _unseen(fn, args, kwargs)
+    traced = program.trace(*arrays)
     with recording() as lowered:
         text = traced.lower().compile().as_text() or ""
     found = hlo.collectives(text)
@@ -63,6 +66,26 @@ def explain(
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
     return summary(name, rows, [found])
+
+
+def _unseen(fn, args, kwargs):
+    """The same program as a function that JAX has not lowered, and its arrays.
+
+    JAX lowers a function once: whoever listens hears nothing the second time. What is
+    no array is closed over, since `fn` may take it as static.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def program(*arrays):
+        given = iter(arrays)
+        pairs = zip(leaves, is_array, strict=True)
+        filled = [next(given) if traced else leaf for leaf, traced in pairs]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return fn(*args, **kwargs)
+
+    program.__name__ = getattr(fn, "__name__", program.__name__)
+    return jax.jit(program), list(itertools.compress(leaves, is_array))
 
 
 def summary(name: str, rows: Sequence[Row], found: Iterable[hlo.Found]) -> Table:

@@ -1,9 +1,12 @@
 """Is it on? For functions, forward and backward, with and without jax_ub."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import P
 from jax.sharding import NamedSharding
 from programs import on_ranks, tp_mesh
@@ -134,7 +137,43 @@ def test_a_trace_adds_how_long_ranks_waited(tmp_path):
         jax.block_until_ready(run(*operands()))
     for trace in (recording.trace, path, [str(path)]):
         rows = ub.explain(run, *operands(), trace=trace).rows
+        assert len(rows) == 2
         assert all(row.measured_exposed_s > 0 for row in rows)
+
+
+def test_a_function_that_has_run_is_explained_like_a_new_one():
+    run, args = mlp(), operands()
+    found = ub.explain(run, *args)
+    assert len(found.rows) == 2
+    assert ub.explain(run, *args) == found
+    jax.block_until_ready(run(*args))
+    assert ub.explain(run, *args) == found
+
+
+def test_static_arguments_stay_static():
+    @functools.partial(jax.jit, static_argnums=3, static_argnames="method")
+    def scaled(x, up, down, count, *, method):
+        return count * mlp(method)(x, up, down)
+
+    found = ub.explain(scaled, *operands(), 3, method="pipeline")
+    assert [row.method for row in found.rows] == ["pipeline", "pipeline"]
+
+
+def test_a_step_of_flax_is_explained_before_and_after_it_has_run():
+    mesh = tp_mesh(NUM_RANKS)
+
+    @nnx.jit
+    def step(model, x):
+        return nnx.value_and_grad(lambda model, x: model(x).sum())(model, x)
+
+    with jax.set_mesh(mesh):
+        kernel = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        model = ub.overlap(nnx.List([kernel]), {"0": "column"})[0]
+        x = jnp.ones((2, 64, 16))
+        for _ in range(2):
+            ops = [row.op for row in ub.explain(step, model, x).rows]
+            assert ops == ["all_gather_matmul", "wgrad"]
+            step(model, x)
 
 
 def test_times_are_those_of_the_hardware_that_is_asked_for():
