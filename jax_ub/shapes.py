@@ -13,10 +13,22 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
+def check_array(op: str, name: str, array) -> None:
+    """Refuses what is no array, such as a number or a list of kernels."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        raise ShapeContractError(
+            f"{op}: {name} is of type {type(array).__name__}, but the op takes an "
+            "array. Pass one; several kernels of all_gather_matmul go in a tuple."
+        )
+
+
 def check_float(op: str, **arrays) -> None:
     """Refuses arrays that are no f32, bf16 or f16."""
     for name, array in arrays.items():
-        if array is not None and jnp.dtype(array.dtype) not in FLOATS:
+        if array is None:
+            continue
+        check_array(op, name, array)
+        if jnp.dtype(array.dtype) not in FLOATS:
             raise ShapeContractError(
                 f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
                 f"Convert it, for example {name}.astype(jnp.bfloat16)."
@@ -35,6 +47,7 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 
 def check_operands(op: str, x, w, *, x_name: str = "x", w_name: str = "w") -> None:
     """Checks what every GEMM asks of its two operands but their sizes."""
+    check_array(op, w_name, w)
     check_float(op, **{x_name: x, w_name: w})
     check_dtypes(op, **{x_name: x, w_name: w})
     check_kernel(op, w_name, w)
@@ -71,7 +84,8 @@ def check_not_empty(op: str, name: str, array) -> None:
 
 
 def check_rank(op: str, name: str, array, least: int = 2) -> None:
-    """Refuses an array with fewer than `least` dimensions."""
+    """Refuses what is no array, or has fewer than `least` dimensions."""
+    check_array(op, name, array)
     if array.ndim < least:
         wanted = "[..., rows, features]" if least == 2 else "[..., features]"
         raise ShapeContractError(
@@ -132,8 +146,11 @@ def check_divides(op: str, x, num_ranks: int) -> None:
 def check_shape(
     op: str, name: str, array, shape: tuple[int, ...], meaning: str
 ) -> None:
-    """Checks that `array` has exactly `shape`."""
-    if array is not None and tuple(array.shape) != tuple(shape):
+    """Checks that `array`, if there is one, has exactly `shape`."""
+    if array is None:
+        return
+    check_array(op, name, array)
+    if tuple(array.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} has shape {tuple(array.shape)}, but here it is {meaning}, "
             f"{tuple(shape)}. Pass an array of that shape."

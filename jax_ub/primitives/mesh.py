@@ -17,7 +17,7 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Spells one axis, several or none as a tuple."""
     if axis_name is None:
         return ()
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:

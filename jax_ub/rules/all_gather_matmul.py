@@ -79,7 +79,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     biases = _as_tuple(site.label, "bias", bias, is_tuple, len(ws))
     mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
-    site = site.with_dtypes(x.dtype, _check(site, x, ws, biases, out_dtype))
+    out_dtype = _check(site, x, ws, biases, out_dtype)
+    site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, ws, biases, mgs)
     if mgs is not None:
         mgs = tuple(
@@ -96,7 +97,8 @@ def _as_tuple(label, name, value, is_tuple, length):
     if value is None:
         return None
     if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
-        found = f"a tuple of {len(value)}" if isinstance(value, tuple) else "one array"
+        found = "one array" if hasattr(value, "shape") else f"a {type(value).__name__}"
+        found += f" of {len(value)}" if isinstance(value, tuple) else ""
         wanted = f"a tuple of {length} kernels" if is_tuple else "one kernel"
         raise ShapeContractError(
             f"{label}: {name} is {found}, but w is {wanted}. Pass one {name} for each "

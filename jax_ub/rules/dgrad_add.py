@@ -7,7 +7,7 @@ import jax
 from jax_ub import reference, shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.primitives.matmul import matmul
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import open_local_site, promote
 
 OP = "dgrad_add"
 
@@ -29,7 +29,7 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
     Raises:
         ShapeContractError: if the operands do not fit each other.
     """
-    site = open_site(OP, None, None, None)
+    site = open_local_site(OP)
     shapes.check_rank(OP, "dy", dy, 1)
     shapes.check_operands(OP, dy, w, x_name="dy")
     if dy.shape[-1] != w.shape[1]:

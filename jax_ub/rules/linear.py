@@ -23,7 +23,7 @@ from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.rules.layer import accumulation, layer
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import open_local_site, open_site, promote
 
 OP = "linear"
 _KINDS = ("column", "row")
@@ -125,7 +125,10 @@ def _whole_rows(
     x, w, *, axis_name, bias, ub_name, method, main_grad, rhs_transposed=False
 ):
     """`x @ w + bias` with the columns of `w` on this rank and all features of `x`."""
-    site = open_site(OP, axis_name, ub_name, method)
+    if axis_name is None:
+        site = open_local_site(OP, ub_name, method)
+    else:
+        site = open_site(OP, axis_name, ub_name, method)
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
     kernel = site.kernel(w)
     shapes.check_operands(site.label, x, kernel)

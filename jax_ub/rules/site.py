@@ -10,7 +10,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ub import methods
+from jax_ub import methods, shapes
+from jax_ub.errors import UnknownNameError
 from jax_ub.methods import Method
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.overlap_config.tuned import Choices
@@ -47,7 +48,12 @@ class Site:
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Of a kernel as its contracts have it, [in, out]."""
+        """Of a kernel as its contracts have it, [in, out].
+
+        Raises:
+            ShapeContractError: if `w` is no array.
+        """
+        shapes.check_array(self.label, "w", w)
         shape = w.shape[::-1] if self.rhs_transposed else w.shape
         return jax.ShapeDtypeStruct(shape, w.dtype)
 
@@ -144,16 +150,25 @@ def open_site(
 
     Args:
         op: what the call is called in errors.
-        axis_name: its mesh axis, or None.
+        axis_name: its mesh axis.
         ub_name: its name in `initialize_ub`, or None.
         method: what the call itself asks for, or None.
         like: the function that communicates as this call does; None is `op`.
+
+    Raises:
+        ShapeContractError: if the axis is not a manual mesh axis.
     """
-    label = label_of(op, ub_name)
+    num_ranks = mesh.axis_size(label_of(op, ub_name), axis_name)
     axes = mesh.axis_tuple(axis_name)
-    num_ranks = mesh.axis_size(label, axis_name) if axis_name is not None else 1
     site = plan_site(op, axes, num_ranks, ub_name, method, like=like)
     return dataclasses.replace(site, is_tracked=varying.is_tracked(axes))
+
+
+def open_local_site(
+    op: str, ub_name: str | None = None, method=None, *, like: str | None = None
+) -> Site:
+    """The same for a call that does not communicate."""
+    return plan_site(op, (), 1, ub_name, method, like=like)
 
 
 def label_of(op: str, ub_name: str | None) -> str:
@@ -172,6 +187,11 @@ def plan_site(
 ) -> Site:
     """The same for known ranks, outside `jax.shard_map` too."""
     label = label_of(op, ub_name)
+    if ub_name is not None and not isinstance(ub_name, str):
+        raise UnknownNameError(
+            f"{op}: ub_name = {ub_name!r} is of type {type(ub_name).__name__}. Pass "
+            'the name of a layer, such as "qkv", or leave ub_name out.'
+        )
     chosen = methods.resolve(label, method, settings.method())
     found = overlaps.find(label, axes, num_ranks, ub_name)
     automatic = chosen is Method.AUTO or (method is None and bool(found))

@@ -6,7 +6,7 @@ import jax
 
 from jax_ub import reference, shapes
 from jax_ub.primitives.wgrad import wgrad
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import open_local_site, promote
 
 OP = "wgrad_accumulate"
 
@@ -28,7 +28,7 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
     Raises:
         ShapeContractError: if the operands do not fit each other.
     """
-    site = open_site(OP, None, None, None)
+    site = open_local_site(OP)
     shapes.check_rank(OP, "x", x, 1)
     shapes.check_float(OP, x=x, dy=dy, main_grad=main_grad)
     shapes.check_dtypes(OP, x=x, dy=dy)

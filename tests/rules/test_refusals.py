@@ -1,5 +1,7 @@
 """Bad input: an error at trace time that names op, argument, value and fix."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, tp_mesh
 
 import jax_ub as ub
+from jax_ub import ops
 from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
 from jax_ub.methods import Method
 from jax_ub.runtime import communicators
@@ -135,6 +138,47 @@ class TestEveryGemm:
             zeros(6, 8),
         )
 
+    @pytest.mark.parametrize("axis_name", [None, (), 4])
+    def test_axis_that_is_no_name(self, op, axis_name):
+        refuses(
+            ShapeContractError,
+            rf"{op.__name__}: axis_name = {re.escape(str(axis_name))} is not the name "
+            r"of a mesh axis.*axis_name=\"tp\"",
+            lambda x, w: op(x, w, axis_name=axis_name),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
+    @pytest.mark.parametrize("found", [[1.0], None, 3.0], ids=["list", "None", "float"])
+    @pytest.mark.parametrize("name", ["x", "w"])
+    def test_operand_that_is_no_array(self, op, name, found):
+        operands = {"x": zeros(8, 6), "w": zeros(6, 8)} | {name: found}
+        kind = type(found).__name__
+        refuses(
+            ShapeContractError,
+            rf"{op.__name__}: {name} is of type {kind}, but the op takes an array",
+            lambda: op(operands["x"], operands["w"], axis_name="tp"),
+            specs=(),
+        )
+
+    def test_bias_that_is_no_array(self, op):
+        refuses(
+            ShapeContractError,
+            rf"{op.__name__}: bias is of type float, but the op takes an array",
+            lambda x, w: op(x, w, axis_name="tp", bias=1.0),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
+    def test_name_that_is_no_string(self, op):
+        refuses(
+            UnknownNameError,
+            rf"{op.__name__}: ub_name = 3 is of type int",
+            lambda x, w: op(x, w, axis_name="tp", ub_name=3),
+            zeros(8, 6),
+            zeros(6, 8),
+        )
+
     def test_bare_call(self, op):
         message = "not a manual mesh axis; no axis is manual.*inside jax.shard_map"
         with pytest.raises(ShapeContractError, match=message):
@@ -223,6 +267,14 @@ def test_no_kernels_and_biases_that_do_not_match_them():
     )
     refuses(
         ShapeContractError,
+        "bias is a list, but w is a tuple of 2 kernels",
+        lambda x, w, b: ub.all_gather_matmul(x, (w, w), axis_name="tp", bias=[b, b]),
+        zeros(8, 6),
+        zeros(6, 8),
+        zeros(8),
+    )
+    refuses(
+        ShapeContractError,
         "bias is a tuple of 1, but w is one kernel",
         lambda x, w, b: ub.all_gather_matmul(x, w, axis_name="tp", bias=(b,)),
         zeros(8, 6),
@@ -231,12 +283,31 @@ def test_no_kernels_and_biases_that_do_not_match_them():
     )
 
 
-def test_axis_name_that_is_no_name():
+@pytest.mark.parametrize("axis_name", [None, (4,)])
+def test_axis_name_that_is_no_name(axis_name):
+    message = rf"axis_name = {re.escape(str(axis_name))} is not the name of a mesh axis"
     refuses(
         ShapeContractError,
-        r"all_reduce: axis_name = \(4,\) is not the name of a mesh axis",
-        lambda x: ub.all_reduce(x, axis_name=(4,)),
+        f"all_reduce: {message}",
+        lambda x: ub.all_reduce(x, axis_name=axis_name),
         zeros(8),
+    )
+    refuses(
+        ShapeContractError,
+        f"AllReduce: {message}",
+        ops.Sequential(ops.AllReduce(axis_name)),
+        ((),),
+        zeros(8),
+    )
+
+
+def test_main_grad_that_is_no_array():
+    refuses(
+        ShapeContractError,
+        "linear: main_grad is of type bool, but the op takes an array",
+        lambda x, w: ub.linear(x, w, main_grad=True),
+        zeros(8, 6),
+        zeros(6, 8),
     )
 
 

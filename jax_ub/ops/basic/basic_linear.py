@@ -14,7 +14,7 @@ from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.operation import BasicOperation, Needs, Params, compute_dtype
 from jax_ub.rules import main_grads as accumulators
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.site import Site, open_local_site, open_site
 
 MODES = ("column", "row")
 default_kernel_init = initializers.lecun_normal()
@@ -154,10 +154,13 @@ class BasicLinear(BasicOperation):
         Raises:
             ShapeContractError: if the axis is not a manual mesh axis.
         """
-        axis = None if self.tensor_parallel_mode is None else self.axis_name
         method = dict(self.userbuffers_options or ()).get("method", self.method)
         like = _LIKE.get((self.tensor_parallel_mode, self.sequence_parallel))
-        site = open_site(self.label, axis, self.comm_name, method, like=like)
+        named = (self.comm_name, method)
+        if self.tensor_parallel_mode is None:
+            site = open_local_site(self.label, *named, like=like)
+        else:
+            site = open_site(self.label, self.axis_name, *named, like=like)
         return site if dtype is None else site.with_dtypes(dtype, dtype)
 
     def operands(self, params: Params, x: jax.Array):
