@@ -83,11 +83,13 @@ def initialize_ub(  # noqa: PLR0913, pinned
         CommunicatorError: if another process refused, or differs.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    check_backend(bootstrap_backend)
     axes, domain = axis_tuple(axis_name), None
+    backend: str | None = None  # JAX's own, where this process refuses another
     refusal: Exception | None = None
     devices = jax.devices()
     try:
+        check_backend(bootstrap_backend)
+        backend = bootstrap_backend
         _check_not_initialized(axes)
         modes = _read_modes(use_fp8, quantization_modes)
         tp_size = _read_size("tp_size", tp_size)
@@ -105,7 +107,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
             f"{place.process}. Call it on the processes of the mesh only."
         )
     if len(place.processes) > 1:
-        board = open_board(bootstrap_backend, place.name)
+        board = open_board(backend, place.name)
         agreement = Agreement(
             board, place.process, place.processes, settings.deadline_s()
         )
@@ -158,15 +160,17 @@ def get_ub(
 
     Raises:
         LifecycleError: if nothing was initialised.
+        ConfigurationTypeError: if `use_fp8` is a quantization mode.
         UnknownOverlapError: if there is no such overlap; a `KeyError` too.
     """
     return overlaps.get(name, use_fp8, axis_tuple(axis_name) or None)
 
 
 def _check_not_initialized(axes):
-    if not axes:
+    if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ConfigurationError(
-            "initialize_ub: axis_name = None. Pass the mesh axis of the ranks."
+            f"initialize_ub: axis_name = {axes or None} is not the name of a mesh "
+            'axis. Pass that of the ranks, for example axis_name="tp".'
         )
     if is_ub_initialized(axes):
         raise LifecycleError(
@@ -176,6 +180,7 @@ def _check_not_initialized(axes):
 
 
 def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
+    overlaps.check_use_fp8("initialize_ub", use_fp8)
     if not modes:
         return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
     if not isinstance(modes, list | tuple):

@@ -128,6 +128,12 @@ def test_get_ub_before_is_an_error():
         ub.get_ub("qkv_fprop")
 
 
+def test_a_mode_is_no_use_fp8():
+    ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=tp_mesh(4))
+    with pytest.raises(TypeError, match="get_ub.*use_fp8 = <UserBuffer.*True or False"):
+        ub.get_ub("qkv_fprop", NONE)
+
+
 def test_an_unknown_name_names_the_nearest():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     with pytest.raises(KeyError, match="Did you mean 'qkv_fprop'?") as caught:
@@ -177,7 +183,9 @@ REFUSALS = {
     "a true rank": (dict(tp_size=True), TypeError, "not an integer"),
     "another tp_size": (dict(tp_size=2), ValueError, "the mesh has 4 devices"),
     "another axis": (dict(axis_name="model"), ValueError, "not 'model'"),
-    "no axis": (dict(axis_name=None), ValueError, "axis_name = None"),
+    "no axis": (dict(axis_name=None), ValueError, "axis_name = None is not the name"),
+    "a number as axis": (dict(axis_name=3), ValueError, r"axis_name = \(3,\) is not"),
+    "a mode as use_fp8": (dict(use_fp8=NONE), TypeError, "modes go in .*modes="),
     "an abstract mesh": (
         dict(mesh=jax.sharding.AbstractMesh((4,), ("tp",))),
         TypeError,

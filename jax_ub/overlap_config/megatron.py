@@ -30,7 +30,8 @@ def from_te(
     """Reads a `tp-comm-overlap` configuration for `initialize_ub(ub_cfgs=...)`.
 
     Keys that Transformer Engine accepts and passes over, such as `fp8_buf` of an
-    all-gather, are left out; everything else is checked and kept.
+    all-gather, are left out, and so are names that are None, as NeMo's recipes have
+    them for a wgrad that its dgrad displaces; everything else is checked and kept.
 
     Args:
         source: the dictionary, the text of a YAML file, or the path of one.
@@ -46,8 +47,16 @@ def from_te(
         ImportError: if YAML is given and PyYAML is not installed.
     """
     found = source if isinstance(source, Mapping) else _read_yaml(source)
-    entries = read_entries({} if found is None else found)
-    return {name: _what_is_read(name, entry) for name, entry in entries.items()}
+    found = {} if found is None else found
+    unset = []
+    if isinstance(found, Mapping):
+        unset = [name for name, entry in found.items() if entry is None]
+        found = {**found, **{name: {} for name in unset}}
+    return {
+        name: _what_is_read(name, entry)
+        for name, entry in read_entries(found).items()
+        if name not in unset
+    }
 
 
 def _what_is_read(name, entry):

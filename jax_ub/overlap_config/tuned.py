@@ -100,7 +100,8 @@ def read(path: str | os.PathLike[str]) -> Tunings:
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"tuned choices in {str(path)!r}: {error}. Write the file with: "
-            "python -m jax_ub tune --output FILE"
+            "python -m jax_ub tune --output FILE. A YAML file of Megatron's is read "
+            "by ub.overlap_config.from_te."
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ConfigurationError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jax_ub.errors import (
+    ConfigurationTypeError,
     LifecycleError,
     ShapeContractError,
     UnknownNameError,
@@ -183,13 +184,28 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Domain | None:
     return domain if domain is not None and domain.tp_size == num_ranks else None
 
 
+def check_use_fp8(label: str, use_fp8: object) -> None:
+    """Refuses what is neither true nor false; a mode, for one, is always true.
+
+    Raises:
+        ConfigurationTypeError: says where modes go.
+    """
+    if not isinstance(use_fp8, int | np.bool_):
+        raise ConfigurationTypeError(
+            f"{label}: use_fp8 = {use_fp8!r} is of type {type(use_fp8).__name__}. Pass "
+            "True or False; modes go in initialize_ub(quantization_modes=[...])."
+        )
+
+
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
     """Finds one overlap for `get_ub`.
 
     Raises:
         LifecycleError: if nothing was initialised.
+        ConfigurationTypeError: if `use_fp8` is a quantization mode.
         UnknownOverlapError: if there is none of that name, or one on several axes.
     """
+    check_use_fp8(f"get_ub({name!r})", use_fp8)
     if not _DOMAINS:
         raise LifecycleError(
             f"get_ub({name!r}): nothing was initialised. Call ub.initialize_ub first."

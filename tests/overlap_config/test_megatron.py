@@ -73,6 +73,13 @@ def test_an_empty_file_configures_nothing(text):
     assert from_te(source) == {}
 
 
+def test_names_without_a_value_are_left_out_if_there_are_such():
+    text = "fc1_dgrad: {method: ring_exchange}\nfc1_wgrad:\n"
+    assert from_te(text) == {"fc1_dgrad": {"method": "ring_exchange"}}
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'fc1_wgrad'?"):
+        from_te({"fc1_wgard": None})
+
+
 def test_a_misspelt_name_in_a_file_is_refused():
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'qkv_fprop'?"):
         from_te("qkv_fprob: {method: bulk}")

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+import jax_ub as ub
 from jax_ub.errors import ConfigurationError, UnknownNameError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
@@ -56,6 +57,13 @@ def test_choices_of_another_machine_are_refused(path):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none.json.*jax_ub tune --output"):
         tuned.read(tmp_path / "none.json")
+
+
+def test_a_file_of_megatrons_is_refused_with_what_reads_it(tmp_path):
+    path = tmp_path / "tp_comm_overlap.yaml"
+    path.write_text("qkv_fprop: {method: ring_exchange}\n")
+    with pytest.raises(ConfigurationError, match=r"overlap.yaml.*from_te"):
+        ub.initialize_ub((8, 8), 1, ub_cfgs=path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 2}'])

@@ -152,6 +152,11 @@ def a_refusal_is_told_to_all():
         text = "not 'model'"
     mesh = Mesh(DEVICES, ("tp" if ME == 0 else "model",))
     raises(kind, text, initialize, mesh=mesh, axis_name="model")
+    # Where its own way to find others is none, it tells them by that of jax.
+    kind, text = ub.errors.CommunicatorError, "process 1 refused: .*backend = 'nccl'"
+    if ME == 1:
+        kind, text = ub.errors.UnknownNameError, "backend = 'nccl' is not one"
+    raises(kind, text, initialize, bootstrap_backend="nccl" if ME == 1 else None)
 
 
 def differences_are_shown_with_both_sides():

@@ -36,7 +36,8 @@ def check_backend(backend: str | None) -> None:
         raise UnknownNameError(
             f"initialize_ub: bootstrap_backend = {backend!r} is not one. "
             f"{nearest(str(name), _BACKENDS)} None is jax: the service of "
-            "jax.distributed.initialize()."
+            "jax.distributed.initialize(). Leave it out where Transformer Engine had "
+            '"nccl" or "gloo".'
         )
     if name == "file" and not directory:
         raise ConfigurationError(
