@@ -2,6 +2,11 @@
 
 import os
 
+from jax_ub.errors import ConfigurationError
+
+# The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
+_LONGEST_TIMEOUT_S = 1e9
+
 
 def method() -> str | None:
     """`JAX_UB_METHOD`: the method of every call that names none."""
@@ -10,7 +15,8 @@ def method() -> str | None:
 
 def timeout_s() -> float | None:
     """`JAX_UB_TIMEOUT_S`: how long a rank waits for its peers; default 120."""
-    return _positive("JAX_UB_TIMEOUT_S", float, "seconds")
+    given_s = _positive("JAX_UB_TIMEOUT_S", float, "seconds")
+    return given_s and min(given_s, _LONGEST_TIMEOUT_S)
 
 
 def deadline_s() -> float:
@@ -106,7 +112,9 @@ def given() -> dict[str, str]:
 def _switch(name):
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
-        raise ValueError(f"{name} = {text!r} is neither 0 nor 1.")
+        raise ConfigurationError(
+            f"{name} = {text!r} is neither 0 nor 1. Set one of these, or unset it."
+        )
     return text == "1"
 
 
@@ -119,5 +127,8 @@ def _positive(name, kind, unit):
     except ValueError:
         value = 0
     if not value > 0:
-        raise ValueError(f"{name} = {text!r} is not a positive number of {unit}.")
+        raise ConfigurationError(
+            f"{name} = {text!r} is not a positive number of {unit}. Set one, or unset "
+            "it."
+        )
     return value

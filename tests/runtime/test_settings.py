@@ -1,5 +1,6 @@
 import pytest
 
+from jax_ub.errors import ConfigurationError
 from jax_ub.runtime import settings
 
 
@@ -27,8 +28,14 @@ def test_values_are_read(monkeypatch):
 def test_timeout_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", text)
     message = f"JAX_UB_TIMEOUT_S = '{text}' is not a positive number of seconds"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         settings.timeout_s()
+
+
+@pytest.mark.parametrize("text", ["inf", "1e10", "1e300"])
+def test_a_timeout_that_no_clock_holds_is_a_long_one(monkeypatch, text):
+    monkeypatch.setenv("JAX_UB_TIMEOUT_S", text)
+    assert settings.timeout_s() == settings.deadline_s() == 1e9
 
 
 def test_number_of_threads_is_whole(monkeypatch):
