@@ -47,12 +47,19 @@ def overlap(
         The model.
 
     Raises:
-        UnknownNameError: if a rule matches no layer, or names no kind.
-        ShapeContractError: if a kernel is sharded the other way than its rule says, or
-            "auto" finds no sharded kernel.
+        UnknownNameError: if a rule matches no layer, is no regular expression, or names
+            no kind.
+        ShapeContractError: if the model has no linear layer, a kernel is sharded the
+            other way than its rule says, or "auto" finds no sharded kernel.
     """
     layers = dict(_linear_layers(model))
-    if isinstance(rules, str):
+    if not layers:
+        raise ShapeContractError(
+            f"overlap: the model, of type {type(model).__name__}, has no nnx.Linear "
+            "and no nnx.LinearGeneral. Pass an nnx model that has; linen's layers take "
+            "dot_general=ub.dot_general(kind)."
+        )
+    if not isinstance(rules, Mapping):
         _check_auto(rules)
         kinds = _by_sharding(layers, axis_name)
     else:
@@ -112,7 +119,7 @@ def _check_auto(rules):
     if rules != "auto":
         raise UnknownNameError(
             f'overlap: rules = {rules!r} is neither "auto" nor a dictionary. Pass, for '
-            f'example, {{{rules!r}: "column"}} to go by path.'
+            'example, {r".*\\.up": "column"} to go by path.'
         )
 
 
@@ -138,7 +145,7 @@ def _by_path(rules, paths) -> dict[str, str]:
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_kind("overlap", kind)
-        matched = [path for path in paths if re.fullmatch(pattern, path)]
+        matched = list(filter(_compiled(pattern).fullmatch, paths))
         if not matched:
             raise UnknownNameError(
                 f"overlap: the rule {pattern!r} matches no linear layer of the model; "
@@ -147,6 +154,16 @@ def _by_path(rules, paths) -> dict[str, str]:
         for path in matched:
             found.setdefault(path, resolved)
     return {path: kind for path, kind in found.items() if kind is not None}
+
+
+def _compiled(pattern) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UnknownNameError(
+            f"overlap: the rule {pattern!r} is no regular expression: {error}. Escape "
+            "what is meant as it stands, for example with re.escape(path)."
+        ) from error
 
 
 def _spec(layer) -> tuple:

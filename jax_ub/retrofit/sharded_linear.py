@@ -71,9 +71,10 @@ def sharded_linear(
         return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
     if mesh is None:
         raise ShapeContractError(
-            f"{placement.op}: no mesh is known here: none was given, none is set, and "
-            "the kernel lies on one device. Call it under jax.set_mesh(mesh), pass "
-            f"mesh=, or call it inside jax.shard_map over {placement.axis_name!r}."
+            f"{placement.op}: no mesh is known here: none was given, jax.set_mesh has "
+            "set none (`with mesh:` does not), and the kernel shows none. Call it "
+            "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
+            f"over {placement.axis_name!r}."
         )
     if placement.parallel is None:
         placement = _plain(placement, mesh, x.shape)

@@ -87,9 +87,10 @@ def test_activations_that_do_not_divide_are_refused(options, shape, text):
 
 def test_a_call_without_a_mesh_says_where_it_takes_one_from():
     text = (
-        "linear(parallel='column'): no mesh is known here: none was given, none is "
-        "set, and the kernel lies on one device. Call it under jax.set_mesh(mesh), "
-        "pass mesh=, or call it inside jax.shard_map over 'tp'."
+        "linear(parallel='column'): no mesh is known here: none was given, "
+        "jax.set_mesh has set none (`with mesh:` does not), and the kernel shows none. "
+        "Call it under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
+        "over 'tp'."
     )
     with pytest.raises(ShapeContractError, match=re.escape(text)):
         layer()(jnp.ones((8, 16)))

@@ -3,7 +3,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax_models import Block, assert_trees_close, loss, mesh_of, plain_block
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -171,11 +171,36 @@ def test_a_method_may_be_named_for_the_whole_model():
             ub.errors.UnknownNameError,
             "overlap: rules = 'Auto' is neither \"auto\" nor a dictionary",
         ),
+        (
+            ["up"],
+            ub.errors.UnknownNameError,
+            "overlap: rules = ['up'] is neither \"auto\" nor a dictionary. Pass, for "
+            'example, {r".*\\.up": "column"}',
+        ),
+        (
+            {"up(": "column"},
+            ub.errors.UnknownNameError,
+            "overlap: the rule 'up(' is no regular expression: missing )",
+        ),
     ],
 )
 def test_rules_that_find_nothing_are_refused(rules, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ub.overlap(plain_model(), rules)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: linen.Dense(8), "Dense"),
+        (lambda: lambda x: x, "function"),
+        (lambda: nnx.LayerNorm(8, rngs=nnx.Rngs(0)), "LayerNorm"),
+    ],
+)
+def test_a_model_without_linear_layers_is_refused(make, kind):
+    text = rf"of type {kind}, has no nnx.Linear.*linen's layers take dot_general="
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        ub.overlap(make(), {".*": "column"})
 
 
 def test_a_rule_against_the_kernels_sharding_is_refused_and_changes_nothing():
