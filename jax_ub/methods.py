@@ -135,5 +135,9 @@ def record_fallback(label: str, reason: str) -> None:
 
 
 def fallbacks() -> tuple[Fallback, ...]:
-    """Returns the latest automatic calls that were not overlapped, oldest first."""
+    """Returns the latest 1024 automatic calls that were not overlapped, oldest first.
+
+    One for each time that such a call was lowered: `.label` names it, `.reason` says
+    why it became plain `jax.lax`.
+    """
     return tuple(_FALLBACKS)

@@ -48,6 +48,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     that of `w`, unless `return_gathered` made the forward save it (as the checkpoint
     name "jax_ub.gathered", which a remat policy may drop).
 
+    Transformer Engine: a column-parallel linear with `ub_overlap_ag`.
+
     Args:
         x: activations, `[..., M/P, K]`: this rank's rows.
         w: kernel, `[K, N/P]`: this rank's columns; or a tuple of kernels, which share
@@ -70,8 +72,12 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         pair of that and the gathered x, `[..., M, K]`.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other or the mesh.
-        UnsupportedOverlapError: if the method that was named cannot run here.
+        ShapeContractError: if the operands do not fit each other, the mesh, or the
+            capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
+            of that `ub_name`.
+        UnsupportedOverlapError: if the method that was named cannot run here, or the
+            name is configured for another op.
     """
     site = open_site(OP, axis_name, ub_name, method)
     is_tuple = isinstance(w, tuple)

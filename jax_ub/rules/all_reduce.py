@@ -20,6 +20,8 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
     JAX's convention holds, as for `jax.lax.psum`: the gradient of a replicated value is
     what the ranks' gradients add up to, so the backward sums them.
 
+    Transformer Engine: `te.ops.AllReduce`.
+
     Args:
         x: any shape.
         axis_name: the mesh axis to sum over.

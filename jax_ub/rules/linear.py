@@ -57,6 +57,8 @@ def linear(  # noqa: PLR0913, pinned
     gradient. With `check_vma=False`, or where `x` is typed as varying, the ranks'
     gradients add up to it, as JAX's own convention has it.
 
+    Transformer Engine: `te.Linear(parallel_mode=..., ub_name=...)`.
+
     Args:
         x: activations.
         w: kernel, `[in, out]`.
@@ -75,9 +77,10 @@ def linear(  # noqa: PLR0913, pinned
 
     Raises:
         ShapeContractError: if the operands do not fit each other or the mesh.
-        UnknownNameError: if there is no such `parallel`.
-        UnsupportedOverlapError: if the method that was named cannot run here, or
-            there is no such layer.
+        UnknownNameError: if there is no such `parallel` or method, or `initialize_ub`
+            made no overlap of that `ub_name`.
+        UnsupportedOverlapError: if the method that was named cannot run here, the name
+            is configured for another op, or there is no such layer.
     """
     _check_kind(parallel, axis_name, rhs_transposed)
     products: dict[tuple[str | None, bool], Callable[..., jax.Array]] = {

@@ -39,6 +39,9 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     `check_vma=False` JAX's convention holds: the gradient of a replicated value is
     spread over the ranks and is what they add up to, so the backward sums it first.
 
+    Transformer Engine: a row-parallel linear without sequence parallelism, which it
+    does not overlap.
+
     Args:
         x: activations, `[..., M, K/P]`: this rank's features.
         w: kernel, `[K/P, N]`: this rank's rows.
@@ -56,8 +59,12 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         `[..., M, N]`, the same on every rank.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other or the mesh.
-        UnsupportedOverlapError: if the method that was named cannot run here.
+        ShapeContractError: if the operands do not fit each other, the mesh, or the
+            capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
+            of that `ub_name`.
+        UnsupportedOverlapError: if the method that was named cannot run here, or the
+            name is configured for another op.
     """
     site = open_site(OP, axis_name, ub_name, method)
     shapes.check_rank(site.label, "x", x)

@@ -31,6 +31,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     tiled=True) + bias + residual`. The products are summed in f32 and rounded once. Its
     backward gathers the gradient of the result once, for dgrad and wgrad.
 
+    Transformer Engine: a row-parallel linear with `ub_overlap_rs`.
+
     Args:
         x: activations, `[..., M, K/P]`: this rank's features.
         w: kernel, `[K/P, N]`: this rank's rows.
@@ -48,8 +50,12 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         `[..., M/P, N]`: this rank's rows.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other or the mesh.
-        UnsupportedOverlapError: if the method that was named cannot run here.
+        ShapeContractError: if the operands do not fit each other, the mesh, or the
+            capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
+            of that `ub_name`.
+        UnsupportedOverlapError: if the method that was named cannot run here, or the
+            name is configured for another op.
     """
     site = open_site(OP, axis_name, ub_name, method)
     shapes.check_rank(site.label, "x", x)

@@ -294,7 +294,7 @@ def _close(made: Sequence[Connection]):
 
 
 def check_communicators() -> None:
-    """Raises what `failures` finds first.
+    """Raises the first failure of ranks that `initialize_ub` has connected, if any.
 
     A GPU's waits end on the device, and the host hears of it at the next call, or here:
     after a failure the results of that call are NaN.
