@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
@@ -88,7 +89,8 @@ class BasicLinear(BasicOperation):
 
         Raises:
             UnknownNameError: if there is no such mode, or no such option.
-            ShapeContractError: if a size is not positive, or an option does not fit.
+            ShapeContractError: if a size is no positive integer, or an option does not
+                fit.
         """
         mode = self.tensor_parallel_mode
         if mode is not None and mode not in MODES:
@@ -97,10 +99,11 @@ class BasicLinear(BasicOperation):
                 f"a kernel. {nearest(str(mode), MODES)} None does not shard it."
             )
         for name in ("in_features", "out_features"):
-            if getattr(self, name) < 1:
+            size = getattr(self, name)
+            if not isinstance(size, int | np.integer) or size < 1:
                 raise ShapeContractError(
-                    f"{self.label}: {name} = {getattr(self, name)}, but a kernel has "
-                    "at least one row and one column. Pass the global size."
+                    f"{self.label}: {name} = {size!r} is not a positive integer. Pass "
+                    "the global size."
                 )
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)

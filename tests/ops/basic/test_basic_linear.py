@@ -198,7 +198,8 @@ def test_initial_kernel_is_that_of_flax():
     "options, error, message",
     [
         ({"mode": "colunm"}, "UnknownNameError", "'colunm' is not a way.*'column'"),
-        ({"k": 0}, "ShapeContractError", "in_features = 0, but a kernel has at least"),
+        ({"k": 0}, "ShapeContractError", "in_features = 0 is not a positive integer"),
+        ({"n": 8.0}, "ShapeContractError", "out_features = 8.0 is not a positive"),
         (
             {"userbuffers_options": {"comm_nam": "qkv"}},
             "ShapeContractError",
