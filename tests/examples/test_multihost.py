@@ -1,6 +1,8 @@
 import os
 import pathlib
+import random
 import re
+import socket
 import subprocess
 import sys
 
@@ -43,6 +45,49 @@ def test_learns_with_hosts_apart_and_together(job, layout):
     losses = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
+
+
+def free_job_id():
+    """A number of a job whose coordinator's port, as JAX derives it, is free."""
+    for job in random.sample(range(4096), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", 61440 + job))
+            except OSError:
+                continue
+            return job
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.slow
+def test_tasks_of_a_slurm_step_find_each_other():
+    # What srun sets for the tasks of one node, and no address of a coordinator.
+    step = {
+        "SLURM_JOB_ID": str(free_job_id()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": "2",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "no_proxy": "localhost",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COORD")}
+    tasks = [
+        subprocess.Popen(
+            ["timeout", "200", sys.executable, *map(str, SMALL)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**inherited, **step, "SLURM_PROCID": task, "SLURM_LOCALID": task},
+        )
+        for task in "01"
+    ]
+    first, second = (task.communicate()[0] for task in tasks)
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert "1 hosts with [4] devices: dp=1, tp=4" in first
+    assert "not overlapped" not in first
+    losses = [float(text) for text in re.findall(r"loss (\S+)", first)]
+    assert losses == sorted(losses, reverse=True)
+    assert "loss" not in second
 
 
 def test_devices_that_cannot_be_grouped_are_refused():
