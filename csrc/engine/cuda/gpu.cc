@@ -2,6 +2,12 @@
 
 namespace jax_ub {
 
+bool MayCorruptBeside(const CublasLt& library, const Context& context) {
+  const int major = context.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  return (major == 10 || major == 11) && library.version >= 120800 &&
+         library.version < 130200;
+}
+
 Gpu::Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls)
     : context_(driver, ordinal),
       num_sms_(context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)) {

@@ -17,6 +17,11 @@
 
 namespace jax_ub {
 
+// Whether products must not run beside each other. Many kernels of cuBLAS 12.8 to 13.1
+// free their tensor memory more than once on devices of compute capability 10 and 11, and
+// then corrupt what runs on another stream: JAX's plugin warns of it.
+bool MayCorruptBeside(const CublasLt& library, const Context& context);
+
 class Gpu {
  public:
   // All kernels are loaded here: what is loaded while a wait kernel of this device spins
@@ -44,7 +49,7 @@ class Gpu {
         : flags(context.driver()),
           sums(context.driver(), context.device()),
           gemm(library, context.driver(), sums),
-          lanes(context.driver()) {
+          lanes(context.driver(), MayCorruptBeside(library, context)) {
       if (has_multicast) multicast.emplace(context.driver());
     }
     const FlagKernels flags;

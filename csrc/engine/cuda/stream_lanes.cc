@@ -4,7 +4,8 @@
 
 namespace jax_ub {
 
-StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning) : driver_(driver) {
+StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning, bool in_turn)
+    : driver_(driver), num_product_lanes_(std::max(tuning.num_lanes, 1)) {
   int least = 0;
   int greatest = 0;
   Check(driver, driver.CtxGetStreamPriorityRange(&least, &greatest),
@@ -13,7 +14,7 @@ StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning) : driver_(d
     return asked == 0 ? otherwise : std::clamp(asked, greatest, least);
   };
   streams_.emplace_back(driver, priority(tuning.comm_priority, greatest));
-  for (int lane = 0; lane < std::max(tuning.num_lanes, 1); ++lane) {
+  for (int lane = 0; lane < (in_turn ? 1 : num_product_lanes_); ++lane) {
     streams_.emplace_back(driver, priority(tuning.gemm_priority, least));
   }
 }
@@ -36,7 +37,7 @@ StreamLanes& LanePool::Find(const Tuning& tuning) {
   for (StreamLanes& one : lanes) {
     if (!one.IsCapturing()) return one;
   }
-  return lanes.emplace_back(driver_, tuning);
+  return lanes.emplace_back(driver_, tuning, in_turn_);
 }
 
 }  // namespace jax_ub

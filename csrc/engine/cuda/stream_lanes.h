@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <deque>
 #include <map>
 #include <tuple>
@@ -18,11 +20,13 @@ namespace jax_ub {
 
 class StreamLanes {
  public:
-  // In the context that is current.
-  StreamLanes(const Driver& driver, const Tuning& tuning);
+  // In the context that is current. `in_turn`: all lanes of products are one stream.
+  StreamLanes(const Driver& driver, const Tuning& tuning, bool in_turn = false);
 
-  int num_product_lanes() const { return static_cast<int>(streams_.size()) - 1; }
-  CUstream stream(Lane lane) const { return streams_[lane].get(); }
+  int num_product_lanes() const { return num_product_lanes_; }
+  CUstream stream(Lane lane) const {
+    return streams_[std::min<size_t>(lane, streams_.size() - 1)].get();
+  }
 
   // Event `index` of the call; each is made when it is first needed.
   CUevent event(int index);
@@ -35,6 +39,7 @@ class StreamLanes {
 
  private:
   const Driver& driver_;
+  const int num_product_lanes_;
   std::vector<Stream> streams_;
   std::vector<Event> events_;
 };
@@ -43,7 +48,8 @@ class StreamLanes {
 // so that other calls of that time need others.
 class LanePool {
  public:
-  explicit LanePool(const Driver& driver) : driver_(driver) {}
+  explicit LanePool(const Driver& driver, bool in_turn = false)
+      : driver_(driver), in_turn_(in_turn) {}
 
   // Free ones, with as many lanes and of such priorities as asked for. The caller sees to
   // it that one call enqueues at a time.
@@ -53,6 +59,7 @@ class LanePool {
   using Key = std::tuple<int, int, int>;
 
   const Driver& driver_;
+  const bool in_turn_;
   std::map<Key, std::deque<StreamLanes>> lanes_;
 };
 

@@ -112,6 +112,25 @@ TEST(MarksOrderLanesAndJoinOrdersXlasStream) {
   CHECK_EQ(values[kSteps + 1], 100u);
 }
 
+// cuBLASLt is 13.0 here.
+TEST(ProductsRunInTurnWhereTheirKernelsCorruptOthers) {
+  for (const int major : {9, 10, 11, 12}) {
+    const EmulatedMachine machine(
+        {.attributes = {{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, major}}});
+    Gpu gpu(EmulatedDriver(), EmulatedCublasLt(), 0);
+    const ScopedContext current(EmulatedDriver(), gpu.context());
+    StreamLanes& lanes = gpu.lanes().Find({.num_lanes = 3});
+    const bool in_turn = major == 10 || major == 11;
+    CHECK_EQ(lanes.num_product_lanes(), 3);
+    CHECK(lanes.stream(0) != lanes.stream(1));
+    CHECK_EQ(lanes.stream(1) == lanes.stream(2), in_turn);
+    CHECK_EQ(lanes.stream(1) == lanes.stream(3), in_turn);
+    CublasLt mended = EmulatedCublasLt();
+    mended.version = 130200;
+    CHECK(!MayCorruptBeside(mended, Context(EmulatedDriver(), 0)));
+  }
+}
+
 TEST(RowsAreCopiedByEnginesOrByKernels) {
   for (const bool use_ce : {true, false}) {
     OneGpu one;
