@@ -19,7 +19,11 @@ struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
 };
+#if XLA_FFI_API_MINOR >= 4
+struct XLA_FFI_InvokeContext {  // XLA_FFI_ExecutionContext is a name of it
+#else
 struct XLA_FFI_ExecutionContext {
+#endif
   void* state = nullptr;
   CUstream stream = nullptr;
   int32_t ordinal = 0;
@@ -45,9 +49,6 @@ inline const XLA_FFI_Api& XlaApi() {
     made.struct_size = XLA_FFI_Api_STRUCT_SIZE;
     made.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
       return new XLA_FFI_Error{args->errc, args->message};
-    };
-    made.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* args) {
-      args->message = args->error->message.c_str();
     };
     made.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) {
       delete args->error;
