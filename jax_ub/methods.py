@@ -1,8 +1,13 @@
 """How an op may run, and the record of where it could not run overlapped."""
 
 import collections
+import contextlib
 import dataclasses
 import enum
+import re
+from collections.abc import Iterator
+
+import jax
 
 from jax_ub.errors import UnknownNameError, nearest
 
@@ -132,6 +137,23 @@ _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 def record_fallback(label: str, reason: str) -> None:
     """Notes that the automatic choice for `label` was plain `jax.lax`."""
     _FALLBACKS.append(Fallback(label, reason))
+
+
+@contextlib.contextmanager
+def falling_back(label: str, reason: str) -> Iterator[None]:
+    """Notes a call that becomes plain JAX while it is traced, in the block.
+
+    What is traced there lies in a name scope, by which `called_instead` knows it.
+    """
+    record_fallback(label, reason)
+    with jax.named_scope(f"fallback[{label}]"):
+        yield
+
+
+def called_instead(scope: str) -> str | None:
+    """The label of the call for which JAX's own, in this scope, stands; or None."""
+    found = re.search(r"fallback\[([^\]]*)\]", scope.replace("\\", ""))
+    return None if found is None else found[1]
 
 
 def fallbacks() -> tuple[Fallback, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from jax_ub import methods
 from jax_ub.explain import hlo, sizes
 from jax_ub.explain.table import Row, Table
 from jax_ub.methods import Method
@@ -63,6 +64,7 @@ def explain(
     rows = [
         *call_rows(lowered, counts, hardware or machine(), exposed(trace)),
         *pair_rows(found.pairs, hardware or machine()),
+        *_other_fallbacks(traced.jaxpr.jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
     return summary(name, rows, [found])
@@ -136,10 +138,8 @@ def call_rows(
 
 def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
     """One row for all pairs of XLA's that are alike."""
-    places = collections.Counter(
-        dataclasses.replace(pair, scope=_scope(pair.scope, "")) for pair in pairs
-    )
-    for pair, count in places.items():
+    places = collections.Counter(map(_place, pairs))
+    for (pair, label), count in places.items():
         reverse = pair.collective == "all-gather"
         op = f"{pair.collective} + dot" if reverse else f"dot + {pair.collective}"
         yield Row(
@@ -147,11 +147,36 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
             op=op,
             overlapped=False,
             method="xla",
-            reason=f"XLA's own: could be one ub.{pair.could_be}",
+            reason=_reason(label) or f"XLA's own: could be one ub.{pair.could_be}",
             moved_bytes=pair.moved_bytes,
             predicted_s=sizes.pair_seconds(pair, hardware),
             note=f"x {count}" if count > 1 else "",
         )
+
+
+def _place(pair):
+    """A pair with the user's name of where it is, and the call it stands for."""
+    label = methods.called_instead(pair.scope)
+    scope = _scope(pair.scope, "") if label is None else _scope("", label)
+    return dataclasses.replace(pair, scope=scope), label
+
+
+def _reason(label):
+    """Why a call fell back when it was traced; "" where there is none."""
+    reasons = {one.label: one.reason for one in methods.fallbacks()}
+    return reasons.get(label, "it fell back when it was traced") if label else ""
+
+
+def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
+    """Calls that became a dot of JAX's when traced, which XLA gave no collective."""
+    known = {methods.called_instead(pair.scope) for pair in pairs}
+    for equation, _ in _equations(jaxpr, 1):
+        if equation.primitive.name != "dot_general":
+            continue
+        label = methods.called_instead(str(equation.source_info.name_stack))
+        if label is not None and label not in known:
+            known.add(label)
+            yield Row(_scope("", label), "dot", False, "xla", _reason(label))
 
 
 @functools.cache
@@ -190,7 +215,7 @@ def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
     """How often each call is made, scans counted by their length."""
     counts: collections.Counter[_SITE] = collections.Counter()
     loops: set[_SITE] = set()
-    for site, times in _sites(jaxpr, 1):
+    for site, times in _sites(jaxpr):
         counts[site] += times or 0
         if times is None:
             loops.add(site)
@@ -199,12 +224,18 @@ def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
     }
 
 
-def _sites(jaxpr, times):
-    for equation in jaxpr.eqns:
+def _sites(jaxpr):
+    for equation, times in _equations(jaxpr, 1):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
             yield (call, operands), times
+
+
+def _equations(jaxpr, times):
+    """All equations, and how often each runs; None is not known."""
+    for equation in jaxpr.eqns:
+        yield equation, times
         inner = times
         if equation.primitive.name == "scan" and times is not None:
             inner = times * equation.params["length"]
@@ -213,6 +244,6 @@ def _sites(jaxpr, times):
         for value in equation.params.values():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, core.ClosedJaxpr):
-                    yield from _sites(one.jaxpr, inner)
+                    yield from _equations(one.jaxpr, inner)
                 elif isinstance(one, core.Jaxpr):
-                    yield from _sites(one, inner)
+                    yield from _equations(one, inner)

@@ -99,15 +99,15 @@ class DotGeneral:
         if reason is None:
             y = self._overlap(lhs, rhs, num_in, preferred_element_type)
             return _constrain(y, out_sharding)
-        methods.record_fallback(self.placement.op, reason)
-        return lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        with methods.falling_back(self.placement.op, reason):
+            return lax.dot_general(
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )
 
     def _why_not(self, lhs, rhs, num_in):
         """Says why `jax.lax` has to multiply, None if it has not."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax import P
 from jax.sharding import NamedSharding
 from programs import on_ranks, tp_mesh
@@ -128,6 +128,32 @@ def test_scans_are_counted_by_their_length_and_loops_are_named():
     for function, note in ((scanned, "x 5"), (looped, "x in a loop")):
         run = on_ranks(function, tp_mesh(4), SPECS, P("tp"), check_vma=False)
         assert {row.note for row in ub.explain(run, *operands()).rows} == {note}
+
+
+def test_layers_that_fell_back_when_they_were_traced_say_why():
+    mesh = tp_mesh(NUM_RANKS)
+    dense = functools.partial(linen.Dense, use_bias=False)
+    up, down = (dense(16, dot_general=ub.dot_general(k)) for k in ("column", "row"))
+    x, kernel = jnp.ones((2, 15, 16)), {"params": {"kernel": jnp.ones((16, 16))}}
+    sharded = jax.device_put(kernel, NamedSharding(mesh, P("tp", None)))
+
+    @jax.jit
+    def layers(kernel, sharded, x):
+        return down.apply(sharded, up.apply(kernel, x))
+
+    with jax.set_mesh(mesh):
+        for _ in range(2):
+            found = ub.explain(
+                jax.grad(lambda *a: layers(*a).sum()), kernel, sharded, x
+            )
+            assert {row.scope for row in found.rows} == {
+                "linear(parallel='column')",
+                "linear(parallel='row')",
+            }
+            for row in found.rows:
+                assert (row.overlapped, row.method) == (False, "xla")
+                assert "has 15 tokens (axis -2), which do not divide" in row.reason
+            layers(kernel, sharded, x)
 
 
 def test_a_trace_adds_how_long_ranks_waited(tmp_path):
