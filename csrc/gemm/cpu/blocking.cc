@@ -10,9 +10,8 @@ namespace {
 // The most that a unit's sums (3 MiB) and packed columns may take.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
-// Rows of A that stay in the second cache while the columns of a group pass by.
+// Rows of A that stay in the second cache while the columns of a unit pass by.
 constexpr int64_t kBlockRows = 192;
-constexpr int64_t kGroupColumns = 128;
 // What packing a word costs, in multiply-adds of a tile.
 constexpr int64_t kPackCost = 16;
 
@@ -65,8 +64,6 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
   blocking.k_block = PartOf(k, CeilDiv(k, k_limit), 32);
   const int64_t row_blocks = CeilDiv(blocking.unit_rows, kBlockRows);
   blocking.block_rows = PartOf(blocking.unit_rows, row_blocks, kernels.tile_rows);
-  // With several blocks of rows, columns are packed once for all of them.
-  blocking.group_columns = row_blocks == 1 ? kGroupColumns : blocking.unit_columns;
   return blocking;
 }
 

@@ -22,9 +22,16 @@ constexpr PanelPackers PackersToF32() {
 // Tiles of 1 .. kRows rows, so that what is left of M costs no more than it must.
 template <int kRows, int kVectors, Vec (*multiply_add)(Vec, Vec, Vec)>
 constexpr void AddTiles(KernelSet& set) {
-  set.tile_of_rows[kRows - 1] = Tile<kRows, kVectors, false, multiply_add>;
-  set.tile_of_columns[kRows - 1] = Tile<kRows, kVectors, true, multiply_add>;
+  set.tile_of_rows[kRows - 1] = Tile<Packed, kRows, kVectors, false, multiply_add>;
+  set.tile_of_columns[kRows - 1] = Tile<Packed, kRows, kVectors, true, multiply_add>;
   if constexpr (kRows > 1) AddTiles<kRows - 1, kVectors, multiply_add>(set);
+}
+
+template <typename Words, int kRows, int kVectors, Vec (*multiply_add)(Vec, Vec, Vec)>
+constexpr void AddPackingTile(KernelSet& set, DType dtype) {
+  const int i = static_cast<int>(dtype);
+  set.packing_tile_of_rows[i] = Tile<Words, kRows, kVectors, false, multiply_add>;
+  set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
 // These widen what they read: a word is one element, whatever the set's k_group is.
@@ -48,6 +55,10 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   set.k_block = k_block;
   set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
+  AddPackingTile<Widened<DType::kF32>, kRows, kVectors, MultiplyAdd>(set, DType::kF32);
+  AddPackingTile<Widened<DType::kBF16>, kRows, kVectors, MultiplyAdd>(set,
+                                                                      DType::kBF16);
+  AddPackingTile<Widened<DType::kF16>, kRows, kVectors, MultiplyAdd>(set, DType::kF16);
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();
   AddFewRows<kMaxFewRows>(set);

@@ -28,17 +28,38 @@ struct TileOutput {
   DType after_dtype;
 };
 
+inline constexpr int kLineBytes = 64;  // of the caches
+inline constexpr int kStepWords = 8;   // of K, between two times that a tile asks
+
+// Memory that will be packed next: rows of `row_bytes`, `stride` apart. Tiles ask for its
+// lines while they multiply, each from where the one before left off.
+struct Upcoming {
+  const char* row = nullptr;  // the one that the next line is of
+  int64_t row_bytes = 0;
+  int64_t stride = 0;
+  int64_t num_rows = 0;  // that are left
+  int64_t at = 0;        // where in the row
+  int64_t lines_per_step = 0;
+};
+
+struct PanelOfB {
+  void* words;                   // word (k, c) at words + 4 * (k * tile_columns + c)
+  const void* source = nullptr;  // of a packing tile: B in place, columns contiguous
+  int64_t source_stride = 0;     // of the source's rows, in bytes
+};
+
 // sum[r, c] = sum_k A[r, k] * B[k, c], r < rows of the function, c < tile_columns,
 // k < num_words.
-// B word (k, c) lies at b + k * b_stride + 4 * c. A is either
+// A is either
 //   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
 //   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
+// A packing tile reads B at its source, and writes the words for the tiles after it.
 using TileFunction = void (*)(const void* a,
                               int64_t a_stride,
-                              const void* b,
-                              int64_t b_stride,
+                              const PanelOfB& b,
                               int64_t num_words,
-                              const TileOutput& output);
+                              const TileOutput& output,
+                              Upcoming& upcoming);
 
 // Packs a rectangle of `outer` x `num_words` words into panels: word (o, k) goes to
 // panels + o / panel * panel_bytes + 4 * (k * panel + o % panel), where `panel` is the
@@ -97,11 +118,13 @@ struct KernelSet {
   int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
   bool reads_a_in_place;  // rows of A that need no widening are not packed
-  TileFunction tile_of_rows[kMaxTileRows];     // [rows - 1]
-  TileFunction tile_of_columns[kMaxTileRows];  // [rows - 1]
-  PanelPackers pack_a;                         // panels tile_rows wide
-  PanelPackers pack_b;                         // panels tile_columns wide
-  FewRowsKernels few_rows[kMaxFewRows];        // [rows - 1]
+  TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
+  TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]
+  TileFunction packing_tile_of_rows[kNumDTypes];     // tile_rows rows
+  TileFunction packing_tile_of_columns[kNumDTypes];  // [B's dtype]
+  PanelPackers pack_a;                               // panels tile_rows wide
+  PanelPackers pack_b;                               // panels tile_columns wide
+  FewRowsKernels few_rows[kMaxFewRows];              // [rows - 1]
   SumFunction sum;
 };
 

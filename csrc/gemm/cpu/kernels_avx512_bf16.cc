@@ -21,6 +21,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.k_block = 512;
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
+  AddPackingTile<Pairs, kRows, kVectors, MultiplyAddPairs>(set, DType::kBF16);
   set.pack_a.transposed[kBF16] = PackTransposed<DType::kF32, kRows>;
   set.pack_a.copied[kBF16] = PackCopied<Pairs, kRows>;
   set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;

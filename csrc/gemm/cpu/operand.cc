@@ -113,6 +113,46 @@ void Operand::PackPiece(const ConstSegment& segment,
   }
 }
 
+InPlace Operand::FindInPlace(Range outer, Range k) const {
+  if (k.size() == 0) return {};
+  const int64_t i = FindSegment(view_.outer_bounds, outer.begin);
+  const int64_t j = FindSegment(view_.inner_bounds, k.begin);
+  const ConstSegment& segment = SegmentAt(i, j);
+  if (outer.end > view_.outer_bounds[i + 1] || k.end > view_.inner_bounds[j + 1] ||
+      segment.outer_stride != 1 || segment.inner_stride == 1 ||
+      k.size() % kernels_.k_group != 0) {
+    return {};
+  }
+  const int64_t offset = (outer.begin - view_.outer_bounds[i]) +
+                         (k.begin - view_.inner_bounds[j]) * segment.inner_stride;
+  return {segment.data + offset * element_bytes_,
+          segment.inner_stride * element_bytes_};
+}
+
+Upcoming Operand::LinesOf(Range outer, Range k, int64_t num_steps) const {
+  const int64_t i = FindSegment(view_.outer_bounds, outer.begin);
+  const int64_t j = FindSegment(view_.inner_bounds, k.begin);
+  const ConstSegment& segment = SegmentAt(i, j);
+  const int64_t num_outer =
+      std::min(outer.end, view_.outer_bounds[i + 1]) - outer.begin;
+  const int64_t num_k = std::min(k.end, view_.inner_bounds[j + 1]) - k.begin;
+  const int64_t offset = (outer.begin - view_.outer_bounds[i]) * segment.outer_stride +
+                         (k.begin - view_.inner_bounds[j]) * segment.inner_stride;
+  const bool is_k_contiguous = segment.inner_stride == 1;
+  Upcoming lines = {
+      .row = reinterpret_cast<const char*>(segment.data) + offset * element_bytes_,
+      .row_bytes = (is_k_contiguous ? num_k : num_outer) * element_bytes_,
+      .stride = (is_k_contiguous ? segment.outer_stride : segment.inner_stride) *
+                element_bytes_,
+      .num_rows = is_k_contiguous ? num_outer : num_k,
+  };
+  // Short rows go on where the panel before ended: the line that both share is here.
+  if (!is_k_contiguous) lines.row += kLineBytes - 1;
+  const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
+  lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));
+  return lines;
+}
+
 TileOfA Operand::ReadRows(Range outer, Range k, std::byte* rows) const {
   const auto& outer_bounds = view_.outer_bounds;
   const auto& k_bounds = view_.inner_bounds;

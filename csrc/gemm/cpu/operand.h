@@ -28,6 +28,12 @@ struct TileOfA {
   int64_t stride;  // in bytes
 };
 
+// What one segment holds, contiguous along the outer dimension; null: it does not.
+struct InPlace {
+  const std::byte* data = nullptr;
+  int64_t stride = 0;  // in bytes, of the words' rows along K
+};
+
 class Operand {
  public:
   // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view` and
@@ -48,6 +54,13 @@ class Operand {
   // panels + o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). What
   // remains of the last panel's width is not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
+
+  // `outer` over `k` as a packing tile reads it, where it lies so.
+  InPlace FindInPlace(Range outer, Range k) const;
+
+  // The memory that `outer` over `k` is read from, as far as one segment holds it, to be
+  // asked for in `num_steps`.
+  Upcoming LinesOf(Range outer, Range k, int64_t num_steps) const;
 
   // A tile of rows (has_rows): in place if its words lie in one segment and need no
   // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes / panel.

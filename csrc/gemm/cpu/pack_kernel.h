@@ -49,7 +49,6 @@ void PackCopied(const void* source,
                 void* panels,
                 int64_t panel_bytes) {
   constexpr int64_t kRowsAhead = 16;
-  constexpr int64_t kLine = 64;
   const int64_t row_stride = Words::kRows * stride;
   const char* from = static_cast<const char*>(source);
   char* to = static_cast<char*>(panels);
@@ -57,7 +56,7 @@ void PackCopied(const void* source,
     if (k + kRowsAhead < num_words) {
       const char* ahead = from + kRowsAhead * row_stride;
       for (int64_t row = 0; row < Words::kRows; ++row, ahead += stride) {
-        for (int64_t at = 0; at < outer * Words::kBytes; at += kLine) {
+        for (int64_t at = 0; at < outer * Words::kBytes; at += kLineBytes) {
           Prefetch(ahead + at);
         }
       }

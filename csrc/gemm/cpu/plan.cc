@@ -9,6 +9,14 @@
 
 namespace jax_ub {
 
+namespace {
+
+// A tile that packs waits for memory of its own: where there are more tiles than these,
+// the others ask for the next panel (2 % of 64 rows; 6 and 12 rows need all of them).
+constexpr int64_t kFewTiles = 2;
+
+}  // namespace
+
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
   const KernelSet& kernels = KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
   return PlanCpuGemm(std::move(problem), kernels, num_workers);
@@ -42,7 +50,10 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  const int64_t b_tiles = CeilDiv(blocking_.group_columns, kernels_.tile_columns);
+  // A panel at a time, or all of them where several blocks of rows want them.
+  const int64_t b_tiles = rows.size() <= blocking_.block_rows
+                              ? 1
+                              : CeilDiv(columns.size(), kernels_.tile_columns);
   const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const bool is_one_block = problem_.k <= blocking_.k_block;
@@ -70,41 +81,69 @@ void TiledPlan::RunBlock(Range rows,
                          const Workspace& workspace) const {
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
-  const int64_t tile_size = tile_rows * tile_columns;
   const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
   const bool is_one_block = k.begin == 0 && k.end == problem_.k;
-  std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
   const bool reads_a_once = rows.size() <= blocking_.block_rows;
-  if (reads_a_once) ReadA(rows, k, workspace.packed_a, tiles.data());
-
-  for (int64_t g = columns.begin; g < columns.end; g += blocking_.group_columns) {
-    const Range group = {g, std::min(columns.end, g + blocking_.group_columns)};
-    b_.PackPanels(group, k, workspace.packed_b);
-    for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
-      const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
-      if (!reads_a_once) ReadA(block, k, workspace.packed_a, tiles.data());
-      const std::byte* panel = workspace.packed_b;
-      for (int64_t c = group.begin; c < group.end; c += tile_columns) {
-        const Range tile_range = {c, std::min(group.end, c + tile_columns)};
-        const TileOfA* a = tiles.data();
-        float* sums = workspace.sums;
-        if (!is_one_block) {
-          sums += ((c - columns.begin) / tile_columns * row_tiles +
-                   (r - rows.begin) / tile_rows) *
-                  tile_size;
-        }
-        // What a tile writes is on its way while the one before is multiplied.
-        Prefetch({block.begin, std::min(block.end, block.begin + tile_rows)},
-                 tile_range, k);
-        for (int64_t i = block.begin; i < block.end; i += tile_rows) {
-          const int64_t end = std::min(block.end, i + tile_rows);
-          Prefetch({end, std::min(block.end, end + tile_rows)}, tile_range, k);
-          MultiplyTile(*a++, panel, {i, end}, tile_range, k, sums);
-          if (!is_one_block) sums += tile_size;
-        }
-        panel += b_.PanelBytes(k.size());
+  std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
+  for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
+    const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
+    ReadA(block, k, workspace.packed_a, tiles.data());
+    std::byte* packed_b = workspace.packed_b;
+    for (int64_t c = columns.begin; c < columns.end; c += tile_columns) {
+      const Range tile_range = {c, std::min(columns.end, c + tile_columns)};
+      PanelToMultiply b = {.panel = {packed_b}};
+      if (r == rows.begin) ReadB(columns, tile_range, k, block.size(), b);
+      float* sums = workspace.sums;
+      if (!is_one_block) {
+        sums += ((c - columns.begin) / tile_columns * row_tiles +
+                 (r - rows.begin) / tile_rows) *
+                tile_rows * tile_columns;
       }
+      MultiplyPanel(tiles.data(), b, block, tile_range, k, sums);
+      if (!reads_a_once) packed_b += b_.PanelBytes(k.size());
     }
+  }
+}
+
+void TiledPlan::ReadB(
+    Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const {
+  const bool is_whole =
+      num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns;
+  const InPlace in_place = is_whole ? b_.FindInPlace(columns, k) : InPlace{};
+  b.panel.source = in_place.data;
+  b.panel.source_stride = in_place.stride;
+  const bool packs_now = in_place.data == nullptr;
+  if (packs_now) b_.PackPanels(columns, k, static_cast<std::byte*>(b.panel.words));
+
+  int64_t tiles = CeilDiv(num_rows, kernels_.tile_rows);
+  b.packing_fetches = tiles <= kFewTiles;
+  if (!packs_now && !b.packing_fetches) --tiles;
+  Range next = {columns.end, std::min(unit.end, columns.end + kernels_.tile_columns)};
+  Range next_k = k;
+  if (columns.end == unit.end) {
+    next = {unit.begin, std::min(unit.end, unit.begin + kernels_.tile_columns)};
+    next_k = {k.end, std::min(problem_.k, k.end + blocking_.k_block)};
+  }
+  const int64_t steps = CeilDiv(CeilDiv(k.size(), kernels_.k_group), kStepWords);
+  b.upcoming = next_k.size() > 0 ? b_.LinesOf(next, next_k, tiles * steps) : Upcoming{};
+}
+
+void TiledPlan::MultiplyPanel(const TileOfA* a,
+                              PanelToMultiply& b,
+                              Range rows,
+                              Range columns,
+                              Range k,
+                              float* sums) const {
+  const int64_t tile_rows = kernels_.tile_rows;
+  const bool is_one_block = k.begin == 0 && k.end == problem_.k;
+  // What a tile writes is on its way while the one before is multiplied.
+  Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
+  for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {
+    const int64_t end = std::min(rows.end, i + tile_rows);
+    Prefetch({end, std::min(rows.end, end + tile_rows)}, columns, k);
+    MultiplyTile(*a++, b, {i, end}, columns, k, sums);
+    b.panel.source = nullptr;
+    if (!is_one_block) sums += tile_rows * kernels_.tile_columns;
   }
 }
 
@@ -124,15 +163,14 @@ void TiledPlan::Prefetch(Range rows, Range columns, Range k) const {
 }
 
 void TiledPlan::MultiplyTile(const TileOfA& a,
-                             const std::byte* b,
+                             PanelToMultiply& b,
                              Range rows,
                              Range columns,
                              Range k,
                              float* sums) const {
-  const int64_t b_stride = 4 * kernels_.tile_columns;
   TileOutput output = {
       .to = sums,
-      .to_stride = b_stride,
+      .to_stride = 4 * kernels_.tile_columns,
       .to_dtype = DType::kF32,
       .before = k.begin > 0 ? sums : nullptr,
       .after = nullptr,
@@ -142,11 +180,17 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
   const bool is_last = k.end == problem_.k;
   const bool is_whole = columns.size() == kernels_.tile_columns;
   const bool is_stored = is_last && is_whole && c_.FindOutput(rows, columns, output);
+  const bool has_rows = a_.has_rows();
   const TileFunction* tiles =
-      a_.has_rows() ? kernels_.tile_of_rows : kernels_.tile_of_columns;
-  tiles[rows.size() - 1](a.words, a.stride, b, b_stride,
-                         kernels_.k_group == 1 ? k.size() : CeilDiv(k.size(), 2),
-                         output);
+      has_rows ? kernels_.tile_of_rows : kernels_.tile_of_columns;
+  const TileFunction* packing_tiles =
+      has_rows ? kernels_.packing_tile_of_rows : kernels_.packing_tile_of_columns;
+  const bool packs = b.panel.source != nullptr;
+  const TileFunction tile = packs ? packing_tiles[static_cast<int>(problem_.b.dtype)]
+                                  : tiles[rows.size() - 1];
+  Upcoming nothing;
+  tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_group), output,
+       packs && !b.packing_fetches ? nothing : b.upcoming);
   if (is_last && !is_stored) c_.Store(sums, kernels_.tile_columns, rows, columns);
 }
 

@@ -16,13 +16,12 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       int num_workers);
 
 // Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of k_block;
-// in each, it packs `group_columns` of B at a time and multiplies them with block_rows
-// of A, tile by tile.
+// in each, it multiplies block_rows of A with one panel of B after the other, tile by
+// tile.
 struct GemmBlocking {
   int64_t unit_rows;
   int64_t unit_columns;
   int64_t k_block;
-  int64_t group_columns;
   int64_t block_rows;
 };
 
@@ -41,19 +40,37 @@ class TiledPlan : public GemmPlan {
   // The parts of a unit's workspace.
   struct Workspace {
     std::byte* packed_a;  // [row tile of a block][panel]
-    std::byte* packed_b;  // [column tile of a group][panel]
+    std::byte* packed_b;  // [column tile of the unit, or one][panel]
     float* sums;          // [column tile of the unit][row tile of the unit][tile]
+  };
+
+  // A panel of B on its way through the tiles. It has a source until one has packed it.
+  struct PanelToMultiply {
+    PanelOfB panel;
+    Upcoming upcoming = {};        // the panel after it
+    bool packing_fetches = false;  // the tile that packs asks for `upcoming` too
   };
 
   // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
   void RunBlock(Range rows, Range columns, Range k, const Workspace& workspace) const;
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
+  // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
+  // packs it, or finds it for a tile that packs, and says which memory comes next.
+  void ReadB(
+      Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const;
+  // A panel of B with all tiles of A's rows `rows`.
+  void MultiplyPanel(const TileOfA* a,
+                     PanelToMultiply& b,
+                     Range rows,
+                     Range columns,
+                     Range k,
+                     float* sums) const;
   // Asks for the memory of a tile of the result, if this block of K is the last.
   void Prefetch(Range rows, Range columns, Range k) const;
   // Into `sums`, or with the last block of K into the result.
   void MultiplyTile(const TileOfA& a,
-                    const std::byte* b,
+                    PanelToMultiply& b,
                     Range rows,
                     Range columns,
                     Range k,

@@ -20,7 +20,7 @@ inline Vec LoadPairs(const void* first, const void* second) {
   return _mm512_castsi512_ps(_mm512_or_si512(low, high));
 }
 
-// For PackCopied: the word k is made of rows 2k and 2k + 1.
+// For PackCopied and tiles that pack: the word k is made of rows 2k and 2k + 1.
 struct Pairs {
   static constexpr int64_t kBytes = 2;
   static constexpr int64_t kRows = 2;

@@ -56,14 +56,39 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   }
 }
 
+// Asks for the lines of one step.
+inline void FetchStep(Upcoming& upcoming) {
+  for (int64_t i = 0; i < upcoming.lines_per_step && upcoming.num_rows > 0; ++i) {
+    Prefetch(upcoming.row + upcoming.at);
+    upcoming.at += kLineBytes;
+    if (upcoming.at >= upcoming.row_bytes) {
+      upcoming.at = 0;
+      upcoming.row += upcoming.stride;
+      --upcoming.num_rows;
+    }
+  }
+}
+
+// In the place of a source's words (see pack_kernel.h): B is packed already.
+struct Packed {};
+
+template <typename Words>
+inline constexpr bool kPacks = true;
+template <>
+inline constexpr bool kPacks<Packed> = false;
+
 // `multiply_add` is MultiplyAdd, or its counterpart for pairs of bf16.
-template <int kRows, int kVectors, bool kColumnsOfA, Vec (*multiply_add)(Vec, Vec, Vec)>
+template <typename Words,
+          int kRows,
+          int kVectors,
+          bool kColumnsOfA,
+          Vec (*multiply_add)(Vec, Vec, Vec)>
 void Tile(const void* a,
           int64_t a_stride,
-          const void* b,
-          int64_t b_stride,
+          const PanelOfB& b,
           int64_t num_words,
-          const TileOutput& output) {
+          const TileOutput& output,
+          Upcoming& upcoming) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -80,23 +105,41 @@ void Tile(const void* a,
 #pragma GCC unroll 16
     for (int r = 1; r < kRows; ++r) a_word[r] = a_word[r - 1] + a_stride;
   }
-  const char* b_word = static_cast<const char*>(b);
-  for (int64_t k = 0; k < num_words; ++k) {
-    Vec b_vector[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) b_vector[v] = Load(b_word + v * sizeof(Vec));
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vec a_vector = Broadcast(kColumnsOfA ? a_word[0] + 4 * r
-                                                 : a_word[kColumnsOfA ? 0 : r] + 4 * k);
+  char* b_word = static_cast<char*>(b.words);
+  const char* source = static_cast<const char*>(b.source);
+  const int64_t source_stride = b.source_stride;
+  Upcoming lines = upcoming;  // in registers
+  for (int64_t step = 0; step < num_words; step += kStepWords) {
+    FetchStep(lines);
+    const int64_t end = step + kStepWords < num_words ? step + kStepWords : num_words;
+    for (int64_t k = step; k < end; ++k) {
+      Vec b_vector[kVectors];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = multiply_add(a_vector, b_vector[v], sum[r][v]);
+        char* word = b_word + v * sizeof(Vec);
+        if constexpr (kPacks<Words>) {
+          b_vector[v] =
+              Words::LoadWords(source + v * kLanes * Words::kBytes, source_stride);
+          Store(word, b_vector[v]);
+        } else {
+          b_vector[v] = Load(word);
+        }
       }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec a_vector = Broadcast(
+            kColumnsOfA ? a_word[0] + 4 * r : a_word[kColumnsOfA ? 0 : r] + 4 * k);
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] = multiply_add(a_vector, b_vector[v], sum[r][v]);
+        }
+      }
+      b_word += kVectors * sizeof(Vec);
+      if constexpr (kPacks<Words>) source += Words::kRows * source_stride;
+      if constexpr (kColumnsOfA) a_word[0] += a_stride;
     }
-    b_word += b_stride;
-    if constexpr (kColumnsOfA) a_word[0] += a_stride;
   }
+  upcoming = lines;
   StoreTile(sum, output);
 }
 
