@@ -64,9 +64,14 @@ build_all() {
   cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
     -DPython_EXECUTABLE="$(command -v "$python")" >"$out/cmake.log" 2>&1 ||
     { tail -20 "$out/cmake.log"; return 1; }
-  cmake --build "$build" --target _cpu _cuda gpu_bench >"$out/build.log" 2>&1 ||
+  : >"$out/build.log"
+  build_target _cpu _cuda && cmake --install "$build" --prefix "$top" >>"$out/build.log" &&
+    build_target gpu_bench
+}
+
+build_target() {
+  cmake --build "$build" --target "$@" >>"$out/build.log" 2>&1 ||
     { grep -A5 -E 'error|FAILED' "$out/build.log" | head -60; return 1; }
-  cmake --install "$build" --prefix "$top" >>"$out/build.log"
 }
 
 ub() { "$python" -m jax_ub "$@"; }
@@ -118,7 +123,8 @@ parts() {
   "$build/gpu_bench" "$out/gpu_bench.json" $libraries
 }
 
-export -f ub ranks captured eager multicast memcheck parts machine build_all
+export -f ub ranks captured eager multicast memcheck parts machine build_all \
+  build_target
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
 
 main() {
