@@ -126,6 +126,8 @@ parts() {
 export -f ub ranks captured eager multicast memcheck parts machine build_all \
   build_target
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
+# Where JAX finds no GPU it would run on the CPU, and all would be right.
+export JAX_PLATFORMS=cuda
 
 main() {
   cd "$top" || exit 1
