@@ -223,12 +223,18 @@ def save(value, name: str):
 
 
 def compiled(rule: Callable, static_argnums) -> Callable:
-    """Lets a rule run in a `shard_map` that nothing compiles.
+    """Lets a rule run in a `shard_map` that nothing compiles, also for want of jit.
 
     jax cannot run a custom_vjp with symbolic zeros there, one operation at a time. In a
     program that is traced as a whole this changes nothing.
     """
-    return jax.jit(rule, static_argnums=static_argnums, inline=True)
+    jitted = jax.jit(rule, static_argnums=static_argnums, inline=True)
+
+    def run(*operands):
+        with jax.disable_jit(False):
+            return jitted(*operands)
+
+    return run
 
 
 def keep_if(wanted: bool, value):

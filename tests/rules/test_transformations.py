@@ -54,6 +54,19 @@ def test_runs_without_jit():
     assert_equal(run(*operands()), plain(*operands()))
 
 
+def test_runs_where_jit_is_disabled():
+    def loss(function):
+        return lambda *values: jnp.sum(function(*values) ** 2)
+
+    run = jax.shard_map(pair, mesh=tp_mesh(4), in_specs=PAIR, out_specs=ROWS)
+    values = operands()
+    with jax.disable_jit():
+        assert_equal(run(*values), plain(*values))
+        found = jax.grad(loss(run), argnums=(0, 1, 2))(*values)
+    expected = jax.grad(loss(plain), argnums=(0, 1, 2))(*values)
+    jax.tree.map(assert_equal, found, expected)
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_over_activations_is_one_call(axis):
     _, w, _ = operands()
