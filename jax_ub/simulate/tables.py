@@ -1,15 +1,13 @@
-"""Tables of the model: layers, whole transformer layers, all-reduces, chunked GEMMs."""
+"""Tables of the model: layers, and whole transformer layers."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jax_ub.simulate import plan
 from jax_ub.simulate.bounds import Bounds, bounds
 from jax_ub.simulate.hardware import Hardware
 from jax_ub.simulate.models import Layer, Model
 from jax_ub.simulate.plan import Plan
-from jax_ub.simulate.replay import Knobs
-from jax_ub.simulate.tiles import Gemm, Processors
 from jax_ub.simulate.workload import Workload
 
 
@@ -113,70 +111,3 @@ def total(rows: Iterable[LayerRow]) -> Total:
         sum(row.bounds.ideal_s for row in rows),
         sum(row.plan_s for row in rows),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class AllReduceRow:
-    """GEMM+AR of a row-parallel layer, by row blocks; seconds."""
-
-    bounds: Bounds
-    by_blocks: dict[int, float]
-
-    @property
-    def best_s(self) -> float:
-        """With the best number of blocks."""
-        return min(self.by_blocks.values())
-
-
-def all_reduce_row(
-    layer: Layer,
-    M: int,
-    num_ranks: int,
-    machine: Hardware,
-    blocks: Sequence[int] = (1, 2, 4),
-) -> AllReduceRow:
-    """The same layer without sequence parallelism.
-
-    Only the second half's last block is exposed, so that row blocks are the whole gain.
-    """
-    workload = dataclasses.replace(
-        workload_of(layer, M, num_ranks), op="matmul_all_reduce"
-    )
-    limits = bounds(workload, machine)
-    found = {
-        count: max(_all_reduce_s(workload, machine, count), limits.gemm_s)
-        for count in blocks
-        if workload.piece_rows(count) >= plan.MIN_ROWS
-    }
-    return AllReduceRow(limits, found)
-
-
-def _all_reduce_s(workload, machine, blocks):
-    # One kernel for all that is sent, one for the own rows.
-    knobs = Knobs(blocks, aggregate=workload.num_ranks - 1, streams=2)
-    return plan.timeline(workload, machine, "pipeline", knobs).seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkedRow:
-    """A layer's GEMM in one and in P chunks, without communication; seconds."""
-
-    one_s: float
-    by_streams: dict[int, float]
-
-    @property
-    def cost(self) -> float:
-        """The best of the chunked ones over the whole: what one GPU can measure."""
-        return min(self.by_streams.values()) / self.one_s
-
-
-def chunked_row(layer: Layer, M: int, num_ranks: int, machine: Hardware) -> ChunkedRow:
-    """The price of cutting a GEMM: launches, and waves that are not full."""
-    gemm = workload_of(layer, M, num_ranks).gemm
-    chunk = Gemm(M // num_ranks, gemm.n, gemm.k)
-    whole = Processors(machine, 1, 2, machine.processors).run(0.0, gemm)[1]
-    found = {}
-    for streams in (1, 2, 3):
-        processors = Processors(machine, streams, 2)
-        found[streams] = max(processors.run(0.0, chunk)[1] for _ in range(num_ranks))
-    return ChunkedRow(whole, found)
