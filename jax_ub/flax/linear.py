@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes, initializers
 
 from jax_ub.flax.main_grad import MainGrad
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import sharded_linear
+from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -130,13 +130,16 @@ class Linear(nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`."""
+    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
+        """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
+
+        `out_sharding` moves the result, from where `parallel` leaves it.
+        """
         inputs, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], None if self.bias is None else self.bias[...]),
             dtype=self.dtype,
         )
-        return sharded_linear(
+        y = sharded_linear(
             self.placement,
             inputs,
             kernel,
@@ -144,6 +147,7 @@ class Linear(nnx.Module):
             None if self.main_grad is None else self.main_grad[...],
             out_dtype=self.preferred_element_type,
         )
+        return lay_out(y, out_sharding)
 
 
 def _with_sharding(metadata, spec, placement):

@@ -5,13 +5,13 @@ import math
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method
 from jax_ub.retrofit.placement import Placement, resolve_kind
-from jax_ub.retrofit.sharded_linear import sharded_linear, why_uneven
+from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear, why_uneven
 from jax_ub.runtime import settings
 from jax_ub.shapes import FLOATS
 
@@ -98,7 +98,7 @@ class DotGeneral:
         reason = self._why_not(lhs, rhs, num_in)
         if reason is None:
             y = self._overlap(lhs, rhs, num_in, preferred_element_type)
-            return _constrain(y, out_sharding)
+            return lay_out(y, out_sharding)
         with methods.falling_back(self.placement.op, reason):
             return lax.dot_general(
                 lhs,
@@ -158,12 +158,3 @@ def _dense_rank(lhs, rhs, dimension_numbers):
         and tuple(lhs_contract) == tuple(range(lhs.ndim - num_in, lhs.ndim))
     )
     return num_in if is_dense else None
-
-
-def _constrain(y, sharding):
-    """Lays the result out as the caller of `dot_general(out_sharding=)` asks."""
-    if sharding is None:
-        return y
-    if AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types:
-        return jax.sharding.reshard(y, sharding)
-    return lax.with_sharding_constraint(y, sharding)

@@ -88,6 +88,15 @@ def sharded_linear(
     return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad)
 
 
+def lay_out(y: jax.Array, out_sharding) -> jax.Array:
+    """Moves the result to where its caller asks for it; None leaves it where it is."""
+    if out_sharding is None:
+        return y
+    if AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types:
+        return jax.sharding.reshard(y, out_sharding)
+    return jax.lax.with_sharding_constraint(y, out_sharding)
+
+
 def _plain(placement, mesh, x_shape):
     """Leaves tokens whole where a layer that is not parallel cannot have them split."""
     splits = placement.axis_name in mesh.shape

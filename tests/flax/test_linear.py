@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,19 @@ def test_the_mesh_may_be_an_argument_or_the_kernels_own():
     with jax.set_mesh(mesh):
         found = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
     assert_trees_close(found(x), expected)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_it_is_called_as_flax_s_own_layer(types):
+    ours, flax = (inspect.signature(kind.__call__) for kind in (Linear, nnx.Linear))
+    assert list(ours.parameters) == list(flax.parameters)
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
+        run = nnx.jit(lambda model, x: model(x, out_sharding=P("dp", "tp")))
+        y = run(model, x)
+    assert tuple(filter(None, y.sharding.spec)) == ("dp", "tp")
+    assert y.sharding.shard_shape(y.shape) == (2, 4, 32)
 
 
 def test_a_layer_runs_and_differentiates_outside_jit():
