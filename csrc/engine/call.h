@@ -56,7 +56,10 @@ struct Attributes {
   Method method = Method::kDirect;
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
-  int64_t num_splits = 0;      // pieces of a shard; 0: the engine chooses
+  // The same ids by XLA's number of the partition, where the last operand is that;
+  // empty: there is no such operand, and a device has the id that XLA gives it.
+  std::vector<int64_t> devices;
+  int64_t num_splits = 0;             // pieces of a shard; 0: the engine chooses
   Variant variant = Variant::kPlain;  // of the schedule, where that has it
   std::string label;                  // begins every error text
   // Names the call site in every process; empty where no group spans processes.

@@ -69,6 +69,7 @@ Attributes ReadAttributes(Op op, const AttributeSource& source) {
   at.method = static_cast<Method>(read.InRange("method", 0, 4));
   at.num_ranks = read.Count("num_ranks");
   at.ranks = source.Integers("ranks");
+  if (source.Has("devices")) at.devices = source.Integers("devices");
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
   // Programs that were stored before there were variants have none.
   int variant = 0;

@@ -69,6 +69,23 @@ Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
   return ReadAttributes(op, XlaAttributes(op, dict));
 }
 
+int64_t DeviceOf(const Attributes& at,
+                 const ffi::RemainingArgs& operands,
+                 int32_t ordinal) {
+  if (at.devices.empty()) return ordinal;
+  const auto partition = operands.get<ffi::BufferR0<ffi::U32>>(operands.size() - 1);
+  if (partition.has_error()) {
+    throw ShapeError("jax_ub." + at.label + ": its last operand is no partition: " +
+                     partition.error().message());
+  }
+  const uint32_t number = *partition->typed_data();
+  if (number >= at.devices.size()) {
+    throw ShapeError("jax_ub." + at.label + ": partition " + std::to_string(number) +
+                     " of " + std::to_string(at.devices.size()));
+  }
+  return at.devices[number];
+}
+
 RankCall DecodeCall(const Attributes& at,
                     const ffi::RemainingArgs& operands,
                     const ffi::RemainingRets& results,
@@ -76,10 +93,11 @@ RankCall DecodeCall(const Attributes& at,
   if (results.size() < num_workspaces) {
     throw ShapeError("jax_ub." + at.label + ": the workspace is missing");
   }
+  const size_t num_operands = operands.size() - (at.devices.empty() ? 0 : 1);
   RankCall call;
-  call.operands.reserve(operands.size());
+  call.operands.reserve(num_operands);
   call.results.reserve(results.size() - num_workspaces);
-  for (size_t i = 0; i < operands.size(); ++i) {
+  for (size_t i = 0; i < num_operands; ++i) {
     call.operands.push_back(DecodeBuffer(at, *operands.get<ffi::AnyBuffer>(i)));
   }
   for (size_t i = 0; i + num_workspaces < results.size(); ++i) {

@@ -36,7 +36,7 @@ ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary 
 // Never waits: an XLA thread that blocked here could be the one that a peer needs.
 ffi::Future Execute(CallSiteState* state,
                     ffi::RunId run,
-                    int32_t device,
+                    int32_t ordinal,
                     ffi::RemainingArgs operands,
                     ffi::RemainingRets results,
                     ffi::Dictionary) {
@@ -50,9 +50,9 @@ ffi::Future Execute(CallSiteState* state,
     }
   };
   try {
-    ProcessEngine().Submit(state->site, run.run_id, device,
-                           DecodeCall(state->site.attributes(), operands, results),
-                           complete);
+    const Attributes& at = state->site.attributes();
+    ProcessEngine().Submit(state->site, run.run_id, DeviceOf(at, operands, ordinal),
+                           DecodeCall(at, operands, results), complete);
   } catch (...) {
     promise.SetError(ToFfiError(std::current_exception()));
   }

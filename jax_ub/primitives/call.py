@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
@@ -208,7 +209,14 @@ def _lower_on_cpu(ctx, *operands, call):
         has_side_effect=True,
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
-    return rule(ctx, *operands, **_attributes(call, ranks), channel=channel)
+    attributes = {**_attributes(call, ranks), "channel": channel}
+    if ranks.ids and ctx.module_context.lowering_parameters.for_export:
+        # It may run on other devices, or in another order, than it is lowered for.
+        attributes["devices"] = np.array(ranks.ids, np.int64)
+        partition = jax.core.ShapedArray((), np.dtype(np.uint32))
+        ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
+        operands = (*operands, hlo.partition_id())
+    return rule(ctx, *operands, **attributes)
 
 
 def _lower_on_cuda(ctx, *operands, call):

@@ -52,6 +52,7 @@ class Ranks:
     reason: str | None
     spans_processes: bool = False  # whether a group has ranks in several processes
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # the same as devices
+    ids: tuple[int, ...] = ()  # of all devices, in the order of the mesh
 
 
 def find_ranks(
@@ -78,7 +79,8 @@ def find_ranks(
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
     devices = list(mesh.devices.flat)
-    groups = rank_groups(mesh, axes, [device.id for device in devices])
+    ids = tuple(device.id for device in devices)
+    groups = rank_groups(mesh, axes, ids)
     owners = rank_groups(mesh, axes, [device.process_index for device in devices])
     places = rank_groups(mesh, axes, range(len(devices)))
     return Ranks(
@@ -86,6 +88,7 @@ def find_ranks(
         communicators.reason(groups, owners),
         bool((owners != owners[:, :1]).any()),
         tuple(tuple(devices[i] for i in row) for row in places.tolist()),
+        ids,
     )
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import devices
 from operands import assert_equal, small_integers
 from programs import calls, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
 
@@ -275,6 +276,33 @@ def test_export_with_the_published_checks():
         jax.export.export(run)(*values)
     exported = jax.export.export(run, disabled_checks=ub.export_safety_checks)(*values)
     assert_equal(jax.jit(exported.call)(*place(values)), plain(*values))
+
+
+@pytest.mark.parametrize("order", [(3, 1, 0, 2), (7, 4, 6, 5)])
+def test_exported_program_runs_on_other_devices_and_in_another_order(order):
+    values = operands()
+    export = jax.export.export(on_four(pair), disabled_checks=ub.export_safety_checks)
+    loaded = jax.export.deserialize(export(*values).serialize(vjp_order=1))
+    mesh = Mesh(np.array(devices(8))[list(order)], ("tp",))
+    values = jax.device_put(values, tuple(NamedSharding(mesh, s) for s in PAIR))
+
+    def loss(function):
+        return lambda *values: jnp.sum(function(*values) ** 2)
+
+    assert_equal(jax.jit(loaded.call)(*values), plain(*values))
+    found = jax.jit(jax.grad(loss(loaded.call), argnums=(0, 1, 2)))(*values)
+    expected = jax.grad(loss(plain), argnums=(0, 1, 2))(*operands())
+    jax.tree.map(assert_equal, found, expected)
+
+
+def test_exported_groups_of_ranks_stay_apart():
+    x, w = small_integers(0, (8, 6)), small_integers(1, (6, 8))
+    specs = P(("dp", "tp")), COLUMNS
+    run = on_ranks(column, dp_tp_mesh(2, 2), specs, P("dp", "tp"))
+    export = jax.export.export(run, disabled_checks=ub.export_safety_checks)
+    mesh = Mesh(np.array(devices(4))[[2, 0, 1, 3]].reshape(2, 2), ("dp", "tp"))
+    placed = jax.device_put((x, w), tuple(NamedSharding(mesh, s) for s in specs))
+    assert_equal(jax.jit(export(x, w).call)(*placed), x @ w)
 
 
 def test_mesh_that_is_set_instead_of_passed():
