@@ -82,8 +82,8 @@ void ContractOverRanks(const Attributes& at,
   }
 }
 
-// Bias and residual of the rank that owns each segment of the result, in their order.
-// `rows` is the height of a segment; segments: [replica][...][batch][owner].
+// Bias and residual of the rank that owns each segment of the result: [batch][owner]
+// where it is scattered, else [replica].
 void AddBiasAndResidual(const Attributes& at,
                         const Calls& calls,
                         GemmProblem& problem) {

@@ -58,6 +58,23 @@ uint64_t NextId() {
   return next.fetch_add(1);
 }
 
+// Where a rank's call lies in a gang: among those of this process, if it has a conductor.
+size_t IndexOf(const Attributes& at,
+               const Conductor* conductor,
+               int rank,
+               int64_t device) {
+  if (conductor == nullptr) return rank;
+  const std::vector<int>& local = conductor->local_ranks();
+  const auto found = std::find(local.begin(), local.end(), rank);
+  if (found == local.end()) {
+    throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
+                            std::to_string(device) + " is rank " +
+                            std::to_string(rank) +
+                            ", which its communicator has in another process");
+  }
+  return found - local.begin();
+}
+
 }  // namespace
 
 int Gang::RankOf(size_t i) const {
@@ -103,6 +120,30 @@ CallSite::Run& CallSite::FindRun(int64_t run_id) {
   return runs_.back();
 }
 
+std::shared_ptr<Gang> CallSite::FindGang(Run& run,
+                                         int group,
+                                         int64_t count,
+                                         const std::shared_ptr<Conductor>& conductor) {
+  for (const auto& gang : run.open) {
+    if (gang->group == group && gang->count == count) return gang;
+  }
+  const size_t size =
+      conductor ? conductor->local_ranks().size() : attributes_.num_ranks;
+  auto gang = std::make_shared<Gang>();
+  gang->attributes = &attributes_;
+  gang->run_id = run.run_id;
+  gang->group = group;
+  gang->group_key = group_keys_[group];
+  gang->count = count;
+  gang->calls.resize(size);
+  gang->completions.resize(size);
+  gang->conductor = conductor;
+  gang->call_site_key = Mix(key_, gang->group_key);
+  gang->call_site_id = id_;
+  run.open.push_back(gang);
+  return gang;
+}
+
 Board::Board(std::function<void(std::function<void()>)> start, double timeout_s)
     : start_(std::move(start)), timeout_s_(timeout_s) {}
 
@@ -120,66 +161,28 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
                             " is not among the devices of the mesh axis");
   }
   const int group = static_cast<int>(place->second / at.num_ranks);
-  const size_t rank = place->second % at.num_ranks;
-  const uint64_t group_key = site.group_keys_[group];
+  const int rank = static_cast<int>(place->second % at.num_ranks);
 
   std::lock_guard lock(mutex_);
-  std::shared_ptr<Conductor> conductor;
-  if (!at.channel.empty()) {
-    conductor = FindConductor(site, group);
-    if (!conductor) CheckIsLocal(site, group);
-  }
-  size_t index = rank;
-  size_t num_expected = at.num_ranks;
-  if (conductor) {
-    if (const auto failure = conductor->failure()) {
-      std::rethrow_exception(conductor->FailureOf(at.label, failure));
-    }
-    const std::vector<int>& local = conductor->local_ranks();
-    index =
-        std::find(local.begin(), local.end(), static_cast<int>(rank)) - local.begin();
-    num_expected = local.size();
-    if (index == num_expected) {
-      throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
-                              std::to_string(device) + " is rank " +
-                              std::to_string(rank) +
-                              ", which its communicator has in another process");
-    }
-  }
+  const std::shared_ptr<Conductor> conductor = ConductorOf(site, group);
+  const size_t index = IndexOf(at, conductor.get(), rank, device);
   for (const Failure& failure : failures_) {
-    if (failure.run_id == run_id && failure.group_key == group_key) {
+    if (failure.run_id == run_id && failure.group_key == site.group_keys_[group]) {
       std::rethrow_exception(failure.reason);
     }
   }
   CallSite::Run& run = site.FindRun(run_id);
   const int64_t count = run.counts[place->second]++;
-  auto found = std::find_if(run.open.begin(), run.open.end(), [&](const auto& gang) {
-    return gang->group == group && gang->count == count;
-  });
-  if (found == run.open.end()) {
-    auto gang = std::make_shared<Gang>();
-    gang->attributes = &at;
-    gang->run_id = run_id;
-    gang->group = group;
-    gang->group_key = group_key;
-    gang->count = count;
-    gang->calls.resize(num_expected);
-    gang->completions.resize(num_expected);
-    gang->conductor = conductor;
-    gang->call_site_key = Mix(site.key_, group_key);
-    gang->call_site_id = site.id_;
-    found = run.open.insert(run.open.end(), std::move(gang));
-  }
-  std::shared_ptr<Gang> gang = *found;
+  const std::shared_ptr<Gang> gang = site.FindGang(run, group, count, conductor);
   if (gang->conductor != conductor) {
     throw CommunicatorError("CommunicatorError: jax_ub." + at.label +
                             ": its communicator was closed while ranks of it arrived");
   }
   gang->calls[index] = std::move(call);
   gang->completions[index] = std::move(done);
-  if (static_cast<size_t>(++gang->num_arrived) == num_expected) {
+  if (static_cast<size_t>(++gang->num_arrived) == gang->calls.size()) {
     *last_rank = static_cast<int>(index);
-    run.open.erase(found);
+    std::erase(run.open, gang);
     std::erase_if(incomplete_, [&](const auto& entry) { return entry.second == gang; });
     return gang;
   }
@@ -219,6 +222,17 @@ std::shared_ptr<Conductor> Board::FindConductor(const CallSite& site, int group)
     if (site.IsGroup(group, conductor->devices())) return conductor;
   }
   return nullptr;
+}
+
+std::shared_ptr<Conductor> Board::ConductorOf(const CallSite& site, int group) const {
+  if (site.attributes_.channel.empty()) return nullptr;
+  std::shared_ptr<Conductor> conductor = FindConductor(site, group);
+  if (!conductor) {
+    CheckIsLocal(site, group);
+  } else if (const auto failure = conductor->failure()) {
+    std::rethrow_exception(conductor->FailureOf(site.attributes_.label, failure));
+  }
+  return conductor;
 }
 
 // Whoever called initialize_ub and then destroy_ub still has the compiled program.

@@ -77,6 +77,11 @@ class CallSite {
   };
 
   Run& FindRun(int64_t run_id);
+  // The gang of the count-th execution; made where its first rank asks for it.
+  std::shared_ptr<Gang> FindGang(Run& run,
+                                 int group,
+                                 int64_t count,
+                                 const std::shared_ptr<Conductor>& conductor);
   bool IsGroup(int group, const std::vector<int64_t>& devices) const;
 
   const Attributes attributes_;
@@ -96,14 +101,15 @@ class Board {
   explicit Board(std::function<void(std::function<void()>)> start, double timeout_s);
   ~Board() = delete;  // its watchdog never ends
 
-  // Adds a rank's call. Returns the gang to the last of its ranks, which is `*rank`,
-  // nullptr to the others. Throws CommunicatorError when the group failed in this run.
+  // Adds a rank's call. Returns the gang to the last of its ranks, whose index in it is
+  // `*last_rank`, nullptr to the others. Throws CommunicatorError when the group failed
+  // in this run.
   std::shared_ptr<Gang> Arrive(CallSite& site,
                                int64_t run_id,
                                int64_t device,
                                RankCall call,
                                Completion done,
-                               int* rank);
+                               int* last_rank);
 
   // Groups of these devices are the conductor's from now on, until it leaves. Throws
   // CommunicatorError when they are another one's.
@@ -144,6 +150,9 @@ class Board {
   std::vector<std::shared_ptr<Gang>> TakeIncomplete(const Predicate& is_meant);
   void FailArrived(Gang& gang, const std::exception_ptr& reason);
   std::shared_ptr<Conductor> FindConductor(const CallSite& site, int group) const;
+  // Throws CommunicatorError where the group's conductor failed, or is missing; nullptr
+  // where all its ranks are in this process.
+  std::shared_ptr<Conductor> ConductorOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
   const std::function<void(std::function<void()>)> start_;
