@@ -33,11 +33,11 @@ Operand::Operand(const OperandView& view,
       kernels_(kernels),
       packers_(packers),
       panel_(panel),
-      element_bytes_(SizeOf(view.dtype)) {
-  has_rows_ = kernels.reads_a_in_place &&
-              std::all_of(view.segments.begin(), view.segments.end(),
-                          [](const ConstSegment& s) { return s.inner_stride == 1; });
-}
+      element_bytes_(SizeOf(view.dtype)),
+      is_k_contiguous_(std::all_of(
+          view.segments.begin(), view.segments.end(), [](const ConstSegment& s) {
+            return s.inner_stride == 1;
+          })) {}
 
 int64_t Operand::PanelBytes(int64_t k) const { return 4 * NumWords(k) * panel_; }
 

@@ -43,9 +43,11 @@ class Operand {
           const PanelPackers& packers,
           int panel);
 
+  bool is_k_contiguous() const { return is_k_contiguous_; }
+
   // True where tiles of A are made of rows, in place where that is possible: every segment
   // is contiguous along K and the kernels like it.
-  bool has_rows() const { return has_rows_; }
+  bool has_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
   // Bytes of a packed panel over `k` elements of K.
   int64_t PanelBytes(int64_t k) const;
@@ -92,7 +94,7 @@ class Operand {
   const PanelPackers& packers_;
   const int panel_;
   const int64_t element_bytes_;
-  bool has_rows_;
+  const bool is_k_contiguous_;  // every segment
 };
 
 // Which of the segments that `bounds` delimit holds `index`.

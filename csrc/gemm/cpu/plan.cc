@@ -14,6 +14,8 @@ namespace {
 // A tile that packs waits for memory of its own: where there are more tiles than these,
 // the others ask for the next panel (2 % of 64 rows; 6 and 12 rows need all of them).
 constexpr int64_t kFewTiles = 2;
+// Columns that are packed side by side where no tile can: a row of them lies together.
+constexpr int64_t kGroupColumns = 128;
 
 }  // namespace
 
@@ -50,10 +52,10 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  // A panel at a time, or all of them where several blocks of rows want them.
-  const int64_t b_tiles = rows.size() <= blocking_.block_rows
-                              ? 1
-                              : CeilDiv(columns.size(), kernels_.tile_columns);
+  // A group at a time, or all columns where several blocks of rows want them.
+  const int64_t b_columns =
+      rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
+  const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
   const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const bool is_one_block = problem_.k <= blocking_.k_block;
@@ -89,10 +91,13 @@ void TiledPlan::RunBlock(Range rows,
     const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
     ReadA(block, k, workspace.packed_a, tiles.data());
     std::byte* packed_b = workspace.packed_b;
+    int64_t read_end = r == rows.begin ? columns.begin : columns.end;
     for (int64_t c = columns.begin; c < columns.end; c += tile_columns) {
       const Range tile_range = {c, std::min(columns.end, c + tile_columns)};
+      const bool is_read = c < read_end;
+      if (!is_read && reads_a_once) packed_b = workspace.packed_b;
       PanelToMultiply b = {.panel = {packed_b}};
-      if (r == rows.begin) ReadB(columns, tile_range, k, block.size(), b);
+      if (!is_read) read_end = ReadB(columns, tile_range, k, block.size(), b);
       float* sums = workspace.sums;
       if (!is_one_block) {
         sums += ((c - columns.begin) / tile_columns * row_tiles +
@@ -100,12 +105,12 @@ void TiledPlan::RunBlock(Range rows,
                 tile_rows * tile_columns;
       }
       MultiplyPanel(tiles.data(), b, block, tile_range, k, sums);
-      if (!reads_a_once) packed_b += b_.PanelBytes(k.size());
+      packed_b += b_.PanelBytes(k.size());
     }
   }
 }
 
-void TiledPlan::ReadB(
+int64_t TiledPlan::ReadB(
     Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const {
   const bool is_whole =
       num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns;
@@ -113,7 +118,12 @@ void TiledPlan::ReadB(
   b.panel.source = in_place.data;
   b.panel.source_stride = in_place.stride;
   const bool packs_now = in_place.data == nullptr;
-  if (packs_now) b_.PackPanels(columns, k, static_cast<std::byte*>(b.panel.words));
+  if (packs_now) {
+    if (!b_.is_k_contiguous()) {
+      columns.end = std::min(unit.end, columns.begin + kGroupColumns);
+    }
+    b_.PackPanels(columns, k, static_cast<std::byte*>(b.panel.words));
+  }
 
   int64_t tiles = CeilDiv(num_rows, kernels_.tile_rows);
   b.packing_fetches = tiles <= kFewTiles;
@@ -126,6 +136,7 @@ void TiledPlan::ReadB(
   }
   const int64_t steps = CeilDiv(CeilDiv(k.size(), kernels_.k_group), kStepWords);
   b.upcoming = next_k.size() > 0 ? b_.LinesOf(next, next_k, tiles * steps) : Upcoming{};
+  return columns.end;
 }
 
 void TiledPlan::MultiplyPanel(const TileOfA* a,

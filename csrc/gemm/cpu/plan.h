@@ -40,7 +40,7 @@ class TiledPlan : public GemmPlan {
   // The parts of a unit's workspace.
   struct Workspace {
     std::byte* packed_a;  // [row tile of a block][panel]
-    std::byte* packed_b;  // [column tile of the unit, or one][panel]
+    std::byte* packed_b;  // [column tile of the unit, or of a group][panel]
     float* sums;          // [column tile of the unit][row tile of the unit][tile]
   };
 
@@ -56,8 +56,9 @@ class TiledPlan : public GemmPlan {
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
-  // packs it, or finds it for a tile that packs, and says which memory comes next.
-  void ReadB(
+  // packs it, or finds it for a tile that packs, and says which memory comes next. Returns
+  // where the columns end that need no preparation any more.
+  int64_t ReadB(
       Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const;
   // A panel of B with all tiles of A's rows `rows`.
   void MultiplyPanel(const TileOfA* a,
