@@ -51,6 +51,7 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
+        # Read as empty and left out afterwards: their spelling is checked, too.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _what_is_read(name, entry)

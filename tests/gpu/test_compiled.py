@@ -6,7 +6,6 @@ VERSION is that of jax. Nothing of CUDA is needed besides: handlers are register
 the plugin, and called for what they know of a call when it is compiled.
 """
 
-import importlib.util
 import re
 
 import jax
@@ -61,8 +60,7 @@ def mesh(monkeypatch):
         "jax_plugins.xla_cuda13",
         reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed",
     )
-    if importlib.util.find_spec("jax_ub._cuda") is None:
-        pytest.skip("jax_ub._cuda is not built: no nvcc")
+    pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
     engine = WithoutDriver(cuda.load())
     jax.devices()  # which loads plugins
     devices = topologies.get_topology_desc(
