@@ -20,6 +20,7 @@ from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
 
+_STDERR = 2
 _OPS = (*process_cases.OPS, "latency", "barrier")
 
 
@@ -92,7 +93,10 @@ def _job(number, told):
         # its own what all compute together.
         launch = ["launch", "-n", str(number), "--devices-per-process", str(number)]
         command = [*launch, "-m", "jax_ub", "bench", "--part", part]
-        status = subprocess.run([sys.executable, "-m", "jax_ub", *command]).returncode
+        # Standard error takes what they say on the way: it is no part of the report.
+        status = subprocess.run(
+            [sys.executable, "-m", "jax_ub", *command], stdout=_STDERR
+        ).returncode
         if status:
             raise JobError(
                 f"bench: {number} processes failed with exit status {status}; what "

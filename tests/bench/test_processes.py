@@ -48,7 +48,9 @@ def test_a_job_of_two_processes_finds_every_figure(tmp_path, capfd):
     assert found["results"][1]["times_us"]["jax_ub"]["median"] > 0
     assert found["fallbacks"] == []
     assert {v["num_processes"] for v in found["verdicts"]} == {2}
-    assert "| barrier x2" in capfd.readouterr().out
+    report = capfd.readouterr().out
+    assert "| barrier x2" in report
+    assert "\n[0]" not in report  # what processes say on the way
 
 
 def test_figures_survive_the_way_from_process_to_process():
