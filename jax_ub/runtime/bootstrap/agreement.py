@@ -146,10 +146,13 @@ class Agreement:
         self._write_own()
         pause = _Pause(timeout_s, len(self._others))
         while True:
+            # Before the answer: a collector that began again has answered by then, and
+            # what was written here is not for its new attempt.
+            collector = _read(self._board, "collector")
             answers = _read(self._board, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
                 break
-            waiting = self._repeat_collector()
+            waiting = self._repeat(collector)
             if pause.is_over():
                 text = _missing_text(self._missing(waiting), timeout_s)
                 raise TimeoutError(text)
@@ -162,9 +165,8 @@ class Agreement:
             raise kind(answer["failed"])
         return {int(process): value for process, value in answer["values"]}
 
-    def _repeat_collector(self):
+    def _repeat(self, note):
         """Repeats the number that the collector drew; returns whom it waits for."""
-        note = _read(self._board, "collector")
         if note is None:
             return []
         number, waiting = note
