@@ -6,6 +6,8 @@ import types
 
 import jax
 
+import jax_ub as ub
+
 WORKSPACE_BYTES = 4096
 
 
@@ -28,6 +30,14 @@ class StandIn(types.SimpleNamespace):
 def cuda_text(function, *operands) -> str:
     """The program of a jitted function, as it is lowered for CUDA."""
     return function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def exported_cuda_text(function, *operands) -> str:
+    """The same, lowered to be exported."""
+    export = jax.export.export(
+        function, platforms=["cuda"], disabled_checks=ub.export_safety_checks
+    )
+    return export(*operands).mlir_module()
 
 
 def custom_calls(text: str) -> list[tuple[str, str]]:

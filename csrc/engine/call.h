@@ -56,8 +56,9 @@ struct Attributes {
   Method method = Method::kDirect;
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
-  // The same ids by XLA's number of the partition, where the last operand is that;
-  // empty: there is no such operand, and a device has the id that XLA gives it.
+  // The same ids by XLA's number of the partition, where the last operand is that, of
+  // programs that were lowered for export; empty: there is no such operand, and a device
+  // is the one that has its id.
   std::vector<int64_t> devices;
   int64_t num_splits = 0;             // pieces of a shard; 0: the engine chooses
   Variant variant = Variant::kPlain;  // of the schedule, where that has it
@@ -103,6 +104,9 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
+  // XLA's number of the partition that runs it, in the memory of the device, where
+  // Attributes::devices are given.
+  const uint32_t* partition = nullptr;
   int64_t submitted_ns = 0;  // when it arrived, where that is traced
 };
 

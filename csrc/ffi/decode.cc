@@ -57,6 +57,16 @@ DType DecodeDType(const Attributes& at, ffi::DataType dtype) {
                    " is none of f32, bf16 and f16");
 }
 
+const uint32_t* DecodePartition(const Attributes& at,
+                                const ffi::RemainingArgs& operands) {
+  const auto partition = operands.get<ffi::BufferR0<ffi::U32>>(operands.size() - 1);
+  if (partition.has_error()) {
+    throw ShapeError("jax_ub." + at.label + ": its last operand is no partition: " +
+                     partition.error().message());
+  }
+  return partition->typed_data();
+}
+
 Tensor DecodeBuffer(const Attributes& at, const ffi::AnyBuffer& buffer) {
   const auto dims = buffer.dimensions();
   return TensorOf(at, DecodeDType(at, buffer.element_type()),
@@ -69,16 +79,9 @@ Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
   return ReadAttributes(op, XlaAttributes(op, dict));
 }
 
-int64_t DeviceOf(const Attributes& at,
-                 const ffi::RemainingArgs& operands,
-                 int32_t ordinal) {
-  if (at.devices.empty()) return ordinal;
-  const auto partition = operands.get<ffi::BufferR0<ffi::U32>>(operands.size() - 1);
-  if (partition.has_error()) {
-    throw ShapeError("jax_ub." + at.label + ": its last operand is no partition: " +
-                     partition.error().message());
-  }
-  const uint32_t number = *partition->typed_data();
+int64_t DeviceOf(const Attributes& at, const RankCall& call, int32_t ordinal) {
+  if (call.partition == nullptr) return ordinal;
+  const uint32_t number = *call.partition;
   if (number >= at.devices.size()) {
     throw ShapeError("jax_ub." + at.label + ": partition " + std::to_string(number) +
                      " of " + std::to_string(at.devices.size()));
@@ -93,8 +96,12 @@ RankCall DecodeCall(const Attributes& at,
   if (results.size() < num_workspaces) {
     throw ShapeError("jax_ub." + at.label + ": the workspace is missing");
   }
-  const size_t num_operands = operands.size() - (at.devices.empty() ? 0 : 1);
   RankCall call;
+  size_t num_operands = operands.size();
+  if (!at.devices.empty()) {
+    call.partition = DecodePartition(at, operands);
+    --num_operands;
+  }
   call.operands.reserve(num_operands);
   call.results.reserve(results.size() - num_workspaces);
   for (size_t i = 0; i < num_operands; ++i) {

@@ -9,17 +9,15 @@ namespace jax_ub {
 // Throws std::invalid_argument that names the attribute.
 Attributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
 
-// The device that runs the call, as the attributes know it; `ordinal` is XLA's. Throws
-// ShapeError where the number of the partition is missing, or out of range.
-int64_t DeviceOf(const Attributes& attributes,
-                 const xla::ffi::RemainingArgs& operands,
-                 int32_t ordinal);
-
-// Throws ShapeError for a dtype that no op has. The last `num_workspaces` results are
-// not the op's, nor is the number of the partition.
+// Throws ShapeError for a dtype that no op has, and where the number of the partition is
+// missing. The last `num_workspaces` results are not the op's.
 RankCall DecodeCall(const Attributes& attributes,
                     const xla::ffi::RemainingArgs& operands,
                     const xla::ffi::RemainingRets& results,
                     size_t num_workspaces = 0);
+
+// The device that a call on a CPU stands for, as the attributes know it; `ordinal` is
+// XLA's. Throws ShapeError where the number of the partition is out of range.
+int64_t DeviceOf(const Attributes& attributes, const RankCall& call, int32_t ordinal);
 
 }  // namespace jax_ub

@@ -51,8 +51,9 @@ ffi::Future Execute(CallSiteState* state,
   };
   try {
     const Attributes& at = state->site.attributes();
-    ProcessEngine().Submit(state->site, run.run_id, DeviceOf(at, operands, ordinal),
-                           DecodeCall(at, operands, results), complete);
+    RankCall call = DecodeCall(at, operands, results);
+    const int64_t device = DeviceOf(at, call, ordinal);
+    ProcessEngine().Submit(state->site, run.run_id, device, std::move(call), complete);
   } catch (...) {
     promise.SetError(ToFfiError(std::current_exception()));
   }

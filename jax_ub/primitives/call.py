@@ -16,7 +16,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
@@ -24,7 +23,7 @@ from jax_ub.methods import DEFAULT_SPLITS, Method
 from jax_ub.overlap_config.tuned import Case, Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
-from jax_ub.primitives import lowered, on_cuda, varying
+from jax_ub.primitives import exported, lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, find_ranks
 from jax_ub.primitives.sizes import global_sizes
 from jax_ub.runtime import engine, overlaps
@@ -209,13 +208,10 @@ def _lower_on_cpu(ctx, *operands, call):
         has_side_effect=True,
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
-    attributes = {**_attributes(call, ranks), "channel": channel}
-    if ranks.ids and ctx.module_context.lowering_parameters.for_export:
-        # It may run on other devices, or in another order, than it is lowered for.
-        attributes["devices"] = np.array(ranks.ids, np.int64)
-        partition = jax.core.ShapedArray((), np.dtype(np.uint32))
-        ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
-        operands = (*operands, hlo.partition_id())
+    devices = exported.devices(ctx, ranks)
+    if devices:
+        ctx, operands = exported.with_partition(ctx, operands)
+    attributes = {**_attributes(call, ranks), **devices, "channel": channel}
     return rule(ctx, *operands, **attributes)
 
 
@@ -226,7 +222,11 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     lowered.record(ctx, call, None)
-    attributes = {**_attributes(call, ranks), "channel": _channel(ctx, ranks)}
+    attributes = {
+        **_attributes(call, ranks),
+        **exported.devices(ctx, ranks),
+        "channel": _channel(ctx, ranks),
+    }
     return on_cuda.lower(ctx, operands, call, attributes)
 
 

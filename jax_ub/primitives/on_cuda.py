@@ -10,6 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_ub.methods import Method, Variant
+from jax_ub.primitives import exported
 from jax_ub.primitives.mesh import Ranks
 from jax_ub.runtime import cuda, settings
 from jax_ub.runtime.place import ONE_SHOT_BYTES, heap_bytes
@@ -98,7 +99,11 @@ def _why_no_peers(ranks):
 def lower(
     ctx: Any, operands: Sequence[Any], call: Any, attributes: dict[str, object]
 ) -> Sequence[Any]:
-    """Emits the custom call, whose last result is the engine's workspace."""
+    """Emits the custom call, whose last result is the engine's workspace.
+
+    In a program that is exported its last operand is the number of the partition, which
+    the device that runs it compares with the one that its rank was lowered for.
+    """
     cuda.register_targets()
     numbers = {
         "method": method_of(call).code,
@@ -124,6 +129,8 @@ def lower(
         operand_output_aliases=call.aliases(ctx.avals_in),
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    if "devices" in attributes:
+        ctx, operands = exported.with_partition(ctx, operands)
     *results, _ = rule(ctx, *operands, **attributes)
     if _RUNS_TWICE_WHAT_IS_SAVED and call.folds:
         return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results

@@ -6,7 +6,8 @@
 No collective of XLA's takes part: NCCL refuses ranks that share a GPU. Operands are
 small integers, drawn from the same seeds in every process, so that each knows what its
 rank must have, to the bit. Prints a line for every program, and where one is wrong; the
-rest is tried all the same, unless a call fails.
+rest is tried all the same, unless a call fails. The last was exported, and on GPUs has
+to fail with its devices in another order.
 """
 
 import argparse
@@ -41,6 +42,7 @@ def main():
         for method in methods:
             for program in (column, row, whole, trained):
                 wrong += check(program, mesh, method, jnp.dtype(dtype), given)
+    wrong += check_exported(mesh, on_gpu, given.scale)
     ub.destroy_ub()
     if wrong:
         sys.exit(f"{len(wrong)} results are wrong, the first: {wrong[0]}")
@@ -80,6 +82,49 @@ def check(program, mesh, method, dtype, given):
     else:
         say(f"right: {name}")
     return wrong
+
+
+def check_exported(mesh, on_gpu, scale):
+    """Runs an exported program, on GPUs once more with the devices turned around.
+
+    Returns:
+        What is wrong.
+    """
+    function, in_specs, out_specs, shapes, reference = column(mesh, "auto", scale)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    operands = [draw(i, shape) for i, shape in enumerate(shapes)]
+
+    def placed(mesh):
+        pairs = zip(in_specs, operands, strict=True)
+        return [place(mesh, spec, x, np.float32) for spec, x in pairs]
+
+    export = jax.export.export(jax.jit(mapped), disabled_checks=ub.export_safety_checks)
+    call = jax.jit(export(*placed(mesh)).call)
+    name = f"exported column over {mesh.size} ranks"
+    wrong = []
+    for result, right in zip(call(*placed(mesh)), reference(*operands), strict=True):
+        wrong += compare(name, result, right)
+    if on_gpu and mesh.size > 1:
+        turned = Mesh(mesh.devices[::-1], mesh.axis_names)
+        if not fails(call, placed(turned)):
+            wrong.append(f"{name}: with the devices turned around it does not fail")
+    say(f"wrong: {wrong[0]}" if wrong else f"right: {name}")
+    return wrong
+
+
+def fails(call, operands):
+    """Whether a call fails for the order of its devices: by NaN, or at once."""
+    try:
+        results = jax.block_until_ready(call(*operands))
+        shards = [s.data for result in results for s in result.addressable_shards]
+        if not all(np.isnan(np.asarray(shard)).all() for shard in shards):
+            return False
+        ub.check_communicators()
+    except RuntimeError as error:
+        # Whose device is in its place is told by a peer.
+        said = ("lowered for export", "failed, and told")
+        return any(text in str(error) for text in said)
+    return False
 
 
 def column(mesh, method, scale):

@@ -233,3 +233,28 @@ def test_a_call_is_captured(mesh, tmp_path):
     (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     kinds = re.findall(r": (k\w+)", path.read_text())
     assert kinds == ["kCommandBuffer", "kCustomCall"]
+
+
+def test_a_call_of_an_exported_program_is_captured_with_its_partition(mesh, tmp_path):
+    def column(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp")
+
+    specs = (P("tp"), P(None, "tp"))
+    mapped = jax.shard_map(column, mesh=mesh, in_specs=specs, out_specs=specs[1])
+    operands = [
+        jax.ShapeDtypeStruct(sizes, "bfloat16", sharding=NamedSharding(mesh, spec))
+        for spec, sizes in zip(specs, ((M, K), (K, N)), strict=True)
+    ]
+    export = jax.export.export(
+        jax.jit(mapped), platforms=["cuda"], disabled_checks=ub.export_safety_checks
+    )
+    program = jax.jit(export(*operands).call).lower(*operands)
+    text = program.compile(
+        {"xla_gpu_graph_min_graph_size": 1, "xla_dump_to": str(tmp_path)}
+    ).as_text()
+    (partition,) = re.findall(r"%([\w.\-]+) = u32\[\]\S* partition-id\(\)", text)
+    (passed,) = re.findall(r"custom-call\((.*?)\).*jax_ub\$all_gather_matmul", text)
+    assert passed.endswith(f"%{partition}")
+    (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    kinds = re.findall(r": (k\w+)", path.read_text())
+    assert kinds == ["kCommandBuffer", "kPartitionId", "kCustomCall"]

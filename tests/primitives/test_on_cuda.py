@@ -15,6 +15,7 @@ from cuda_programs import (
     collectives,
     cuda_text,
     custom_calls,
+    exported_cuda_text,
     shape,
 )
 from jax.sharding import NamedSharding
@@ -252,6 +253,46 @@ def test_every_group_is_in_the_table(engine):
     )
     _, call = the_call(cuda_text(run, shape(12, 6), shape(6, 9)))
     assert "ranks = dense<[0, 1, 2, 3, 4, 5]>" in call
+
+
+def test_a_call_ends_with_its_partition_where_it_is_exported(engine):
+    operands = shape(8, 6), shape(6, 8)
+    text = exported_cuda_text(column(tp_mesh(4)), *operands)
+    _, call = the_call(text)
+    assert "devices = dense<[0, 1, 2, 3]> : tensor<4xi64>" in call
+    (partition,) = re.findall(r"(%\w+) = stablehlo.partition_id", text)
+    assert re.match(rf"\(%\w+, %\w+, {partition}\) ", call)
+    assert ": (tensor<2x6xf32>, tensor<6x2xf32>, tensor<ui32>) -> " in call
+    ((_, attributes, asked, _),) = engine.asked
+    assert attributes["devices"] == [0, 1, 2, 3]
+    assert asked == [("float32", (2, 6)), ("float32", (6, 2))]
+
+
+def test_only_what_is_exported_has_a_partition(engine):
+    text = cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8))
+    assert "partition_id" not in text
+    assert "devices = " not in the_call(text)[1]
+
+
+def test_a_local_call_has_no_partition_where_it_is_exported(engine):
+    run = jax.jit(ub.dgrad_add)
+    text = exported_cuda_text(run, shape(8, 3), shape(6, 3), shape(8, 6))
+    name, call = the_call(text)
+    assert name == "matmul"
+    assert "output_tuple_indices = [0], operand_index = 2" in call
+    assert "partition_id" not in text
+
+
+def test_partitions_are_those_of_the_whole_mesh(engine):
+    run = on_ranks(
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="dp"),
+        dp_tp_mesh(2, 3),
+        (P(("tp", "dp")), P(None, "dp")),
+        P("tp", "dp"),
+    )
+    _, call = the_call(exported_cuda_text(run, shape(12, 6), shape(6, 8)))
+    assert "ranks = dense<[0, 3, 1, 4, 2, 5]>" in call
+    assert "devices = dense<[0, 1, 2, 3, 4, 5]>" in call
 
 
 @pytest.mark.parametrize(

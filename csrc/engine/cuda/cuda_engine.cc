@@ -136,6 +136,10 @@ void CudaEngine::Enqueue(CudaCallSite& site,
       device.Gather();
     } else {
       CudaSlots slots = SlotsOf(*preparation, binding, device);
+      if (call.partition != nullptr) {
+        slots.CheckPlace(reinterpret_cast<CUdeviceptr>(call.partition),
+                         preparation->place.partition);
+      }
       if (by_multicast) {
         const auto sum = [&slots](const MulticastRange& range) {
           slots.SumByMulticast(range);

@@ -43,6 +43,7 @@ class CudaCallSite {
     int group = 0;
     int rank = 0;
     bool has_peers = false;
+    uint32_t partition = 0;  // where Attributes::devices are given
   };
   // What Initialize found out for a device.
   struct Preparation {
@@ -93,7 +94,9 @@ class CudaEngine {
   // it says to the peers what this rank means by the call, or why it refuses it: where
   // they contradict each other, the communicator fails. Waits for no peer.
   void Initialize(CudaCallSite& site, int ordinal, const RankCall& call);
-  // Enqueues the call: allocates no device memory and waits for nothing.
+  // Enqueues the call: allocates no device memory and waits for nothing. The host cannot
+  // read what `call.partition` will be when the call runs: the device checks that it is
+  // that of the rank's device, and fails the call for all ranks where it is not.
   void Execute(CudaCallSite& site,
                int ordinal,
                CUstream stream,

@@ -99,8 +99,10 @@ CudaEngine::Place CudaEngine::PlaceOf(const CudaCallSite& site, int ordinal) {
                             std::to_string(device) +
                             " is not among the devices of the mesh axis");
   }
+  const auto partition = std::find(at.devices.begin(), at.devices.end(), device);
   return {static_cast<int>(place->second / at.num_ranks),
-          static_cast<int>(place->second % at.num_ranks), at.num_ranks > 1};
+          static_cast<int>(place->second % at.num_ranks), at.num_ranks > 1,
+          static_cast<uint32_t>(partition - at.devices.begin())};
 }
 
 std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Plan(
@@ -172,7 +174,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
       // Or says that it is too small.
       communicator->Place(slots.num_slots, slots.slot_bytes);
     }
-    binding.number = communicator->NumberOf(site.attributes_.label);
+    binding.number =
+        communicator->NumberOf({site.attributes_.label, site.attributes_.devices});
     binding.communicator = std::move(communicator);
     binding.refusal = nullptr;
   } catch (...) {

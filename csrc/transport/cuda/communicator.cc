@@ -14,7 +14,6 @@
 #include "platform/deadline.h"
 #include "platform/error.h"
 #include "platform/file_descriptor.h"
-#include "transport/cuda/fault.h"
 #include "transport/cuda/group_heaps.h"
 #include "transport/process/handshake.h"
 #include "transport/process/message.h"
@@ -90,7 +89,7 @@ struct CudaCommunicator::State {
   std::string who_closed;               // the first peer that did
   std::atomic<bool> has_closed{false};  // there is one
   std::condition_variable gone;
-  std::vector<std::string> labels;  // [number]
+  std::vector<SiteName> sites;  // [number]
   CallAgreement agreement;
 
   std::unique_ptr<Peers> peers;  // the last: its thread uses what is above
@@ -146,16 +145,16 @@ std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
   for (int n = 0; n < num_own(); ++n) {
     const uint32_t code = CodeOf(record(n));
     if (code == ErrorRecord::kNone) continue;
-    if (found == nullptr || code == ErrorRecord::kDeadline) found = &record(n);
-    if (code == ErrorRecord::kDeadline) break;
+    if (found == nullptr || IsOwnFault(record(n))) found = &record(n);
+    if (IsOwnFault(record(n))) break;
   }
   if (found == nullptr) return nullptr;
-  std::string label = group.name();
+  SiteName site{group.name(), {}};
   {
     std::lock_guard lock(mutex);
-    if (found->call < labels.size()) label = labels[found->call];
+    if (found->call < sites.size()) site = sites[found->call];
   }
-  return DescribeFault(*found, label, [this](int rank) { return NameOf(rank); });
+  return DescribeFault(*found, site, [this](int rank) { return NameOf(rank); });
 }
 
 std::exception_ptr CudaCommunicator::State::Failure() {
@@ -168,7 +167,7 @@ std::exception_ptr CudaCommunicator::State::Failure() {
   if (!fault) return nullptr;
   bool is_own = false;
   for (int n = 0; n < num_own(); ++n) {
-    is_own = is_own || CodeOf(record(n)) == ErrorRecord::kDeadline;
+    is_own = is_own || IsOwnFault(record(n));
   }
   // A peer that failed says why, as soon as it looks: that shall be the reason.
   if (!is_own) return fault;
@@ -428,12 +427,12 @@ SlotPlaces CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
           multicast == 0 ? 0 : HeapLayout::PlaceAt(multicast).slots};
 }
 
-uint32_t CudaCommunicator::NumberOf(const std::string& label) {
+uint32_t CudaCommunicator::NumberOf(const SiteName& site) {
   std::lock_guard lock(state_->mutex);
-  std::vector<std::string>& labels = state_->labels;
-  const auto found = std::find(labels.begin(), labels.end(), label);
-  const auto number = static_cast<uint32_t>(found - labels.begin());
-  if (found == labels.end()) labels.push_back(label);
+  std::vector<SiteName>& sites = state_->sites;
+  const auto found = std::find(sites.begin(), sites.end(), site);
+  const auto number = static_cast<uint32_t>(found - sites.begin());
+  if (found == sites.end()) sites.push_back(site);
   return number;
 }
 

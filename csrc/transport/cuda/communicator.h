@@ -26,6 +26,7 @@
 #include "transport/cuda/call_agreement.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/endpoint.h"
+#include "transport/cuda/fault.h"
 #include "transport/cuda/heap.h"
 #include "transport/cuda/offer.h"
 #include "transport/process/group.h"
@@ -84,9 +85,9 @@ class CudaCommunicator {
   // to change.
   SlotPlaces Place(int num_slots, int64_t slot_bytes) const;
 
-  // The number of a call site, for its error records: `label` is "all_gather_matmul
-  // (ub_name 'qkv_fprop')". The same label has the same number.
-  uint32_t NumberOf(const std::string& label);
+  // The number of a call site, for its error records; its label is "all_gather_matmul
+  // (ub_name 'qkv_fprop')". The same name has the same number.
+  uint32_t NumberOf(const SiteName& site);
 
   // What a local rank says of a call, to all ranks that are connected. Poisons, with both
   // sides, where one of them has said what contradicts it, or will. Waits for nobody.

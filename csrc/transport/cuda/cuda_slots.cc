@@ -83,6 +83,28 @@ void CudaSlots::Signal(int peer, int slot) {
   stream_.flags->Signal(stream_.stream, params);
 }
 
+PeerPoisons CudaSlots::PoisonsOfPeers() const {
+  PeerPoisons poisons = {};
+  for (int other = 0; other < num_ranks(); ++other) {
+    if (other != rank_) poisons.words[poisons.num_peers++] = places_[other].poison;
+  }
+  return poisons;
+}
+
+void CudaSlots::CheckPlace(CUdeviceptr partition, uint32_t expected) {
+  PlaceParams params = {};
+  params.own = words_;
+  params.partition = partition;
+  params.expected = expected;
+  params.what.rank = rank_;
+  params.what.peer = rank_;
+  params.what.slot = ErrorRecord::kNoSlot;
+  params.what.chunk = -1;
+  params.what.call = call_;
+  params.peers = PoisonsOfPeers();
+  stream_.flags->CheckPlace(stream_.stream, params);
+}
+
 WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) const {
   WaitParams params = {};
   params.own = words_;
@@ -92,9 +114,7 @@ WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason)
   params.what.slot = slot;
   params.what.chunk = reason.chunk;
   params.what.call = call_;
-  for (int other = 0; other < num_ranks(); ++other) {
-    if (other != rank_) params.poisons[params.num_peers++] = places_[other].poison;
-  }
+  params.peers = PoisonsOfPeers();
   return params;
 }
 

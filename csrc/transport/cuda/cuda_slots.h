@@ -87,6 +87,11 @@ class CudaSlots : public Transport {
             const SlotStream& stream,
             PoisonAll poison);
 
+  // Before all else of a call that may run on other devices than it was meant for, or on
+  // the same in another order: the rank, and so all its peers, fail on the device unless
+  // the u32 at `partition` is `expected`.
+  void CheckPlace(CUdeviceptr partition, uint32_t expected);
+
   // What a slot takes in the heap.
   static int64_t StrideOf(int64_t slot_bytes);
 
@@ -115,6 +120,7 @@ class CudaSlots : public Transport {
 
  private:
   CUdeviceptr SlotOf(int rank, int slot) const;
+  PeerPoisons PoisonsOfPeers() const;
   WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason) const;
 
   const int rank_;

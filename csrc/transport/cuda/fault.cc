@@ -7,6 +7,28 @@
 
 namespace jax_ub {
 
+namespace {
+
+// " runs partition 1, which is that of device 6: ..."
+std::string DescribeMisplaced(uint32_t partition, const std::vector<int64_t>& devices) {
+  std::ostringstream text;
+  text << " runs partition " << partition;
+  if (partition < devices.size()) {
+    text << ", which is that of device " << devices[partition];
+  }
+  text << ": the program was lowered for export for the devices [";
+  for (size_t i = 0; i < devices.size(); ++i) {
+    text << (i == 0 ? "" : ", ") << devices[i];
+  }
+  text
+      << "] in that order, and is called on them in another. On GPUs call it on a mesh "
+         "of these devices in that order, or export it for the mesh that it is called "
+         "on";
+  return text.str();
+}
+
+}  // namespace
+
 uint32_t CodeOf(const ErrorRecord& record) {
   return std::atomic_ref(const_cast<uint32_t&>(record.code))
       .load(std::memory_order_acquire);
@@ -16,16 +38,25 @@ void SetPoisoned(ErrorRecord& record) {
   std::atomic_ref(record.poisoned).store(1, std::memory_order_release);
 }
 
+bool IsOwnFault(const ErrorRecord& record) {
+  const uint32_t code = CodeOf(record);
+  return code == ErrorRecord::kDeadline || code == ErrorRecord::kMisplaced;
+}
+
 std::exception_ptr DescribeFault(const ErrorRecord& record,
-                                 const std::string& label,
+                                 const SiteName& site,
                                  const std::function<std::string(int)>& name_of) {
   const uint32_t code = CodeOf(record);
   std::ostringstream text;
-  text << "CommunicatorError: jax_ub." << label << ": ";
+  text << "CommunicatorError: jax_ub." << site.label << ": ";
   const std::string own = name_of(static_cast<int>(record.rank));
   const std::string peer = name_of(static_cast<int>(record.peer));
   if (code == ErrorRecord::kPeerFailed) {
     text << peer << " failed, and told " << own;
+    return std::make_exception_ptr(CommunicatorError(text.str()));
+  }
+  if (code == ErrorRecord::kMisplaced) {
+    text << own << DescribeMisplaced(record.partition, site.devices);
     return std::make_exception_ptr(CommunicatorError(text.str()));
   }
   text << own << " waited " << static_cast<double>(record.waited_ns) * 1e-9

@@ -1,9 +1,11 @@
 // What a device's error record says, in words.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "transport/cuda/flag_params.h"
 
@@ -16,10 +18,21 @@ uint32_t CodeOf(const ErrorRecord& record);
 // Ends the waits of the record's rank.
 void SetPoisoned(ErrorRecord& record);
 
-// DeadlineError or CommunicatorError of a record whose code is not kNone. `label` is that
-// of its call site; `name_of` a rank: "rank 2 (process 1, pid 123)".
+// Whether the rank found it out by itself, rather than being told that somebody failed.
+bool IsOwnFault(const ErrorRecord& record);
+
+// What errors say of a call site.
+struct SiteName {
+  std::string label;
+  std::vector<int64_t> devices;  // Attributes::devices
+
+  bool operator==(const SiteName&) const = default;
+};
+
+// DeadlineError or CommunicatorError of a record whose code is not kNone. `site` is that
+// of its call; `name_of` a rank: "rank 2 (process 1, pid 123)".
 std::exception_ptr DescribeFault(const ErrorRecord& record,
-                                 const std::string& label,
+                                 const SiteName& site,
                                  const std::function<std::string(int)>& name_of);
 
 }  // namespace jax_ub

@@ -21,6 +21,7 @@ FlagKernels::FlagKernels(const Driver& driver)
       signal_(library_.Function(kSignalKernel)),
       wait_(library_.Function(kWaitKernel)),
       end_(library_.Function(kEndKernel)),
+      check_place_(library_.Function(kCheckPlaceKernel)),
       spoil_(library_.Function(kSpoilKernel)) {}
 
 void FlagKernels::Signal(CUstream stream, const SignalParams& params) const {
@@ -33,6 +34,10 @@ void FlagKernels::Wait(CUstream stream, const WaitParams& params) const {
 
 void FlagKernels::End(CUstream stream, const SignalParams& params) const {
   LaunchKernel(driver_, end_, LaunchConfig(stream, 1, kWarp), params);
+}
+
+void FlagKernels::CheckPlace(CUstream stream, const PlaceParams& params) const {
+  LaunchKernel(driver_, check_place_, LaunchConfig(stream, 1, kWarp), params);
 }
 
 void FlagKernels::Spoil(CUstream stream, const SpoilParams& params) const {

@@ -25,15 +25,19 @@ __device__ void Fail(const RankWords& own, ErrorRecord what, uint32_t code) {
   record->chunk = what.chunk;
   record->call = what.call;
   record->waited_ns = what.waited_ns;
+  record->partition = what.partition;
   StoreRelease(&record->code, code);
 }
 
 // Before anything else that the rank does.
-__device__ void FailWait(const WaitParams& params, ErrorRecord what, uint32_t code) {
-  for (uint32_t i = 0; i < params.num_peers; ++i) {
-    StoreRelease(params.poisons[i], what.rank + 1);
+__device__ void TellAndFail(const RankWords& own,
+                            const PeerPoisons& peers,
+                            ErrorRecord what,
+                            uint32_t code) {
+  for (uint32_t i = 0; i < peers.num_peers; ++i) {
+    StoreRelease(peers.words[i], what.rank + 1);
   }
-  Fail(params.own, what, code);
+  Fail(own, what, code);
 }
 
 // One target a lane.
@@ -86,20 +90,32 @@ extern "C" __global__ void __launch_bounds__(32)
     if (LoadAcquire(own.failed) != 0) return;
     ErrorRecord what = params.what;
     what.waited_ns = Now() - began;
+    const auto fail = [&](uint32_t code) {
+      TellAndFail(own, params.peers, what, code);
+    };
     if (const uint64_t poison = LoadAcquire(own.poison); poison != 0) {
       what.peer = static_cast<uint32_t>(poison - 1);
-      return FailWait(params, what, ErrorRecord::kPeerFailed);
+      return fail(ErrorRecord::kPeerFailed);
     }
     if (what.waited_ns >= params.timeout_ns) {
-      return FailWait(params, what, ErrorRecord::kDeadline);
+      return fail(ErrorRecord::kDeadline);
     }
     const auto* record = reinterpret_cast<const ErrorRecord*>(own.error);
     if (look % kLooksPerHostLook == 0 && LoadAcquire(&record->poisoned) != 0) {
-      return FailWait(params, what, ErrorRecord::kPoisoned);
+      return fail(ErrorRecord::kPoisoned);
     }
     Pause(pause);
     if (pause < kLastPauseNs) pause *= 2;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+    jax_ub_check_place(const __grid_constant__ PlaceParams params) {
+  if (threadIdx.x != 0) return;
+  ErrorRecord what = params.what;
+  what.partition = *reinterpret_cast<const uint32_t*>(params.partition);
+  if (what.partition == params.expected) return;
+  TellAndFail(params.own, params.peers, what, ErrorRecord::kMisplaced);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -20,6 +20,7 @@ class FlagKernels {
   void Signal(CUstream stream, const SignalParams& params) const;
   void Wait(CUstream stream, const WaitParams& params) const;
   void End(CUstream stream, const SignalParams& params) const;
+  void CheckPlace(CUstream stream, const PlaceParams& params) const;
   void Spoil(CUstream stream, const SpoilParams& params) const;
 
  private:
@@ -28,6 +29,7 @@ class FlagKernels {
   CUfunction signal_ = nullptr;
   CUfunction wait_ = nullptr;
   CUfunction end_ = nullptr;
+  CUfunction check_place_ = nullptr;
   CUfunction spoil_ = nullptr;
 };
 

@@ -21,6 +21,7 @@ struct ErrorRecord {
   static constexpr uint32_t kDeadline = 1;    // a wait reached it
   static constexpr uint32_t kPoisoned = 2;    // by the host: see `poisoned`
   static constexpr uint32_t kPeerFailed = 3;  // `peer` did, and told this rank
+  static constexpr uint32_t kMisplaced = 4;   // it runs the program's `partition`
 
   uint32_t code;
   uint32_t rank;  // whose record this is
@@ -29,6 +30,7 @@ struct ErrorRecord {
   int32_t chunk;  // -1: none
   uint32_t call;  // the host's number of the call site
   uint64_t waited_ns;
+  uint32_t partition;
   uint32_t poisoned;  // the host's: every wait ends
 
   static constexpr uint32_t kNoSlot = UINT32_MAX;
@@ -46,6 +48,12 @@ struct RankWords {
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;
+};
+
+// Where a rank that fails leaves its number + 1 at once, before anything else that it does.
+struct PeerPoisons {
+  uint32_t num_peers;
+  uint64_t words[kMaxRanks];  // [peer]
 };
 
 // jax_ub_signal: every flag becomes *epoch + 1, what this stream did before becomes
@@ -66,17 +74,26 @@ struct SignalParams {
 // that, and fills the record from `what`, after timeout_ns, when this rank or its host or
 // a peer of it failed. `ahead` is 1 for `arrived` and 0 for `freed`.
 //
-// A wait that fails writes the rank's number + 1 into the peers' poison at once: what the
-// stream does next, copies and products, cannot be called off, and may overwrite what a
-// peer still reads.
+// A wait that fails tells the peers at once: what the stream does next, copies and
+// products, cannot be called off, and may overwrite what a peer still reads.
 struct WaitParams {
   RankWords own;
   uint64_t flag;
   uint64_t timeout_ns;
   uint32_t ahead;
   ErrorRecord what;
-  uint32_t num_peers;
-  uint64_t poisons[kMaxRanks];  // [peer]
+  PeerPoisons peers;
+};
+
+// jax_ub_check_place: the rank fails, and tells its peers, unless the u32 at `partition`
+// is `expected`. First of a call: what a rank has failed before, it does not signal, so
+// that no peer gets what it waits for.
+struct PlaceParams {
+  RankWords own;
+  uint64_t partition;
+  uint32_t expected;
+  ErrorRecord what;
+  PeerPoisons peers;
 };
 
 // jax_ub_spoil: 0xFF into every byte of the results (NaN in all dtypes) if the rank
@@ -94,6 +111,7 @@ struct SpoilParams {
 inline constexpr char kSignalKernel[] = "jax_ub_signal";
 inline constexpr char kEndKernel[] = "jax_ub_end";
 inline constexpr char kWaitKernel[] = "jax_ub_wait";
+inline constexpr char kCheckPlaceKernel[] = "jax_ub_check_place";
 inline constexpr char kSpoilKernel[] = "jax_ub_spoil";
 
 }  // namespace jax_ub

@@ -213,6 +213,30 @@ TEST(APeerThatDoesNotEndItsPreviousCallIsNamed) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
+TEST(ARankThatRunsAnotherPartitionIsNamed) {
+  EmulatedMachine machine({.num_devices = 2});
+  {
+    const auto communicator = MakeOn(Ordinals(2));
+    ErrorRecord told = {};
+    told.code = ErrorRecord::kPeerFailed;
+    told.peer = 1;
+    *reinterpret_cast<ErrorRecord*>(communicator->error(0)) = told;
+    ErrorRecord record = {};
+    record.code = ErrorRecord::kMisplaced;
+    record.rank = 1;
+    record.call = communicator->NumberOf({"all_reduce", {40, 41}});
+    *reinterpret_cast<ErrorRecord*>(communicator->error(1)) = record;
+    CHECK_EQ(
+        TextOf(communicator->failure()),
+        "CommunicatorError: jax_ub.all_reduce: rank 1 runs partition 0, which is "
+        "that of device 40: the program was lowered for export for the devices "
+        "[40, 41] in that order, and is called on them in another. On GPUs call it "
+        "on a mesh of these devices in that order, or export it for the mesh that "
+        "it is called on");
+  }
+  CHECK_EQ(machine.Complaints(), "");
+}
+
 TEST(PoisonEndsTheWaitsOfAllRanks) {
   EmulatedMachine machine({.num_devices = 2});
   {
@@ -285,13 +309,14 @@ TEST(SlotsThatDoNotFitAreRefused) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-TEST(TheSameLabelHasTheSameNumber) {
+TEST(TheSameNameHasTheSameNumber) {
   EmulatedMachine machine;
   {
     const auto communicator = MakeOn({0});
-    const uint32_t first = communicator->NumberOf("a");
-    CHECK(communicator->NumberOf("b") != first);
-    CHECK_EQ(communicator->NumberOf("a"), first);
+    const uint32_t first = communicator->NumberOf({"a", {}});
+    CHECK(communicator->NumberOf({"b", {}}) != first);
+    CHECK(communicator->NumberOf({"a", {0}}) != first);
+    CHECK_EQ(communicator->NumberOf({"a", {}}), first);
   }
   CHECK_EQ(machine.Complaints(), "");
 }

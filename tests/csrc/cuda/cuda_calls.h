@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +21,24 @@
 #include "platform/cuda/owners.h"
 
 namespace jax_ub {
+
+// What a GPU runs of every op, by every method.
+inline constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
+                                        Method::kBulk, Method::kExternal};
+
+template <typename Function>
+void ForEachVariant(int num_ranks, const Function& function) {
+  for (int op = 0; op < kNumOps; ++op) {
+    for (const Method method : kMethods) {
+      for (const Attributes& at : Variants(static_cast<Op>(op), method, num_ranks)) {
+        if (!HasMethod(at.op, at.method)) continue;
+        // Local ops have no method.
+        if (IsLocalCall(at) && method != kMethods[0]) continue;
+        function(at);
+      }
+    }
+  }
+}
 
 // A process with GPUs, an engine on them, and the streams that XLA would have.
 class Gpus {
@@ -89,6 +108,8 @@ class Gpus {
 struct Placement {
   std::vector<int> ordinals;   // [rank]; empty: ranks are devices 0 ... P - 1
   std::vector<int64_t> ranks;  // Attributes::ranks; empty: the ordinals
+  // Attributes::devices; empty: the program was not lowered for export.
+  std::vector<int64_t> devices = {};
 };
 
 inline float FromBF16(uint16_t bits) {
@@ -137,6 +158,9 @@ class GpuCalls {
         call.results.push_back(
             mirror(calls_[rank].results[i], is_dw ? DType::kF32 : dtype));
       }
+      if (site.attributes().devices.empty()) continue;
+      memory_.push_back(gpus.New(ordinal, sizeof(uint32_t)));
+      call.partition = reinterpret_cast<const uint32_t*>(memory_.back().get());
     }
     Load();
   }
@@ -171,6 +195,13 @@ class GpuCalls {
       });
     }
     for (std::thread& thread : threads) thread.join();
+  }
+
+  // Which partition each rank's device runs; nothing may be using it.
+  void SetPartitions(const std::vector<uint32_t>& partitions) {
+    for (size_t rank = 0; rank < partitions.size(); ++rank) {
+      *const_cast<uint32_t*>(on_device_[rank].partition) = partitions[rank];
+    }
   }
 
   // Other operands, in the same memory; nothing may be using it.
@@ -216,6 +247,7 @@ class GpuCalls {
     if (at.ranks.empty()) return at;
     const std::vector<int> ordinals = OrdinalsOf(at, placement);
     at.ranks = placement.ranks;
+    at.devices = placement.devices;
     if (at.ranks.empty()) at.ranks.assign(ordinals.begin(), ordinals.end());
     return at;
   }
@@ -308,6 +340,23 @@ class CapturedCalls {
   Gpus& gpus_;
   std::vector<CUgraphExec> execs_;
 };
+
+// Ranks that have failed wait for nobody: one may read a slot while another writes it, and
+// spoils what it has read. That is no race to be told of.
+#ifdef __SANITIZE_THREAD__
+inline constexpr bool kFailsOneByOne = true;
+#else
+inline constexpr bool kFailsOneByOne = false;
+#endif
+
+// Of a program that some rank is misplaced in, if not rank 0: that comes last.
+inline void LaunchMisplaced(Gpus& gpus, CapturedCalls& captured, int num_ranks) {
+  for (int n = 1; n <= num_ranks; ++n) {
+    captured.Launch(n % num_ranks);
+    if (kFailsOneByOne) gpus.Synchronize(n % num_ranks);
+  }
+  gpus.Synchronize();
+}
 
 inline std::string NameOf(const Attributes& at) {
   return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +

@@ -20,23 +20,6 @@ namespace {
 
 using jax_ub_test::Sizes;
 
-constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
-                                 Method::kBulk, Method::kExternal};
-
-template <typename Function>
-void ForEachVariant(int num_ranks, const Function& function) {
-  for (int op = 0; op < kNumOps; ++op) {
-    for (const Method method : kMethods) {
-      for (const Attributes& at : Variants(static_cast<Op>(op), method, num_ranks)) {
-        if (!HasMethod(at.op, at.method)) continue;
-        // Local ops have no method.
-        if (IsLocalCall(at) && method != kMethods[0]) continue;
-        function(at);
-      }
-    }
-  }
-}
-
 TEST(EveryOpByEveryMethodIsExact) {
   int seed = 0;
   for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {

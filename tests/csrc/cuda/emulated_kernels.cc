@@ -196,6 +196,7 @@ constexpr EmulatedKernel kKernels[] = {
     {kSignalKernel, sizeof(SignalParams), Run<gpu::jax_ub_signal, SignalParams>},
     {kEndKernel, sizeof(SignalParams), Run<gpu::jax_ub_end, SignalParams>},
     {kWaitKernel, sizeof(WaitParams), Run<gpu::jax_ub_wait, WaitParams>},
+    {kCheckPlaceKernel, sizeof(PlaceParams), Run<gpu::jax_ub_check_place, PlaceParams>},
     {kSpoilKernel, sizeof(SpoilParams), Run<gpu::jax_ub_spoil, SpoilParams>},
     {kSumKernel, sizeof(SumParams), Run<gpu::jax_ub_sum, SumParams>},
     {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},

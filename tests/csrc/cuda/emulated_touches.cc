@@ -38,12 +38,23 @@ std::vector<Touch> OfSignal(const SignalParams& params) {
   return touches;
 }
 
+void Add(std::vector<Touch>& touches, const PeerPoisons& peers) {
+  for (uint32_t i = 0; i < std::min<uint32_t>(peers.num_peers, kMaxRanks); ++i) {
+    touches.push_back(Word(peers.words[i]));
+  }
+}
+
 std::vector<Touch> OfWait(const WaitParams& params) {
   std::vector<Touch> touches = {Word(params.flag)};
   Add(touches, params.own);
-  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_peers, kMaxRanks); ++i) {
-    touches.push_back(Word(params.poisons[i]));
-  }
+  Add(touches, params.peers);
+  return touches;
+}
+
+std::vector<Touch> OfCheckPlace(const PlaceParams& params) {
+  std::vector<Touch> touches = {{params.partition, 1, sizeof(uint32_t), 0}};
+  Add(touches, params.own);
+  Add(touches, params.peers);
   return touches;
 }
 
@@ -96,6 +107,7 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
     return OfSignal(As<SignalParams>(params));
   }
   if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
+  if (kernel == kCheckPlaceKernel) return OfCheckPlace(As<PlaceParams>(params));
   if (kernel == kSpoilKernel) return OfSpoil(As<SpoilParams>(params));
   if (kernel == kMulticastSumKernel) {
     return OfMulticastSum(As<MulticastSumParams>(params));

@@ -322,8 +322,8 @@ TEST(a_wait_that_fails_tells_all_peers_at_once) {
   Rank own(9);
   uint64_t poisons[3] = {};
   WaitParams wait = own.Wait(own.arrived[0], 1, 0);
-  wait.num_peers = 2;
-  for (int i = 0; i < 2; ++i) wait.poisons[i] = AddressOf(&poisons[i]);
+  wait.peers.num_peers = 2;
+  for (int i = 0; i < 2; ++i) wait.peers.words[i] = AddressOf(&poisons[i]);
   Launch(kWaitKernel, own.Wait(own.freed[0], 0, 0), 1, 32);
   CHECK_EQ(poisons[0] + poisons[1], 0u);
   Launch(kWaitKernel, wait, 1, 32);
@@ -347,6 +347,36 @@ TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
   CHECK_EQ(own.error.rank, 3u);
   CHECK_EQ(own.error.peer, 5u);
   CHECK_EQ(own.error.call, 11u);
+}
+
+TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
+  Rank own(9);
+  uint64_t poisons[3] = {};
+  uint32_t partition = 2;
+  PlaceParams place = {};
+  place.own = own.words();
+  place.partition = AddressOf(&partition);
+  place.expected = 2;
+  place.what.rank = 3;
+  place.what.call = 11;
+  place.peers.num_peers = 2;
+  for (int i = 0; i < 2; ++i) place.peers.words[i] = AddressOf(&poisons[i]);
+  Launch(kCheckPlaceKernel, place, 1, 32);
+  CHECK_EQ(own.failed + own.error.code + poisons[0] + poisons[1], 0u);
+  partition = 1;
+  Launch(kCheckPlaceKernel, place, 1, 32);
+  CHECK_EQ(own.failed, 1u);
+  CHECK_EQ(own.error.code, ErrorRecord::kMisplaced);
+  CHECK_EQ(own.error.rank, 3u);
+  CHECK_EQ(own.error.call, 11u);
+  CHECK_EQ(own.error.partition, 1u);
+  CHECK_EQ(poisons[0], 4u);
+  CHECK_EQ(poisons[1], 4u);
+  CHECK_EQ(poisons[2], 0u);
+  // The first record stays.
+  partition = 0;
+  Launch(kCheckPlaceKernel, place, 1, 32);
+  CHECK_EQ(own.error.partition, 1u);
 }
 
 TEST(results_are_spoilt_only_if_the_rank_failed) {

@@ -230,9 +230,25 @@ TEST(waits_say_what_they_wait_for) {
   CHECK_EQ(wait.what.chunk, 9);
   CHECK_EQ(wait.what.call, 5u);
   CHECK_EQ(wait.own.error, 7u);
-  CHECK_EQ(wait.num_peers, 2u);
-  CHECK_EQ(wait.poisons[0], end.places[0].poison);
-  CHECK_EQ(wait.poisons[1], end.places[2].poison);
+  CHECK_EQ(wait.peers.num_peers, 2u);
+  CHECK_EQ(wait.peers.words[0], end.places[0].poison);
+  CHECK_EQ(wait.peers.words[1], end.places[2].poison);
+}
+
+TEST(a_check_of_the_place_says_whose_it_is) {
+  End end;
+  end.slots.CheckPlace(64, 3);
+  CHECK_EQ(end.operations.size(), 1u);
+  CHECK_EQ(end.operations[0].kernel->name, kCheckPlaceKernel);
+  const PlaceParams& place = ParamsOf<PlaceParams>(end.operations[0]);
+  CHECK_EQ(place.partition, 64u);
+  CHECK_EQ(place.expected, 3u);
+  CHECK_EQ(place.what.rank, 1u);
+  CHECK_EQ(place.what.call, 5u);
+  CHECK_EQ(place.own.error, 7u);
+  CHECK_EQ(place.peers.num_peers, 2u);
+  CHECK_EQ(place.peers.words[0], end.places[0].poison);
+  CHECK_EQ(place.peers.words[1], end.places[2].poison);
 }
 
 TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {

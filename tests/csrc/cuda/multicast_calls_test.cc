@@ -177,6 +177,23 @@ TEST(NobodyIsAskedForMulticastUnlessItIsOn) {
   CHECK_EQ(NumSums(gpus), 0);
 }
 
+TEST(AnExportedProgramInAnotherOrderFailsByMulticastToo) {
+  NvlsGpus gpus({.num_devices = 3, .seed = 5, .max_delay_us = 30});
+  ForEachReduction(3, [&](const Attributes& at) {
+    GpuCalls calls(gpus, at, kWhole, DType::kF32, 1, {{}, {}, {0, 1, 2}});
+    calls.SetPartitions({0, 1, 2});
+    CapturedCalls captured(gpus, calls);
+    captured.LaunchAll();
+    gpus.Synchronize();
+    CheckRight(calls);
+    calls.SetPartitions({0, 2, 1});
+    LaunchMisplaced(gpus, captured, 3);
+    for (int rank = 0; rank < 3; ++rank) CHECK_EQ(calls.NumNumbers(rank), 0);
+    CHECK_THROWS(calls.Initialize(0), "rank 1 runs partition 2");
+    gpus.engine().ReleaseInProcess();
+  });
+}
+
 TEST(ARankThatDoesNotComeSpoilsTheResultsOfAll) {
   NvlsGpus gpus({.num_devices = 2}, 0.05);
   GpuCalls calls(gpus, MakeAttributes(Op::kMatmulAllReduce, Method::kPipeline, 2),

@@ -19,6 +19,9 @@
 // it has and signals no more, and its results are NaN: what a rank reads counts if it ends
 // the call without having failed. Who looks earlier hears of a failure earlier, so that
 // flags are taken in every order there.
+//
+// With `kMisplaced` no wait reaches it: whoever fails is misplaced, or hears of it, and all
+// ranks of the call have to.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +40,12 @@ namespace jax_ub {
 struct ModelCall {
   Collective schedules;
   bool by_multicast = false;  // in place of them
+  // [rank]: whether its device runs another partition than its own; empty: that is not
+  // checked.
+  std::vector<bool> is_misplaced = {};
 };
 
-enum class Search { kEager, kWhole, kFailures };
+enum class Search { kEager, kWhole, kFailures, kMisplaced };
 
 class ProtocolModel {
  public:
@@ -126,6 +132,9 @@ class ProtocolModel {
       Recorder recorder(driver, kernels, places_, error, pieces);
       for (size_t call = 0; call < calls.size(); ++call) {
         const Schedule& schedule = calls[call].schedules[rank];
+        if (!calls[call].is_misplaced.empty()) {
+          recorder.CheckPlace(schedule, !calls[call].is_misplaced[rank]);
+        }
         if (calls[call].by_multicast) {
           recorder.CallByMulticast(schedule, slot_bytes_[call]);
         } else {
@@ -180,7 +189,7 @@ class ProtocolModel {
       const char* cells = Cells(state, read.slots);
       for (int64_t i = 0; i < read.size_bytes / kSlotAlignment; ++i) {
         if (static_cast<PieceId>(cells[i]) == read.piece) continue;
-        if (search_ == Search::kFailures) {
+        if (search_ == Search::kFailures || search_ == Search::kMisplaced) {
           state[At(rank) + kMisread] = 1;
           continue;
         }
@@ -274,6 +283,11 @@ class ProtocolModel {
     for (int rank = 0; rank < num_ranks_; ++rank) {
       if (Next(state, rank) == programs_[rank].lane.size()) continue;
       wrong_ = "rank " + std::to_string(rank) + " waits for ever";
+    }
+    for (int rank = 0; rank < num_ranks_ && search_ == Search::kMisplaced; ++rank) {
+      if (HasFailed(state, rank) || !wrong_.empty()) continue;
+      wrong_ =
+          "rank " + std::to_string(rank) + " has not failed, but a peer is misplaced";
     }
   }
 

@@ -2,6 +2,7 @@
 // schedules that run and the code that enqueues them; and shows that the proof would see
 // what it is there to see.
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <utility>
@@ -69,14 +70,17 @@ std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
 
 using Change = std::function<void(RankProgram&)>;
 
-// What is wrong with calls in a row when every rank's program is changed, or "".
+// What is wrong with calls in a row when every rank's program is changed, or ""; these
+// ranks are misplaced in the last one.
 std::string Explore(const std::vector<Kind>& kinds,
                     int num_ranks,
                     uint64_t first_epoch,
                     Search search,
-                    const Change& change = nullptr) {
+                    const Change& change = nullptr,
+                    const std::vector<bool>& is_misplaced = {}) {
   std::vector<ModelCall> calls;
   for (const Kind& kind : kinds) calls.push_back(Make(kind, num_ranks));
+  calls.back().is_misplaced = is_misplaced;
   ProtocolModel model(calls, first_epoch);
   if (change) {
     for (RankProgram& program : model.programs()) change(program);
@@ -313,6 +317,43 @@ TEST(nobody_passes_on_the_wrong_data_when_ranks_fail) {
   }
 }
 
+// Each set of ranks: on a mesh of several axes the others of a group may be where they were.
+TEST(all_ranks_hear_at_once_that_some_are_misplaced) {
+  const auto prove = [](const std::vector<Kind>& kinds, int num_ranks) {
+    for (int set = 1; set < 1 << num_ranks; ++set) {
+      std::vector<bool> is_misplaced;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        is_misplaced.push_back((set >> rank & 1) != 0);
+      }
+      const std::string wrong = Explore(kinds, num_ranks, kUnsignedWrap,
+                                        Search::kMisplaced, nullptr, is_misplaced);
+      if (wrong.empty()) continue;
+      check::Fail(__FILE__, __LINE__, Describe(kinds, num_ranks), ": ", wrong);
+    }
+  };
+  for (const Kind& second : kKinds) {
+    for (const Kind& first : kKinds) {
+      if (first.num_splits + second.num_splits <= 2) prove({first, second}, 2);
+    }
+    if (second.num_splits == 1 && Has(second, 3)) prove({second}, 3);
+  }
+}
+
+TEST(checking_the_place_behind_a_signal_is_found) {
+  const Change change = [](RankProgram& program) {
+    // Of the call's lane the first is the check, the last its end.
+    CHECK(IsKernel(program.lane.front(), kCheckPlaceKernel));
+    std::rotate(program.lane.begin(), program.lane.begin() + 1, program.lane.end() - 1);
+    for (Beside& beside : program.beside) --beside.after;
+  };
+  for (const Kind& kind : kKinds) {
+    const std::string wrong =
+        Explore({kind}, 2, kUnsignedWrap, Search::kMisplaced, change, {false, true});
+    if (wrong == "rank 0 has not failed, but a peer is misplaced") continue;
+    check::Fail(__FILE__, __LINE__, Describe({kind}, 2), ": found '", wrong, "'");
+  }
+}
+
 std::vector<Kind> InOnePiece(bool by_multicast) {
   std::vector<Kind> kinds = Kinds(by_multicast);
   std::erase_if(kinds, [](const Kind& kind) { return kind.num_splits > 1; });
@@ -325,7 +366,7 @@ TEST(failing_without_telling_the_peers_at_once_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kWaitKernel)) continue;
-      ParamsOf<WaitParams>(operation).num_peers = 0;
+      ParamsOf<WaitParams>(operation).peers.num_peers = 0;
     }
   };
   ExpectFound("has not failed", change, InOnePiece(false), Search::kFailures);

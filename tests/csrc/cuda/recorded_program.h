@@ -48,6 +48,13 @@ class Recorder {
     ++call_;
   }
 
+  // Ahead of a call in a program that was lowered for export.
+  void CheckPlace(const Schedule& schedule, bool is_right) {
+    static const uint32_t partition = 0;
+    SlotsOf(schedule, 0, nullptr)
+        .CheckPlace(reinterpret_cast<CUdeviceptr>(&partition), is_right ? 0 : 1);
+  }
+
   // The same all-reduce by multicast, with the flags of that schedule.
   void CallByMulticast(const Schedule& schedule, int64_t slot_bytes) {
     Attributes at;

@@ -92,8 +92,10 @@ class Process {
         memory_.emplace_back(driver, count * sizeof(float));
       }
       memory_.emplace_back(driver, WorkspaceBytes());
+      partitions_.emplace_back(driver, sizeof(uint32_t));
     }
     Fill(1);
+    SetPartitions({0, 1});
   }
   ~Process() { ReplaceCudaEngine(nullptr); }
 
@@ -104,6 +106,13 @@ class Process {
       for (int64_t i = 0; i < kRows * kInner; ++i) x[i] = (i * seed + rank) % 5 - 2;
       float* w = At(rank, 1);
       for (int64_t i = 0; i < kInner * kColumns; ++i) w[i] = (i + 2 * rank) % 4 - 1;
+    }
+  }
+
+  // What XLA writes before a call of an exported program, for each rank.
+  void SetPartitions(const std::vector<uint32_t>& partitions) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      *reinterpret_cast<uint32_t*>(partitions_[rank].get()) = partitions[rank];
     }
   }
 
@@ -132,6 +141,7 @@ class Process {
       // Freeing needs a context, whose ever it is.
       const ScopedContext current(driver, contexts_[0].get());
       memory_.clear();
+      partitions_.clear();
     }
     streams_.clear();
     contexts_.clear();
@@ -144,6 +154,11 @@ class Process {
   std::vector<CUdeviceptr> addresses(int rank) const {
     std::vector<CUdeviceptr> found;
     for (int i = 0; i < 4; ++i) found.push_back(memory_[4 * rank + i].get());
+    return found;
+  }
+  std::vector<CUdeviceptr> exported_addresses(int rank) const {
+    std::vector<CUdeviceptr> found = addresses(rank);
+    found.insert(found.begin() + 2, partitions_[rank].get());
     return found;
   }
   CUcontext context(int rank) const { return contexts_[rank].get(); }
@@ -161,6 +176,7 @@ class Process {
   std::vector<Context> contexts_;
   std::vector<Stream> streams_;
   std::vector<DeviceMemory> memory_;
+  std::vector<DeviceMemory> partitions_;
 };
 
 void CheckOk(const XlaOutcome& outcome) {
@@ -252,6 +268,60 @@ TEST(AFailureOfTheDeviceIsToldToTheNextRun) {
                XLA_FFI_Error_Code_DEADLINE_EXCEEDED, text);
     CheckError(call->Execute(0, process.stream(0), process.addresses(0)),
                XLA_FFI_Error_Code_DEADLINE_EXCEEDED, text);
+  }
+  process.CheckEnd();
+}
+
+std::unique_ptr<XlaCall> NewExportedCall(XlaArray partition) {
+  std::vector<XlaArray> operands = kOperands;
+  operands.push_back(std::move(partition));
+  return std::make_unique<XlaCall>(ReduceScatterTarget(), TheCudaCallSiteType(),
+                                   With("devices", std::vector<int64_t>{40, 41}),
+                                   operands, Results());
+}
+
+TEST(AnExportedProgramEndsWithItsPartitionWhichTheDeviceReads) {
+  Process process;
+  {
+    const auto call = NewExportedCall({XLA_FFI_DataType_U32, {}});
+    CheckOk(call->Instantiate());
+    const auto run = [&](bool misplaced) {
+      for (int rank = 0; rank < kRanks; ++rank) {
+        CheckOk(call->Initialize(rank, process.exported_addresses(rank)));
+      }
+      for (int rank = 0; rank < kRanks; ++rank) {
+        // The other one may have failed already.
+        static_cast<void>(call->Execute(rank, process.stream(rank),
+                                        process.exported_addresses(rank)));
+        if (misplaced) process.Synchronize(rank);
+      }
+    };
+    run(false);
+    process.CheckResults();
+    process.SetPartitions({1, 0});
+    run(true);
+    CHECK(process.At(0, 2)[0] != process.At(0, 2)[0]);  // NaN
+    for (int rank = 0; rank < kRanks; ++rank) {
+      CheckError(call->Initialize(rank, process.exported_addresses(rank)),
+                 XLA_FFI_Error_Code_ABORTED,
+                 "the program was lowered for export for the devices [40, 41] in that "
+                 "order, and is called on them in another");
+    }
+  }
+  process.CheckEnd();
+}
+
+TEST(AnExportedProgramWithoutItsPartitionIsRefused) {
+  Process process;
+  {
+    for (const XlaArray& other :
+         {XlaArray{XLA_FFI_DataType_F32, {}}, XlaArray{XLA_FFI_DataType_U32, {1}}}) {
+      const auto call = NewExportedCall(other);
+      CheckOk(call->Instantiate());
+      CheckError(call->Initialize(0, process.exported_addresses(0)),
+                 XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                 "its last operand is no partition");
+    }
   }
   process.CheckEnd();
 }
