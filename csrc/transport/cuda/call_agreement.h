@@ -34,7 +34,8 @@ class CallAgreement {
   // or the other way round. That all refuse is none.
   std::optional<CallStatement> Add(const CallStatement& statement);
 
-  // Sites on which not every rank has said the same number of statements.
+  // For tests: sites on which not every rank has said the same number of statements. What
+  // all have answered is forgotten.
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:

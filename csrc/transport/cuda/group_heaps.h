@@ -60,7 +60,6 @@ class GroupHeaps {
  private:
   GroupHeaps() = default;
 
-  OwnHeaps ProvideOwn(Way way, OwnHeaps own, const HeapLayout& layout) const;
   // Why this way is none, as the first process that cannot says; or "".
   std::string ShareBy(Way way,
                       const Group& group,
