@@ -17,8 +17,9 @@
 //
 // With `kFailures` every wait may also reach its deadline. Then the rank goes on with what
 // it has and signals no more, and its results are NaN: what a rank reads counts if it ends
-// the call without having failed. Who looks earlier hears of a failure earlier, so that
-// flags are taken in every order there.
+// the call without having failed. Whatever it writes from then on is wrong for whoever
+// reads it, be it a piece that it passes on or a sum that it stores at all ranks. Who
+// looks earlier hears of a failure earlier, so that flags are taken in every order there.
 //
 // With `kMisplaced` no wait reaches it: whoever fails is misplaced, or hears of it, and all
 // ranks of the call have to.
@@ -96,6 +97,7 @@ class ProtocolModel {
   };
   static constexpr size_t kMisread = 5;
   static constexpr size_t kProgressBytes = 6;
+  static constexpr PieceId kNoPiece = 255;  // that anybody means
   // Far away from any real memory.
   static constexpr CUdeviceptr kFirstSlot = CUdeviceptr{1} << 60;
   static constexpr CUdeviceptr kRankBytes = CUdeviceptr{1} << 32;
@@ -178,8 +180,9 @@ class ProtocolModel {
            const std::vector<Content>& reads,
            const std::vector<Content>& writes) {
     CheckReads(state, rank, reads);
+    const bool has_misread = state[At(rank) + kMisread] != 0;
     for (const Content& write : writes) {
-      std::memset(Cells(state, write.slots), write.piece,
+      std::memset(Cells(state, write.slots), has_misread ? kNoPiece : write.piece,
                   write.size_bytes / kSlotAlignment);
     }
   }

@@ -372,6 +372,28 @@ TEST(failing_without_telling_the_peers_at_once_is_found) {
   ExpectFound("has not failed", change, InOnePiece(false), Search::kFailures);
 }
 
+// Its sums are then as wrong as what it read, and the peers take them for whole.
+TEST(signalling_sums_by_multicast_after_a_failure_is_found) {
+  static uint64_t no_failure = 0;
+  const Change change = [](RankProgram& program) {
+    for (Operation& operation : program.lane) {
+      if (IsKernel(operation, kWaitKernel)) {
+        ParamsOf<WaitParams>(operation).peers.num_peers = 0;
+      } else if (IsKernel(operation, kSignalKernel)) {
+        ParamsOf<SignalParams>(operation).own.failed =
+            reinterpret_cast<uint64_t>(&no_failure);
+      } else if (IsKernel(operation, kMulticastSumKernel)) {
+        operation.kernel = nullptr;  // it stores what it has
+      }
+    }
+  };
+  for (const Kind& kind : InOnePiece(true)) {
+    const std::string wrong =
+        Explore({kind}, 2, kUnsignedWrap, Search::kFailures, change);
+    CHECK(wrong.ends_with("has not failed, and read another piece than it means"));
+  }
+}
+
 TEST(ending_a_call_without_looking_whether_a_peer_failed_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
