@@ -32,13 +32,15 @@ double ThreadCpuSeconds() {
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed.
+// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed, and
+// how often C is stored, as in "NNx8".
 Variant MakeVariant(
     int64_t m, int64_t k, int64_t n, const std::string& layout, DType dtype) {
   Variant variant;
   variant.name = std::string(CurrentIsa()) + " " + layout +
                  (dtype == DType::kF32 ? " f32" : " bf16");
-  for (int64_t elements : {m * k, k * n, m * n}) {
+  const int num_replicas = layout.size() > 2 ? layout[3] - '0' : 1;
+  for (int64_t elements : {m * k, k * n, num_replicas * m * n}) {
     // 0x3f is the upper byte of numbers near 1 in both dtypes.
     variant.buffers.emplace_back(elements * SizeOf(dtype), std::byte{0x3f});
   }
@@ -58,7 +60,11 @@ Variant MakeVariant(
       {0, n},
       {0, k},
       {{variant.buffers[1].data(), b_transposed ? k : 1, b_transposed ? 1 : n}}};
-  problem.c = {dtype, 1, {0, m}, {0, n}, {{variant.buffers[2].data(), n}}};
+  problem.c = {dtype, num_replicas, {0, m}, {0, n}, {}};
+  for (int i = 0; i < num_replicas; ++i) {
+    problem.c.segments.push_back(
+        {variant.buffers[2].data() + i * m * n * SizeOf(dtype), n});
+  }
   variant.plan = PlanGemm(std::move(problem), 2);
   return variant;
 }
@@ -68,7 +74,7 @@ void Measure(int64_t m, int64_t k, int64_t n) {
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
-    for (const char* layout : {"NN", "NT", "TN"}) {
+    for (const char* layout : {"NN", "NT", "TN", "NNx8"}) {
       for (DType dtype : {DType::kF32, DType::kBF16}) {
         variants.push_back(MakeVariant(m, k, n, layout, dtype));
       }

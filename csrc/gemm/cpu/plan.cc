@@ -40,6 +40,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
+      keeps_sums_(problem_.k > blocking_.k_block || c_.stores_rows()),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
@@ -58,15 +59,15 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
   const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
-  const bool is_one_block = problem_.k <= blocking_.k_block;
-  const int64_t tiles = is_one_block
-                            ? 1
-                            : CeilDiv(rows.size(), kernels_.tile_rows) *
-                                  CeilDiv(columns.size(), kernels_.tile_columns);
-  const int64_t sum_bytes = 4 * tiles * kernels_.tile_rows * kernels_.tile_columns;
-  std::byte* base = scratch.Reserve(a_bytes + b_bytes + sum_bytes);
-  const Workspace workspace = {base, base + a_bytes,
-                               reinterpret_cast<float*>(base + a_bytes + b_bytes)};
+  const int64_t column_tiles = CeilDiv(columns.size(), kernels_.tile_columns);
+  const int64_t tiles =
+      keeps_sums_ ? CeilDiv(rows.size(), kernels_.tile_rows) * column_tiles : 1;
+  const int64_t tile_floats = kernels_.tile_rows * kernels_.tile_columns;
+  const int64_t row_floats = c_.stores_rows() ? column_tiles * tile_floats : 0;
+  std::byte* base =
+      scratch.Reserve(a_bytes + b_bytes + 4 * (tiles * tile_floats + row_floats));
+  float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
+  const Workspace workspace = {base, base + a_bytes, sums, sums + tiles * tile_floats};
 
   // K = 0 still stores the addends.
   int64_t k = 0;
@@ -83,13 +84,15 @@ void TiledPlan::RunBlock(Range rows,
                          const Workspace& workspace) const {
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
+  const int64_t tile_floats = tile_rows * tile_columns;
   const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
-  const bool is_one_block = k.begin == 0 && k.end == problem_.k;
   const bool reads_a_once = rows.size() <= blocking_.block_rows;
   std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
   for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
     const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
     ReadA(block, k, workspace.packed_a, tiles.data());
+    float* block_sums = workspace.sums;
+    if (keeps_sums_) block_sums += (r - rows.begin) / tile_rows * tile_floats;
     std::byte* packed_b = workspace.packed_b;
     int64_t read_end = r == rows.begin ? columns.begin : columns.end;
     for (int64_t c = columns.begin; c < columns.end; c += tile_columns) {
@@ -98,15 +101,38 @@ void TiledPlan::RunBlock(Range rows,
       if (!is_read && reads_a_once) packed_b = workspace.packed_b;
       PanelToMultiply b = {.panel = {packed_b}};
       if (!is_read) read_end = ReadB(columns, tile_range, k, block.size(), b);
-      float* sums = workspace.sums;
-      if (!is_one_block) {
-        sums += ((c - columns.begin) / tile_columns * row_tiles +
-                 (r - rows.begin) / tile_rows) *
-                tile_rows * tile_columns;
+      float* sums = block_sums;
+      if (keeps_sums_) {
+        sums += (c - columns.begin) / tile_columns * row_tiles * tile_floats;
       }
       MultiplyPanel(tiles.data(), b, block, tile_range, k, sums);
       packed_b += b_.PanelBytes(k.size());
     }
+    if (c_.stores_rows() && k.end == problem_.k) {
+      StoreRows(block, columns, block_sums, row_tiles, workspace.rows);
+    }
+  }
+}
+
+void TiledPlan::StoreRows(Range block,
+                          Range columns,
+                          const float* sums,
+                          int64_t row_tiles,
+                          float* rows) const {
+  const int64_t tile_columns = kernels_.tile_columns;
+  const int64_t tile_floats = kernels_.tile_rows * tile_columns;
+  const int64_t column_tiles = CeilDiv(columns.size(), tile_columns);
+  for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
+    const Range tile = {i, std::min(block.end, i + kernels_.tile_rows)};
+    float* row = rows;
+    for (int64_t r = 0; r < tile.size(); ++r) {
+      const float* from = sums + r * tile_columns;
+      for (int64_t c = 0; c < column_tiles; ++c) {
+        row = std::copy_n(from + c * row_tiles * tile_floats, tile_columns, row);
+      }
+    }
+    c_.Store(rows, column_tiles * tile_columns, tile, columns);
+    sums += tile_floats;
   }
 }
 
@@ -146,7 +172,6 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
                               Range k,
                               float* sums) const {
   const int64_t tile_rows = kernels_.tile_rows;
-  const bool is_one_block = k.begin == 0 && k.end == problem_.k;
   // What a tile writes is on its way while the one before is multiplied.
   Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
   for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {
@@ -154,7 +179,7 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
     Prefetch({end, std::min(rows.end, end + tile_rows)}, columns, k);
     MultiplyTile(*a++, b, {i, end}, columns, k, sums);
     b.panel.source = nullptr;
-    if (!is_one_block) sums += tile_rows * kernels_.tile_columns;
+    if (keeps_sums_) sums += tile_rows * kernels_.tile_columns;
   }
 }
 
@@ -202,7 +227,9 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
   Upcoming nothing;
   tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_group), output,
        packs && !b.packing_fetches ? nothing : b.upcoming);
-  if (is_last && !is_stored) c_.Store(sums, kernels_.tile_columns, rows, columns);
+  if (is_last && !is_stored && !c_.stores_rows()) {
+    c_.Store(sums, kernels_.tile_columns, rows, columns);
+  }
 }
 
 }  // namespace jax_ub

@@ -42,6 +42,7 @@ class TiledPlan : public GemmPlan {
     std::byte* packed_a;  // [row tile of a block][panel]
     std::byte* packed_b;  // [column tile of the unit, or of a group][panel]
     float* sums;          // [column tile of the unit][row tile of the unit][tile]
+    float* rows;  // [row of a tile][column of the unit], where they are stored whole
   };
 
   // A panel of B on its way through the tiles. It has a source until one has packed it.
@@ -53,6 +54,13 @@ class TiledPlan : public GemmPlan {
 
   // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
   void RunBlock(Range rows, Range columns, Range k, const Workspace& workspace) const;
+  // Stores the finished tiles of rows `block` of a result that takes whole rows; a column
+  // tile of `sums` begins `row_tiles` tiles after the one before.
+  void StoreRows(Range block,
+                 Range columns,
+                 const float* sums,
+                 int64_t row_tiles,
+                 float* rows) const;
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
@@ -83,6 +91,7 @@ class TiledPlan : public GemmPlan {
   const Operand a_;
   const Operand b_;
   const Result c_;
+  const bool keeps_sums_;  // of all tiles of a unit, else of one
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;
 };

@@ -41,7 +41,7 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
-      is_plain_(scale_ == 1 && view_.num_replicas == 1 && addends_.size() <= 1) {}
+      is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
 
 bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
   if (!is_plain_) return false;
@@ -90,6 +90,7 @@ void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) 
 }
 
 void Result::Prefetch(Range rows, Range columns) const {
+  if (stores_rows()) return;  // not now, and in long runs
   const int64_t i = FindSegment(view_.row_bounds, rows.begin);
   const int64_t j = FindSegment(view_.column_bounds, columns.begin);
   const Range own_rows = {
@@ -98,19 +99,15 @@ void Result::Prefetch(Range rows, Range columns) const {
   const Range own_columns = {
       columns.begin - view_.column_bounds[j],
       std::min(columns.end, view_.column_bounds[j + 1]) - view_.column_bounds[j]};
-  const int64_t num_segments = num_row_segments_ * num_column_segments_;
-  for (int replica = 0; replica < view_.num_replicas; ++replica) {
-    const int64_t index = replica * num_segments + i * num_column_segments_ + j;
-    const Segment& to = view_.segments[index];
-    PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows,
+  const int64_t index = i * num_column_segments_ + j;
+  const Segment& to = view_.segments[index];
+  PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows, own_columns);
+  for (const AddendView& addend : addends_) {
+    const AddendSegment& from = addend.segments[index];
+    // The result's own lines are on their way, a bias has long arrived.
+    if (from.data == to.data || from.row_stride == 0) continue;
+    PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
                      own_columns);
-    for (const AddendView& addend : addends_) {
-      const AddendSegment& from = addend.segments[index];
-      // The result's own lines are on their way, a bias has long arrived.
-      if (from.data == to.data || from.row_stride == 0) continue;
-      PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
-                       own_columns);
-    }
   }
 }
 

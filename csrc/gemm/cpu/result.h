@@ -19,7 +19,11 @@ class Result {
   // holds the rectangle's rows at a distance of `sums_stride` elements, and is scaled.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
-  // Whether a kernel may store the rectangle itself, f32 and within one segment; then
+  // Whether Store wants whole rows of a unit at once, not one tile after the other: short
+  // pieces of many replicas take longer.
+  bool stores_rows() const { return view_.num_replicas > 1; }
+
+  // Whether a kernel may store the rectangle itself, as it lies in one segment; then
   // `output` says where it goes, and with what it is added up.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
@@ -41,8 +45,7 @@ class Result {
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
-  const bool
-      is_plain_;  // one f32 replica, with an f32 addend at most: kernels may store
+  const bool is_plain_;  // one replica, unscaled, with an addend at most
 };
 
 }  // namespace jax_ub
