@@ -35,7 +35,7 @@ void Bench(int num_processes) {
                 << us[3 * kNumBatches / 4] << ")" << std::endl;
     }
   });
-  for (const std::string& text : processes.Join(120)) CHECK_EQ(text, "");
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
 }  // namespace

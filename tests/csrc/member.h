@@ -89,7 +89,7 @@ void InProcesses(const std::vector<int>& process_of_rank,
     Member member(process, bulletin, process_of_rank, timeout_s, half_bytes);
     function(member);
   });
-  for (const std::string& text : processes.Join(60)) CHECK_EQ(text, "");
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
 }  // namespace jax_ub

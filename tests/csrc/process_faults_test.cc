@@ -187,6 +187,7 @@ TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
       } catch (const DeadlineError&) {
         ranks->Poison(std::current_exception());
         ranks->Close();  // at once, though the peer is stopped
+        ++bulletin.word();
         throw;
       }
     }
@@ -199,7 +200,7 @@ TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
   int status = 0;
   waitpid(processes.pid(1), &status, WUNTRACED);
   ++bulletin.word();
-  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  bulletin.WaitForWord(4);
   processes.Signal(1, SIGCONT);
   const std::vector<std::string> texts = processes.Join();
   CHECK_EQ(texts[0], kPrefix + NameOf(0, processes.pid(0)) + " waited 0.3 s for " +

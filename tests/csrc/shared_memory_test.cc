@@ -116,7 +116,7 @@ void CallsGoRight(const std::vector<int>& process_of_rank, int num_calls) {
       }
     }
   });
-  for (const std::string& text : processes.Join(60)) CHECK_EQ(text, "");
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
 TEST(TwoProcessesReadWhatTheOtherWrote) { CallsGoRight({0, 1}, 2000); }
