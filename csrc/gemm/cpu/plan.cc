@@ -41,6 +41,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
       keeps_sums_(problem_.k > blocking_.k_block || c_.stores_rows()),
+      sums_step_(keeps_sums_ ? kernels.tile_rows * kernels.tile_columns : 0),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
@@ -84,15 +85,13 @@ void TiledPlan::RunBlock(Range rows,
                          const Workspace& workspace) const {
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
-  const int64_t tile_floats = tile_rows * tile_columns;
   const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
   const bool reads_a_once = rows.size() <= blocking_.block_rows;
   std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
   for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
     const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
     ReadA(block, k, workspace.packed_a, tiles.data());
-    float* block_sums = workspace.sums;
-    if (keeps_sums_) block_sums += (r - rows.begin) / tile_rows * tile_floats;
+    float* block_sums = workspace.sums + (r - rows.begin) / tile_rows * sums_step_;
     std::byte* packed_b = workspace.packed_b;
     int64_t read_end = r == rows.begin ? columns.begin : columns.end;
     for (int64_t c = columns.begin; c < columns.end; c += tile_columns) {
@@ -101,11 +100,9 @@ void TiledPlan::RunBlock(Range rows,
       if (!is_read && reads_a_once) packed_b = workspace.packed_b;
       PanelToMultiply b = {.panel = {packed_b}};
       if (!is_read) read_end = ReadB(columns, tile_range, k, block.size(), b);
-      float* sums = block_sums;
-      if (keeps_sums_) {
-        sums += (c - columns.begin) / tile_columns * row_tiles * tile_floats;
-      }
-      MultiplyPanel(tiles.data(), b, block, tile_range, k, sums);
+      const int64_t column_tile = (c - columns.begin) / tile_columns;
+      MultiplyPanel(tiles.data(), b, block, tile_range, k,
+                    block_sums + column_tile * row_tiles * sums_step_);
       packed_b += b_.PanelBytes(k.size());
     }
     if (c_.stores_rows() && k.end == problem_.k) {
@@ -120,7 +117,6 @@ void TiledPlan::StoreRows(Range block,
                           int64_t row_tiles,
                           float* rows) const {
   const int64_t tile_columns = kernels_.tile_columns;
-  const int64_t tile_floats = kernels_.tile_rows * tile_columns;
   const int64_t column_tiles = CeilDiv(columns.size(), tile_columns);
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
     const Range tile = {i, std::min(block.end, i + kernels_.tile_rows)};
@@ -128,11 +124,11 @@ void TiledPlan::StoreRows(Range block,
     for (int64_t r = 0; r < tile.size(); ++r) {
       const float* from = sums + r * tile_columns;
       for (int64_t c = 0; c < column_tiles; ++c) {
-        row = std::copy_n(from + c * row_tiles * tile_floats, tile_columns, row);
+        row = std::copy_n(from + c * row_tiles * sums_step_, tile_columns, row);
       }
     }
     c_.Store(rows, column_tiles * tile_columns, tile, columns);
-    sums += tile_floats;
+    sums += sums_step_;
   }
 }
 
@@ -179,7 +175,7 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
     Prefetch({end, std::min(rows.end, end + tile_rows)}, columns, k);
     MultiplyTile(*a++, b, {i, end}, columns, k, sums);
     b.panel.source = nullptr;
-    if (keeps_sums_) sums += tile_rows * kernels_.tile_columns;
+    sums += sums_step_;
   }
 }
 
