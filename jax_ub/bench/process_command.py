@@ -20,7 +20,7 @@ from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
 
-_STDERR = 2
+_STDERR = 2  # the descriptor: sys.stderr may be an object without one
 _OPS = (*process_cases.OPS, "latency", "barrier")
 
 
@@ -93,7 +93,7 @@ def _job(number, told):
         # its own what all compute together.
         launch = ["launch", "-n", str(number), "--devices-per-process", str(number)]
         command = [*launch, "-m", "jax_ub", "bench", "--part", part]
-        # Standard error takes what they say on the way: it is no part of the report.
+        # What they say on the way is no part of the report.
         status = subprocess.run(
             [sys.executable, "-m", "jax_ub", *command], stdout=_STDERR
         ).returncode

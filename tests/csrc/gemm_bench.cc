@@ -32,14 +32,18 @@ double ThreadCpuSeconds() {
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed, and
-// how often C is stored, as in "NNx8".
-Variant MakeVariant(
-    int64_t m, int64_t k, int64_t n, const std::string& layout, DType dtype) {
+// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed. C is
+// stored `num_replicas` times, as by an all-reduce.
+Variant MakeVariant(int64_t m,
+                    int64_t k,
+                    int64_t n,
+                    const std::string& layout,
+                    int num_replicas,
+                    DType dtype) {
   Variant variant;
-  variant.name = std::string(CurrentIsa()) + " " + layout +
-                 (dtype == DType::kF32 ? " f32" : " bf16");
-  const int num_replicas = layout.size() > 2 ? layout[3] - '0' : 1;
+  variant.name = std::string(CurrentIsa()) + " " + layout;
+  if (num_replicas > 1) variant.name.append("x").append(std::to_string(num_replicas));
+  variant.name += dtype == DType::kF32 ? " f32" : " bf16";
   for (int64_t elements : {m * k, k * n, num_replicas * m * n}) {
     // 0x3f is the upper byte of numbers near 1 in both dtypes.
     variant.buffers.emplace_back(elements * SizeOf(dtype), std::byte{0x3f});
@@ -74,10 +78,11 @@ void Measure(int64_t m, int64_t k, int64_t n) {
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
-    for (const char* layout : {"NN", "NT", "TN", "NNx8"}) {
-      for (DType dtype : {DType::kF32, DType::kBF16}) {
-        variants.push_back(MakeVariant(m, k, n, layout, dtype));
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const char* layout : {"NN", "NT", "TN"}) {
+        variants.push_back(MakeVariant(m, k, n, layout, 1, dtype));
       }
+      variants.push_back(MakeVariant(m, k, n, "NN", 8, dtype));
     }
   }
   SetIsa(in_use);

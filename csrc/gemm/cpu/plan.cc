@@ -40,8 +40,8 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
-      keeps_sums_(problem_.k > blocking_.k_block || c_.stores_rows()),
-      sums_step_(keeps_sums_ ? kernels.tile_rows * kernels.tile_columns : 0),
+      tile_floats_(kernels.tile_rows * kernels.tile_columns),
+      sums_step_(problem_.k > blocking_.k_block || c_.stores_rows() ? tile_floats_ : 0),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
@@ -61,14 +61,12 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const int64_t column_tiles = CeilDiv(columns.size(), kernels_.tile_columns);
-  const int64_t tiles =
-      keeps_sums_ ? CeilDiv(rows.size(), kernels_.tile_rows) * column_tiles : 1;
-  const int64_t tile_floats = kernels_.tile_rows * kernels_.tile_columns;
-  const int64_t row_floats = c_.stores_rows() ? column_tiles * tile_floats : 0;
-  std::byte* base =
-      scratch.Reserve(a_bytes + b_bytes + 4 * (tiles * tile_floats + row_floats));
+  const int64_t tiles = CeilDiv(rows.size(), kernels_.tile_rows) * column_tiles;
+  const int64_t sum_floats = std::max(tile_floats_, tiles * sums_step_);
+  const int64_t row_floats = c_.stores_rows() ? column_tiles * tile_floats_ : 0;
+  std::byte* base = scratch.Reserve(a_bytes + b_bytes + 4 * (sum_floats + row_floats));
   float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
-  const Workspace workspace = {base, base + a_bytes, sums, sums + tiles * tile_floats};
+  const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
   // K = 0 still stores the addends.
   int64_t k = 0;

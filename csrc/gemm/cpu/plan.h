@@ -91,8 +91,9 @@ class TiledPlan : public GemmPlan {
   const Operand a_;
   const Operand b_;
   const Result c_;
-  const bool keeps_sums_;    // of all tiles of a unit, else of one
-  const int64_t sums_step_;  // from one tile's to the next one's
+  const int64_t tile_floats_;
+  const int64_t
+      sums_step_;  // from a tile's sums to the next one's; 0: one place for all
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;
 };

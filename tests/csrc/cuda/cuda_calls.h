@@ -372,15 +372,22 @@ inline void CheckRight(GpuCalls& calls) {
               " wrong");
 }
 
-// Captures the calls of all ranks, and replays them with other operands each time.
-inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
-  CapturedCalls captured(gpus, calls);
+// Replays the calls of all ranks, with other operands each time.
+inline void CheckReplays(Gpus& gpus,
+                         GpuCalls& calls,
+                         CapturedCalls& captured,
+                         int seed) {
   for (int replay = 0; replay < 3; ++replay) {
     calls.Refill(seed + replay);
     captured.LaunchAll();
     gpus.Synchronize();
     CheckRight(calls);
   }
+}
+
+inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
+  CapturedCalls captured(gpus, calls);
+  CheckReplays(gpus, calls, captured, seed);
 }
 
 }  // namespace jax_ub

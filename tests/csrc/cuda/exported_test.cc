@@ -101,12 +101,7 @@ TEST(AnExportedProgramIsCheckedWheneverItIsReplayed) {
     GpuCalls calls(gpus, at, {}, DType::kF32, ++seed, {{}, {}, {0, 1, 2}});
     calls.SetPartitions({0, 1, 2});
     CapturedCalls captured(gpus, calls);
-    for (int replay = 0; replay < 2; ++replay) {
-      calls.Refill(seed + replay);
-      captured.LaunchAll();
-      gpus.Synchronize();
-      CheckRight(calls);
-    }
+    CheckReplays(gpus, calls, captured, seed);
     calls.SetPartitions({0, 2, 1});
     for (int replay = 0; replay < 2; ++replay) {
       calls.Refill(seed);

@@ -38,7 +38,7 @@ class Behind:
         note = self._notes.read(key)
         if key == "collector" and len(self._collectors) == 1:
             while note is None or json.loads(note)[0] in self._collectors:
-                time.sleep(0.001)
+                time.sleep(0.001)  # for ever, if there is none: together() gives up
                 note = self._notes.read(key)
         if key == "collector" and note is not None:
             self._collectors.add(json.loads(note)[0])
