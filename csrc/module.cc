@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/peak.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
 #include "module_handlers.h"
@@ -119,6 +120,13 @@ Enum Named(const char* what,
   }
   throw nb::value_error(
       (std::string(what) + " '" + wanted + "' is none of " + known).c_str());
+}
+
+double PeakGflops(const std::string& dtype, double duration_s) {
+  const jax_ub::DType named =
+      Named("dtype", dtype, jax_ub::kNumDTypes, &jax_ub::DTypeName);
+  const nb::gil_scoped_release released;
+  return jax_ub::MeasurePeak(jax_ub::ProcessEngine().crew(), named, duration_s) / 1e9;
 }
 
 // Bulk ops communicate as the plain collectives do, beside their GEMM.
@@ -257,6 +265,7 @@ NB_MODULE(_cpu, m) {
   m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
+  m.def("peak_gflops", &PeakGflops, nb::arg("dtype"), nb::arg("duration_s"));
   m.def("counters", &Counters);
   m.def("release_slots", [] { jax_ub::ProcessEngine().ReleaseSlots(); });
 

@@ -109,6 +109,23 @@ def set_num_threads(num_threads: int) -> None:
 def num_threads() -> int:
     """Returns how many threads compute at a time."""
 
+def peak_gflops(dtype: str, duration_s: float) -> float:
+    """Measures what the kernels reach where no memory is waited for, on all threads.
+
+    Both panels of every tile stay in the first cache, as those of no product can. Time
+    in which other processes have the cores does not count.
+
+    Args:
+        dtype: of both operands, ``f32``, ``bf16`` or ``f16``.
+        duration_s: how long, at most 60.
+
+    Returns:
+        Billion operations a second.
+
+    Raises:
+        ValueError: there is no such dtype, or the duration is out of range.
+    """
+
 def release_slots() -> None:
     """Returns the memory of slots that no call uses; later calls take new ones."""
 

@@ -22,8 +22,6 @@ constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
                                                             "bulk_all_gather",
                                                             "bulk_reduce_scatter"};
 
-constexpr std::array<std::string_view, 3> kDTypeNames = {"f32", "bf16", "f16"};
-
 // The attributes that are numbers, for a signature.
 constexpr std::array<std::string_view, 9> kNumberNames = {
     "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
@@ -255,7 +253,7 @@ std::unordered_map<int64_t, size_t> PlacesOf(const Attributes& at) {
 
 std::string Describe(const Tensor& tensor) {
   std::ostringstream text;
-  text << kDTypeNames[static_cast<size_t>(tensor.dtype)] << '[';
+  text << DTypeName(tensor.dtype) << '[';
   if (tensor.batch != 1) text << tensor.batch << ", ";
   text << tensor.rows << ", " << tensor.features << ']';
   return text.str();

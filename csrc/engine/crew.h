@@ -65,7 +65,7 @@ class Crew {
   // All units on this thread, then Done(failure, true): cheaper than waking others.
   void RunInline(Job& job);
 
-  // Help, then Wait. Only from a run.
+  // Help, then Wait. Only from a run, or another thread that may block.
   void RunAndWait(const std::shared_ptr<WaitedJob>& job);
 
   void set_num_threads(int num_threads);

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "gemm/dtype.h"
@@ -15,6 +16,11 @@
 namespace jax_ub {
 
 constexpr int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
+constexpr std::string_view DTypeName(DType dtype) {
+  constexpr std::string_view kNames[kNumDTypes] = {"f32", "bf16", "f16"};
+  return kNames[static_cast<int>(dtype)];
+}
 
 // A read-only rectangle. Strides are in elements; one of them is 1.
 struct ConstSegment {

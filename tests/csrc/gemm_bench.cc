@@ -1,7 +1,8 @@
 // gemm_bench [M K N ...]: the GEMM alone, for each instruction set, layout and dtype.
 //
 // Prints GF/s of one thread's CPU time (steady on a busy machine), median of rounds in
-// which all variants take turns. The peers (XLA, oneDNN) are in `python -m jax_ub bench`.
+// which all variants take turns; "peak" is what tiles in the first cache reach. The peers
+// (XLA, oneDNN) are in `python -m jax_ub bench`.
 
 #include <time.h>
 
@@ -13,17 +14,21 @@
 #include <string>
 #include <vector>
 
+#include "gemm/cpu/isa.h"
+#include "gemm/cpu/peak.h"
 #include "gemm/gemm.h"
 
 namespace jax_ub {
 
 constexpr int kRounds = 9;
+constexpr double kPeakSeconds = 2e-3;
 
 struct Variant {
   std::string name;
   std::vector<std::vector<std::byte>> buffers;
   std::unique_ptr<GemmPlan> plan;
-  std::vector<double> elapsed_s;
+  const KernelSet* kernels = nullptr;  // of a peak, which has no plan
+  std::vector<double> gflops;
 };
 
 double ThreadCpuSeconds() {
@@ -43,7 +48,7 @@ Variant MakeVariant(int64_t m,
   Variant variant;
   variant.name = std::string(CurrentIsa()) + " " + layout;
   if (num_replicas > 1) variant.name.append("x").append(std::to_string(num_replicas));
-  variant.name += dtype == DType::kF32 ? " f32" : " bf16";
+  variant.name.append(" ").append(DTypeName(dtype));
   for (int64_t elements : {m * k, k * n, num_replicas * m * n}) {
     // 0x3f is the upper byte of numbers near 1 in both dtypes.
     variant.buffers.emplace_back(elements * SizeOf(dtype), std::byte{0x3f});
@@ -73,6 +78,26 @@ Variant MakeVariant(int64_t m,
   return variant;
 }
 
+Variant MakePeak(DType dtype) {
+  Variant variant;
+  variant.kernels = &KernelsFor(IsaInUse(), dtype, dtype);
+  variant.name = std::string(CurrentIsa()) + " peak " + std::string(DTypeName(dtype));
+  return variant;
+}
+
+// One more rate of the variant; `flops` are those of a plan.
+void Time(Variant& variant, double flops, Scratch& scratch) {
+  if (!variant.plan) {
+    const double rate = MeasureTiles(*variant.kernels, kPeakSeconds, scratch);
+    return variant.gflops.push_back(rate / 1e9);
+  }
+  const double start_s = ThreadCpuSeconds();
+  for (int64_t u = 0; u < variant.plan->num_units(); ++u) {
+    variant.plan->Run(u, scratch);
+  }
+  variant.gflops.push_back(flops / (ThreadCpuSeconds() - start_s) / 1e9);
+}
+
 void Measure(int64_t m, int64_t k, int64_t n) {
   std::vector<Variant> variants;
   const std::string_view in_use = CurrentIsa();
@@ -83,28 +108,22 @@ void Measure(int64_t m, int64_t k, int64_t n) {
         variants.push_back(MakeVariant(m, k, n, layout, 1, dtype));
       }
       variants.push_back(MakeVariant(m, k, n, "NN", 8, dtype));
+      variants.push_back(MakePeak(dtype));
     }
   }
   SetIsa(in_use);
   Scratch scratch;
   for (int round = 0; round < kRounds; ++round) {
-    for (Variant& variant : variants) {
-      const double start_s = ThreadCpuSeconds();
-      for (int64_t u = 0; u < variant.plan->num_units(); ++u) {
-        variant.plan->Run(u, scratch);
-      }
-      variant.elapsed_s.push_back(ThreadCpuSeconds() - start_s);
-    }
+    for (Variant& variant : variants) Time(variant, 2.0 * m * k * n, scratch);
   }
   std::cout << "M=" << m << " K=" << k << " N=" << n << "\n";
   for (Variant& variant : variants) {
-    std::sort(variant.elapsed_s.begin(), variant.elapsed_s.end());
-    const double flops = 2.0 * m * k * n;
+    std::sort(variant.gflops.begin(), variant.gflops.end());
     std::cout << "  " << std::left << std::setw(20) << variant.name << std::right
               << std::fixed << std::setprecision(1) << std::setw(8)
-              << flops / variant.elapsed_s[kRounds / 2] / 1e9 << " GF/s, best "
-              << flops / variant.elapsed_s.front() / 1e9 << ", "
-              << variant.plan->num_units() << " units" << std::endl;
+              << variant.gflops[kRounds / 2] << " GF/s, best " << variant.gflops.back();
+    if (variant.plan) std::cout << ", " << variant.plan->num_units() << " units";
+    std::cout << std::endl;
   }
 }
 

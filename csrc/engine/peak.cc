@@ -1,0 +1,60 @@
+#include "engine/peak.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "gemm/cpu/isa.h"
+#include "gemm/cpu/peak.h"
+
+namespace jax_ub {
+
+namespace {
+
+// A unit for each thread.
+class PeakJob : public WaitedJob {
+ public:
+  PeakJob(const KernelSet& kernels, int num_threads, double duration_s)
+      : kernels_(kernels), duration_s_(duration_s), rates_(num_threads) {}
+
+  int64_t num_units() const override { return static_cast<int64_t>(rates_.size()); }
+  void Run(int64_t unit, Scratch& scratch) override {
+    rates_[unit] = MeasureTiles(kernels_, duration_s_, scratch);
+  }
+  double MeanRate() const {
+    return std::accumulate(rates_.begin(), rates_.end(), 0.0) / rates_.size();
+  }
+
+ private:
+  const KernelSet& kernels_;
+  const double duration_s_;
+  std::vector<double> rates_;  // [unit]
+};
+
+int NumCores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  sched_getaffinity(0, sizeof(allowed), &allowed);
+  return std::max(1, CPU_COUNT(&allowed));
+}
+
+}  // namespace
+
+double MeasurePeak(Crew& crew, DType dtype, double duration_s) {
+  if (!(duration_s > 0 && duration_s <= 60)) {
+    throw std::invalid_argument("peak: duration_s is " + std::to_string(duration_s) +
+                                ", expected more than 0 and at most 60");
+  }
+  const KernelSet& kernels = KernelsFor(IsaInUse(), dtype, dtype);
+  const int num_threads = crew.num_threads();
+  const auto job = std::make_shared<PeakJob>(kernels, num_threads, duration_s);
+  crew.RunAndWait(job);
+  return job->MeanRate() * std::min(num_threads, NumCores());
+}
+
+}  // namespace jax_ub
