@@ -23,12 +23,14 @@ PLAIN = "plain_gemm"
 COPY = "copy"
 # The same op on as many devices of one process.
 IN_PROCESS = "in_process"
+# The operations alone, in tiles that stay in the first cache.
+PEAK = "peak"
 
 # How the way that people write it is named where it is the fastest one.
 AS_WRITTEN = "as people write it"
 
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
-LIMITS = (PLAIN, COPY, IN_PROCESS)
+LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jax_ub.bench import cases, peers
 from jax_ub.bench.cases import Case, Memory, Place
 from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.gemm_cases import own_gemm
+from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
 from jax_ub.runtime import engine
@@ -140,7 +141,11 @@ class _Build:
             workspace_bytes=_workspace_bytes(own),
         )
         itemsize = jnp.dtype(place.dtype).itemsize
-        limits = [plain_gemm(place, shape), cases.copy_limit(shape.bytes(itemsize))]
+        limits = [
+            plain_gemm(place, shape),
+            cases.copy_limit(shape.bytes(itemsize)),
+            *at_peak(place.ranks, place.dtype, shape.flops),
+        ]
         return Case(
             op=op,
             variant="",

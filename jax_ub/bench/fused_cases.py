@@ -12,6 +12,7 @@ from jax_ub import ops
 from jax_ub.bench import cases
 from jax_ub.bench.cases import Case, Memory, Place
 from jax_ub.bench.devices import AXIS, Spec, normal
+from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender
 from jax_ub.bench.workloads import Shape
 
@@ -147,6 +148,7 @@ def _case(place: Place, shape: Shape, window: _Window) -> Case:
             ),
         )
     )
+    flops = window.num_gemms * shape.flops
     memory = Memory(
         own_bytes=cases.temp_bytes(own),
         peer_bytes=cases.temp_bytes(plain),
@@ -160,8 +162,8 @@ def _case(place: Place, shape: Shape, window: _Window) -> Case:
         dtype=place.dtype,
         num_ranks=place.num_ranks,
         shape=shape,
-        flops=window.num_gemms * shape.flops,
-        contenders=[own, plain, unfused],
+        flops=flops,
+        contenders=[own, plain, unfused, *at_peak(place.ranks, place.dtype, flops)],
         memory=memory,
     )
 

@@ -13,6 +13,7 @@ import jax_ub as ub
 from jax_ub.bench import cases, dots, onednn, peers
 from jax_ub.bench.cases import Case, Place
 from jax_ub.bench.devices import AXIS, Spec, normal
+from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
 from jax_ub.methods import Method
@@ -105,6 +106,7 @@ def _case(place, shape, op, variant, public=None):
         contenders.append(build.without_addends().contender(cases.PLAIN, plain))
     itemsize = np.dtype(place.dtype).itemsize
     contenders.append(cases.copy_limit(shape.bytes(itemsize)))
+    contenders += at_peak(place.ranks, place.dtype, shape.flops)
     return Case(
         op=op,
         variant=variant,

@@ -1,10 +1,11 @@
 """The figures that the project set itself, and which of them a run reached."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_ub.bench import cases
+from jax_ub.bench import cases, peak
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import geomean
 
@@ -52,7 +53,11 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a group of results, all of one op, variant, dtype and P, made of a goal."""
+    """What a group of results, all of one op, variant, dtype and P, made of a goal.
+
+    A speed-up's `limit` is what it would be if every call took no longer than its
+    operations at the machine's peak.
+    """
 
     op: str
     variant: str
@@ -65,16 +70,34 @@ class Verdict:
     at_most: bool
     num_shapes: int
     num_processes: int = 1
+    limit: float | None = None
 
     @property
     def reached(self) -> bool:
         """Whether the figure is on the right side of its bound."""
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
+    @property
+    def outcome(self) -> str:
+        """Whether the goal was reached, and if not, whether it could have been."""
+        if self.reached:
+            return "reached"
+        beyond = self.limit is not None and self.limit < self.bound
+        return "beyond this machine" if beyond else "NOT reached"
 
-def _fastest_peer(result: Result) -> float:
-    peers = (cases.BEST, cases.ONEDNN)
+
+def _speed_up(result: Result, peers: Sequence[str]) -> float:
     return min(result.speedups[p].median for p in peers if p in result.speedups)
+
+
+def _limit(result: Result, goal: Goal, peaks: Mapping[str, float]) -> float | None:
+    """The fastest peer's time over that of the operations; None without either."""
+    times, case = result.times_us, result.case
+    peers = [p for p in _PEERS.get(goal.measure, ()) if p in times]
+    if not peers or not case.flops or case.dtype not in peaks:
+        return None
+    peer_us = min(times[p].median for p in peers)
+    return 1e3 * peer_us * peaks[case.dtype] / case.flops
 
 
 def _over_plain(result: Result) -> float:
@@ -90,10 +113,14 @@ def _allocated(result: Result) -> float:
     return memory.own_bytes / memory.avoided_bytes if memory else 0.0
 
 
+# Whose times the speed-ups divide; of several, the fastest one's.
+_PEERS = {
+    "speed-up over the fastest peer": (cases.BEST, cases.ONEDNN),
+    "speed-up over xla_best": (cases.BEST,),
+    "speed-up over xla_naive": (cases.NAIVE,),
+}
 _MEASURES: dict[str, Callable[[Result], float]] = {
-    "speed-up over the fastest peer": _fastest_peer,
-    "speed-up over xla_best": lambda r: r.speedups[cases.BEST].median,
-    "speed-up over xla_naive": lambda r: r.speedups[cases.NAIVE].median,
+    **{name: functools.partial(_speed_up, peers=_PEERS[name]) for name in _PEERS},
     "time over the plain GEMM's": _over_plain,
     "time over that in one process": _over_in_process,
     "allocated of what need not be": _allocated,
@@ -152,18 +179,21 @@ GOALS = (
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
     """Holds every group of results against every goal that is about it."""
+    peaks = peak.highest(results)
     verdicts = []
     for goal in GOALS:
         concerned = [result for result in results if goal.concerns(result)]
         for key, group in _grouped(concerned).items():
             values = [_MEASURES[goal.measure](result) for result in group]
-            verdicts.append(_verdict(goal, key, values))
+            limits = [_limit(result, goal, peaks) for result in group]
+            verdicts.append(_verdict(goal, key, values, limits))
     return verdicts
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """A verdict in JSON's types."""
-    return {**dataclasses.asdict(verdict), "reached": verdict.reached}
+    found = dataclasses.asdict(verdict)
+    return {**found, "reached": verdict.reached, "outcome": verdict.outcome}
 
 
 def _grouped(results: Iterable[Result]):
@@ -181,8 +211,9 @@ def _grouped(results: Iterable[Result]):
     return groups
 
 
-def _verdict(goal, key, values):
+def _verdict(goal, key, values, limits):
     worst = max if goal.at_most else min
+    summarized = worst if goal.worst else geomean
     op, variant, dtype, num_ranks, num_processes = key
     return Verdict(
         op=op,
@@ -191,9 +222,10 @@ def _verdict(goal, key, values):
         num_ranks=num_ranks,
         measure=goal.measure,
         statistic="worst" if goal.worst else "geomean",
-        value=worst(values) if goal.worst else geomean(values),
+        value=summarized(values),
         bound=goal.bound,
         at_most=goal.at_most,
         num_shapes=len(values),
         num_processes=num_processes,
+        limit=None if None in limits else summarized(limits),
     )

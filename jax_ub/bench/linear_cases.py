@@ -12,6 +12,7 @@ from jax_ub.bench.cases import Case, Place
 from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.dots import Dot
 from jax_ub.bench.gemm_cases import own_gemm
+from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
 
@@ -36,6 +37,7 @@ def linear_pair(place: Place, shape: Shape) -> list[Case]:
     ways.append(
         _contender(place, shape, cases.BEST, peers.naive_pair, cases.AS_WRITTEN)
     )
+    flops = 6 * shape.flops
     contenders = [
         _contender(place, shape, cases.OWN, _own_pair(place.method)),
         fastest(ways),
@@ -45,6 +47,7 @@ def linear_pair(place: Place, shape: Shape) -> list[Case]:
         ),
         _plain_pair(place, shape),
         cases.copy_limit(4 * shape.bytes(jnp.dtype(place.dtype).itemsize)),
+        *at_peak(place.ranks, place.dtype, flops),
     ]
     case = Case(
         op="linear_pair",
@@ -52,7 +55,7 @@ def linear_pair(place: Place, shape: Shape) -> list[Case]:
         dtype=place.dtype,
         num_ranks=place.num_ranks,
         shape=shape,
-        flops=6 * shape.flops,
+        flops=flops,
         contenders=contenders,
     )
     return [case]

@@ -1,8 +1,8 @@
 """The forward ops over one device of each process, against XLA with gloo.
 
-In the same run process 0 computes the same op on as many devices of its own, and the
-plain GEMM, with all cores, while the other processes wait: what crossing a process
-costs is a ratio of neighbours in time as well.
+In the same run process 0 computes the same op on as many devices of its own, the plain
+GEMM and the peak, with all cores, while the other processes wait: what crossing a
+process costs is a ratio of neighbours in time as well.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.gemm_cases import own_gemm
 from jax_ub.bench.job import Here, Job
 from jax_ub.bench.latency_cases import MORE_CALLS, chain
+from jax_ub.bench.peak import at_peak
 from jax_ub.bench.results import Result, evaluate
 from jax_ub.bench.statistics import summarize
 from jax_ub.bench.timing import Contender
@@ -79,6 +80,7 @@ class Bench:
         with_first = [
             Contender(cases.IN_PROCESS, None, []),
             Contender(cases.PLAIN, None, []),
+            Contender(cases.PEAK, None, []),
         ]
         return self._timed(
             op, "", dtype, shape, shape.flops, together, alone or with_first
@@ -206,7 +208,8 @@ class Bench:
         ]
         nn = own_gemm(self._method, "nn")
         plain = Here(1).program(lambda x, w: nn(x, w, None, None), specs, Spec())
-        return [here, Contender(cases.PLAIN, plain, operands)]
+        peak = at_peak(self._job.ranks, dtype, shape.flops)
+        return [here, Contender(cases.PLAIN, plain, operands), *peak]
 
     def _check(self, op, dtype, shape, together):
         found = [_here(contender()) for contender in together]

@@ -1,6 +1,6 @@
 """The tables that a run prints, in Markdown, so that they can be kept as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax_ub.bench import cases
 from jax_ub.bench.goals import Verdict
@@ -22,6 +22,7 @@ _RESULT_COLUMNS = (
     ("unfused", 12),
     ("plain_gemm", 10),
     ("copy", 5),
+    ("peak", 5),
 )
 _PROCESS_COLUMNS = (
     ("op", 29),
@@ -35,6 +36,7 @@ _PROCESS_COLUMNS = (
     ("xla_naive", 12),
     ("in_process", 10),
     ("plain_gemm", 10),
+    ("peak", 5),
 )
 _VERDICT_COLUMNS = (
     ("op", 29),
@@ -43,8 +45,9 @@ _VERDICT_COLUMNS = (
     ("figure", 31),
     ("over", 18),
     ("value", 7),
+    ("limit", 7),
     ("goal", 8),
-    ("", 11),
+    ("", 19),
 )
 _MEMORY_COLUMNS = (
     ("op", 29),
@@ -67,7 +70,7 @@ def result_line(result: Result) -> str:
     """One case: time, speed-up over each peer, share of each limit."""
     case = result.case
     speedups = [_speedup(result.speedups.get(name)) for name in cases.PEERS]
-    shares = [_share(result.shares.get(name)) for name in (cases.PLAIN, cases.COPY)]
+    limits = (cases.PLAIN, cases.COPY, cases.PEAK)
     return _line(
         _RESULT_COLUMNS,
         f"{case.op} {case.variant}".strip(),
@@ -78,7 +81,7 @@ def result_line(result: Result) -> str:
         f"{result.own.spread:.0%}",
         f"{result.gflops:.0f}" if case.flops else "",
         *speedups,
-        *shares,
+        *(_share(result.shares.get(name)) for name in limits),
     )
 
 
@@ -90,6 +93,7 @@ def process_head() -> str:
 def process_line(result: Result) -> str:
     """One case: time, speed-up over XLA with gloo, share of what one process does."""
     case = result.case
+    limits = (cases.IN_PROCESS, cases.PLAIN, cases.PEAK)
     return _line(
         _PROCESS_COLUMNS,
         f"{case.op} {case.variant}".strip(),
@@ -100,7 +104,7 @@ def process_line(result: Result) -> str:
         f"{result.own.spread:.0%}",
         f"{result.gflops:.0f}" if case.flops else "",
         *(_speedup(result.speedups.get(name)) for name in (cases.BEST, cases.NAIVE)),
-        *(_share(result.shares.get(name)) for name in (cases.IN_PROCESS, cases.PLAIN)),
+        *(_share(result.shares.get(name)) for name in limits),
     )
 
 
@@ -126,9 +130,18 @@ def memory_table(results: Sequence[Result]) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Every figure beside its goal."""
-    return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
+def verdict_table(verdicts: Sequence[Verdict], peaks: Mapping[str, float]) -> list[str]:
+    """Every figure beside its limit and its goal, and what the limits were drawn from.
+
+    Args:
+        verdicts: a line each.
+        peaks: GF/s, for each dtype.
+    """
+    lines = [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
+    if peaks:
+        rates = (f"{gflops:.0f} GF/s in {dtype}" for dtype, gflops in peaks.items())
+        lines += ["", f"Limits: calls at the peak, {', '.join(rates)}."]
+    return lines
 
 
 def duration(microseconds: float) -> str:
@@ -157,8 +170,9 @@ def _verdict_line(verdict):
         verdict.measure,
         f"{verdict.statistic}, {shapes}",
         f"{verdict.value:.3g}",
+        "" if verdict.limit is None else f"{verdict.limit:.3g}",
         f"{'<=' if verdict.at_most else '>='} {verdict.bound:g}",
-        "reached" if verdict.reached else "NOT reached",
+        verdict.outcome,
     )
 
 

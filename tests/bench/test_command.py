@@ -54,7 +54,11 @@ def test_the_goals_of_a_run_are_in_its_json(tmp_path):
     (result,) = [r for r in found["results"] if r["num_ranks"] == 2]
     assert result["memory"]["own_bytes"] < result["memory"]["avoided_bytes"]
     assert {"xla_best", "xla_naive", "xla_ring"} <= set(result["speedups"])
-    assert {"plain_gemm", "copy"} <= set(result["shares"])
+    assert {"plain_gemm", "copy", "peak"} <= set(result["shares"])
+    assert found["peak_gflops"]["bfloat16"] > 0
+    limits = {v["measure"]: v["limit"] for v in found["verdicts"]}
+    assert limits["speed-up over xla_naive"] > 0
+    assert limits["allocated of what need not be"] is None
 
 
 def test_a_run_on_gpus_names_them_and_is_not_judged_by_the_goals_of_cpus(

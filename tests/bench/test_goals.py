@@ -15,12 +15,13 @@ def result(
     return evaluate(case, Rounds({k: list(v) for k, v in seconds.items()}, 0.0))
 
 
-def forward(own, best, **more):
+def forward(own, best, peak=None, **more):
     times = {
         cases.OWN: [own],
         cases.BEST: [best],
         cases.NAIVE: [3 * own],
         cases.PLAIN: [own],
+        **({} if peak is None else {cases.PEAK: [peak]}),
     }
     memory = Memory(0, 100, "the gathered x", 100, 0)
     return result("all_gather_matmul", times, memory=memory, **more)
@@ -40,6 +41,82 @@ def test_a_goal_takes_the_geometric_mean_over_shapes_and_the_worst_of_them():
     worst = verdict(verdicts, "speed-up over xla_best", "worst")
     assert worst.value == pytest.approx(0.9)
     assert not worst.reached
+
+
+def at_peak(own, best, peak, **more):
+    times = {cases.OWN: [own], cases.BEST: [best], cases.PEAK: [peak]}
+    return result("linear_pair", times, **more)
+
+
+def test_a_goal_beyond_the_limit_is_called_so():
+    # The goal is 1.6.
+    (found,) = goals.judge([at_peak(1.0, 1.2, peak=0.8)])
+    assert found.limit == pytest.approx(1.5)
+    assert found.outcome == "beyond this machine"
+    (found,) = goals.judge([at_peak(1.0, 1.2, peak=0.7)])
+    assert found.limit == pytest.approx(1.2 / 0.7)
+    assert found.outcome == "NOT reached"
+    assert goals.as_json(found)["outcome"] == "NOT reached"
+    assert goals.as_json(found)["limit"] == found.limit
+
+
+def test_what_is_reached_is_reached_whatever_the_limit_is():
+    (found,) = goals.judge([at_peak(1.0, 1.7, peak=1.2)])
+    assert found.limit < found.bound
+    assert found.outcome == "reached"
+
+
+def test_a_limit_is_drawn_from_the_peer_s_median_and_the_highest_peak_of_the_run():
+    times = {
+        cases.OWN: [1.0, 1.0, 1.0],
+        cases.BEST: [1.0, 1.2, 1.9],
+        cases.PEAK: [2.0, 0.9, 3.0],
+    }
+    slow = result("linear_pair", times)
+    assert goals.judge([slow])[0].limit == pytest.approx(1.2 / 0.9)
+    found = goals.judge([slow, at_peak(1.0, 1.2, peak=0.8)])[0]
+    assert found.limit == pytest.approx(1.2 / 0.8)
+    # Another dtype has a peak of its own.
+    mixed = goals.judge([slow, at_peak(1.0, 1.2, peak=0.8, dtype="float32")])
+    assert {v.dtype: v.limit for v in mixed} == {
+        "bfloat16": pytest.approx(1.2 / 0.9),
+        "float32": pytest.approx(1.2 / 0.8),
+    }
+
+
+def test_a_limit_is_summarized_as_its_figure_is():
+    verdicts = goals.judge([forward(1.0, 2.0, peak=0.8), forward(1.0, 0.9, peak=0.9)])
+    mean = verdict(verdicts, "speed-up over xla_best")
+    assert mean.limit == pytest.approx((2.0 * 0.9) ** 0.5 / 0.8)
+    worst = verdict(verdicts, "speed-up over xla_best", "worst")
+    assert worst.limit == pytest.approx(0.9 / 0.8)
+    naive = verdict(verdicts, "speed-up over xla_naive")
+    assert naive.limit == pytest.approx(3 / 0.8)
+
+
+def test_the_limit_over_several_peers_is_that_over_the_fastest():
+    times = {
+        cases.OWN: [1.0],
+        cases.BEST: [2.0],
+        cases.ONEDNN: [0.9],
+        cases.PEAK: [0.5],
+    }
+    (found,) = goals.judge([result("gemm", times, num_ranks=1, variant="nn")])
+    assert found.limit == pytest.approx(0.9 / 0.5)
+
+
+def test_figures_without_a_peer_have_no_limit():
+    verdicts = goals.judge([forward(1.0, 2.0, num_ranks=8, peak=0.8)])
+    without = {v.measure for v in verdicts if v.limit is None}
+    assert without == {"time over the plain GEMM's", "allocated of what need not be"}
+
+
+def test_without_a_peak_there_is_no_limit():
+    (found,) = goals.judge(
+        [result("linear_pair", {cases.OWN: [1.0], cases.BEST: [1.2]})]
+    )
+    assert found.limit is None
+    assert found.outcome == "NOT reached"
 
 
 def test_groups_of_another_p_are_judged_apart():
