@@ -1,8 +1,9 @@
-"""`flax.nnx.Linear`, tensor parallel."""
+"""`flax.nnx.Linear` and `LinearGeneral`, tensor parallel."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,48 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
 from jax_ub.flax.main_grad import MainGrad
+from jax_ub.flax.together import multiply_together, sizes_of
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear
+from jax_ub.retrofit.sharded_linear import lay_out
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
+
+
+class LinearOptions(TypedDict, total=False):
+    """The arguments of `Linear` that all linear layers of a larger module share."""
+
+    use_bias: bool
+    dtype: Any
+    param_dtype: Any
+    precision: Any
+    kernel_init: Any
+    bias_init: Any
+    promote_dtype: Any
+    axis_name: str
+    mesh: jax.sharding.Mesh | None
+    data_axes: tuple[str, ...] | None
+    sequence_parallel: bool
+    method: str | None
+    main_grad: bool
+
+
+def overlap_name(name: str, options: LinearOptions) -> str | None:
+    """The name of one of Transformer Engine's overlaps, where the layer has one.
+
+    They are all-gathers and reduce-scatters; without sequence parallelism there are
+    all-reduces.
+    """
+    return name if options.get("sequence_parallel", True) else None
 
 
 class Linear(nnx.Module):
     """A linear layer over the last dimension, in the layout of `parallel`.
 
     It has the parameters of `flax.nnx.Linear`, with the same names, global shapes and
-    initial values, so that checkpoints swap. On global arrays it is called like that
+    initial values, so that checkpoints swap; and with several in or out dimensions
+    those of `flax.nnx.LinearGeneral` over the last ones, of which the first is sharded:
+    attention heads, of `[heads, head_dim]`. On global arrays it is called like that
     layer, and lays its arrays out on the mesh by itself. Inside the caller's
     `jax.shard_map` it works on shards: split the module with `nnx.split`, pass its
     state with the specs of `nnx.get_partition_spec`, and merge it inside.
@@ -33,15 +64,15 @@ class Linear(nnx.Module):
     | None | as it comes | `[in, out]` | as it comes |
 
     Attributes:
-        kernel: `[in_features, out_features]`.
-        bias: `[out_features]` or None.
+        kernel: `[*in_features, *out_features]`.
+        bias: `[*out_features]` or None.
         main_grad: the accumulator of the kernel's gradient, or None.
     """
 
     def __init__(  # noqa: PLR0913, flax.nnx.Linear's arguments and where it runs
         self,
-        in_features: int,
-        out_features: int,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
         *,
         use_bias: bool = True,
         dtype: Any = None,
@@ -66,8 +97,9 @@ class Linear(nnx.Module):
         """Creates the parameters, sharded where a mesh is known.
 
         Args:
-            in_features: the global number of input features.
-            out_features: the global number of output features.
+            in_features: the global number of input features, or sizes of several
+                dimensions.
+            out_features: the same of the output.
             use_bias: whether a bias is added.
             dtype: dtype of the computation; None infers it from inputs and parameters.
             param_dtype: dtype of the parameters.
@@ -100,21 +132,26 @@ class Linear(nnx.Module):
         self.placement = Placement(
             parallel, axis_name, mesh, data_axes, sequence_parallel, method, ub_name
         )
+        ins, outs = sizes_of(in_features), sizes_of(out_features)
         known = self.placement.find_mesh()
         if known is not None:
-            self.placement.check_features((in_features, out_features), known)
-        spec, bias_spec = self.placement.kernel_spec, self.placement.bias_spec
+            self.placement.check_features((ins[0], outs[0]), known)
+        in_entry, out_entry = self.placement.kernel_spec
+        out_spec = (out_entry, *[None] * (len(outs) - 1))
+        spec = (in_entry, *[None] * (len(ins) - 1), *out_spec)
         kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
-        bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
-        shape = (in_features, out_features)
-        kernel = kernel_init(rngs.params(), shape, param_dtype)
+        bias_metadata = _with_sharding(bias_metadata, out_spec, self.placement)
+        shape = (*ins, *outs)
+        # Initial values depend on the number of inputs and outputs alone.
+        flat = (math.prod(ins), math.prod(outs))
+        kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(shape)
         self.kernel = nnx.Param(kernel, **kernel_metadata)
         self.placement.check_kernel_spec(
-            nnx.get_partition_spec(self.kernel).get_value()
+            nnx.get_partition_spec(self.kernel).get_value(), len(ins)
         )
         self.bias = nnx.data(None)
         if use_bias:
-            bias = bias_init(rngs.params(), (out_features,), param_dtype)
+            bias = bias_init(rngs.params(), flat[1:], param_dtype).reshape(outs)
             self.bias = nnx.Param(bias, **bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
@@ -130,24 +167,55 @@ class Linear(nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
 
-    def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
-        """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding=None,
+        *,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps `[..., tokens, *in_features]` to `[..., tokens, *out_features]`.
 
-        `out_sharding` moves the result, from where `parallel` leaves it.
+        Args:
+            inputs: the activations.
+            out_sharding: where the result goes, from where `parallel` leaves it.
+            residual: what is added to the result, of its shape and place; a row layer
+                does that inside the call, and rounds once.
         """
-        inputs, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], None if self.bias is None else self.bias[...]),
-            dtype=self.dtype,
-        )
-        y = sharded_linear(
-            self.placement,
-            inputs,
-            kernel,
-            bias,
-            None if self.main_grad is None else self.main_grad[...],
-            out_dtype=self.preferred_element_type,
-        )
+        adds = self.placement.parallel == "row"
+        (y,) = call_together((self,), inputs, residual if adds else None)
+        if residual is not None and not adds:
+            y = y + residual
         return lay_out(y, out_sharding)
+
+
+def call_together(
+    layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Calls layers of one kind on the same inputs, which are gathered once for all.
+
+    Args:
+        layers: the layers; they differ in their out dimensions and parameters only.
+        inputs: `[..., tokens, *in_features]`.
+        residual: `[..., tokens, *out_features]` or None, for one row layer.
+    """
+    first = layers[0]
+    promoted = []
+    for layer in layers:
+        bias = None if layer.bias is None else layer.bias[...]
+        given = (inputs, layer.kernel[...], bias)
+        promoted.append(layer.promote_dtype(given, dtype=layer.dtype))
+    all_inputs, kernels, biases = zip(*promoted, strict=True)
+    return multiply_together(
+        first.placement,
+        all_inputs[0],
+        kernels,
+        [bias for bias in biases if bias is not None],
+        [layer.main_grad[...] for layer in layers if layer.main_grad is not None],
+        num_in=len(sizes_of(first.in_features)),
+        residual=residual,
+        out_dtype=first.preferred_element_type,
+    )
 
 
 def _with_sharding(metadata, spec, placement):

@@ -37,24 +37,30 @@ from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
 def sharded_linear(
     placement: Placement,
     x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
-    main_grad: jax.Array | None = None,
+    kernel: jax.Array | tuple[jax.Array, ...],
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     *,
+    residual: jax.Array | None = None,
     out_dtype=None,
-) -> jax.Array:
+):
     """Multiplies x [..., K] by kernel [K, N] in the layout of `placement`.
 
     Args:
         placement: the layout.
         x: activations, `[..., tokens, K]`; a vector `[K]` counts as one token.
-        kernel: `[K, N]`; global, or the rank's shard where the axis is manual.
-        bias: `[N]` or None, laid out as `placement.bias_spec`.
-        main_grad: f32 `[K, N]` or None, laid out as the kernel.
+        kernel: `[K, N]`; global, or the rank's shard where the axis is manual. A tuple
+            of kernels shares what is gathered of x, in one call.
+        bias: `[N]` or None, laid out as `placement.bias_spec`; a tuple where `kernel`
+            is one.
+        main_grad: f32 `[K, N]` or None, laid out as the kernel; a tuple where `kernel`
+            is one.
+        residual: `[..., tokens, N]` or None, added to the result of a row layer before
+            it is rounded.
         out_dtype: dtype of the result; None is that of `x`.
 
     Returns:
-        `[..., tokens, N]`.
+        `[..., tokens, N]`, a tuple of them where `kernel` is one.
 
     Raises:
         ShapeContractError: if no mesh is known, or the arrays do not divide into its
@@ -63,12 +69,16 @@ def sharded_linear(
     """
     if x.ndim == 1:
         call = functools.partial(sharded_linear, placement, x[None], kernel, bias)
-        return call(main_grad, out_dtype=out_dtype)[0]
+        residual = None if residual is None else residual[None]
+        y = call(main_grad, residual=residual, out_dtype=out_dtype)
+        return jax.tree.map(lambda y: y[0], y)
+    operands = (x, kernel, bias, main_grad, residual)
     if placement.is_local():
-        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
-    mesh = placement.find_mesh(kernel, x)
+        return _multiply(placement, out_dtype, *operands)
+    kernels = kernel if isinstance(kernel, tuple) else (kernel,)
+    mesh = placement.find_mesh(*kernels, x)
     if mesh is None and placement.parallel is None:
-        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
+        return _multiply(placement, out_dtype, *operands)
     if mesh is None:
         raise ShapeContractError(
             f"{placement.op}: no mesh is known here: none was given, jax.set_mesh has "
@@ -78,14 +88,17 @@ def sharded_linear(
         )
     if placement.parallel is None:
         placement = _plain(placement, mesh, x.shape)
-    placement.check_features(kernel.shape, mesh)
-    placement.check_kernel_spec(jax.typeof(kernel).sharding.spec)
+    for each in kernels:
+        placement.check_features(each.shape, mesh)
+        placement.check_kernel_spec(jax.typeof(each).sharding.spec)
     reason = why_uneven(placement, mesh, x.shape)
     if reason is not None:
         raise ShapeContractError(f"{placement.op}: {reason}")
-    # Here as well as by the op, which cannot know an accumulator through a shard_map.
-    main_grad = main_grads.prepare(placement.op, main_grad, kernel, ())
-    return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad)
+    if main_grad is not None:
+        # As the op does, which cannot know an accumulator through a shard_map.
+        prepare = functools.partial(main_grads.prepare, placement.op, axes=())
+        main_grad = jax.tree.map(prepare, main_grad, kernel)
+    return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad, residual)
 
 
 def lay_out(y: jax.Array, out_sharding) -> jax.Array:
@@ -109,7 +122,7 @@ def why_uneven(
     placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> str | None:
     """Says why x [..., tokens, K] cannot be cut as `placement` asks, None if it can."""
-    data_axes = _data_axes(placement, mesh, x_shape)
+    data_axes = data_axes_of(placement, mesh, x_shape)
     num_data = math.prod(mesh.shape[name] for name in data_axes)
     num_tp = mesh.shape[placement.axis_name] if placement.sequence_parallel else 1
     num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
@@ -134,18 +147,20 @@ def why_uneven(
 def _on_mesh(placement, mesh, out_dtype, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
-    data_axes = _data_axes(placement, mesh, x.shape)
+    data_axes = data_axes_of(placement, mesh, x.shape)
     x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
-    specs = (x_spec, placement.kernel_spec, placement.bias_spec, placement.kernel_spec)
+    kernel_spec = placement.kernel_spec
+    specs = (x_spec, kernel_spec, placement.bias_spec, kernel_spec, y_spec)
     # The axes whose ranks hold other tokens for the same part of the kernel.
     replicas = data_axes
     if placement.parallel is None and placement.sequence_parallel:
         replicas += (placement.axis_name,)
 
-    def local(x, kernel, bias, main_grad):
-        if main_grad is not None and replicas:
-            main_grad = _on_first_replica(main_grad, replicas)
-        return _multiply(placement, out_dtype, x, kernel, bias, main_grad)
+    def local(x, kernel, bias, main_grad, residual):
+        if replicas:
+            on_first = functools.partial(_on_first_replica, axes=replicas)
+            main_grad = jax.tree.map(on_first, main_grad)
+        return _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual)
 
     context = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
@@ -154,35 +169,46 @@ def _on_mesh(placement, mesh, out_dtype, *operands):
         in_specs=specs,
         out_specs=y_spec,
         axis_names=set(mesh.axis_names) - set(context.manual_axes),
-    )(*(_place(o, mesh, spec) for o, spec in zip(operands, specs, strict=True)))
+    )(*map(functools.partial(place, mesh), operands, specs))
 
 
-# The functions that `linear` calls, where they round once to the dtype asked for.
-_WITH_OUT_DTYPE: dict[tuple[str | None, bool], Callable] = {
+# The functions that communicate forward, and round once to the dtype asked for.
+_FUSED: dict[tuple[str | None, bool], Callable] = {
     ("column", True): all_gather_matmul,
     ("row", True): matmul_reduce_scatter,
     ("row", False): matmul_all_reduce,
 }
 
 
-def _multiply(placement, out_dtype, x, kernel, bias, main_grad):
+def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
     """Runs the layer on this rank's shards."""
     parallel, sequence_parallel = placement.parallel, placement.sequence_parallel
     options = {
         "axis_name": None if parallel is None else placement.axis_name,
         "method": placement.method,
         "ub_name": placement.ub_name,
-        "main_grad": main_grad,
     }
-    fused = _WITH_OUT_DTYPE.get((parallel, sequence_parallel))
-    if out_dtype is not None and fused is not None:
-        return fused(x, kernel, bias=bias, out_dtype=out_dtype, **options)
-    options |= {"parallel": parallel, "sequence_parallel": sequence_parallel}
-    y = linear(x, kernel, bias, **options)
-    return y if out_dtype is None else y.astype(out_dtype)
+    if parallel == "row":
+        options["residual"] = residual
+    fused = _FUSED.get((parallel, sequence_parallel))
+
+    def multiply(w, bias, main_grad):
+        given = {"main_grad": main_grad, **options}
+        if fused is not None:
+            return fused(x, w, bias=bias, out_dtype=out_dtype, **given)
+        kind = {"parallel": parallel, "sequence_parallel": sequence_parallel}
+        y = linear(x, w, bias, **kind, **given)
+        return y if out_dtype is None else y.astype(out_dtype)
+
+    if isinstance(kernel, tuple) and fused is not all_gather_matmul:
+        none = (None,) * len(kernel)  # nothing is gathered that they could share
+        return tuple(map(multiply, kernel, bias or none, main_grad or none))
+    return multiply(kernel, bias, main_grad)
 
 
-def _data_axes(placement, mesh, x_shape):
+def data_axes_of(
+    placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
+) -> tuple[str, ...]:
     """Returns the axes of more than one rank that shard the leading axis of x."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     chosen = placement.data_axes
@@ -221,20 +247,20 @@ def _activation_specs(placement, data_axes, ndim):
     return by_token, by_token
 
 
-def _place(array, mesh, spec):
-    """Moves `array` into `spec` where its mesh axes are explicit.
+def place(mesh: AnyMesh, operand, spec: P):
+    """Moves the arrays of `operand` into `spec` where their mesh axes are explicit.
 
     `shard_map` moves its operands by itself over automatic axes, and refuses operands
     that lie otherwise over explicit ones.
     """
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in types if kind == AxisType.Explicit}
-    if array is None or not explicit:
-        return array
+    if not explicit:
+        return operand
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     kept = (tuple(name for name in entry if name in explicit) for entry in entries)
-    layout = P(*(entry or None for entry in kept))
-    return jax.sharding.reshard(array, NamedSharding(mesh, layout))
+    layout = NamedSharding(mesh, P(*(entry or None for entry in kept)))
+    return jax.tree.map(lambda array: jax.sharding.reshard(array, layout), operand)
 
 
 def _on_first_replica(main_grad, axes):

@@ -32,6 +32,38 @@ def test_parameters_are_those_of_flax(parallel, use_bias):
     assert_equal(ours, flax)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "ins", "outs"), [("column", 16, (4, 8)), ("row", (4, 8), 16)]
+)
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_several_dimensions_are_those_of_linear_general(parallel, ins, outs, types):
+    axis = (-2, -1) if parallel == "row" else -1
+    flax = nnx.LinearGeneral(ins, outs, axis=axis, rngs=nnx.Rngs(0))
+    x = normal(0, (4, 8, *flax.in_features))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = Linear(ins, outs, parallel=parallel, rngs=nnx.Rngs(0))
+        trees = (nnx.to_pure_dict(nnx.state(each)) for each in (model, flax))
+        assert_equal(*trees)
+        value, gradients = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(model, x)
+    expected = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(flax, x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(nnx.to_pure_dict(gradients[0]), nnx.to_pure_dict(expected[1][0]))
+    assert_trees_close(gradients[1], expected[1][1])
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_a_residual_is_added_in_the_dtype_that_holds_both(parallel):
+    x, residual = normal(0, (4, 8, 16)), normal(1, (4, 8, 32))
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
+        run = nnx.jit(lambda model, x, residual: model(x, residual=residual))
+        y = run(model, x, residual)
+        narrow = run(model, x, residual.astype(jnp.bfloat16))
+    assert_trees_close(y, flax(x) + residual)
+    assert narrow.dtype == jnp.float32
+
+
 def test_checkpoints_swap_both_ways():
     ours, flax = block(), plain_block(nnx.Rngs(1))
     x = small_integers(0, (4, 8, 16))
@@ -172,7 +204,7 @@ def test_the_mesh_may_be_an_argument_or_the_kernels_own():
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_it_is_called_as_flax_s_own_layer(types):
     ours, flax = (inspect.signature(kind.__call__) for kind in (Linear, nnx.Linear))
-    assert list(ours.parameters) == list(flax.parameters)
+    assert list(ours.parameters) == [*flax.parameters, "residual"]
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))

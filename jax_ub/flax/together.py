@@ -1,0 +1,81 @@
+"""Linear layers of several dimensions, and several of them in one call."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharded_linear import sharded_linear
+from jax_ub.rules import main_grads as accumulators
+
+
+def multiply_together(  # noqa: PLR0913, the operands of a linear layer
+    placement: Placement,
+    inputs: jax.Array,
+    kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array] = (),
+    main_grads: Sequence[jax.Array] = (),
+    *,
+    num_in: int = 1,
+    residual: jax.Array | None = None,
+    out_dtype=None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies the same inputs by several kernels; what is gathered is so once.
+
+    Args:
+        placement: the layout of all kernels, whose first in or out dimension is
+            sharded.
+        inputs: `[..., tokens, *in]`.
+        kernels: `[*in, *out]`, of the dtype of the inputs.
+        biases: `[*out]`, one for each kernel or none at all.
+        main_grads: f32 `[*in, *out]`, one for each kernel or none at all.
+        num_in: how many dimensions are contracted.
+        residual: `[..., tokens, *out]` or None, added to the result of a row layer in
+            its call.
+        out_dtype: dtype of the results; None is that of the inputs, and where a
+            residual is added the wider one of both.
+
+    Returns:
+        `[..., tokens, *out]` for each kernel.
+
+    Raises:
+        ShapeContractError: if the arrays do not fit each other or the mesh, or if a
+            main_grad was handed to another call already.
+    """
+    mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
+    if mesh is not None:
+        for kernel in kernels:
+            placement.check_features((kernel.shape[0], kernel.shape[num_in]), mesh)
+    lead = inputs.shape[: inputs.ndim - num_in]
+    if residual is not None:
+        out_dtype = jnp.result_type(out_dtype or inputs.dtype, residual)
+        num_out = kernels[0].ndim - num_in
+        residual = residual.reshape(*residual.shape[: residual.ndim - num_out], -1)
+    for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
+        if main_grad.ndim > 2:  # its matrix is another array in every call
+            accumulators.claim(placement.op, main_grad, kernel)
+    ys = sharded_linear(
+        placement,
+        inputs.reshape(*lead, -1),
+        _matrices(kernels, num_in),
+        tuple(bias.reshape(-1) for bias in biases) or None,
+        _matrices(main_grads, num_in) or None,
+        residual=residual,
+        out_dtype=out_dtype,
+    )
+    each = zip(ys, kernels, strict=True)
+    return tuple(y.reshape(*y.shape[:-1], *w.shape[num_in:]) for y, w in each)
+
+
+def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes of one or several dimensions."""
+    return tuple(features) if isinstance(features, Sequence) else (features,)
+
+
+def _matrices(kernels, num_in):
+    return tuple(
+        w if w.ndim == 2 else w.reshape(math.prod(w.shape[:num_in]), -1)
+        for w in kernels
+    )
