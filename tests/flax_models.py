@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -38,6 +39,27 @@ def plain_block(rngs=None) -> Block:
 def loss(model, x):
     """A loss whose gradient differs at every element."""
     return jnp.sum(jnp.sin(model(x)))
+
+
+def away_from_initial(variables):
+    """Adds noise, so that no bias is zero and no scale is one."""
+    leaves, tree = jax.tree.flatten(variables)
+    noise = np.random.default_rng(0)
+    return tree.unflatten(x + 0.3 * noise.standard_normal(x.shape) for x in leaves)
+
+
+def linen_specs(variables):
+    """The layouts of linen's variables, by the names of their layers."""
+    of_kernel = {"row": P("tp"), "column": P(None, "tp")}
+    of_bias = {"row": P(), "column": P("tp")}
+    kinds = {"out": "row", "fc2": "row"}
+    kinds |= dict.fromkeys(("query", "key", "value", "fc1", "gate"), "column")
+
+    def spec(path, _):
+        layer, name = (entry.key for entry in path[-2:])
+        return (of_bias if name == "bias" else of_kernel).get(kinds.get(layer), P())
+
+    return jax.tree.map_with_path(spec, variables)
 
 
 def assert_trees_close(actual, expected, rtol=2e-5, atol=2e-5):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_ub as ub
+import jax_ub.flax
 
 SIGNATURES = {
     "all_gather_matmul": "x, w, *, axis_name, bias=None, ub_name=None, method=None, "
@@ -49,6 +50,21 @@ def test_every_public_function_says_what_it_does(name):
     text = getattr(ub, name).__doc__
     assert "Args:" in text
     assert "Raises:" in text
+
+
+@pytest.mark.parametrize("kind", [jax_ub.flax, jax_ub.flax.linen])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Linear",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "MultiHeadAttention",
+        "TransformerLayer",
+    ],
+)
+def test_modules_are_there_for_nnx_and_linen(kind, name):
+    assert "Maps `[..., tokens" in getattr(kind, name).__call__.__doc__
 
 
 def test_errors_belong_to_their_families():

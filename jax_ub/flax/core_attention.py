@@ -1,0 +1,179 @@
+"""Attention of each head by itself, where the heads lie."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_ub.errors import ShapeContractError
+from jax_ub.flax.dropout import own_key, varying_axes
+from jax_ub.flax.rotary import rotate
+from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharded_linear import data_axes_of, place
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreAttention:
+    """What lies between the projections of an attention layer; no communication.
+
+    On global arrays it runs in a `jax.shard_map` of its own, on every rank's own heads
+    and sequences; inside the caller's it is one rank's already.
+
+    Attributes:
+        placement: that of the projections.
+        attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with arrays
+            `[batch, tokens, heads, head_dim]`, and where weights are dropped also with
+            `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None is JAX's,
+            or Flax's where weights are dropped.
+        is_causal: whether a token attends to none behind it.
+        rotary_base: of rotary embeddings of queries and keys; None for none.
+        dropout_rate: the share of attention weights that is dropped.
+        broadcast_dropout: whether all sequences and heads drop the same weights.
+    """
+
+    placement: Placement
+    attention_fn: Callable[..., jax.Array] | None = None
+    is_causal: bool = False
+    rotary_base: float | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = True
+
+    def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
+        """Refuses heads that do not divide into the ranks of the mesh, if it is known.
+
+        Args:
+            num_heads: the global number of heads of the queries.
+            num_kv_heads: that of keys and values.
+            *arrays: what may show the mesh.
+        """
+        mesh = None if self.placement.is_local() else self.placement.find_mesh(*arrays)
+        if mesh is None:
+            return
+        axis_name, num_ranks = self.placement.axis_name, self.placement.axis_size(mesh)
+        for name, num in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if num % num_ranks:
+                raise ShapeContractError(
+                    f"attention: {name} = {num} does not divide into the {num_ranks} "
+                    f"ranks of mesh axis {axis_name!r}, which have whole heads. Use "
+                    f"{-(-num // num_ranks) * num_ranks}, or fewer ranks."
+                )
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes `[..., tokens, heads, head_dim]`.
+
+        Args:
+            q: queries, `[..., tokens, heads, head_dim]`.
+            k: keys, of as many heads, or of a divisor of that.
+            v: values, as the keys.
+            mask: `[..., heads or 1, tokens, tokens of k]`, True where q attends to k.
+            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
+                counts them.
+            dropout_key: the same on every rank; None drops nothing.
+
+        Raises:
+            ShapeContractError: if the mask or the positions do not fit.
+        """
+        if mask is not None:
+            mask = _with_rank(mask, q.ndim, "mask", "[..., heads or 1, tokens, tokens]")
+        if positions is not None:
+            positions = _with_rank(positions, q.ndim - 2, "positions", "[..., tokens]")
+        operands = (q, k, v, mask, positions, dropout_key)
+        if self.placement.is_local():
+            return self.attend(varying_axes(q), *operands)
+        return _on_mesh(self, self.placement.find_mesh(q), *operands)
+
+    def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
+        """Attends on one rank; those of the mesh `axes` have other heads, sequences."""
+        if self.rotary_base is not None:
+            if positions is None:
+                positions = jnp.arange(q.shape[-3])
+            q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
+        lead = q.shape[:-3]
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
+            mask = mask.reshape(-1, *mask.shape[-3:])
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        if dropout_key is None:
+            attention_fn = self.attention_fn or jax.nn.dot_product_attention
+            y = attention_fn(q, k, v, mask=mask, is_causal=self.is_causal)
+        else:
+            y = self._attend_and_drop(axes, q, k, v, mask, dropout_key)
+        return y.reshape(*lead, *y.shape[1:])
+
+    def _attend_and_drop(self, axes, q, k, v, mask, dropout_key):
+        options: dict[str, Any] = {
+            "dropout_rng": own_key(dropout_key, axes),
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+        }
+        if self.attention_fn is not None:
+            is_causal = self.is_causal
+            return self.attention_fn(q, k, v, mask=mask, is_causal=is_causal, **options)
+        if self.is_causal:
+            behind = jnp.tri(q.shape[1], k.shape[1], dtype=bool)
+            mask = behind if mask is None else mask & behind
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        return nnx.dot_product_attention(q, k, v, mask=mask, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _on_mesh(core, mesh, *operands):
+    """Attends in a `shard_map` over every axis that is not manual yet."""
+    q, _, _, mask, positions, _ = operands
+    placement = core.placement
+    data_axes = data_axes_of(placement, mesh, q.shape) if q.ndim > 3 else ()
+    lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
+    heads = P(*lead, None, placement.axis_name, None)
+    specs = (
+        *(heads,) * 3,
+        _split(mask, (*lead, placement.axis_name, None, None)),
+        _split(positions, (*lead, None)),
+        P(),
+    )
+
+    # The ranks of a shard_map around this one have other sequences, too.
+    axes = (*varying_axes(q), *data_axes, placement.axis_name)
+
+    def local(*operands):
+        return core.attend(axes, *operands)
+
+    context = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        local,
+        mesh=None if mesh == context else mesh,
+        in_specs=specs,
+        out_specs=heads,
+        axis_names=set(mesh.axis_names) - set(context.manual_axes),
+    )(*map(functools.partial(place, mesh), operands, specs))
+
+
+def _split(array, entries):
+    """The layout of an array that is whole along the axes it is broadcast over."""
+    if array is None:
+        return P()
+    shapes = zip(array.shape, entries, strict=True)
+    return P(*(entry if size > 1 else None for size, entry in shapes))
+
+
+def _with_rank(array, ndim, name, wanted):
+    """Gives an array the missing leading axes."""
+    if array.ndim > ndim:
+        raise ShapeContractError(
+            f"attention: {name} {array.shape} has {array.ndim} axes, but the "
+            f"activations have room for {ndim}. Pass {wanted}."
+        )
+    return array.reshape((1,) * (ndim - array.ndim) + array.shape)

@@ -1,0 +1,100 @@
+"""A norm, then an MLP: Transformer Engine's `LayerNormMLP`."""
+
+from collections.abc import Callable
+from typing import Unpack
+
+import jax
+from flax import nnx
+
+from jax_ub.flax import activation as activations
+from jax_ub.flax.layer_norm_linear import make_norm, normalize
+from jax_ub.flax.linear import (
+    Linear,
+    LinearOptions,
+    call_together,
+    overlap_name,
+)
+
+
+class LayerNormMLP(nnx.Module):
+    """Two linear layers of normalized inputs, first column, then row parallel.
+
+    The tokens are gathered once, by the GEMM of fc1, and of the gate where there is
+    one; the GEMM of fc2 sums and scatters them. In `initialize_ub` the two calls have
+    the names "fc1" and "fc2".
+
+    Transformer Engine: `te.LayerNormMLP`.
+
+    Attributes:
+        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, on whole features.
+        fc1: column parallel `Linear`, `[hidden_size, ffn_hidden_size]`.
+        gate: of the same shape, for activations of a gate; otherwise None.
+        fc2: row parallel `Linear`, `[ffn_hidden_size, hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str | Callable[[jax.Array], jax.Array] = "gelu",
+        normalization: str = "LayerNorm",
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        """Creates the parameters.
+
+        Args:
+            hidden_size: the number of features between layers.
+            ffn_hidden_size: the global number of features between fc1 and fc2.
+            activation: "gelu", "qgelu", "relu", "srelu" or "silu"; "geglu", "qgeglu",
+                "reglu", "sreglu" or "swiglu", `function(x @ gate) * (x @ fc1)`; or a
+                function of each element.
+            normalization: "LayerNorm" or "RMSNorm".
+            epsilon: added to the variance, or the mean square, before its root.
+            rngs: the random keys.
+            **options: further arguments of `Linear`.
+
+        Raises:
+            UnknownNameError: if there is no such activation, norm, method or axis.
+            ShapeContractError: if `ffn_hidden_size` does not divide into the ranks.
+        """
+        op = "LayerNormMLP"
+        self.activation, is_gated = activations.resolve(op, activation)
+        self.norm = make_norm(
+            op, normalization, hidden_size, epsilon=epsilon, rngs=rngs, options=options
+        )
+
+        def column():
+            name = overlap_name("fc1", options)
+            sizes = hidden_size, ffn_hidden_size
+            return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
+
+        self.gate: Linear | None = column() if is_gated else nnx.data(None)
+        self.fc1 = column()
+        self.fc2 = Linear(
+            ffn_hidden_size,
+            hidden_size,
+            parallel="row",
+            ub_name=overlap_name("fc2", options),
+            rngs=rngs,
+            **options,
+        )
+
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Maps `[..., tokens, hidden_size]` to the same shape.
+
+        Args:
+            inputs: the activations.
+            residual: what fc2 adds to its result inside its call, such as the inputs.
+        """
+        normalized = normalize("LayerNormMLP", self.norm, inputs)
+        if self.gate is None:
+            hidden = self.activation(self.fc1(normalized))
+        else:
+            gate, up = call_together((self.gate, self.fc1), normalized)
+            hidden = self.activation(gate) * up
+        return self.fc2(hidden, residual=residual)

@@ -1,0 +1,159 @@
+"""`flax.linen.Dense` and `DenseGeneral`, tensor parallel."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.flax.linen.tensor_parallel import TensorParallel
+from jax_ub.flax.together import multiply_together, sizes_of
+from jax_ub.retrofit.placement import Placement
+
+
+class Linear(TensorParallel):
+    """A linear layer over the last dimension, in the layout of `parallel`.
+
+    It has the parameters of `flax.linen.Dense`, with the same names, global shapes and
+    initial values, so that checkpoints swap; and with several in or out dimensions
+    those of `flax.linen.DenseGeneral` over the last ones, of which the first is
+    sharded: attention heads, of `[heads, head_dim]`. On global arrays it lays them out
+    on the mesh by itself; inside the caller's `jax.shard_map` it works on shards.
+    Parameters carry no layout of their own: `kernel_init=nn.with_partitioning(...)`
+    adds one.
+
+    Attributes:
+        features: the global number of output features, or sizes of several dimensions.
+        axis: the dimensions of the inputs that are contracted, which are the last ones.
+        parallel: "column", "row" or None.
+        ub_name: the layer's name: in errors, and in `initialize_ub`.
+    """
+
+    features: int | Sequence[int]
+    _: dataclasses.KW_ONLY
+    axis: int | Sequence[int] = -1
+    parallel: str | None = None
+    ub_name: str | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where the arrays of the layer lie."""
+        return Placement(
+            self.parallel,
+            self.axis_name,
+            self.mesh,
+            self.data_axes,
+            self.sequence_parallel,
+            self.method,
+            self.ub_name,
+        )
+
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Maps `[..., tokens, *in]` to `[..., tokens, *features]`.
+
+        Args:
+            inputs: the activations.
+            residual: what is added to the result, of its shape and place; a row layer
+                does that inside the call, and rounds once.
+
+        Raises:
+            UnsupportedOverlapError: if `axis` is not that of the last dimensions.
+        """
+        adds = self.placement.parallel == "row"
+        (y,) = call_together((self,), inputs, residual if adds else None)
+        return y if residual is None or adds else y + residual
+
+    @nn.compact
+    def parameters(
+        self, in_sizes: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Creates or finds kernel, bias and main_grad for inputs of `[..., *in]`."""
+        placement, out_sizes = self.placement, sizes_of(self.features)
+        if placement.is_local() and placement.parallel == "column":
+            mesh = jax.sharding.get_abstract_mesh()
+            placement.check_features((in_sizes[0], out_sizes[0]), mesh)
+            out_sizes = (out_sizes[0] // placement.axis_size(mesh), *out_sizes[1:])
+        shape = (*in_sizes, *out_sizes)
+        kernel_init = _of_matrix(self.kernel_init, len(in_sizes))
+        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
+        bias = main_grad = None
+        if self.use_bias:
+            bias_init = _of_matrix(self.bias_init, 0)
+            bias = self.param("bias", bias_init, out_sizes, self.param_dtype)
+        if self.main_grad:
+            main_grad = self.variable(
+                OVERWRITE_WITH_GRADIENT, "main_grad", jnp.zeros, shape, jnp.float32
+            ).value
+        return kernel, bias, main_grad
+
+    @nn.nowrap
+    def num_in(self, ndim: int) -> int:
+        """How many of the inputs' dimensions are contracted.
+
+        Raises:
+            UnsupportedOverlapError: if they are not the last ones.
+        """
+        axes = sorted(axis if axis < 0 else axis - ndim for axis in sizes_of(self.axis))
+        if axes != list(range(-len(axes), 0)):
+            raise UnsupportedOverlapError(
+                f"{self.placement.op}: axis = {self.axis} of inputs of {ndim} "
+                "dimensions, but the last ones are contracted. Use axis = "
+                f"{tuple(range(-len(axes), 0))}, and jnp.moveaxis before it."
+            )
+        return len(axes)
+
+
+def call_together(
+    layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Calls layers of one kind on the same inputs, which are gathered once for all.
+
+    Args:
+        layers: the layers; they differ in their out dimensions and parameters only.
+        inputs: `[..., tokens, *in]`.
+        residual: `[..., tokens, *out]` or None, for one row layer.
+    """
+    first = layers[0]
+    num_in = first.num_in(inputs.ndim)
+    lead, in_sizes = inputs.shape[:-num_in], inputs.shape[-num_in:]
+    parameters = [layer.parameters(in_sizes) for layer in layers]
+    main_grads = [main_grad for *_, main_grad in parameters if main_grad is not None]
+    promoted = [
+        first.promote_dtype(inputs, kernel, bias, dtype=first.dtype)
+        for kernel, bias, _ in parameters
+    ]
+    inputs = promoted[0][0]
+    kernels = [kernel for _, kernel, _ in promoted]
+    biases = [bias for *_, bias in promoted if bias is not None]
+    if first.is_initializing():
+        # Inputs of init are often dummies, of any number of tokens and no layout.
+        dtype = inputs.dtype if residual is None else jnp.result_type(inputs, residual)
+        sizes = (kernel.shape[num_in:] for kernel in kernels)
+        return tuple(jnp.zeros((*lead, *each), dtype) for each in sizes)
+    return multiply_together(
+        first.placement,
+        inputs,
+        kernels,
+        biases,
+        main_grads,
+        num_in=num_in,
+        residual=residual,
+    )
+
+
+def _of_matrix(init: Callable, num_in: int) -> Callable:
+    """An initializer whose values depend on the number of inputs and outputs alone."""
+
+    def initialize(key, shape, dtype):
+        ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
+        values = init(key, (ins, outs) if num_in else (outs,), dtype)
+        # Metadata around the values stays there.
+        return jax.tree.map(lambda values: values.reshape(shape), values)
+
+    return initialize

@@ -1,0 +1,149 @@
+"""`flax.linen.MultiHeadDotProductAttention`, tensor parallel."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from flax import linen as nn
+
+from jax_ub.flax.core_attention import CoreAttention
+from jax_ub.flax.heads import check_sizes, project
+from jax_ub.flax.linear import overlap_name
+from jax_ub.flax.linen.linear import Linear, call_together
+from jax_ub.flax.linen.tensor_parallel import TensorParallel
+
+
+class MultiHeadAttention(TensorParallel):
+    """Multi-head attention whose heads are spread over the ranks.
+
+    It has the parameters of `flax.linen.MultiHeadDotProductAttention`, with the same
+    names, global shapes and initial values, so that checkpoints swap. The tokens are
+    gathered once, by one call that multiplies queries, keys and values; the GEMM of the
+    output sums and scatters them. In `initialize_ub` the two calls have the names
+    "qkv" and "proj".
+
+    Its submodules are `query`, `key` and `value`, column parallel `Linear`s
+    `[in, heads, head_dim]`; `query_ln` and `key_ln`, `nn.LayerNorm` over `head_dim`,
+    with `normalize_qk`; and `out`, row parallel, `[heads, head_dim, out_features]`.
+
+    Transformer Engine: `te.MultiheadAttention`.
+
+    Attributes:
+        num_heads: the global number of heads of the queries.
+        qkv_features: `num_heads * head_dim`; None is the inputs' number of features.
+        out_features: the number of features of the result; None is the inputs'.
+        num_kv_heads: the global number of heads of keys and values, a divisor of
+            `num_heads` (grouped queries); None is `num_heads`.
+        is_causal: whether a token attends to none behind it.
+        rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
+            None for none.
+        normalize_qk: whether queries and keys are normalized.
+        attention_fn: what attends; see `CoreAttention`.
+        dropout_rate: the share of attention weights that is dropped, by keys of the
+            stream "dropout".
+        broadcast_dropout: whether all sequences and heads drop the same weights.
+        deterministic: whether nothing is dropped; None leaves it to the call.
+    """
+
+    num_heads: int
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    _: dataclasses.KW_ONLY
+    is_causal: bool = False
+    rotary_base: float | None = None
+    normalize_qk: bool = False
+    attention_fn: Callable[..., jax.Array] | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = True
+    deterministic: bool | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Maps `[..., tokens, in]` to `[..., tokens, out_features]`.
+
+        Args:
+            inputs_q: the inputs of the queries.
+            inputs_k: those of the keys; None takes `inputs_q`.
+            inputs_v: those of the values; None takes `inputs_k`.
+            mask: `[..., heads or 1, tokens, tokens of inputs_k]`, True where a query
+                attends to a key.
+            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
+                counts them.
+            residual: what is added to the result inside its call.
+            deterministic: whether nothing is dropped, where the module does not say it.
+
+        Raises:
+            ShapeContractError: if heads do not divide into the ranks, or features or
+                query heads not into heads.
+            UnsupportedOverlapError: for rotary embeddings of two different inputs.
+            UnknownNameError: if there is no such method or axis.
+        """
+        in_features = inputs_q.shape[-1]
+        qkv_features = self.qkv_features or in_features
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
+        check_sizes(num_heads, num_kv_heads, qkv_features, self.rotary_base)
+        options = self.linear_options()
+        out = Linear(
+            self.out_features or in_features,
+            axis=(-2, -1),
+            parallel="row",
+            ub_name=overlap_name("proj", options),
+            name="out",
+            **options,
+        )
+        core = CoreAttention(
+            out.placement,
+            self.attention_fn,
+            self.is_causal,
+            self.rotary_base,
+            self.dropout_rate,
+            self.broadcast_dropout,
+        )
+        core.check_heads(num_heads, num_kv_heads, inputs_q)
+
+        def column(name, heads):
+            return Linear(
+                (heads, qkv_features // num_heads),
+                parallel="column",
+                ub_name=overlap_name("qkv", options),
+                name=name,
+                **options,
+            )
+
+        layers = (
+            column("query", num_heads),
+            column("key", num_kv_heads),
+            column("value", num_kv_heads),
+        )
+        inputs = (inputs_q, inputs_k, inputs_v)
+        q, k, v = project(call_together, layers, inputs, self.rotary_base)
+        if self.normalize_qk:
+            q, k = self._make_norm("query_ln")(q), self._make_norm("key_ln")(k)
+        if self.is_initializing():  # dummies, as everywhere
+            return out(q, residual=residual)
+        key = self._dropout_key(deterministic)
+        y = core(q, k, v, mask=mask, positions=positions, dropout_key=key)
+        return out(y, residual=residual)
+
+    @nn.nowrap
+    def _dropout_key(self, deterministic):
+        if self.dropout_rate == 0:
+            return None
+        keeps = nn.merge_param("deterministic", self.deterministic, deterministic)
+        return None if keeps else self.make_rng("dropout")
+
+    @nn.nowrap
+    def _make_norm(self, name):
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        return nn.LayerNorm(use_bias=False, name=name, **dtypes)

@@ -1,0 +1,58 @@
+"""What all modules here have in common."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import initializers
+from flax.linen.dtypes import promote_dtype
+
+from jax_ub.flax.linear import LinearOptions
+
+
+class TensorParallel(nn.Module, kw_only=True):
+    """A module that is, or is made of, linear layers over the ranks of a mesh axis.
+
+    All arguments that follow are given by name.
+
+    Attributes:
+        use_bias: whether a bias is added.
+        dtype: dtype of the computation; None infers it from inputs and parameters.
+        param_dtype: dtype of the parameters.
+        precision: taken for Flax's sake: sums are made in f32 anyway.
+        kernel_init: initializer of the kernels, of shape `[in, out]` where they have
+            several dimensions.
+        bias_init: initializer of the biases `[out]`.
+        promote_dtype: brings inputs, kernel and bias to one dtype.
+        axis_name: the tensor-parallel mesh axis.
+        mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
+        data_axes: the mesh axes that shard the leading axis of the inputs. None takes
+            all axes but `axis_name`, where their product divides it.
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers;
+            otherwise a column layer gathers nothing and a row layer all-reduces.
+        method: how the layers run; None is `JAX_UB_METHOD`, or "auto".
+        main_grad: whether a kernel's gradient is accumulated into the f32 variable
+            `main_grad` of the collection "_overwrite_with_gradient", whose cotangent is
+            its new value; that of the kernel is zero.
+    """
+
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = initializers.lecun_normal()
+    bias_init: Any = initializers.zeros_init()
+    promote_dtype: Any = promote_dtype
+    axis_name: str = "tp"
+    mesh: jax.sharding.Mesh | None = None
+    data_axes: tuple[str, ...] | None = None
+    sequence_parallel: bool = True
+    method: str | None = None
+    main_grad: bool = False
+
+    @nn.nowrap
+    def linear_options(self) -> LinearOptions:
+        """The arguments above, for the linear layers of this module."""
+        names = LinearOptions.__annotations__
+        return cast(LinearOptions, {name: getattr(self, name) for name in names})

@@ -1,0 +1,49 @@
+"""Norms before linear layers, by the names that Transformer Engine gives them."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import jax
+
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
+from jax_ub.retrofit.placement import resolve_kind
+
+Norm = TypeVar("Norm")
+
+
+def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
+    """Finds a norm.
+
+    Raises:
+        UnknownNameError: if there is none of that name.
+    """
+    if normalization not in norms:
+        raise UnknownNameError(
+            f"{op}: normalization = {normalization!r} is not known. "
+            f"{nearest(str(normalization), norms)}"
+        )
+    return norms[normalization]
+
+
+def check_parallel(op: str, parallel: str | None) -> None:
+    """Refuses a linear layer whose inputs no norm before it could have whole."""
+    if parallel is not None and resolve_kind(op, parallel) == "row":
+        raise UnsupportedOverlapError(
+            f'{op}: parallel = "row" shards the features, which a norm needs whole. '
+            'Use parallel="column", or a norm of its own before the layers that shard '
+            "them."
+        )
+
+
+def check_features(op: str, num: int, inputs: jax.Array) -> None:
+    """Refuses inputs that have another number of features than the norm."""
+    if inputs.shape[-1:] != (num,):
+        raise ShapeContractError(
+            f"{op}: inputs have shape {inputs.shape}, but the norm is for {num} "
+            f"features. Pass [..., tokens, {num}]: all features of a token."
+        )

@@ -1,0 +1,29 @@
+"""Rotary position embeddings."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Turns pairs of features by angles that grow with the token's position.
+
+    Feature i is paired with feature i + D/2, and turned by `position * base**(-2i/D)`,
+    as in GPT-NeoX and Llama.
+
+    Args:
+        x: queries or keys, `[..., tokens, heads, D]`.
+        positions: `[..., tokens]`, or `[tokens]` for all sequences.
+        base: the slowest pair turns by about one radian in so many tokens.
+
+    Returns:
+        x's shape and dtype; computed in f32.
+
+    Source: RoFormer, https://arxiv.org/abs/2104.09864.
+    """
+    half = x.shape[-1] // 2
+    speeds = base ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None, None] * speeds
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,116 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_models import linen_specs, mesh_of
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal
+
+from jax_ub.flax import linen
+
+X = (4, 8, 16)
+DROPS = {"hidden": {"hidden_dropout": 0.5}, "attention": {"attention_dropout": 0.5}}
+
+
+def same_everywhere(layer):
+    """Parameters and tokens with which all tokens and heads have equal results."""
+    variables = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
+    variables = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), variables)
+    return variables, jnp.broadcast_to(normal(0, (16,)), X)
+
+
+def run(layer, variables, x, key, **options):
+    rngs = {"dropout": jax.random.key(key)}
+    return layer.apply(variables, x, rngs=rngs, **options)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
+def test_dropout_is_that_of_the_key_and_off_where_it_is_said(options, types):
+    layer = linen.TransformerLayer(16, 32, 4, **options)
+    plain = linen.TransformerLayer(16, 32, 4)
+    x = normal(0, X)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        variables = layer.init(jax.random.key(0), x, deterministic=False)
+        apply = jax.jit(run, static_argnums=(0,), static_argnames="deterministic")
+        y, again, other = (
+            apply(layer, variables, x, key, deterministic=False) for key in (1, 1, 2)
+        )
+        kept = apply(layer, variables, x, 1, deterministic=True)
+        # The module may say it instead of the call.
+        eager = dataclasses.replace(layer, deterministic=True)
+        assert_equal(apply(eager, variables, x, 1), kept)
+        assert_equal(jax.jit(plain.apply)(variables, x), kept)
+    assert_equal(y, again)
+    assert not np.allclose(y, other)
+    assert not np.allclose(y, kept)
+
+
+def test_dropout_needs_to_know_whether_it_is_on():
+    layer = linen.MultiHeadAttention(4, dropout_rate=0.5, num_kv_heads=2)
+    with jax.set_mesh(mesh_of(1, 2)):
+        variables = layer.init(jax.random.key(0), jnp.ones(X))
+        with pytest.raises(ValueError, match='"deterministic" must be passed'):
+            run(layer, variables, jnp.ones(X), 0)
+
+
+@pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
+@pytest.mark.parametrize(
+    "axes", [{"dp", "tp"}, {"dp"}], ids=["all axes", "data axes only"]
+)
+def test_ranks_of_a_shard_map_drop_elements_of_their_own(options, axes):
+    layer = linen.TransformerLayer(16, 32, 4, is_causal=False, **options)
+    variables, x = same_everywhere(layer)
+    specs = linen_specs(variables) if "tp" in axes else P()
+    tokens = P("dp", "tp") if "tp" in axes else P("dp")
+    with jax.set_mesh(mesh_of(2, 2)):
+        y = jax.jit(
+            jax.shard_map(
+                lambda variables, x: run(layer, variables, x, 0, deterministic=False),
+                in_specs=(specs, tokens),
+                out_specs=tokens,
+                axis_names=axes,
+            )
+        )(variables, x)
+    first, second = y[:2], y[2:]
+    assert not np.allclose(first, second)
+    if "hidden_dropout" in options:
+        assert not np.allclose(y[:, :4], y[:, 4:])
+
+
+def test_heads_of_other_ranks_drop_other_weights():
+    seen = []
+
+    def attention_fn(q, k, v, *, dropout_rng, **options):
+        jax.debug.callback(lambda key: seen.append(bytes(np.asarray(key))), dropout_rng)
+        return q
+
+    layer = linen.MultiHeadAttention(
+        4, attention_fn=attention_fn, dropout_rate=0.5, deterministic=False
+    )
+    with jax.set_mesh(mesh_of(2, 2)):
+        variables = layer.init(jax.random.key(0), jnp.ones(X))
+        rngs = {"dropout": jax.random.PRNGKey(0)}
+        jax.jit(layer.apply)(variables, jnp.ones(X), rngs=rngs)
+        jax.effects_barrier()
+    assert len(set(seen)) == 4
+
+
+def test_without_sequence_parallelism_ranks_drop_the_same():
+    layer = linen.TransformerLayer(
+        16, 32, 4, hidden_dropout=0.5, sequence_parallel=False
+    )
+    variables = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
+    specs = linen_specs(variables)
+    # Were they to drop other elements, shard_map would refuse the result's layout.
+    with jax.set_mesh(mesh_of(2, 2)):
+        y = jax.jit(
+            jax.shard_map(
+                lambda variables, x: run(layer, variables, x, 0, deterministic=False),
+                in_specs=(specs, P("dp")),
+                out_specs=P("dp"),
+            )
+        )(variables, normal(0, X))
+    assert y.shape == X

@@ -1,0 +1,242 @@
+"""Modules of several linear layers, and what they are in Flax's own words."""
+
+import dataclasses
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.traverse_util import flatten_dict
+from flax_models import assert_trees_close, away_from_initial, linen_specs, mesh_of
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal
+from programs import calls, collectives, compiled_text
+
+import jax_ub as ub
+from jax_ub.flax import linen
+
+X = (4, 8, 16)
+
+
+class NormedLinear(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32, name="linear")(nn.RMSNorm(name="norm")(x))
+
+
+class NormedMLP(nn.Module):
+    gated: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm(name="norm")(x)
+        up = nn.Dense(32, name="fc1")(y)
+        if self.gated:
+            up = nn.silu(nn.Dense(32, name="gate")(y)) * up
+        return nn.Dense(16, name="fc2")(up if self.gated else nn.gelu(up))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        causal = jnp.tri(x.shape[-2], dtype=bool)
+        y = nn.LayerNorm(name="attention_norm")(x)
+        attention = nn.MultiHeadDotProductAttention(
+            4, normalize_qk=True, name="attention"
+        )
+        x = x + attention(y, mask=causal)
+        return x + NormedMLP(name="mlp")(x)
+
+
+# Ours and Flax's, that take the same parameters.
+PAIRS = {
+    "linear": (linen.Linear((4, 8), parallel="column"), nn.DenseGeneral((4, 8))),
+    "norm and linear": (
+        linen.LayerNormLinear(32, normalization="RMSNorm", parallel="column"),
+        NormedLinear(),
+    ),
+    "norm and MLP": (linen.LayerNormMLP(16, 32), NormedMLP()),
+    "norm and gated MLP": (
+        linen.LayerNormMLP(16, 32, activation="swiglu"),
+        NormedMLP(gated=True),
+    ),
+    "attention": (
+        linen.MultiHeadAttention(4, 32, 24, use_bias=False),
+        nn.MultiHeadDotProductAttention(
+            4, qkv_features=32, out_features=24, use_bias=False
+        ),
+    ),
+    "layer": (linen.TransformerLayer(16, 32, 4, normalize_qk=True), Layer()),
+}
+OURS_AND_FLAX = [pytest.param(*pair, id=name) for name, pair in PAIRS.items()]
+
+
+def loss(module):
+    return lambda variables, x: jnp.sum(jnp.sin(module.apply(variables, x)))
+
+
+@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
+def test_parameters_are_those_of_flax(ours, flax):
+    # A dummy of one token, as linen models are initialized with.
+    x = jnp.ones((1, 1, 16))
+    with jax.set_mesh(mesh_of(2, 2, "explicit")):
+        assert_equal(ours.init(jax.random.key(3), x), flax.init(jax.random.key(3), x))
+    y, variables = ours.init_with_output(jax.random.key(3), x)
+    expected_y, expected = flax.init_with_output(jax.random.key(3), x)
+    assert (y.shape, y.dtype) == (expected_y.shape, expected_y.dtype)
+    assert jax.tree.structure(variables) == jax.tree.structure(expected)
+    assert_equal(variables, expected)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
+def test_values_and_gradients_are_those_of_flax(ours, flax, types):
+    x = normal(0, X)
+    variables = away_from_initial(flax.init(jax.random.key(0), x))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        differentiate = jax.jit(jax.value_and_grad(loss(ours), argnums=(0, 1)))
+        value, gradients = differentiate(variables, x)
+    expected = jax.value_and_grad(loss(flax), argnums=(0, 1))(variables, x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(gradients, expected[1], rtol=1e-4)
+
+
+def test_a_transformer_layer_is_four_calls_and_nothing_else():
+    layer = linen.TransformerLayer(16, 32, 4, activation="swiglu", rotary_base=100.0)
+    variables = layer.init(jax.random.key(0), jnp.ones(X))
+    with jax.set_mesh(mesh_of(2, 2)):
+        x = jax.device_put(normal(0, X), P("dp", "tp"))
+        specs = jax.tree.map(lambda _: P(), variables)
+        variables = jax.device_put(variables, specs)
+        text = compiled_text(jax.jit(layer.apply), variables, x)
+    assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+    assert not collectives(text)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_calls_run_as_initialize_ub_configured_their_names(sequence_parallel):
+    mesh = mesh_of(1, 4)
+    pipeline = {"method": "pipeline", "num_splits": 2}
+    ub_cfgs = {"proj_fprop": pipeline}
+    ub.initialize_ub((64, 16), 4, dtype=jnp.float32, ub_cfgs=ub_cfgs, mesh=mesh)
+    layer = linen.TransformerLayer(
+        16, 32, 4, mesh=mesh, sequence_parallel=sequence_parallel
+    )
+    x = jnp.ones((2, 32, 16))
+    variables = layer.init(jax.random.key(0), x)
+    text = jax.jit(layer.apply).lower(variables, x).as_text()
+    splits = re.findall(r"matmul_reduce_scatter\(.*num_splits = (\d)", text)
+    # proj, and fc2 by default; all-reduces have no names.
+    assert splits == (["2", "4"] if sequence_parallel else [])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_inside_shard_map_a_layer_has_its_ranks_heads_and_features(sequence_parallel):
+    x, flax = normal(0, X), Layer()
+    ours = linen.TransformerLayer(
+        16, 32, 4, normalize_qk=True, sequence_parallel=sequence_parallel
+    )
+    variables = away_from_initial(flax.init(jax.random.key(0), x))
+    tokens = P("dp", "tp" if sequence_parallel else None)
+    run = jax.shard_map(
+        ours.apply,
+        mesh=mesh_of(2, 2),
+        in_specs=(linen_specs(variables), tokens),
+        out_specs=tokens,
+    )
+    differentiate = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(run(*args)))))
+    assert_trees_close(jax.jit(run)(variables, x), flax.apply(variables, x))
+    expected = jax.grad(loss(flax))(variables, x)
+    assert_trees_close(differentiate(variables, x), expected, rtol=1e-4)
+
+
+def test_inside_shard_map_parameters_are_created_as_shards():
+    layer = linen.TransformerLayer(16, 32, 4, main_grad=True)
+    x = normal(0, X)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+    create = jax.shard_map(
+        lambda x: layer.init(jax.random.key(0), x),
+        mesh=mesh_of(2, 2),
+        in_specs=P("dp", "tp"),
+        out_specs=linen_specs(shapes),
+        check_vma=False,
+    )
+    assert_equal_shapes(jax.eval_shape(create, x), shapes)
+
+
+def assert_equal_shapes(actual, expected):
+    assert jax.tree.map(jnp.shape, actual) == jax.tree.map(jnp.shape, expected)
+
+
+def test_other_inputs_are_attended_to():
+    x, memory, values = (normal(i, (4, 4 + 4 * i, 16)) for i in (0, 1, 1))
+    values = values + 1
+    ours, flax = linen.MultiHeadAttention(4), nn.MultiHeadDotProductAttention(4)
+    mask = jnp.asarray(normal(2, (4, 1, 4, 8)) > 0) | (jnp.arange(8) == 0)
+    variables = away_from_initial(flax.init(jax.random.key(0), x))
+    for inputs, gathers in (((x, memory), 2), ((x, memory, values), 3)):
+        with jax.set_mesh(mesh_of(1, 2)):
+            run = jax.jit(functools.partial(ours.apply, mask=mask))
+            y, text = run(variables, *inputs), compiled_text(run, variables, *inputs)
+        assert calls(text)["all_gather_matmul"] == gathers
+        assert_trees_close(y, flax.apply(variables, *inputs, mask=mask))
+
+
+def test_a_kernel_of_heads_may_carry_its_layout_as_linen_has_it():
+    names = (None, "tp", None)
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
+    layer = linen.Linear((4, 8), parallel="column", kernel_init=init)
+    with jax.set_mesh(mesh_of(2, 2)):
+        variables = layer.init(jax.random.key(0), jnp.ones(X))
+    assert nn.get_partition_spec(variables)["params"]["kernel"] == P(*names)
+    expected = nn.DenseGeneral((4, 8)).init(jax.random.key(0), jnp.ones(X))
+    assert_equal(nn.unbox(variables), expected)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_stacked_layers_are_scanned_and_recomputed(types):
+    def stack(kind, *args):
+        class Stack(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                scanned = nn.scan(
+                    lambda layer, x, _: (layer(x), None),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    length=2,
+                )
+                return scanned(nn.remat(kind)(*args, name="layer"), x, None)[0]
+
+        return Stack()
+
+    x = normal(0, X)
+    ours, flax = stack(linen.LayerNormMLP, 16, 32), stack(NormedMLP)
+    variables = flax.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        gradients = jax.jit(jax.grad(loss(ours)))(
+            variables, jax.device_put(x, P("dp", "tp"))
+        )
+    assert_trees_close(gradients, jax.grad(loss(flax))(variables, x), rtol=1e-4)
+
+
+def test_every_kernel_has_an_accumulator():
+    x = normal(0, X)
+    ours = linen.TransformerLayer(16, 32, 4, main_grad=True, activation="swiglu")
+    plain = dataclasses.replace(ours, main_grad=False)
+    with jax.set_mesh(mesh_of(2, 2)):
+        variables = ours.init(jax.random.key(0), x)
+        params, main_grads = variables["params"], variables[OVERWRITE_WITH_GRADIENT]
+        ones = jax.tree.map(jnp.ones_like, main_grads)
+        given = {"params": params, OVERWRITE_WITH_GRADIENT: ones}
+        gradients = jax.jit(jax.grad(loss(ours)))(given, x)
+        expected = jax.jit(jax.grad(loss(plain)))({"params": params}, x)["params"]
+    found = flatten_dict(gradients[OVERWRITE_WITH_GRADIENT])
+    assert len(found) == 7
+    expected, zeros = flatten_dict(expected), flatten_dict(gradients["params"])
+    for path, main_grad in found.items():
+        kernel = (*path[:-1], "kernel")
+        assert_trees_close(main_grad, expected[kernel] + 1, rtol=1e-4)
+        assert not zeros[kernel].any()

@@ -1,0 +1,107 @@
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax_models import mesh_of
+from operands import assert_equal
+
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+)
+from jax_ub.flax import linen
+
+X = (4, 8, 16)
+NORM = "normalization = 'RMSNrm' is not known. Did you mean 'RMSNorm'?"
+REFUSED = {
+    "row": (
+        linen.LayerNormLinear(32, parallel="rs"),
+        UnsupportedOverlapError,
+        'LayerNormLinear: parallel = "row" shards the features, which a norm needs '
+        'whole. Use parallel="column", or a norm of its own before',
+    ),
+    "norm": (
+        linen.LayerNormLinear(32, normalization="RMSNrm"),
+        UnknownNameError,
+        f"LayerNormLinear: {NORM}",
+    ),
+    "norm of a layer": (
+        linen.TransformerLayer(16, 32, 4, normalization="RMSNrm"),
+        UnknownNameError,
+        f"TransformerLayer: {NORM}",
+    ),
+    "activation": (
+        linen.LayerNormMLP(16, 32, activation="swigul"),
+        UnknownNameError,
+        "LayerNormMLP: activation = 'swigul' is not known. Did you mean 'swiglu'?",
+    ),
+    "groups": (
+        linen.MultiHeadAttention(4, num_kv_heads=3),
+        ShapeContractError,
+        "MultiHeadAttention: num_heads = 4 is no multiple of num_kv_heads = 3.",
+    ),
+    "features of heads": (
+        linen.MultiHeadAttention(4, 18),
+        ShapeContractError,
+        "qkv_features = 18 is no multiple of num_heads = 4. Give qkv_features = 20.",
+    ),
+    "odd heads": (
+        linen.TransformerLayer(16, 32, 4, kv_channels=3, rotary_base=10.0),
+        ShapeContractError,
+        "rotary embeddings take features in pairs. Give qkv_features = 16.",
+    ),
+    "heads of ranks": (
+        linen.MultiHeadAttention(4, num_kv_heads=1),
+        ShapeContractError,
+        "num_kv_heads = 1 does not divide into the 2 ranks of mesh axis 'tp', which "
+        "have whole heads. Use 2",
+    ),
+    "features": (
+        linen.LayerNormMLP(32, 32),
+        ShapeContractError,
+        "LayerNormMLP: inputs have shape (4, 8, 16), but the norm is for 32 features.",
+    ),
+    "axes": (
+        linen.Linear(4, axis=(0, 2)),
+        UnsupportedOverlapError,
+        "linear(parallel=None): axis = (0, 2) of inputs of 3 dimensions, but the last "
+        "ones are contracted. Use axis = (-2, -1), and jnp.moveaxis before it.",
+    ),
+    "method": (
+        linen.TransformerLayer(16, 32, 4, method="dircet"),
+        UnknownNameError,
+        "method = 'dircet' is not a method. Did you mean 'direct'?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_a_module_that_cannot_be_is_refused(module, error, text):
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        pytest.raises(error, match=re.escape(text)),
+    ):
+        module.init(jax.random.key(0), jnp.ones(X))
+
+
+def test_rotary_embeddings_of_other_inputs_are_refused():
+    layer = linen.MultiHeadAttention(4, rotary_base=10.0)
+    with pytest.raises(
+        UnsupportedOverlapError, match="rotary_base with inputs_k that are not inputs_q"
+    ):
+        layer.init(jax.random.key(0), jnp.ones(X), jnp.ones((4, 3, 16)))
+
+
+def test_a_first_dimension_that_does_not_divide_is_refused_where_others_would():
+    layer = linen.Linear((6, 8), parallel="column")
+    variables = layer.init(jax.random.key(0), jnp.ones(X))
+    expected = nn.DenseGeneral((6, 8)).init(jax.random.key(0), jnp.ones(X))
+    assert_equal(variables, expected)
+    with (
+        jax.set_mesh(mesh_of(1, 4)),
+        pytest.raises(ShapeContractError, match=r"6 out features.*4 ranks.*Use 8"),
+    ):
+        layer.apply(variables, jnp.ones(X))
