@@ -12,7 +12,6 @@ from jax_ub.bench import (
     cases,
     devices,
     goals,
-    peak,
     plot,
     process_command,
     record,
@@ -225,7 +224,6 @@ def document(
         "options": dataclasses.asdict(chosen),
         "fastest_dots": dots.found,
         "results": [result.as_json() for result in results],
-        "peak_gflops": peak.highest(results),
         "verdicts": [goals.as_json(verdict) for verdict in _judge(about, results)],
         "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
     }
@@ -246,10 +244,9 @@ def _print_rest(results, verdicts):
     notes = dict.fromkeys(note for result in results for note in result.case.notes)
     fallbacks = dict.fromkeys(f"{f.label}: {f.reason}" for f in methods.fallbacks())
     disturbed = [r for r in results if r.elsewhere > DISTURBED]
-    peaks = peak.highest(results)
     sections = {
         "Memory beside operands and results, each device": table.memory_table(results),
-        "Goals": table.verdict_table(verdicts, peaks) if verdicts else [],
+        "Goals": table.verdict_table(verdicts) if verdicts else [],
         "Missing": list(notes),
         "Disturbed by other processes, judge with care": [
             f"{result.case.title}: {result.elsewhere:.0%} of the cores"

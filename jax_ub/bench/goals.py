@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax_ub.bench import cases, peak
+from jax_ub.bench import cases
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import geomean
 
@@ -90,14 +90,12 @@ def _speed_up(result: Result, peers: Sequence[str]) -> float:
     return min(result.speedups[p].median for p in peers if p in result.speedups)
 
 
-def _limit(result: Result, goal: Goal, peaks: Mapping[str, float]) -> float | None:
-    """The fastest peer's time over that of the operations; None without either."""
-    times, case = result.times_us, result.case
-    peers = [p for p in _PEERS.get(goal.measure, ()) if p in times]
-    if not peers or not case.flops or case.dtype not in peaks:
+def _limit(result: Result, goal: Goal) -> float | None:
+    """The speed-up of a call that takes its peak's share; None without either."""
+    peers = _PEERS.get(goal.measure, ())
+    if not peers or cases.PEAK not in result.shares:
         return None
-    peer_us = min(times[p].median for p in peers)
-    return 1e3 * peer_us * peaks[case.dtype] / case.flops
+    return _speed_up(result, peers) / result.shares[cases.PEAK].median
 
 
 def _over_plain(result: Result) -> float:
@@ -179,13 +177,12 @@ GOALS = (
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
     """Holds every group of results against every goal that is about it."""
-    peaks = peak.highest(results)
     verdicts = []
     for goal in GOALS:
         concerned = [result for result in results if goal.concerns(result)]
         for key, group in _grouped(concerned).items():
             values = [_MEASURES[goal.measure](result) for result in group]
-            limits = [_limit(result, goal, peaks) for result in group]
+            limits = [_limit(result, goal) for result in group]
             verdicts.append(_verdict(goal, key, values, limits))
     return verdicts
 

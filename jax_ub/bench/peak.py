@@ -1,11 +1,9 @@
 """The peak of a machine: what the engine's kernels reach where no memory is read."""
 
 import dataclasses
-from collections.abc import Iterable
 
 from jax_ub.bench import cases
 from jax_ub.bench.devices import Ranks
-from jax_ub.bench.results import Result
 from jax_ub.bench.timing import Contender
 from jax_ub.runtime import engine
 
@@ -36,18 +34,3 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Contender]:
     operands = [_ENGINE_NAMES[dtype], _DURATION_S]
     measure = engine.load().peak_gflops
     return [AtPeak(cases.PEAK, measure, operands, flops=flops)]
-
-
-def highest(results: Iterable[Result]) -> dict[str, float]:
-    """The highest peak of all rounds in GF/s, for each dtype that has one.
-
-    What else runs on a machine makes a measurement slower, hardly anything makes it
-    faster, and a peak that is too low would excuse what could be reached.
-    """
-    found: dict[str, float] = {}
-    for result in results:
-        if cases.PEAK in result.times_us:
-            dtype = result.case.dtype
-            gflops = result.case.flops / result.times_us[cases.PEAK].best / 1e3
-            found[dtype] = max(gflops, found.get(dtype, 0.0))
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_ub import initialize, methods
-from jax_ub.bench import goals, peak, process_cases, record, table
+from jax_ub.bench import goals, process_cases, record, table
 from jax_ub.bench.devices import AXIS
 from jax_ub.bench.job import Job
 from jax_ub.bench.process_cases import Bench, capacity
@@ -62,11 +62,11 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
     """
     documents = [_job(number, told) for number in numbers]
     results = [Result.from_json(r) for d in documents for r in d["results"]]
-    verdicts, peaks = goals.judge(results), peak.highest(results)
+    verdicts = goals.judge(results)
     lines = [documents[0]["about"], "", table.process_head()]
     lines += [table.process_line(result) for result in results]
     if verdicts:
-        lines += ["", "Goals", "", *table.verdict_table(verdicts, peaks)]
+        lines += ["", "Goals", "", *table.verdict_table(verdicts)]
     fallbacks = dict.fromkeys(text for d in documents for text in d["fallbacks"])
     if fallbacks:
         lines += ["", "NOT overlapped, run as plain jax.lax", "", *fallbacks]
@@ -77,7 +77,6 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
             **documents[0]["record"],
             "options": told,
             "results": [result for d in documents for result in d["results"]],
-            "peak_gflops": peaks,
             "verdicts": [goals.as_json(verdict) for verdict in verdicts],
             "fallbacks": list(fallbacks),
         }

@@ -1,6 +1,6 @@
 """The tables that a run prints, in Markdown, so that they can be kept as they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax_ub.bench import cases
 from jax_ub.bench.goals import Verdict
@@ -130,18 +130,9 @@ def memory_table(results: Sequence[Result]) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
-def verdict_table(verdicts: Sequence[Verdict], peaks: Mapping[str, float]) -> list[str]:
-    """Every figure beside its limit and its goal, and what the limits were drawn from.
-
-    Args:
-        verdicts: a line each.
-        peaks: GF/s, for each dtype.
-    """
-    lines = [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
-    if peaks:
-        rates = (f"{gflops:.0f} GF/s in {dtype}" for dtype, gflops in peaks.items())
-        lines += ["", f"Limits: calls at the peak, {', '.join(rates)}."]
-    return lines
+def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
+    """Every figure beside its limit and its goal."""
+    return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
 
 
 def duration(microseconds: float) -> str:

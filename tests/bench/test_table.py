@@ -1,4 +1,4 @@
-from jax_ub.bench import cases, goals, peak, table
+from jax_ub.bench import cases, goals, table
 from jax_ub.bench.cases import Case, Memory
 from jax_ub.bench.results import evaluate
 from jax_ub.bench.timing import Rounds
@@ -44,7 +44,7 @@ def test_the_table_is_markdown():
 
 
 def test_the_verdicts_say_reached_or_not():
-    lines = table.verdict_table(goals.judge([example()]), {})
+    lines = table.verdict_table(goals.judge([example()]))
     text = {cells(line)[3]: cells(line)[-1] for line in lines[1:]}
     assert text["speed-up over xla_naive"] == "reached"
     assert text["time over the plain GEMM's"] == "reached"
@@ -53,8 +53,8 @@ def test_the_verdicts_say_reached_or_not():
 def test_a_speed_up_stands_beside_its_limit():
     seconds = {cases.OWN: 16e-3, cases.BEST: 12e-3, cases.PEAK: 10e-3}
     result = example({name: [value] * 3 for name, value in seconds.items()})
-    lines = table.verdict_table(goals.judge([result]), peak.highest([result]))
-    text = {cells(line)[3]: cells(line)[4:] for line in lines[2:-2]}
+    lines = table.verdict_table(goals.judge([result]))
+    text = {cells(line)[3]: cells(line)[4:] for line in lines[1:]}
     assert text["speed-up over xla_naive"][1:] == ["1.88", "3", ">= 2.3", "NOT reached"]
     assert text["time over the plain GEMM's"][2] == ""
     over = [cells(line)[5:] for line in lines if "speed-up over xla_best" in line]
@@ -62,7 +62,6 @@ def test_a_speed_up_stands_beside_its_limit():
         ["0.75", "1.2", ">= 1.3", "beyond this machine"],
         ["0.75", "1.2", ">= 0.95", "NOT reached"],
     ]
-    assert lines[-1] == "Limits: calls at the peak, 295 GF/s in bfloat16."
     assert cells(table.result_line(result))[-1] == "0.62"
 
 
