@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,8 @@ class CoreAttention:
             q: queries, `[..., tokens, heads, head_dim]`.
             k: keys, of as many heads, or of a divisor of that.
             v: values, as the keys.
-            mask: `[..., heads or 1, tokens, tokens of k]`, True where q attends to k.
+            mask: `[..., heads, tokens, tokens of k]`, with 1 for what is the same; true
+                where q attends to k.
             positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
                 counts them.
             dropout_key: the same on every rank; None drops nothing.
@@ -87,10 +89,12 @@ class CoreAttention:
         Raises:
             ShapeContractError: if the mask or the positions do not fit.
         """
+        *lead, num_tokens, num_heads, _ = q.shape
         if mask is not None:
-            mask = _with_rank(mask, q.ndim, "mask", "[..., heads or 1, tokens, tokens]")
+            whole = (*lead, num_heads, num_tokens, k.shape[-3])
+            mask = _fitted("mask", mask, whole).astype(bool)
         if positions is not None:
-            positions = _with_rank(positions, q.ndim - 2, "positions", "[..., tokens]")
+            positions = _fitted("positions", positions, (*lead, num_tokens))
         operands = (q, k, v, mask, positions, dropout_key)
         if self.placement.is_local():
             return self.attend(varying_axes(q), *operands)
@@ -169,11 +173,13 @@ def _split(array, entries):
     return P(*(entry if size > 1 else None for size, entry in shapes))
 
 
-def _with_rank(array, ndim, name, wanted):
-    """Gives an array the missing leading axes."""
-    if array.ndim > ndim:
+def _fitted(name, array, whole):
+    """Gives an array the missing leading axes, over which it is broadcast."""
+    padded = (1,) * (len(whole) - array.ndim) + array.shape
+    sizes = itertools.zip_longest(padded, whole)
+    if any(size not in (1, full) for size, full in sizes):
         raise ShapeContractError(
-            f"attention: {name} {array.shape} has {array.ndim} axes, but the "
-            f"activations have room for {ndim}. Pass {wanted}."
+            f"attention: {name} has shape {array.shape}, which does not broadcast to "
+            f"{whole}. Pass an array of that shape, with 1 where it is the same."
         )
-    return array.reshape((1,) * (ndim - array.ndim) + array.shape)
+    return array.reshape(padded)

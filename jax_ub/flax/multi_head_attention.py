@@ -153,8 +153,8 @@ class MultiHeadAttention(nnx.Module):
             inputs_q: the inputs of the queries.
             inputs_k: those of the keys; None takes `inputs_q`.
             inputs_v: those of the values; None takes `inputs_k`.
-            mask: `[..., heads or 1, tokens, tokens of inputs_k]`, True where a query
-                attends to a key.
+            mask: `[..., heads, tokens, tokens of inputs_k]`, with 1 for what is the
+                same; true where a query attends to a key.
             positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
                 counts them.
             residual: what is added to the result inside its call.

@@ -130,8 +130,9 @@ class TransformerLayer(nnx.Module):
 
         Args:
             inputs: the activations.
-            mask: `[..., heads or 1, tokens, tokens]`, True where a token attends to
-                another; with `is_causal` those behind it are left out anyway.
+            mask: `[..., heads, tokens, tokens]`, with 1 for what is the same; true
+                where a token attends to another. With `is_causal` those behind it are
+                left out anyway.
             positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
                 counts them.
             deterministic: whether nothing is dropped; None is the module's.
