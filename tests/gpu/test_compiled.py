@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub.flax import TransformerLayer
 from jax_ub.runtime import cuda
 
 # Of XLA's device description what its compiler asks for.
@@ -258,3 +260,51 @@ def test_a_call_of_an_exported_program_is_captured_with_its_partition(mesh, tmp_
     (path,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     kinds = re.findall(r": (k\w+)", path.read_text())
     assert kinds == ["kCommandBuffer", "kPartitionId", "kCustomCall"]
+
+
+@pytest.fixture
+def on_shards():
+    """A transformer layer's state, its layouts, and its loss on one rank's shards."""
+    model = TransformerLayer(
+        K,
+        N,
+        8,
+        num_gqa_groups=4,
+        rotary_base=1e4,
+        activation="swiglu",
+        normalization="RMSNorm",
+        use_bias=False,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(0),
+    )
+    graph, state = nnx.split(model)
+
+    def loss(state, x):
+        return jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32) ** 2)
+
+    return state, nnx.get_partition_spec(state), loss
+
+
+def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, on_shards):
+    state, layouts, loss = on_shards
+    specs = (layouts, P(None, "tp"))
+    mapped = jax.shard_map(
+        jax.grad(loss, (0, 1)), mesh=mesh, in_specs=specs, out_specs=specs
+    )
+    x = jax.ShapeDtypeStruct((2, M, K), jnp.bfloat16)
+    operands = jax.tree.map(
+        lambda a, spec: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        (state, x),
+        specs,
+    )
+    text = jax.jit(mapped).lower(*operands).compile().as_text()
+    forward = ["all_gather_matmul", "matmul_reduce_scatter"]
+    row = ["all_gather_matmul", "wgrad"]
+    column = ["bulk_all_gather", "bulk_reduce_scatter"]
+    assert calls(text) == sorted(2 * (forward + row + column))
+    assert not copies(text)
+    # The gradients of the norms' scales are summed, as they lie on every rank.
+    assert not re.findall(r" (all-gather|all-to-all|reduce-scatter)[\w-]*\(", text)
