@@ -220,3 +220,20 @@ def test_an_error_in_a_layer_names_its_path():
         model = ub.overlap(sharded_block(), method="direct")
         with pytest.raises(ValueError, match=r"ub_name 'up'.*7 tokens"):
             model(jnp.ones((2, 7, 16)))
+
+
+def test_attention_decodes_one_token_at_a_time():
+    x = normal(0, (2, 3, 16))
+    flax, ours = (
+        nnx.MultiHeadAttention(4, 16, decode=True, rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    rules = {"query|key|value": "column", "out": "row"}
+    ours = ub.overlap(ours, rules, sequence_parallel=False)
+    for model in (flax, ours):
+        model.init_cache(x.shape)
+    with jax.set_mesh(mesh_of(1, 4)):
+        step = nnx.jit(lambda model, token: model(token))
+        for i in range(x.shape[1]):
+            token = x[:, i : i + 1]
+            assert_trees_close(step(ours, token), flax(token))
+    assert not ub.fallbacks()
