@@ -15,7 +15,7 @@ from jax_ub.errors import ShapeContractError
 from jax_ub.flax.dropout import own_key, varying_axes
 from jax_ub.flax.rotary import rotate
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import data_axes_of, place
+from jax_ub.retrofit.sharded_linear import data_axes_of, on_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +155,7 @@ def _on_mesh(core, mesh, *operands):
     def local(*operands):
         return core.attend(axes, *operands)
 
-    context = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        local,
-        mesh=None if mesh == context else mesh,
-        in_specs=specs,
-        out_specs=heads,
-        axis_names=set(mesh.axis_names) - set(context.manual_axes),
-    )(*map(functools.partial(place, mesh), operands, specs))
+    return on_shards(local, mesh, specs, heads, *operands)
 
 
 def _split(array, entries):

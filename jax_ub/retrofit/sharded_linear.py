@@ -162,14 +162,27 @@ def _on_mesh(placement, mesh, out_dtype, *operands):
             main_grad = jax.tree.map(on_first, main_grad)
         return _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual)
 
+    return on_shards(local, mesh, specs, y_spec, *operands)
+
+
+def on_shards(local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs, *operands):
+    """Calls `local` in a `shard_map` over every axis that is not manual yet.
+
+    Args:
+        local: what one rank computes.
+        mesh: the mesh; with manual axes it is that of the `shard_map` around the call.
+        in_specs: the layout of each operand, that of all arrays in it.
+        out_specs: the layout of the result.
+        *operands: they are moved into their layouts.
+    """
     context = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         local,
         mesh=None if mesh == context else mesh,
-        in_specs=specs,
-        out_specs=y_spec,
+        in_specs=in_specs,
+        out_specs=out_specs,
         axis_names=set(mesh.axis_names) - set(context.manual_axes),
-    )(*map(functools.partial(place, mesh), operands, specs))
+    )(*map(functools.partial(_place, mesh), operands, in_specs))
 
 
 # The functions that communicate forward, and round once to the dtype asked for.
@@ -247,7 +260,7 @@ def _activation_specs(placement, data_axes, ndim):
     return by_token, by_token
 
 
-def place(mesh: AnyMesh, operand, spec: P):
+def _place(mesh, operand, spec):
     """Moves the arrays of `operand` into `spec` where their mesh axes are explicit.
 
     `shard_map` moves its operands by itself over automatic axes, and refuses operands
