@@ -1,12 +1,11 @@
 #include "engine/peak.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gemm/cpu/isa.h"
@@ -36,13 +35,6 @@ class PeakJob : public WaitedJob {
   std::vector<double> rates_;  // [unit]
 };
 
-int NumCores() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  sched_getaffinity(0, sizeof(allowed), &allowed);
-  return std::max(1, CPU_COUNT(&allowed));
-}
-
 }  // namespace
 
 double MeasurePeak(Crew& crew, DType dtype, double duration_s) {
@@ -54,7 +46,8 @@ double MeasurePeak(Crew& crew, DType dtype, double duration_s) {
   const int num_threads = crew.num_threads();
   const auto job = std::make_shared<PeakJob>(kernels, num_threads, duration_s);
   crew.RunAndWait(job);
-  return job->MeanRate() * std::min(num_threads, NumCores());
+  const int num_cores = static_cast<int>(std::thread::hardware_concurrency());
+  return job->MeanRate() * std::clamp(num_cores, 1, num_threads);
 }
 
 }  // namespace jax_ub

@@ -182,10 +182,7 @@ class Linear(nnx.Module):
             residual: what is added to the result, of its shape and place; a row layer
                 does that inside the call, and rounds once.
         """
-        adds = self.placement.parallel == "row"
-        (y,) = call_together((self,), inputs, residual if adds else None)
-        if residual is not None and not adds:
-            y = y + residual
+        (y,) = call_together((self,), inputs, residual)
         return lay_out(y, out_sharding)
 
 
@@ -197,7 +194,7 @@ def call_together(
     Args:
         layers: the layers; they differ in their out dimensions and parameters only.
         inputs: `[..., tokens, *in_features]`.
-        residual: `[..., tokens, *out_features]` or None, for one row layer.
+        residual: `[..., tokens, *out_features]` or None, for one layer.
     """
     first = layers[0]
     promoted = []

@@ -32,10 +32,10 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
         biases: `[*out]`, one for each kernel or none at all.
         main_grads: f32 `[*in, *out]`, one for each kernel or none at all.
         num_in: how many dimensions are contracted.
-        residual: `[..., tokens, *out]` or None, added to the result of a row layer in
-            its call.
-        out_dtype: dtype of the results; None is that of the inputs, and where a
-            residual is added the wider one of both.
+        residual: `[..., tokens, *out]` or None, added to the result of one kernel, of a
+            row layer in its call, where it is rounded once.
+        out_dtype: dtype of the products; None is that of the inputs. With a residual
+            the result has the dtype that holds both.
 
     Returns:
         `[..., tokens, *out]` for each kernel.
@@ -45,14 +45,15 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
             main_grad was handed to another call already.
     """
     mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
-    if mesh is not None:
-        for kernel in kernels:
+    for kernel in kernels:
+        if mesh is not None and kernel.ndim > 2:  # their matrix may divide all the same
             placement.check_features((kernel.shape[0], kernel.shape[num_in]), mesh)
     lead = inputs.shape[: inputs.ndim - num_in]
-    if residual is not None:
+    addend = None
+    if residual is not None and placement.parallel == "row":
         out_dtype = jnp.result_type(out_dtype or inputs.dtype, residual)
         num_out = kernels[0].ndim - num_in
-        residual = residual.reshape(*residual.shape[: residual.ndim - num_out], -1)
+        addend = residual.reshape(*residual.shape[: residual.ndim - num_out], -1)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
         if main_grad.ndim > 2:  # its matrix is another array in every call
             accumulators.claim(placement.op, main_grad, kernel)
@@ -62,11 +63,14 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
         _matrices(kernels, num_in),
         tuple(bias.reshape(-1) for bias in biases) or None,
         _matrices(main_grads, num_in) or None,
-        residual=residual,
+        residual=addend,
         out_dtype=out_dtype,
     )
     each = zip(ys, kernels, strict=True)
-    return tuple(y.reshape(*y.shape[:-1], *w.shape[num_in:]) for y, w in each)
+    results = tuple(y.reshape(*y.shape[:-1], *w.shape[num_in:]) for y, w in each)
+    if residual is None or addend is not None:
+        return results
+    return tuple(y + residual for y in results)
 
 
 def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:

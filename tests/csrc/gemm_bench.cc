@@ -4,8 +4,6 @@
 // which all variants take turns; "peak" is what tiles in the first cache reach. The peers
 // (XLA, oneDNN) are in `python -m jax_ub bench`.
 
-#include <time.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <iomanip>
@@ -30,12 +28,6 @@ struct Variant {
   const KernelSet* kernels = nullptr;  // of a peak, which has no plan
   std::vector<double> gflops;
 };
-
-double ThreadCpuSeconds() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return now.tv_sec + 1e-9 * now.tv_nsec;
-}
 
 // C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed. C is
 // stored `num_replicas` times, as by an all-reduce.

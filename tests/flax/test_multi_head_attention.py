@@ -20,16 +20,16 @@ from jax_ub.retrofit.placement import Placement
 X = (4, 8, 16)
 
 
-def flax_attention(seed=0, **options):
-    return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(seed), **options)
+def flax_attention(**options):
+    return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), **options)
 
 
-def attention(seed=0, **options):
-    return MultiHeadAttention(4, 16, rngs=nnx.Rngs(seed, dropout=7), **options)
+def attention(**options):
+    return MultiHeadAttention(4, 16, rngs=nnx.Rngs(0, dropout=7), **options)
 
 
-def causal(length=8):
-    return jnp.tri(length, dtype=bool)[None, None]
+def causal():
+    return jnp.tri(8, dtype=bool)[None, None]
 
 
 def run(model, *inputs, **options):

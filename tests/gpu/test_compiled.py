@@ -263,7 +263,7 @@ def test_a_call_of_an_exported_program_is_captured_with_its_partition(mesh, tmp_
 
 
 @pytest.fixture
-def on_shards():
+def transformer():
     """A transformer layer's state, its layouts, and its loss on one rank's shards."""
     model = TransformerLayer(
         K,
@@ -286,8 +286,8 @@ def on_shards():
     return state, nnx.get_partition_spec(state), loss
 
 
-def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, on_shards):
-    state, layouts, loss = on_shards
+def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, transformer):
+    state, layouts, loss = transformer
     specs = (layouts, P(None, "tp"))
     mapped = jax.shard_map(
         jax.grad(loss, (0, 1)), mesh=mesh, in_specs=specs, out_specs=specs

@@ -18,13 +18,13 @@ constexpr int64_t kPanelsBytes = 28 << 10;
 // Between two looks at the clock, each of which takes a few percent of a tile.
 constexpr int kTilesPerLook = 16;
 
+}  // namespace
+
 double ThreadCpuSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
-
-}  // namespace
 
 double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratch) {
   const int64_t rows = kernels.tile_rows;

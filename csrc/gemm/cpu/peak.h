@@ -6,6 +6,9 @@
 
 namespace jax_ub {
 
+// How long this thread has had a core.
+double ThreadCpuSeconds();
+
 // Multiplies a panel of A with a panel of B on this thread, the same two again and again
 // for that long: nothing is packed, nothing is read from behind the first cache. Returns
 // operations per second that the thread had a core.

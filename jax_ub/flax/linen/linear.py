@@ -65,9 +65,8 @@ class Linear(TensorParallel):
         Raises:
             UnsupportedOverlapError: if `axis` is not that of the last dimensions.
         """
-        adds = self.placement.parallel == "row"
-        (y,) = call_together((self,), inputs, residual if adds else None)
-        return y if residual is None or adds else y + residual
+        (y,) = call_together((self,), inputs, residual)
+        return y
 
     @nn.compact
     def parameters(
@@ -117,7 +116,7 @@ def call_together(
     Args:
         layers: the layers; they differ in their out dimensions and parameters only.
         inputs: `[..., tokens, *in]`.
-        residual: `[..., tokens, *out]` or None, for one row layer.
+        residual: `[..., tokens, *out]` or None, for one layer.
     """
     first = layers[0]
     num_in = first.num_in(inputs.ndim)
