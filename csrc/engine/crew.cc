@@ -1,7 +1,6 @@
 #include "engine/crew.h"
 
 #include <algorithm>
-#include <optional>
 #include <thread>
 #include <utility>
 
@@ -42,6 +41,12 @@ struct Crew::Posted {
   std::exception_ptr failure;
 };
 
+struct Crew::Member {
+  Cores::Thread thread;
+  std::condition_variable wake;
+  bool is_called = false;  // guarded by Crew::mutex_
+};
+
 Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {}
 
 void Crew::set_num_threads(int num_threads) {
@@ -49,7 +54,8 @@ void Crew::set_num_threads(int num_threads) {
 }
 
 // Makes sure that somebody comes for every queued run and for every free place in a
-// job.
+// job. No more than num_threads() are on their way at a time: waking one costs more than
+// many a run, and whoever comes summons for what it leaves.
 void Crew::Summon(std::unique_lock<std::mutex>& lock) {
   int wanted = static_cast<int>(runs_.size());
   for (const auto& posted : jobs_) {
@@ -58,13 +64,29 @@ void Crew::Summon(std::unique_lock<std::mutex>& lock) {
     wanted += static_cast<int>(std::clamp<int64_t>(left, 0, std::max(places, 0)));
     if (left >= places) break;
   }
+  wanted = std::min(wanted, num_threads());
   calls_.fetch_add(1, std::memory_order_release);
-  int num_new = 0;
-  for (; num_idle_ < wanted; ++num_idle_) ++num_new;
-  const int num_asleep = std::max(wanted - num_new - num_spinning_, 0);
+  const int num_new = std::max(wanted - num_idle_, 0);
+  wanted -= num_called_ + num_new;
+  num_idle_ += num_new;
+  num_called_ += num_new;
+  Member* const spinning = wanted > 0 ? spinning_ : nullptr;
+  if (spinning) --wanted;
+  std::vector<Member*> called;
+  for (; wanted > 0 && !asleep_.empty(); --wanted) {
+    called.push_back(asleep_.back());
+    called.back()->is_called = true;
+    asleep_.pop_back();
+    ++num_called_;
+  }
+  const bool to_compute = !jobs_.empty();
   lock.unlock();
   for (int i = 0; i < num_new; ++i) std::thread([this] { Loop(); }).detach();
-  for (int i = 0; i < num_asleep; ++i) wake_.notify_one();
+  if (spinning && to_compute) cores_.KeepApart(spinning->thread);
+  for (Member* member : called) {
+    if (to_compute) cores_.KeepApart(member->thread);
+    member->wake.notify_one();
+  }
 }
 
 void Crew::Start(std::function<void()> run) {
@@ -77,16 +99,18 @@ void Crew::Help(std::shared_ptr<Job> job) {
   auto posted = std::make_shared<Posted>(std::move(job));
   std::unique_lock lock(mutex_);
   jobs_.push_back(posted);
-  const bool join = num_in_jobs_ < num_threads();
-  if (join) {
-    ++num_in_jobs_;
-    ++posted->num_workers;
+  if (num_in_jobs_ >= num_threads()) return Summon(lock);
+  ++num_in_jobs_;
+  ++posted->num_workers;
+  std::exception_ptr failure;
+  {
+    const Cores::Seat seat(cores_);  // first, so that those who come keep off its core
+    Summon(lock);
+    std::unique_ptr<Scratch> scratch = TakeScratch();
+    failure = RunUnits(*posted, *scratch);
+    GiveScratch(std::move(scratch));
   }
-  Summon(lock);
-  if (!join) return;
-  std::unique_ptr<Scratch> scratch = TakeScratch();
-  WorkOn(posted, *scratch, true);
-  GiveScratch(std::move(scratch));
+  Leave(posted, failure, true);
 }
 
 void Crew::RunInline(Job& job) {
@@ -104,22 +128,24 @@ void Crew::RunInline(Job& job) {
 }
 
 // The caller is already counted as a worker of the job.
-void Crew::WorkOn(const std::shared_ptr<Posted>& posted,
-                  Scratch& scratch,
-                  bool helped) {
+std::exception_ptr Crew::RunUnits(Posted& posted, Scratch& scratch) {
   const size_t held_bytes = scratch.size_bytes();
   std::exception_ptr failure;
-  auto seat = std::make_optional<Cores::Seat>(cores_);
-  for (int64_t unit; (unit = posted->next.fetch_add(1)) < posted->num_units;) {
+  for (int64_t unit; (unit = posted.next.fetch_add(1)) < posted.num_units;) {
     try {
-      posted->job->Run(unit, scratch);
+      posted.job->Run(unit, scratch);
     } catch (...) {
       failure = std::current_exception();
-      posted->next.store(posted->num_units);
+      posted.next.store(posted.num_units);
     }
   }
-  seat.reset();
   scratch_bytes_ += static_cast<int64_t>(scratch.size_bytes() - held_bytes);
+  return failure;
+}
+
+void Crew::Leave(const std::shared_ptr<Posted>& posted,
+                 const std::exception_ptr& failure,
+                 bool helped) {
   std::unique_lock lock(mutex_);
   if (!posted->exhausted) {
     posted->exhausted = true;  // nobody joins any more
@@ -136,16 +162,24 @@ void Crew::WorkOn(const std::shared_ptr<Posted>& posted,
   if (last) posted->job->Done(posted->failure, helped);
 }
 
+void Crew::SummonForRest(std::unique_lock<std::mutex>& lock) {
+  if (HasWork()) {
+    Summon(lock);
+  } else {
+    lock.unlock();
+  }
+}
+
 bool Crew::HasWork() const {
   return !runs_.empty() || (!jobs_.empty() && num_in_jobs_ < num_threads());
 }
 
 // Spins a little, then sleeps, until there is work. The lock is held on entry and exit.
 // One thread spins at a time: more would only take the cores from those that work.
-void Crew::Idle(std::unique_lock<std::mutex>& lock) {
+void Crew::Idle(std::unique_lock<std::mutex>& lock, Member& member) {
   while (!HasWork()) {
-    if (num_spinning_ == 0) {
-      ++num_spinning_;
+    if (!spinning_) {
+      spinning_ = &member;
       const int seen = calls_.load(std::memory_order_relaxed);
       lock.unlock();
       for (int i = 0; i < kLooks && calls_.load(std::memory_order_acquire) == seen;
@@ -153,35 +187,42 @@ void Crew::Idle(std::unique_lock<std::mutex>& lock) {
         std::this_thread::yield();
       }
       lock.lock();
-      --num_spinning_;
+      spinning_ = nullptr;
       if (HasWork()) return;
     }
-    wake_.wait(lock);
+    asleep_.push_back(&member);
+    member.wake.wait(lock, [&member] { return member.is_called; });
+    member.is_called = false;
+    --num_called_;
   }
 }
 
 void Crew::Loop() {
+  Member member;
   Scratch scratch;
   std::unique_lock lock(mutex_);
+  --num_called_;
   for (;;) {
-    Idle(lock);
+    Idle(lock, member);
     --num_idle_;
     if (!runs_.empty()) {
       std::function<void()> run = std::move(runs_.front());
       runs_.pop_front();
-      if (HasWork()) {
-        Summon(lock);  // this thread may be gone for long
-      } else {
-        lock.unlock();
-      }
+      SummonForRest(lock);  // this thread may be gone for long
+      cores_.Release(member.thread);
       run();
       run = nullptr;
     } else {
       std::shared_ptr<Posted> posted = jobs_.front();
       ++num_in_jobs_;
       ++posted->num_workers;
-      lock.unlock();
-      WorkOn(posted, scratch, false);
+      std::exception_ptr failure;
+      {
+        const Cores::Seat seat(cores_);
+        SummonForRest(lock);
+        failure = RunUnits(*posted, scratch);
+      }
+      Leave(posted, failure, false);
     }
     lock.lock();
     ++num_idle_;

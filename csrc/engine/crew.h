@@ -76,12 +76,18 @@ class Crew {
 
  private:
   struct Posted;  // a job in the queue
+  struct Member;  // a thread
 
   void Loop();
-  void WorkOn(const std::shared_ptr<Posted>& posted, Scratch& scratch, bool helped);
+  std::exception_ptr RunUnits(Posted& posted, Scratch& scratch);
+  void Leave(const std::shared_ptr<Posted>& posted,
+             const std::exception_ptr& failure,
+             bool helped);
+  // Both unlock.
   void Summon(std::unique_lock<std::mutex>& lock);
+  void SummonForRest(std::unique_lock<std::mutex>& lock);
   bool HasWork() const;
-  void Idle(std::unique_lock<std::mutex>& lock);
+  void Idle(std::unique_lock<std::mutex>& lock, Member& member);
   std::unique_ptr<Scratch> TakeScratch();
   void GiveScratch(std::unique_ptr<Scratch> scratch);
 
@@ -89,12 +95,13 @@ class Crew {
   std::atomic<int64_t> scratch_bytes_{0};
 
   mutable std::mutex mutex_;  // guards all below
-  std::condition_variable wake_;
   std::deque<std::function<void()>> runs_;
   std::deque<std::shared_ptr<Posted>> jobs_;
-  int num_idle_ = 0;      // threads that will look at the queues before they sleep
-  int num_spinning_ = 0;  // of those, the ones that need no wake-up
-  int num_in_jobs_ = 0;   // threads inside jobs, helpers included
+  int num_idle_ = 0;  // threads that will look at the queues before they sleep
+  Member* spinning_ = nullptr;   // of those, the one that needs no wake-up
+  int num_called_ = 0;           // of those, the ones on their way
+  std::vector<Member*> asleep_;  // the rest, the last to fall asleep last
+  int num_in_jobs_ = 0;          // threads inside jobs, helpers included
   std::vector<std::unique_ptr<Scratch>> scratches_;
 
   Cores cores_;  // where the threads inside jobs compute
