@@ -8,22 +8,21 @@ namespace jax_ub {
 
 // A failure to set or to get the cores leaves a thread where it is, which is no error.
 
-Cores::Thread::Thread() : id_(gettid()) {}
+// The thread that made it may have a seat, and its cores are inherited.
+Cores::Thread::Thread(Cores& cores) : id_(gettid()) {
+  std::lock_guard lock(cores.mutex_);
+  if (cores.allowed_) {
+    sched_setaffinity(id_, sizeof(*cores.allowed_), &*cores.allowed_);
+  }
+}
 
 void Cores::KeepApart(Thread& thread) {
   std::lock_guard lock(mutex_);
-  cpu_set_t allowed;
-  if (thread.allowed_) {
-    allowed = *thread.allowed_;
-  } else if (sched_getaffinity(thread.id_, sizeof(allowed), &allowed) != 0) {
-    return;
-  }
-  const cpu_set_t free = FreeOf(allowed);
-  if (CPU_COUNT(&free) == 0 || CPU_EQUAL(&free, &allowed)) return ReleaseLocked(thread);
-  if (thread.allowed_ && CPU_EQUAL(&free, &thread.apart_)) return;
-  if (sched_setaffinity(thread.id_, sizeof(free), &free) != 0) return;
-  thread.allowed_ = allowed;
-  thread.apart_ = free;
+  if (!allowed_) return;
+  const cpu_set_t free = FreeOf(*allowed_);
+  if (CPU_COUNT(&free) == 0) return ReleaseLocked(thread);
+  if (thread.apart_ && CPU_EQUAL(&free, &*thread.apart_)) return;
+  if (sched_setaffinity(thread.id_, sizeof(free), &free) == 0) thread.apart_ = free;
 }
 
 void Cores::Release(Thread& thread) {
@@ -32,29 +31,45 @@ void Cores::Release(Thread& thread) {
 }
 
 void Cores::ReleaseLocked(Thread& thread) {
-  if (!thread.allowed_) return;
-  sched_setaffinity(thread.id_, sizeof(*thread.allowed_), &*thread.allowed_);
-  thread.allowed_.reset();
+  if (!thread.apart_) return;
+  sched_setaffinity(thread.id_, sizeof(*allowed_), &*allowed_);
+  thread.apart_.reset();
 }
 
-Cores::Seat::Seat(Cores& cores) : cores_(cores), core_(sched_getcpu()) {
-  std::lock_guard lock(cores_.mutex_);
-  if (cores_.IsTaken(core_) && sched_getaffinity(0, sizeof(allowed_), &allowed_) == 0) {
-    const cpu_set_t free = cores_.FreeOf(allowed_);
-    moved_ = CPU_COUNT(&free) > 0 && sched_setaffinity(0, sizeof(free), &free) == 0;
-    if (moved_) core_ = sched_getcpu();
+Cores::Seat::Seat(Cores& cores, Who who) : cores_(cores), core_(sched_getcpu()) {
+  cpu_set_t stays;
+  const bool is_claimed = Claim(who, stays);
+  // Without the lock: it may have to wait for the core that it moves to.
+  if (CPU_COUNT(&stays) > 0) {
+    stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
   }
+  if (is_claimed) return;
+  core_ = sched_getcpu();
+  std::lock_guard lock(cores_.mutex_);
   cores_.taken_.push_back(core_);
 }
 
-Cores::Seat::~Seat() {
-  if (moved_) sched_setaffinity(0, sizeof(allowed_), &allowed_);
+// True if nobody had the core that the thread is on. `stays`: where it shall stay, empty
+// for anywhere.
+bool Cores::Seat::Claim(Who who, cpu_set_t& stays) {
+  CPU_ZERO(&stays);
   std::lock_guard lock(cores_.mutex_);
-  cores_.taken_.erase(std::find(cores_.taken_.begin(), cores_.taken_.end(), core_));
+  if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
+  if (who == Who::kCaller) cores_.allowed_ = allowed_;
+  const cpu_set_t free = cores_.FreeOf(allowed_);
+  if (!CPU_ISSET(core_, &free)) {
+    stays = free;
+    return false;
+  }
+  CPU_SET(core_, &stays);
+  cores_.taken_.push_back(core_);
+  return true;
 }
 
-bool Cores::IsTaken(int core) const {
-  return std::find(taken_.begin(), taken_.end(), core) != taken_.end();
+Cores::Seat::~Seat() {
+  if (stays_) sched_setaffinity(0, sizeof(allowed_), &allowed_);
+  std::lock_guard lock(cores_.mutex_);
+  cores_.taken_.erase(std::find(cores_.taken_.begin(), cores_.taken_.end(), core_));
 }
 
 cpu_set_t Cores::FreeOf(const cpu_set_t& allowed) const {

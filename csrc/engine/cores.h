@@ -1,11 +1,11 @@
 // Keeps the computing threads of a crew on different cores.
 //
-// Linux wakes a thread on a busy core when no core is idle at that moment, and takes
-// many milliseconds to spread two busy threads again: a job of twenty milliseconds
-// would be over on one core, and one of two before the second thread ran at all. So
-// whoever wakes a thread to compute first keeps it apart from the cores where others of
-// the crew compute; and a thread that nevertheless starts on such a core asks for the
-// other ones, for as long as it computes.
+// Linux wakes a thread on a busy core when no core is idle at that moment, moves one that
+// computes beside another when a third wakes up, and takes many milliseconds to spread
+// two busy threads again: a job of twenty milliseconds would be over on one core, and one
+// of two before the second thread ran at all. So a thread that computes stays on its
+// core, and whoever wakes a thread to compute first keeps it off the cores of those that
+// do.
 #pragma once
 
 #include <sched.h>
@@ -19,17 +19,17 @@ namespace jax_ub {
 
 class Cores {
  public:
-  // A thread that others wake; made by itself.
+  enum class Who { kCaller, kCrew };
+
+  // A thread of the crew; made by itself. It runs on the cores of those that it helps.
   class Thread {
    public:
-    Thread();
+    explicit Thread(Cores& cores);
 
    private:
     friend class Cores;
     const pid_t id_;
-    // Guarded by Cores::mutex_.
-    std::optional<cpu_set_t> allowed_;  // before it was kept apart
-    cpu_set_t apart_;                   // where it runs since then
+    std::optional<cpu_set_t> apart_;  // guarded by Cores::mutex_; where it is kept
   };
 
   // The thread, asleep or not, runs where nobody computes, if there is such a core;
@@ -37,28 +37,32 @@ class Cores {
   void KeepApart(Thread& thread);
   void Release(Thread& thread);
 
-  // The calling thread's place, while it computes.
+  // The calling thread's core, which it does not leave while it computes. It moves first
+  // where another one computes on that core. Where every core is taken it goes where it
+  // likes.
   class Seat {
    public:
-    explicit Seat(Cores& cores);
+    Seat(Cores& cores, Who who);
     ~Seat();
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
 
    private:
+    bool Claim(Who who, cpu_set_t& stays);
+
     Cores& cores_;
     int core_;
-    bool moved_ = false;
-    cpu_set_t allowed_;  // before it moved
+    bool stays_ = false;
+    cpu_set_t allowed_;  // before it stayed
   };
 
  private:
-  bool IsTaken(int core) const;
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
   void ReleaseLocked(Thread& thread);
 
-  std::mutex mutex_;
-  std::vector<int> taken_;  // guarded by mutex_; where the crew's threads began
+  std::mutex mutex_;                  // guards the two below
+  std::vector<int> taken_;            // by those that compute
+  std::optional<cpu_set_t> allowed_;  // to the last one who called the crew
 };
 
 }  // namespace jax_ub

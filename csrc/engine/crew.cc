@@ -42,6 +42,8 @@ struct Crew::Posted {
 };
 
 struct Crew::Member {
+  explicit Member(Cores& cores) : thread(cores) {}
+
   Cores::Thread thread;
   std::condition_variable wake;
   bool is_called = false;  // guarded by Crew::mutex_
@@ -104,7 +106,8 @@ void Crew::Help(std::shared_ptr<Job> job) {
   ++posted->num_workers;
   std::exception_ptr failure;
   {
-    const Cores::Seat seat(cores_);  // first, so that those who come keep off its core
+    // First, so that those who come keep off this core.
+    const Cores::Seat seat(cores_, Cores::Who::kCaller);
     Summon(lock);
     std::unique_ptr<Scratch> scratch = TakeScratch();
     failure = RunUnits(*posted, *scratch);
@@ -198,7 +201,7 @@ void Crew::Idle(std::unique_lock<std::mutex>& lock, Member& member) {
 }
 
 void Crew::Loop() {
-  Member member;
+  Member member(cores_);
   Scratch scratch;
   std::unique_lock lock(mutex_);
   --num_called_;
@@ -218,7 +221,7 @@ void Crew::Loop() {
       ++posted->num_workers;
       std::exception_ptr failure;
       {
-        const Cores::Seat seat(cores_);
+        const Cores::Seat seat(cores_, Cores::Who::kCrew);
         SummonForRest(lock);
         failure = RunUnits(*posted, scratch);
       }

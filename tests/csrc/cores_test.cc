@@ -2,11 +2,9 @@
 #include "engine/cores.h"
 
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <vector>
 
 #include "check.h"
 
@@ -19,34 +17,58 @@ cpu_set_t Allowed() {
   return allowed;
 }
 
-TEST(SecondThreadOnACoreMovesToAnother) {
+cpu_set_t Only(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  return only;
+}
+
+TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
-  if (CPU_COUNT(&before) < 2) return;  // nowhere to move to
-  // One thread asks twice, so that both certainly are on the same core.
   Cores cores;
-  std::optional<Cores::Seat> first(cores);
-  const cpu_set_t alone = Allowed();
-  CHECK(CPU_EQUAL(&alone, &before));
   {
-    Cores::Seat second(cores);
-    const cpu_set_t moved = Allowed();
-    CHECK(CPU_COUNT(&moved) == CPU_COUNT(&before) - 1);
-    CHECK(CPU_ISSET(sched_getcpu(), &moved));
+    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    const cpu_set_t now = Allowed();
+    const cpu_set_t here = Only(sched_getcpu());
+    CHECK(CPU_EQUAL(&now, &here));
   }
   const cpu_set_t after = Allowed();
   CHECK(CPU_EQUAL(&after, &before));
 }
 
+TEST(SecondThreadOnACoreMovesToAnother) {
+  const cpu_set_t before = Allowed();
+  if (CPU_COUNT(&before) < 2) return;  // nowhere to move to
+  Cores cores;
+  const int core = sched_getcpu();
+  const cpu_set_t here = Only(core);
+  CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
+  Cores::Seat first(cores, Cores::Who::kCaller);
+  sched_setaffinity(0, sizeof(before), &before);
+  std::thread second([&] {
+    sched_setaffinity(0, sizeof(here), &here);
+    sched_setaffinity(0, sizeof(before), &before);  // still there, most likely
+    {
+      const Cores::Seat seat(cores, Cores::Who::kCrew);
+      CHECK(sched_getcpu() != core);
+      const cpu_set_t now = Allowed();
+      CHECK(!CPU_ISSET(core, &now));
+    }
+    const cpu_set_t after = Allowed();
+    CHECK(CPU_EQUAL(&after, &before));
+  });
+  second.join();
+}
+
 TEST(ThreadsStayWhereEveryCoreIsTaken) {
   const cpu_set_t before = Allowed();
-  cpu_set_t only;
-  CPU_ZERO(&only);
-  CPU_SET(sched_getcpu(), &only);
+  const cpu_set_t only = Only(sched_getcpu());
   CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
   Cores cores;
-  Cores::Seat first(cores);
+  const Cores::Seat first(cores, Cores::Who::kCaller);
   {
-    Cores::Seat second(cores);
+    const Cores::Seat second(cores, Cores::Who::kCrew);
     const cpu_set_t now = Allowed();
     CHECK(CPU_EQUAL(&now, &only));
   }
@@ -56,7 +78,7 @@ TEST(ThreadsStayWhereEveryCoreIsTaken) {
 // A thread that sleeps, and says on request where it may run.
 class Sleeper {
  public:
-  Sleeper() : loop_([this] { Loop(); }) {
+  explicit Sleeper(Cores& cores) : cores_(cores), loop_([this] { Loop(); }) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return thread_.has_value(); });
   }
@@ -81,7 +103,7 @@ class Sleeper {
  private:
   void Loop() {
     std::unique_lock lock(mutex_);
-    thread_.emplace();
+    thread_.emplace(cores_);
     changed_.notify_all();
     while (!ends_) {
       changed_.wait(lock, [this] { return asked_ || ends_; });
@@ -91,6 +113,7 @@ class Sleeper {
     }
   }
 
+  Cores& cores_;
   std::mutex mutex_;  // guards all below, but for the thread that runs the loop
   std::condition_variable changed_;
   std::optional<Cores::Thread> thread_;
@@ -104,16 +127,19 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   const cpu_set_t before = Allowed();
   if (CPU_COUNT(&before) < 2) return;  // nowhere to be woken
   Cores cores;
-  Sleeper sleeper;
+  Sleeper sleeper(cores);
+  cores.KeepApart(sleeper.thread());  // nobody has called so far: no difference
+  const cpu_set_t first = sleeper.AllowedThere();
+  CHECK(CPU_EQUAL(&first, &before));
   {
-    const Cores::Seat seat(cores);
+    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    const int core = sched_getcpu();
     for (int i = 0; i < 2; ++i) {  // the second time there is nothing to do
       cores.KeepApart(sleeper.thread());
-      const cpu_set_t apart = sleeper.AllowedThere();
-      CHECK_EQ(CPU_COUNT(&apart), CPU_COUNT(&before) - 1);
-      cpu_set_t both;
-      CPU_AND(&both, &apart, &before);
-      CHECK(CPU_EQUAL(&both, &apart));
+      cpu_set_t apart = sleeper.AllowedThere();
+      CHECK(!CPU_ISSET(core, &apart));
+      CPU_SET(core, &apart);
+      CHECK(CPU_EQUAL(&apart, &before));
     }
   }
   // It stays there, until somebody wakes it who computes elsewhere, or for other things.
@@ -125,24 +151,28 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   CHECK(CPU_EQUAL(&released, &before));
 }
 
-TEST(AThreadIsWokenAnywhereWhereEveryCoreIsTaken) {
+// Or it would stay on the core of the thread that started it, for ever.
+TEST(AThreadStartedByOneThatComputesMayRunEverywhere) {
   const cpu_set_t before = Allowed();
   Cores cores;
-  Sleeper sleeper;
-  // One seat on each core, taken by this thread in turn.
-  std::vector<std::unique_ptr<Cores::Seat>> seats;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (!CPU_ISSET(core, &before)) continue;
-    if (core > 0) cores.KeepApart(sleeper.thread());
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(core, &only);
-    CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
-    seats.push_back(std::make_unique<Cores::Seat>(cores));
-  }
-  cores.KeepApart(sleeper.thread());
+  const Cores::Seat seat(cores, Cores::Who::kCaller);
+  Sleeper sleeper(cores);
   const cpu_set_t there = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&there, &before));
+}
+
+TEST(AThreadIsWokenAnywhereWhereEveryCoreIsTaken) {
+  const cpu_set_t before = Allowed();
+  const cpu_set_t only = Only(sched_getcpu());
+  Cores cores;
+  Sleeper sleeper(cores);
+  CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
+  {
+    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    cores.KeepApart(sleeper.thread());
+    const cpu_set_t there = sleeper.AllowedThere();
+    CHECK(CPU_EQUAL(&there, &before));
+  }
   sched_setaffinity(0, sizeof(before), &before);
 }
 
