@@ -18,7 +18,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.tile_rows = kRows;
   set.tile_columns = kColumns;
   set.k_group = 2;
-  set.k_block = 512;
+  set.k_block = 1024;
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
   AddPackingTile<Pairs, kRows, kVectors, MultiplyAddPairs>(set, DType::kBF16);

@@ -41,7 +41,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
       tile_floats_(kernels.tile_rows * kernels.tile_columns),
-      sums_step_(problem_.k > blocking_.k_block || c_.stores_rows() ? tile_floats_ : 0),
+      sums_step_(blocking_.k_bounds.size() > 2 || c_.stores_rows() ? tile_floats_ : 0),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
@@ -68,19 +68,23 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
   const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
-  // K = 0 still stores the addends.
-  int64_t k = 0;
-  do {
-    const Range block = {k, std::min(problem_.k, k + blocking_.k_block)};
-    RunBlock(rows, columns, block, workspace);
-    k = block.end;
-  } while (k < problem_.k);
+  // K = 0 still stores the addends: a block of size 0.
+  const int64_t num_blocks = static_cast<int64_t>(blocking_.k_bounds.size()) - 1;
+  for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
+}
+
+Range TiledPlan::BlockOfK(int64_t k_index) const {
+  const auto& bounds = blocking_.k_bounds;
+  if (k_index + 1 == static_cast<int64_t>(bounds.size())) return {};
+  return {bounds[k_index], bounds[k_index + 1]};
 }
 
 void TiledPlan::RunBlock(Range rows,
                          Range columns,
-                         Range k,
+                         int64_t k_index,
                          const Workspace& workspace) const {
+  const Range k = BlockOfK(k_index);
+  const Range next_k = BlockOfK(k_index + 1);
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
   const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
@@ -97,7 +101,9 @@ void TiledPlan::RunBlock(Range rows,
       const bool is_read = c < read_end;
       if (!is_read && reads_a_once) packed_b = workspace.packed_b;
       PanelToMultiply b = {.panel = {packed_b}};
-      if (!is_read) read_end = ReadB(columns, tile_range, k, block.size(), b);
+      if (!is_read) {
+        read_end = ReadB(columns, tile_range, k, next_k, block.size(), b);
+      }
       const int64_t column_tile = (c - columns.begin) / tile_columns;
       MultiplyPanel(tiles.data(), b, block, tile_range, k,
                     block_sums + column_tile * row_tiles * sums_step_);
@@ -130,8 +136,12 @@ void TiledPlan::StoreRows(Range block,
   }
 }
 
-int64_t TiledPlan::ReadB(
-    Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const {
+int64_t TiledPlan::ReadB(Range unit,
+                         Range columns,
+                         Range k,
+                         Range next_k,
+                         int64_t num_rows,
+                         PanelToMultiply& b) const {
   const bool is_whole =
       num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns;
   const InPlace in_place = is_whole ? b_.FindInPlace(columns, k) : InPlace{};
@@ -149,10 +159,10 @@ int64_t TiledPlan::ReadB(
   b.packing_fetches = tiles <= kFewTiles;
   if (!packs_now && !b.packing_fetches) --tiles;
   Range next = {columns.end, std::min(unit.end, columns.end + kernels_.tile_columns)};
-  Range next_k = k;
   if (columns.end == unit.end) {
     next = {unit.begin, std::min(unit.end, unit.begin + kernels_.tile_columns)};
-    next_k = {k.end, std::min(problem_.k, k.end + blocking_.k_block)};
+  } else {
+    next_k = k;
   }
   const int64_t steps = CeilDiv(CeilDiv(k.size(), kernels_.k_group), kStepWords);
   b.upcoming = next_k.size() > 0 ? b_.LinesOf(next, next_k, tiles * steps) : Upcoming{};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "gemm/cpu/isa.h"
 #include "gemm/cpu/operand.h"
@@ -15,14 +16,15 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       int num_workers);
 
-// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of k_block;
-// in each, it multiplies block_rows of A with one panel of B after the other, tile by
-// tile.
+// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of K, each
+// between two of k_bounds; in each, it multiplies block_rows of A with one panel of B
+// after the other, tile by tile.
 struct GemmBlocking {
-  int64_t unit_rows;
-  int64_t unit_columns;
-  int64_t k_block;
-  int64_t block_rows;
+  int64_t unit_rows = 0;
+  int64_t unit_columns = 0;
+  std::vector<int64_t> k_bounds;
+  int64_t k_block = 0;  // the longest
+  int64_t block_rows = 0;
 };
 
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
@@ -53,7 +55,12 @@ class TiledPlan : public GemmPlan {
   };
 
   // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
-  void RunBlock(Range rows, Range columns, Range k, const Workspace& workspace) const;
+  void RunBlock(Range rows,
+                Range columns,
+                int64_t k_index,
+                const Workspace& workspace) const;
+  // The k_index-th block of K; empty behind the last one.
+  Range BlockOfK(int64_t k_index) const;
   // Stores the finished tiles of rows `block` of a result that takes whole rows; a column
   // tile of `sums` begins `row_tiles` tiles after the one before.
   void StoreRows(Range block,
@@ -64,10 +71,14 @@ class TiledPlan : public GemmPlan {
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
-  // packs it, or finds it for a tile that packs, and says which memory comes next. Returns
-  // where the columns end that need no preparation any more.
-  int64_t ReadB(
-      Range unit, Range columns, Range k, int64_t num_rows, PanelToMultiply& b) const;
+  // packs it, or finds it for a tile that packs, and says which memory comes next, at the
+  // end of the unit's columns that of the block next_k. Returns where the columns end that need no preparation any more.
+  int64_t ReadB(Range unit,
+                Range columns,
+                Range k,
+                Range next_k,
+                int64_t num_rows,
+                PanelToMultiply& b) const;
   // A panel of B with all tiles of A's rows `rows`.
   void MultiplyPanel(const TileOfA* a,
                      PanelToMultiply& b,
