@@ -55,6 +55,50 @@ TEST(bits_depend_neither_on_the_order_of_units_nor_on_the_number_of_workers) {
   }
 }
 
+// Large replicas go past the caches, in vectors that begin wherever the rows do.
+TEST(large_replicas_are_what_the_first_one_is) {
+  constexpr int64_t kRows = 400, kColumns = 1101, kDepth = 6;
+  constexpr int kReplicas = 5;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const int64_t bytes = SizeOf(dtype);
+    std::vector<std::byte> a(kRows * kDepth * bytes);
+    std::vector<std::byte> b(kDepth * kColumns * bytes);
+    for (int64_t i = 0; i < kRows * kDepth; ++i) Write(&a[i * bytes], dtype, i % 7 - 3);
+    for (int64_t i = 0; i < kDepth * kColumns; ++i) {
+      Write(&b[i * bytes], dtype, i % 5 - 2);
+    }
+    const int64_t replica_bytes = kRows * kColumns * bytes;
+    std::vector<std::byte> c(kReplicas * (replica_bytes + bytes), std::byte{0x55});
+    GemmProblem problem;
+    problem.m = kRows;
+    problem.n = kColumns;
+    problem.k = kDepth;
+    problem.a = {dtype, {0, kRows}, {0, kDepth}, {{a.data(), kDepth, 1}}};
+    problem.b = {dtype, {0, kColumns}, {0, kDepth}, {{b.data(), 1, kColumns}}};
+    problem.c = {dtype, kReplicas, {0, kRows}, {0, kColumns}, {}};
+    for (int i = 0; i < kReplicas; ++i) {
+      problem.c.segments.push_back({&c[i * (replica_bytes + bytes)], kColumns});
+    }
+    RunUnits(*PlanGemm(problem, 2));
+    int64_t num_wrong = 0;
+    for (int64_t i = 0; i < kRows * kColumns; ++i) {
+      float expected = 0;
+      for (int64_t k = 0; k < kDepth; ++k) {
+        expected += static_cast<float>((i / kColumns * kDepth + k) % 7 - 3) *
+                    static_cast<float>((k * kColumns + i % kColumns) % 5 - 2);
+      }
+      for (const Segment& replica : problem.c.segments) {
+        num_wrong += Read(replica.data + i * bytes, dtype) != expected;
+      }
+    }
+    CHECK_EQ(num_wrong, 0);
+    // What lies between them is not touched.
+    for (int i = 0; i < kReplicas; ++i) {
+      CHECK(c[i * (replica_bytes + bytes) + replica_bytes] == std::byte{0x55});
+    }
+  }
+}
+
 // [2, 3] x [3, 4], dense: what the refusals below spoil one by one.
 GemmProblem SmallProblem() {
   static std::byte memory[64];

@@ -1,6 +1,11 @@
 #include "gemm/cpu/result.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
+#include <cstring>
 
 namespace jax_ub {
 
@@ -32,6 +37,35 @@ void ScaleBlock(
   }
 }
 
+// Replicas of a result that is larger than this are written past the caches: no line is
+// read to be overwritten, and they would not find room there anyway (Zen 4, 8 replicas of
+// 1024 x 1024: GEMM+AR 8 % faster, with the operations that read it next 0 to 6 %).
+constexpr int64_t kStreamedBytes = 4 << 20;
+
+// Copies past the caches; FinishStream before another thread may read.
+void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
+#if defined(__x86_64__)
+  constexpr int64_t kVector = sizeof(__m128i);
+  const int64_t head =
+      std::min(size, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kVector));
+  std::memcpy(to, from, head);
+  int64_t at = head;
+  for (; at + kVector <= size; at += kVector) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+  }
+  std::memcpy(to + at, from + at, size - at);
+#else
+  std::memcpy(to, from, size);
+#endif
+}
+
+void FinishStream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 Result::Result(const GemmProblem& problem, const KernelSet& kernels)
@@ -41,6 +75,9 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
+      is_streamed_(addends_.empty() &&
+                   problem.m * problem.n * view_.num_replicas * SizeOf(view_.dtype) >
+                       kStreamedBytes),
       is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
 
 bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
@@ -120,6 +157,8 @@ void Result::StorePiece(const float* sums,
   Summand summands[1 + kMaxAddends];
   summands[0] = {sums, 4 * sums_stride, DType::kF32};
   const int64_t num_segments = num_row_segments_ * num_column_segments_;
+  const std::byte* first = nullptr;  // of the replicas
+  int64_t first_stride = 0;
   for (int replica = 0; replica < view_.num_replicas; ++replica) {
     const int64_t index = replica * num_segments + segment;
     for (int i = 1; i < num_summands; ++i) {
@@ -131,10 +170,20 @@ void Result::StorePiece(const float* sums,
     }
     const Segment& to = view_.segments[index];
     const int64_t bytes = SizeOf(view_.dtype);
-    kernels_.sum(summands, num_summands, rows.size(), columns.size(),
-                 to.data + (rows.begin * to.row_stride + columns.begin) * bytes,
-                 to.row_stride * bytes, view_.dtype);
+    std::byte* data = to.data + (rows.begin * to.row_stride + columns.begin) * bytes;
+    const int64_t stride = to.row_stride * bytes;
+    if (replica == 0 || !is_streamed_) {
+      kernels_.sum(summands, num_summands, rows.size(), columns.size(), data, stride,
+                   view_.dtype);
+      first = data;
+      first_stride = stride;
+      continue;
+    }
+    for (int64_t r = 0; r < rows.size(); ++r) {
+      StreamBytes(data + r * stride, first + r * first_stride, columns.size() * bytes);
+    }
   }
+  if (is_streamed_) FinishStream();
 }
 
 }  // namespace jax_ub

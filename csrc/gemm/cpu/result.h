@@ -45,7 +45,8 @@ class Result {
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
-  const bool is_plain_;  // one replica, unscaled, with an addend at most
+  const bool is_streamed_;  // replicas, but for the first
+  const bool is_plain_;     // one replica, unscaled, with an addend at most
 };
 
 }  // namespace jax_ub
