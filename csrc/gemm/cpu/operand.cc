@@ -39,7 +39,11 @@ Operand::Operand(const OperandView& view,
             return s.inner_stride == 1;
           })) {}
 
-int64_t Operand::PanelBytes(int64_t k) const { return 4 * NumWords(k) * panel_; }
+// An odd number of lines: panels a multiple of 4096 bytes apart share the few places that
+// the first cache has for them, and packing writes a row of all panels at a time.
+int64_t Operand::PanelBytes(int64_t k) const {
+  return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
+}
 
 const ConstSegment& Operand::SegmentAt(int64_t outer_index, int64_t k_index) const {
   const int64_t num_inner = static_cast<int64_t>(view_.inner_bounds.size()) - 1;

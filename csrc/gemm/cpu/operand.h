@@ -49,7 +49,7 @@ class Operand {
   // is contiguous along K and the kernels like it.
   bool has_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
-  // Bytes of a packed panel over `k` elements of K.
+  // From one packed panel over `k` elements of K to the next, in bytes.
   int64_t PanelBytes(int64_t k) const;
 
   // Packs `outer` over `k` into panels, one after the other: word (o, k) goes to
@@ -65,7 +65,7 @@ class Operand {
   Upcoming LinesOf(Range outer, Range k, int64_t num_steps) const;
 
   // A tile of rows (has_rows): in place if its words lie in one segment and need no
-  // widening, else copied to `rows` (PanelBytes) with the row stride PanelBytes / panel.
+  // widening, else copied to `rows` (PanelBytes), one behind the other.
   TileOfA ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
