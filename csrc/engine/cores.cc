@@ -36,9 +36,10 @@ void Cores::ReleaseLocked(Thread& thread) {
   thread.apart_.reset();
 }
 
-Cores::Seat::Seat(Cores& cores, Who who) : cores_(cores), core_(sched_getcpu()) {
+Cores::Seat::Seat(Cores& cores, Who who, int num_threads)
+    : cores_(cores), core_(sched_getcpu()) {
   cpu_set_t stays;
-  const bool is_claimed = Claim(who, stays);
+  const bool is_claimed = Claim(who, num_threads, stays);
   // Without the lock: it may have to wait for the core that it moves to.
   if (CPU_COUNT(&stays) > 0) {
     stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
@@ -51,7 +52,7 @@ Cores::Seat::Seat(Cores& cores, Who who) : cores_(cores), core_(sched_getcpu()) 
 
 // True if nobody had the core that the thread is on. `stays`: where it shall stay, empty
 // for anywhere.
-bool Cores::Seat::Claim(Who who, cpu_set_t& stays) {
+bool Cores::Seat::Claim(Who who, int num_threads, cpu_set_t& stays) {
   CPU_ZERO(&stays);
   std::lock_guard lock(cores_.mutex_);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
@@ -61,7 +62,7 @@ bool Cores::Seat::Claim(Who who, cpu_set_t& stays) {
     stays = free;
     return false;
   }
-  CPU_SET(core_, &stays);
+  if (CPU_COUNT(&allowed_) <= num_threads) CPU_SET(core_, &stays);
   cores_.taken_.push_back(core_);
   return true;
 }

@@ -3,9 +3,10 @@
 // Linux wakes a thread on a busy core when no core is idle at that moment, moves one that
 // computes beside another when a third wakes up, and takes many milliseconds to spread
 // two busy threads again: a job of twenty milliseconds would be over on one core, and one
-// of two before the second thread ran at all. So a thread that computes stays on its
-// core, and whoever wakes a thread to compute first keeps it off the cores of those that
-// do.
+// of two before the second thread ran at all. So whoever wakes a thread to compute first
+// keeps it off the cores where others do; and where the crew computes on all its cores,
+// its threads stay on theirs. With fewer threads than cores they may move: other
+// processes, whose cores nobody here knows, have the rest.
 #pragma once
 
 #include <sched.h>
@@ -37,18 +38,18 @@ class Cores {
   void KeepApart(Thread& thread);
   void Release(Thread& thread);
 
-  // The calling thread's core, which it does not leave while it computes. It moves first
-  // where another one computes on that core. Where every core is taken it goes where it
-  // likes.
+  // The calling thread's core while it computes, as one of num_threads. It moves first
+  // where another one computes on that core, and does not leave it where the threads are
+  // as many as the cores. Where every core is taken it goes where it likes.
   class Seat {
    public:
-    Seat(Cores& cores, Who who);
+    Seat(Cores& cores, Who who, int num_threads);
     ~Seat();
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
 
    private:
-    bool Claim(Who who, cpu_set_t& stays);
+    bool Claim(Who who, int num_threads, cpu_set_t& stays);
 
     Cores& cores_;
     int core_;

@@ -107,7 +107,7 @@ void Crew::Help(std::shared_ptr<Job> job) {
   std::exception_ptr failure;
   {
     // First, so that those who come keep off this core.
-    const Cores::Seat seat(cores_, Cores::Who::kCaller);
+    const Cores::Seat seat(cores_, Cores::Who::kCaller, num_threads());
     Summon(lock);
     std::unique_ptr<Scratch> scratch = TakeScratch();
     failure = RunUnits(*posted, *scratch);
@@ -221,7 +221,7 @@ void Crew::Loop() {
       ++posted->num_workers;
       std::exception_ptr failure;
       {
-        const Cores::Seat seat(cores_, Cores::Who::kCrew);
+        const Cores::Seat seat(cores_, Cores::Who::kCrew, num_threads());
         SummonForRest(lock);
         failure = RunUnits(*posted, scratch);
       }

@@ -28,13 +28,21 @@ TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
   Cores cores;
   {
-    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_SETSIZE);
     const cpu_set_t now = Allowed();
     const cpu_set_t here = Only(sched_getcpu());
     CHECK(CPU_EQUAL(&now, &here));
   }
   const cpu_set_t after = Allowed();
   CHECK(CPU_EQUAL(&after, &before));
+}
+
+TEST(FewerThreadsThanCoresMayMove) {
+  const cpu_set_t before = Allowed();
+  Cores cores;
+  const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_COUNT(&before) - 1);
+  const cpu_set_t now = Allowed();
+  CHECK(CPU_EQUAL(&now, &before));
 }
 
 TEST(SecondThreadOnACoreMovesToAnother) {
@@ -44,13 +52,13 @@ TEST(SecondThreadOnACoreMovesToAnother) {
   const int core = sched_getcpu();
   const cpu_set_t here = Only(core);
   CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
-  Cores::Seat first(cores, Cores::Who::kCaller);
+  Cores::Seat first(cores, Cores::Who::kCaller, CPU_SETSIZE);
   sched_setaffinity(0, sizeof(before), &before);
   std::thread second([&] {
     sched_setaffinity(0, sizeof(here), &here);
     sched_setaffinity(0, sizeof(before), &before);  // still there, most likely
     {
-      const Cores::Seat seat(cores, Cores::Who::kCrew);
+      const Cores::Seat seat(cores, Cores::Who::kCrew, CPU_SETSIZE);
       CHECK(sched_getcpu() != core);
       const cpu_set_t now = Allowed();
       CHECK(!CPU_ISSET(core, &now));
@@ -66,9 +74,9 @@ TEST(ThreadsStayWhereEveryCoreIsTaken) {
   const cpu_set_t only = Only(sched_getcpu());
   CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
   Cores cores;
-  const Cores::Seat first(cores, Cores::Who::kCaller);
+  const Cores::Seat first(cores, Cores::Who::kCaller, CPU_SETSIZE);
   {
-    const Cores::Seat second(cores, Cores::Who::kCrew);
+    const Cores::Seat second(cores, Cores::Who::kCrew, CPU_SETSIZE);
     const cpu_set_t now = Allowed();
     CHECK(CPU_EQUAL(&now, &only));
   }
@@ -132,7 +140,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   const cpu_set_t first = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&first, &before));
   {
-    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_SETSIZE);
     const int core = sched_getcpu();
     for (int i = 0; i < 2; ++i) {  // the second time there is nothing to do
       cores.KeepApart(sleeper.thread());
@@ -155,7 +163,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
 TEST(AThreadStartedByOneThatComputesMayRunEverywhere) {
   const cpu_set_t before = Allowed();
   Cores cores;
-  const Cores::Seat seat(cores, Cores::Who::kCaller);
+  const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_SETSIZE);
   Sleeper sleeper(cores);
   const cpu_set_t there = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&there, &before));
@@ -168,7 +176,7 @@ TEST(AThreadIsWokenAnywhereWhereEveryCoreIsTaken) {
   Sleeper sleeper(cores);
   CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
   {
-    const Cores::Seat seat(cores, Cores::Who::kCaller);
+    const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_SETSIZE);
     cores.KeepApart(sleeper.thread());
     const cpu_set_t there = sleeper.AllowedThere();
     CHECK(CPU_EQUAL(&there, &before));
