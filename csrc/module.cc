@@ -33,13 +33,17 @@ void SetTimeout(double timeout_s) {
   jax_ub::ProcessEngine().board().set_timeout_s(jax_ub::CheckedTimeout(timeout_s));
 }
 
-void SetNumThreads(int num_threads) {
+void SetNumThreads(int num_threads, const std::vector<int>& cores) {
   if (num_threads < 1) {
     throw nb::value_error(
         ("num_threads is " + std::to_string(num_threads) + ", expected at least 1")
             .c_str());
   }
-  jax_ub::ProcessEngine().crew().set_num_threads(num_threads);
+  for (int core : cores) {
+    if (core >= 0 && core < CPU_SETSIZE) continue;
+    throw nb::value_error(("there is no core " + std::to_string(core)).c_str());
+  }
+  jax_ub::ProcessEngine().crew().set_num_threads(num_threads, cores);
 }
 
 nb::dict Counters() {
@@ -263,7 +267,9 @@ NB_MODULE(_cpu, m) {
       "set_isa", [](const std::string& name) { jax_ub::SetIsa(name); },
       nb::arg("name"));
   m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
-  m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"));
+  m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"),
+        nb::arg("cores") = std::vector<int>());
+  m.def("part_of_cores", [] { return jax_ub::ProcessEngine().crew().part(); });
   m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
   m.def("peak_gflops", &PeakGflops, nb::arg("dtype"), nb::arg("duration_s"));
   m.def("counters", &Counters);

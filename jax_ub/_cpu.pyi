@@ -1,5 +1,6 @@
 """The C++ engine of the CPU: FFI targets, and its settings."""
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 class Stages(TypedDict):
@@ -99,12 +100,15 @@ def set_timeout_s(timeout_s: float) -> None:
         ValueError: the time is not positive.
     """
 
-def set_num_threads(num_threads: int) -> None:
-    """Sets how many threads compute at a time.
+def set_num_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
+    """Sets how many threads compute at a time, and on which cores; none: on all.
 
     Raises:
-        ValueError: fewer than one.
+        ValueError: fewer than one, or a core that no machine has.
     """
+
+def part_of_cores() -> list[int]:
+    """The cores that set_num_threads was given."""
 
 def num_threads() -> int:
     """Returns how many threads compute at a time."""

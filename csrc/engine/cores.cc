@@ -8,6 +8,24 @@ namespace jax_ub {
 
 // A failure to set or to get the cores leaves a thread where it is, which is no error.
 
+void Cores::set_part(const std::vector<int>& part) {
+  std::lock_guard lock(mutex_);
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (int core : part) CPU_SET(core, &cores);
+  part_.reset();
+  if (!part.empty()) part_ = cores;
+}
+
+std::vector<int> Cores::part() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> part;
+  for (int core = 0; part_ && core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &*part_)) part.push_back(core);
+  }
+  return part;
+}
+
 // The thread that made it may have a seat, and its cores are inherited.
 Cores::Thread::Thread(Cores& cores) : id_(gettid()) {
   std::lock_guard lock(cores.mutex_);
@@ -57,12 +75,17 @@ bool Cores::Seat::Claim(Who who, int num_threads, cpu_set_t& stays) {
   std::lock_guard lock(cores_.mutex_);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   if (who == Who::kCaller) cores_.allowed_ = allowed_;
+  const cpu_set_t part = cores_.PartOf(allowed_);
   const cpu_set_t free = cores_.FreeOf(allowed_);
   if (!CPU_ISSET(core_, &free)) {
     stays = free;
     return false;
   }
-  if (CPU_COUNT(&allowed_) <= num_threads) CPU_SET(core_, &stays);
+  if (CPU_COUNT(&part) <= num_threads) {
+    CPU_SET(core_, &stays);
+  } else if (!CPU_EQUAL(&part, &allowed_)) {
+    stays = free;
+  }
   cores_.taken_.push_back(core_);
   return true;
 }
@@ -73,8 +96,15 @@ Cores::Seat::~Seat() {
   cores_.taken_.erase(std::find(cores_.taken_.begin(), cores_.taken_.end(), core_));
 }
 
+cpu_set_t Cores::PartOf(const cpu_set_t& allowed) const {
+  if (!part_) return allowed;
+  cpu_set_t part;
+  CPU_AND(&part, &allowed, &*part_);
+  return CPU_COUNT(&part) > 0 ? part : allowed;
+}
+
 cpu_set_t Cores::FreeOf(const cpu_set_t& allowed) const {
-  cpu_set_t free = allowed;
+  cpu_set_t free = PartOf(allowed);
   for (int core : taken_) CPU_CLR(core, &free);
   return free;
 }

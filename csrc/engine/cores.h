@@ -22,6 +22,11 @@ class Cores {
  public:
   enum class Who { kCaller, kCrew };
 
+  // The crew computes on these alone, as far as its threads may run there; none: on all.
+  // Other processes are to compute on the others.
+  void set_part(const std::vector<int>& part);
+  std::vector<int> part() const;
+
   // A thread of the crew; made by itself. It runs on the cores of those that it helps.
   class Thread {
    public:
@@ -58,10 +63,14 @@ class Cores {
   };
 
  private:
+  // Those of `allowed` that the crew computes on.
+  cpu_set_t PartOf(const cpu_set_t& allowed) const;
+  // Those of them that nobody has.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
   void ReleaseLocked(Thread& thread);
 
-  std::mutex mutex_;                  // guards the two below
+  mutable std::mutex mutex_;  // guards all below
+  std::optional<cpu_set_t> part_;
   std::vector<int> taken_;            // by those that compute
   std::optional<cpu_set_t> allowed_;  // to the last one who called the crew
 };

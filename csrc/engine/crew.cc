@@ -51,7 +51,8 @@ struct Crew::Member {
 
 Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {}
 
-void Crew::set_num_threads(int num_threads) {
+void Crew::set_num_threads(int num_threads, const std::vector<int>& cores) {
+  cores_.set_part(cores);
   num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
 }
 

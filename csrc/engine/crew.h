@@ -68,7 +68,9 @@ class Crew {
   // Help, then Wait. Only from a run, or another thread that may block.
   void RunAndWait(const std::shared_ptr<WaitedJob>& job);
 
-  void set_num_threads(int num_threads);
+  // `cores`: where they compute; none: wherever they may run.
+  void set_num_threads(int num_threads, const std::vector<int>& cores = {});
+  std::vector<int> part() const { return cores_.part(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
 
   // Memory that all threads together hold to pack operands into.

@@ -168,9 +168,9 @@ class Job:
 def all_cores() -> Iterator[None]:
     """Lets the engine compute on every core, as it does in a process that is alone."""
     cpu = engine.load()
-    before = cpu.num_threads()
+    before = cpu.num_threads(), cpu.part_of_cores()
     cpu.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         yield
     finally:
-        cpu.set_num_threads(before)
+        cpu.set_num_threads(*before)

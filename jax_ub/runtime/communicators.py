@@ -123,7 +123,7 @@ def connect(
         raise failure
     _CONNECTIONS.update((one.group, one) for one in made)
     if place.platform == "cpu":
-        _share_cores(told)
+        _share_cores(place, told)
     _close_at_exit()
 
 
@@ -256,12 +256,14 @@ def _with_reasons(made, done: Values):
     return agreed
 
 
-def _share_cores(told: Values):
+def _share_cores(place, told: Values):
     if settings.num_threads() is not None:
         return
-    own = hosts.identity()
-    neighbours = [one["cores"] for one in told.values() if one["host"] == own]
-    engine.load().set_num_threads(hosts.fair_share(hosts.cores(), neighbours))
+    here, own = hosts.identity(), hosts.cores()
+    neighbours = [process for process in sorted(told) if told[process]["host"] == here]
+    everyone = [told[process]["cores"] for process in neighbours]
+    part = hosts.own_part(own, everyone, neighbours.index(place.process))
+    engine.load().set_num_threads(hosts.fair_share(own, everyone), part)
 
 
 @functools.cache

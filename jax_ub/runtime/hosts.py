@@ -47,3 +47,24 @@ def fair_share(own: list[int], everyone: list[list[int]]) -> int:
     """
     share = sum(1 / sum(core in cores for cores in everyone) for core in own)
     return max(1, int(share + 1e-9))
+
+
+def own_part(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
+    """Which cores a process should compute on, so that no two of them choose the same.
+
+    Args:
+        own: the cores that this process may run on.
+        everyone: those of every process on the host, this one's too.
+        index: which of them is this one's.
+
+    Returns:
+        All of its own where processes have different ones already; else its part of
+        them: a run of cores, or one that it has in common with others where they are
+        fewer than the processes.
+    """
+    if any(cores != own for cores in everyone):
+        return own
+    count = len(everyone)
+    if count > len(own):
+        return [own[index % len(own)]]
+    return own[index * len(own) // count : (index + 1) * len(own) // count]

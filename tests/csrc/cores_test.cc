@@ -45,6 +45,24 @@ TEST(FewerThreadsThanCoresMayMove) {
   CHECK(CPU_EQUAL(&now, &before));
 }
 
+TEST(ThreadsComputeOnTheirPartOfTheCores) {
+  const cpu_set_t before = Allowed();
+  Cores cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &before)) continue;
+    cores.set_part({core});
+    {
+      const Cores::Seat seat(cores, Cores::Who::kCaller, 1);
+      CHECK_EQ(sched_getcpu(), core);
+    }
+    const cpu_set_t after = Allowed();
+    CHECK(CPU_EQUAL(&after, &before));
+  }
+  cores.set_part({CPU_SETSIZE - 1});  // where it may not run: anywhere, then
+  const Cores::Seat seat(cores, Cores::Who::kCaller, CPU_SETSIZE);
+  CHECK(CPU_ISSET(sched_getcpu(), &before));
+}
+
 TEST(SecondThreadOnACoreMovesToAnother) {
   const cpu_set_t before = Allowed();
   if (CPU_COUNT(&before) < 2) return;  // nowhere to move to

@@ -32,3 +32,23 @@ def test_without_proc_a_host_is_its_name(monkeypatch, tmp_path):
 )
 def test_cores_are_divided_by_those_that_may_use_them(own, others, share):
     assert hosts.fair_share(own, [own, *others]) == share
+
+
+@pytest.mark.parametrize(
+    ("own", "num_processes", "parts"),
+    [
+        ([0, 1], 1, [[0, 1]]),
+        ([0, 1], 2, [[0], [1]]),
+        ([4, 5, 6, 7], 3, [[4], [5], [6, 7]]),
+        ([0, 1], 4, [[0], [1], [0], [1]]),
+    ],
+)
+def test_processes_with_the_same_cores_compute_on_a_part_each(
+    own, num_processes, parts
+):
+    everyone = [own] * num_processes
+    assert [hosts.own_part(own, everyone, i) for i in range(num_processes)] == parts
+
+
+def test_processes_that_are_bound_already_keep_their_cores():
+    assert hosts.own_part([2, 3], [[0, 1], [2, 3]], 1) == [2, 3]
