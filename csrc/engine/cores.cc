@@ -75,15 +75,16 @@ bool Cores::Seat::Claim(Who who, int num_threads, cpu_set_t& stays) {
   std::lock_guard lock(cores_.mutex_);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   if (who == Who::kCaller) cores_.allowed_ = allowed_;
-  const cpu_set_t part = cores_.PartOf(allowed_);
   const cpu_set_t free = cores_.FreeOf(allowed_);
   if (!CPU_ISSET(core_, &free)) {
     stays = free;
     return false;
   }
+  // Of the caller's: a thread of the crew may be kept off some of them.
+  const cpu_set_t part = cores_.PartOf(cores_.allowed_.value_or(allowed_));
   if (CPU_COUNT(&part) <= num_threads) {
     CPU_SET(core_, &stays);
-  } else if (!CPU_EQUAL(&part, &allowed_)) {
+  } else if (cores_.part_) {
     stays = free;
   }
   cores_.taken_.push_back(core_);

@@ -83,9 +83,10 @@ void Crew::Summon(std::unique_lock<std::mutex>& lock) {
     ++num_called_;
   }
   const bool to_compute = !jobs_.empty();
+  // With the lock, without which that thread may already do something else.
+  if (spinning && to_compute) cores_.KeepApart(spinning->thread);
   lock.unlock();
   for (int i = 0; i < num_new; ++i) std::thread([this] { Loop(); }).detach();
-  if (spinning && to_compute) cores_.KeepApart(spinning->thread);
   for (Member* member : called) {
     if (to_compute) cores_.KeepApart(member->thread);
     member->wake.notify_one();
@@ -105,10 +106,12 @@ void Crew::Help(std::shared_ptr<Job> job) {
   if (num_in_jobs_ >= num_threads()) return Summon(lock);
   ++num_in_jobs_;
   ++posted->num_workers;
+  lock.unlock();
   std::exception_ptr failure;
   {
     // First, so that those who come keep off this core.
     const Cores::Seat seat(cores_, Cores::Who::kCaller, num_threads());
+    lock.lock();
     Summon(lock);
     std::unique_ptr<Scratch> scratch = TakeScratch();
     failure = RunUnits(*posted, *scratch);
@@ -220,10 +223,10 @@ void Crew::Loop() {
       std::shared_ptr<Posted> posted = jobs_.front();
       ++num_in_jobs_;
       ++posted->num_workers;
+      SummonForRest(lock);
       std::exception_ptr failure;
       {
         const Cores::Seat seat(cores_, Cores::Who::kCrew, num_threads());
-        SummonForRest(lock);
         failure = RunUnits(*posted, scratch);
       }
       Leave(posted, failure, false);

@@ -71,8 +71,9 @@ class TiledPlan : public GemmPlan {
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
-  // packs it, or finds it for a tile that packs, and says which memory comes next, at the
-  // end of the unit's columns that of the block next_k. Returns where the columns end that need no preparation any more.
+  // packs it, or finds it for a tile that packs, and says which memory comes next: behind
+  // the unit's last columns that of the block next_k. Returns where the columns end that
+  // need no preparation any more.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,

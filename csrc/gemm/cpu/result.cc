@@ -75,7 +75,7 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
-      is_streamed_(addends_.empty() &&
+      is_streamed_(stores_rows() && addends_.empty() &&
                    problem.m * problem.n * view_.num_replicas * SizeOf(view_.dtype) >
                        kStreamedBytes),
       is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
@@ -177,10 +177,11 @@ void Result::StorePiece(const float* sums,
                    view_.dtype);
       first = data;
       first_stride = stride;
-      continue;
-    }
-    for (int64_t r = 0; r < rows.size(); ++r) {
-      StreamBytes(data + r * stride, first + r * first_stride, columns.size() * bytes);
+    } else {
+      for (int64_t r = 0; r < rows.size(); ++r) {
+        StreamBytes(data + r * stride, first + r * first_stride,
+                    columns.size() * bytes);
+      }
     }
   }
   if (is_streamed_) FinishStream();
