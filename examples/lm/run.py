@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import sys
 import time
 
 import jax
@@ -70,7 +71,16 @@ def run(args: argparse.Namespace) -> None:
 
     quiet = jax.process_index() > 0
     steps = range(first, args.steps)
-    with tqdm(steps, unit="step", dynamic_ncols=True, disable=quiet) as bar:
+    # A log is not a terminal: a line in ten seconds is enough there.
+    live = sys.stderr.isatty()
+    bar = tqdm(
+        steps,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=0.1 if live else 10,
+        disable=quiet,
+    )
+    with bar:
         for step in bar:
             data = batch(text.train, shape, (args.seed, step))
             # Twins take turns in going first, so that noise hits both alike.
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             if (step - first) % args.time_linear_every == 0:
                 for each in turns:
                     each.time_linear_layers(data)
-            bar.set_postfix_str(progress(runs, tokens=data[0].size))
+            bar.set_postfix_str(progress(runs, tokens=data[0].size), refresh=live)
             if checkpoints and (
                 step + 1 == args.steps or (step + 1) % args.checkpoint_every == 0
             ):
