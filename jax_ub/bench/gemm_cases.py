@@ -23,14 +23,19 @@ from jax_ub.primitives.wgrad import wgrad
 VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
 
 
-def own_gemm(method: str, layout: str) -> Callable[..., jax.Array]:
-    """The engine's GEMM of a layout: (a, b, bias or None, addend or None) -> result."""
+def own_gemm(
+    method: str, layout: str, out_dtype: str | None = None
+) -> Callable[..., jax.Array]:
+    """The engine's GEMM of a layout: (a, b, bias or None, addend or None) -> result.
+
+    The result's dtype is that of the accumulator in the wgrad, else of the operands.
+    """
     where: dict[str, Any] = {"method": Method(method), "label": f"bench {layout}"}
 
     def program(a, b, bias, addend):
         if layout == "tn":
             main_grads = None if addend is None else (addend,)
-            out = jnp.float32 if main_grads else a.dtype
+            out = out_dtype or (jnp.float32 if main_grads else a.dtype)
             return wgrad(a, (b,), main_grads, out_dtype=out, **where)[0]
         transposed = layout == "nt"
         return matmul(
@@ -39,7 +44,7 @@ def own_gemm(method: str, layout: str) -> Callable[..., jax.Array]:
             bias,
             addend,
             rhs_transposed=transposed,
-            out_dtype=a.dtype,
+            out_dtype=out_dtype or a.dtype,
             **where,
         )
 
@@ -102,7 +107,7 @@ def _case(place, shape, op, variant, public=None):
     if op == "gemm" and not notes:
         contenders.append(gemm_of)
     if op != "gemm":
-        plain = own_gemm(place.method, build.layout)
+        plain = own_gemm(place.method, build.layout, build.out_dtype)
         contenders.append(build.without_addends().contender(cases.PLAIN, plain))
     itemsize = np.dtype(place.dtype).itemsize
     contenders.append(cases.copy_limit(shape.bytes(itemsize)))
