@@ -222,7 +222,8 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
                                       const std::map<int, std::string>& addresses,
                                       const std::map<int, uint64_t>& tokens,
                                       int64_t half_bytes,
-                                      double timeout_s) {
+                                      double timeout_s,
+                                      int generation) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
   if (devices.empty() || devices.size() != processes.size()) {
     throw nb::value_error((std::to_string(devices.size()) + " devices and " +
@@ -242,8 +243,8 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
   const auto ends = jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
                                                         {processes, process, name},
                                                         peers, half_bytes, timeout_s);
-  return std::make_unique<Communicator>(jax_ub::ProcessEngine().Join(ends, devices),
-                                        ends);
+  return std::make_unique<Communicator>(
+      jax_ub::ProcessEngine().Join(ends, devices, generation), ends);
 }
 
 std::string Describe(const jax_ub::Step& step) {
@@ -302,7 +303,7 @@ NB_MODULE(_cpu, m) {
   m.def("connect", &Connect, nb::arg("endpoint"), nb::kw_only(), nb::arg("name"),
         nb::arg("devices"), nb::arg("processes"), nb::arg("process"),
         nb::arg("addresses"), nb::arg("tokens"), nb::arg("half_bytes"),
-        nb::arg("timeout_s"));
+        nb::arg("timeout_s"), nb::arg("generation") = 1);
 
   m.def("start_trace", &StartTrace, nb::arg("events_per_thread") = 1 << 16);
   m.def("stop_trace", [] { jax_ub::ProcessEngine().tracer().Stop(); });

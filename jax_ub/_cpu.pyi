@@ -206,6 +206,7 @@ def connect(
     tokens: dict[int, int],
     half_bytes: int,
     timeout_s: float,
+    generation: int = 1,
 ) -> Communicator:
     """Connects the ranks of a group, all its processes together.
 
@@ -220,6 +221,7 @@ def connect(
         half_bytes: how much a rank may put into shared memory for one call; there is
             twice as much.
         timeout_s: how long to wait for the other processes.
+        generation: calls that were lowered for another one are refused.
 
     Raises:
         RuntimeError: a process is missing, refused or died; names it.

@@ -65,6 +65,7 @@ struct Attributes {
   std::string label;                  // begins every error text
   // Names the call site in every process; empty where no group spans processes.
   std::string channel;
+  int generation = 0;  // of the communicator that it was lowered for; 0: of any
 
   int num_kernels = 1;  // kernels, pairs or outputs of the op
   bool rhs_transposed = false;

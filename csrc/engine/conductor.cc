@@ -123,20 +123,23 @@ std::shared_ptr<Gang> Alignment::Find(
 
 Conductor::Conductor(std::shared_ptr<SharedCommunicator> communicator,
                      std::vector<int64_t> devices,
+                     int generation,
                      Crew& crew,
                      Hooks hooks)
     : communicator_(std::move(communicator)),
       devices_(std::move(devices)),
+      generation_(generation),
       crew_(crew),
       hooks_(std::move(hooks)) {}
 
 std::shared_ptr<Conductor> Conductor::Make(
     std::shared_ptr<SharedCommunicator> communicator,
     std::vector<int64_t> devices,
+    int generation,
     Crew& crew,
     Hooks hooks) {
   std::shared_ptr<Conductor> conductor(new Conductor(
-      std::move(communicator), std::move(devices), crew, std::move(hooks)));
+      std::move(communicator), std::move(devices), generation, crew, std::move(hooks)));
   conductor->communicator_->OnPoison(
       [weak = std::weak_ptr(conductor), &crew](const std::exception_ptr& reason) {
         std::shared_ptr<Conductor> alive = weak.lock();

@@ -57,14 +57,17 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
     std::function<void(const Conductor&, const std::exception_ptr& reason)> on_failure;
   };
 
-  // `devices` of the group, in the order of its ranks.
+  // `devices` of the group, in the order of its ranks. A later communicator of the same
+  // devices has a higher generation, the same in every process.
   static std::shared_ptr<Conductor> Make(
       std::shared_ptr<SharedCommunicator> communicator,
       std::vector<int64_t> devices,
+      int generation,
       Crew& crew,
       Hooks hooks);
 
   const std::vector<int64_t>& devices() const { return devices_; }
+  int generation() const { return generation_; }
   const std::vector<int>& local_ranks() const { return communicator_->local_ranks(); }
   const SharedCommunicator& communicator() const { return *communicator_; }
 
@@ -87,6 +90,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
  private:
   Conductor(std::shared_ptr<SharedCommunicator> communicator,
             std::vector<int64_t> devices,
+            int generation,
             Crew& crew,
             Hooks hooks);
 
@@ -106,6 +110,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
 
   const std::shared_ptr<SharedCommunicator> communicator_;
   const std::vector<int64_t> devices_;
+  const int generation_;
   Crew& crew_;
   const Hooks hooks_;
 

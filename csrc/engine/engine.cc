@@ -78,6 +78,8 @@ void Engine::Submit(
     gang->completions.push_back(std::move(done));
     return Execute(std::move(gang), 0, device);
   }
+  // All processes refuse alike, so that nobody waits, and the communicator stays usable.
+  board_->CheckGeneration(site, device);
   std::shared_ptr<Gang> gang;
   int rank = 0;
   try {
@@ -98,10 +100,12 @@ void Engine::Submit(
 }
 
 std::shared_ptr<Conductor> Engine::Join(
-    std::shared_ptr<SharedCommunicator> communicator, std::vector<int64_t> devices) {
+    std::shared_ptr<SharedCommunicator> communicator,
+    std::vector<int64_t> devices,
+    int generation) {
   // The hooks outlive no engine: engines never end.
   auto conductor = Conductor::Make(
-      std::move(communicator), std::move(devices), *crew_,
+      std::move(communicator), std::move(devices), generation, *crew_,
       {[this] { return board_->timeout_s(); },
        [this](const Conductor& failed, const std::exception_ptr& reason) {
          ++num_failed_gangs_;

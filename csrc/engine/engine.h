@@ -40,7 +40,8 @@ class Engine {
   // Carries out the calls of these devices from now on, which are the communicator's
   // ranks. Throws CommunicatorError when they are another one's.
   std::shared_ptr<Conductor> Join(std::shared_ptr<SharedCommunicator> communicator,
-                                  std::vector<int64_t> devices);
+                                  std::vector<int64_t> devices,
+                                  int generation = 1);
   // Says goodbye; calls that are pending fail.
   void Leave(const std::shared_ptr<Conductor>& conductor);
 

@@ -200,6 +200,24 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   return nullptr;
 }
 
+// XLA numbers the launches of a program for as long as the process lives. Where one of
+// them failed, the processes may have launched it unequally often, and their numbers would
+// pair different calls.
+void Board::CheckGeneration(const CallSite& site, int64_t device) const {
+  const Attributes& at = site.attributes();
+  const auto place = site.places_.find(device);
+  if (at.generation == 0 || place == site.places_.end()) return;
+  std::lock_guard lock(mutex_);
+  const auto conductor =
+      FindConductor(site, static_cast<int>(place->second / at.num_ranks));
+  if (!conductor || conductor->generation() == at.generation) return;
+  throw CommunicatorError(
+      "CommunicatorError: jax_ub." + at.label +
+      ": the program was traced for an earlier communicator of its devices, which "
+      "ub.destroy_ub has closed: call jax.clear_caches() after ub.initialize_ub, in "
+      "every process, so that it is traced again");
+}
+
 void Board::Join(const std::shared_ptr<Conductor>& conductor) {
   std::lock_guard lock(mutex_);
   for (const auto& other : conductors_) {

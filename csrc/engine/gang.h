@@ -111,6 +111,10 @@ class Board {
                                Completion done,
                                int* last_rank);
 
+  // Throws CommunicatorError where the device's group has another communicator than the
+  // one that the call was lowered for.
+  void CheckGeneration(const CallSite& site, int64_t device) const;
+
   // Groups of these devices are the conductor's from now on, until it leaves. Throws
   // CommunicatorError when they are another one's.
   void Join(const std::shared_ptr<Conductor>& conductor);

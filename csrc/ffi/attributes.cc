@@ -77,6 +77,7 @@ Attributes ReadAttributes(Op op, const AttributeSource& source) {
   at.variant = static_cast<Variant>(variant);
   at.label = source.Text("label");
   at.channel = source.Text("channel");
+  read.MayHave("generation", 0, std::numeric_limits<int>::max(), at.generation);
   at.tuning = ReadTuning(read);
   switch (op) {
     case Op::kAllGatherMatmul:

@@ -212,6 +212,9 @@ def _lower_on_cpu(ctx, *operands, call):
     if devices:
         ctx, operands = exported.with_partition(ctx, operands)
     attributes = {**_attributes(call, ranks), **devices, "channel": channel}
+    # What is exported runs in processes that have had other communicators.
+    if channel and not devices:
+        attributes["generation"] = np.int64(ranks.generation)
     return rule(ctx, *operands, **attributes)
 
 

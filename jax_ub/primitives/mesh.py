@@ -53,6 +53,7 @@ class Ranks:
     spans_processes: bool = False  # whether a group has ranks in several processes
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # the same as devices
     ids: tuple[int, ...] = ()  # of all devices, in the order of the mesh
+    generation: int = 0  # of the communicators, where there are
 
 
 def find_ranks(
@@ -89,6 +90,7 @@ def find_ranks(
         bool((owners != owners[:, :1]).any()),
         tuple(tuple(devices[i] for i in row) for row in places.tolist()),
         ids,
+        communicators.generation(groups),
     )
 
 

@@ -30,9 +30,11 @@ class Connection:
     processes: tuple[int, ...]  # by rank
     reason: str | None  # why it is not connected
     communicator: Any = None  # the engine's, where a rank of the group lies here
+    generation: int = 0  # counts the communicators that its processes ever agreed on
 
 
 _CONNECTIONS: dict[Group, Connection] = {}
+_GENERATION = [0]  # the last that this process agreed on
 
 
 def connections() -> tuple[Connection, ...]:
@@ -62,6 +64,16 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
         if connection.reason is not None:
             return connection.reason
     return None
+
+
+def generation(groups: np.ndarray) -> int:
+    """The generation of what connects the groups, `[groups, P]`; 0 where nothing does.
+
+    A program serves the one that it was traced for: XLA's numbers of its launches, by
+    which processes find each other's calls, may differ after a failure.
+    """
+    found = (_CONNECTIONS.get(tuple(group)) for group in groups.tolist())
+    return max((one.generation for one in found if one is not None), default=0)
 
 
 def check_free(groups: Sequence[Group]) -> None:
@@ -105,6 +117,7 @@ def connect(
             offered, refusal = _offer(place, wiring)
         introduction = _introduction(about, refusal, offered, wiring)
         told = _gather(agreement, introduction, refusal)
+        _GENERATION[0] = max(one["generation"] for one in told.values())
         failure = refusal or _first_refusal(told)
         if failure is None and len({one["hash"] for one in told.values()}) > 1:
             failure = _difference(agreement.gather(dict(about)))
@@ -168,6 +181,7 @@ def _introduction(about, refusal, offered, wiring):
     text = json.dumps(dict(about), sort_keys=True)
     return {
         "refused": None if refusal is None else str(refusal),
+        "generation": _GENERATION[0] + 1,
         "hash": hashlib.sha256(text.encode()).hexdigest(),
         "host": hosts.identity(),
         "cores": hosts.cores(),
@@ -235,10 +249,12 @@ def _connect(place, wiring, told, offered, group) -> Connection:
         return Connection(group, processes, reason)
     try:
         endpoint = offered.pop(group) if spans else None
-        communicator = wiring.connect(place, group, endpoint, introduced)
+        communicator = wiring.connect(
+            place, group, endpoint, introduced, _GENERATION[0]
+        )
     except NotImplementedError as error:
         return Connection(group, processes, str(error))
-    return Connection(group, processes, None, communicator)
+    return Connection(group, processes, None, communicator, _GENERATION[0])
 
 
 def _with_reasons(made, done: Values):

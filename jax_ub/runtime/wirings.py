@@ -36,9 +36,21 @@ class Wiring(Protocol):
         """
 
     def connect(
-        self, place: Place, group: Group, offered: Any, introduced: Introduced
+        self,
+        place: Place,
+        group: Group,
+        offered: Any,
+        introduced: Introduced,
+        generation: int,
     ) -> Any:
-        """Makes the group's communicator; `offered` is None where it lies here alone.
+        """Makes the group's communicator.
+
+        Args:
+            place: where the ranks lie.
+            group: which of them.
+            offered: of this process; None where all ranks lie here.
+            introduced: what the processes of the group offered for it.
+            generation: of the communicator, the same in all of them.
 
         Raises:
             NotImplementedError: if the devices cannot share memory after all.
@@ -73,7 +85,7 @@ class CpuWiring:
         ]
         return f"its ranks span the hosts {' and '.join(names)}"
 
-    def connect(self, place, group, offered, introduced):
+    def connect(self, place, group, offered, introduced, generation):
         """Maps the memory of all processes of the group."""
         peers = {p: one for p, one in introduced.items() if p != place.process}
         return engine.load().connect(
@@ -86,6 +98,7 @@ class CpuWiring:
             tokens={process: one["token"] for process, one in peers.items()},
             half_bytes=place.call_bytes,
             timeout_s=settings.deadline_s(),
+            generation=generation,
         )
 
 
@@ -127,7 +140,7 @@ class CudaWiring:
         processes = list(place.processes_of(group))
         return cuda.load().why_not_connected(processes, offers) or None
 
-    def connect(self, place, group, offered, introduced):
+    def connect(self, place, group, offered, introduced, generation):
         """Maps the heaps of all ranks on each own device."""
         if offered is None:
             return cuda.load().connect_in_process(
@@ -178,7 +191,7 @@ class NoWiring:
         """There is no engine."""
         return f"no engine for {self._platform}"
 
-    def connect(self, place, group, offered, introduced):
+    def connect(self, place, group, offered, introduced, generation):
         """Is never asked to."""
         raise NotImplementedError(f"no engine for {self._platform}")
 

@@ -409,6 +409,23 @@ TEST(AProcessThatLeftInOrderDidItsPart) {
   });
 }
 
+// No process waits for it, and the communicator stays usable.
+TEST(ACallThatWasLoweredForAnotherCommunicatorIsRefused) {
+  InProcesses({0, 1}, [](Member& member) {
+    Attributes earlier = Sum(2);
+    earlier.generation = member.conductor().generation() + 1;
+    CallSite stale(earlier);
+    Arrays arrays(1);
+    const auto calls = MakeCalls(earlier, {}, arrays);
+    for (Outcome& outcome : member.Begin(stale, 1, calls)) {
+      Has(outcome.Wait(), "traced for an earlier communicator");
+    }
+    earlier.generation -= 1;
+    CallSite site(earlier);
+    member.CheckRun(site, 1, {}, 1);
+  });
+}
+
 // Its atexit handlers run there as well.
 TEST(AChildOfForkSaysNoGoodbyeForItsParent) {
   InProcesses({0, 1}, [](Member& member) {

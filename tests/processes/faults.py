@@ -162,6 +162,25 @@ def other_shape(job):
     say("goes on")
 
 
+def leaves_a_call_out(job):
+    job.call()
+    if not job.is_victim:
+        job.expect_error()
+    # XLA has launched the program less often there, which must not pair other calls.
+    ub.destroy_ub()
+    job.initialize()
+    job.expect_error()
+    jax.clear_caches()
+    job.call()
+    x, w, expected = job.operands()
+    results = [job.program(i * x, w) for i in range(4)]  # all of them in flight
+    for i, y in enumerate(results):
+        for shard in y.addressable_shards:
+            wanted = i * expected[shard.index]
+            np.testing.assert_array_equal(np.asarray(shard.data), wanted)
+    say("goes on")
+
+
 def is_missing(job):
     if job.is_victim:
         time.sleep(300)
@@ -208,6 +227,7 @@ def main():
             stops,
             raises,
             other_shape,
+            leaves_a_call_out,
             is_missing,
             exists_twice,
         )

@@ -158,6 +158,19 @@ def test_another_shape_is_an_error_everywhere_with_both_sides(method):
     job.check_nothing_is_left([0, 1, 2])
 
 
+def test_a_call_that_one_process_left_out_is_no_matter_of_the_next_communicator():
+    job = run("leaves_a_call_out")
+    assert job.status == 0, job.text
+    assert len(job.of("goes on")) == 3, job.text
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 0, 1, 1, 2], job.text
+    for late, stale in (errors[:2], errors[2:4]):
+        assert "rank 2" in late["text"]
+        assert "traced for an earlier communicator" in stale["text"]
+    assert "jax.clear_caches()" in errors[4]["text"]
+    job.check_nothing_is_left([0, 1, 2])
+
+
 def test_bootstrap_without_one_process_ends_at_the_deadline():
     job = run("is_missing")
     errors = by_process(job.of("error"))

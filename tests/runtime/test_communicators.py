@@ -134,4 +134,4 @@ def test_a_platform_without_an_engine_connects_nothing():
     assert wiring.offer(None, (0, 1)) is None
     assert wiring.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):
-        wiring.connect(None, (0, 1), None, {})
+        wiring.connect(None, (0, 1), None, {}, 1)
