@@ -174,3 +174,12 @@ class MultiHeadAttention(nnx.Module):
         key = None if self.rngs is None or keeps else self.rngs()
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return self.out(y, residual=residual)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets what `nnx.view` is told.
+
+        Args:
+            deterministic: whether nothing is dropped; None leaves it as it is.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic

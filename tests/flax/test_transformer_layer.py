@@ -209,6 +209,17 @@ def test_hidden_dropout_drops_what_attention_and_mlp_add(sequence_parallel):
         assert_equal(run(model, x), jnp.ones(X))
 
 
+def test_a_deterministic_view_drops_nothing_and_leaves_the_model_as_it_was():
+    x = normal(0, X)
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = layer(hidden_dropout=0.5, attention_dropout=0.5)
+        view = nnx.view(model, deterministic=True)
+        assert_equal(run(view, x), run(layer(), x))
+        assert view.attention.deterministic
+        assert not model.attention.deterministic
+        assert nnx.view(view, deterministic=None).attention.deterministic
+
+
 def test_unknown_names_are_refused():
     refused = functools.partial(pytest.raises, ub.errors.UnknownNameError)
     with refused(match=r"TransformerLayer: normalization = 'RMSnorm'.*mean 'RMSNorm'"):
