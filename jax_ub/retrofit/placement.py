@@ -70,7 +70,7 @@ class Placement:
     parallel: str | None
     axis_name: str = "tp"
     mesh: AnyMesh | None = None
-    data_axes: tuple[str, ...] | None = None
+    data_axes: tuple[str, ...] | str | None = None
     sequence_parallel: bool = True
     method: str | None = None
     ub_name: str | None = None
@@ -81,7 +81,9 @@ class Placement:
             kind = resolve_kind(self.op, self.parallel)
             object.__setattr__(self, "parallel", kind)
         if self.data_axes is not None:
-            object.__setattr__(self, "data_axes", tuple(self.data_axes))
+            names = self.data_axes
+            names = (names,) if isinstance(names, str) else tuple(names)
+            object.__setattr__(self, "data_axes", names)
         methods.resolve(self.op, self.method, None)
 
     @property

@@ -244,12 +244,13 @@ def test_computes_in_the_dtype_of_the_layer():
     assert_trees_close(wide.astype(jnp.bfloat16).shape, expected.shape)
 
 
-def test_data_axes_may_be_chosen():
-    x = normal(0, (4, 8, 16))
+@pytest.mark.parametrize(("data_axes", "lead"), [((), None), ("dp", "dp")])
+def test_data_axes_may_be_chosen(data_axes, lead):
+    x, options = normal(0, (4, 8, 16)), {"data_axes": data_axes, "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh_of(2, 2)):
-        model = Linear(16, 32, parallel="column", data_axes=(), rngs=nnx.Rngs(0))
+        model = Linear(16, 32, parallel="column", **options)
         y = jax.jit(lambda x: model(x))(x)
-    assert y.sharding.spec == P(None, None, "tp")
+    assert y.sharding.spec == P(lead, None, "tp")
 
 
 def test_remat_recomputes_the_same_gradients():
