@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import sharded_linear
 from jax_ub.rules import main_grads as accumulators
@@ -46,10 +47,13 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
     """
     mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
     for kernel in kernels:
+        placement.check_contraction(inputs, kernel, num_in)
         if mesh is not None and kernel.ndim > 2:  # their matrix may divide all the same
             placement.check_features((kernel.shape[0], kernel.shape[num_in]), mesh)
     lead = inputs.shape[: inputs.ndim - num_in]
     addend = None
+    if residual is not None:
+        _check_residual(placement, residual, lead, kernels[0].shape[num_in:])
     if residual is not None and placement.parallel == "row":
         out_dtype = jnp.result_type(out_dtype or inputs.dtype, residual)
         num_out = kernels[0].ndim - num_in
@@ -71,6 +75,20 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
     if residual is None or addend is not None:
         return results
     return tuple(y + residual for y in results)
+
+
+def _check_residual(placement, residual, lead, outs):
+    """Refuses a residual of other features, or of other tokens than a row layer's."""
+    # How many tokens a rank's own result has is known to the op, which checks them.
+    is_whole = placement.parallel == "row" and not placement.is_local()
+    wanted = (*lead, *outs) if is_whole else outs
+    found = residual.shape if is_whole else residual.shape[-len(outs) :]
+    if found != wanted:
+        raise ShapeContractError(
+            f"{placement.op}: residual has shape {residual.shape}, but the result "
+            f"{'has' if is_whole else 'ends in'} {wanted}. Pass a residual of the "
+            "result's shape."
+        )
 
 
 def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:

@@ -139,6 +139,7 @@ class DotGeneral:
         return reason
 
     def _overlap(self, lhs, rhs, num_in, out_dtype):
+        self.placement.check_contraction(lhs, rhs, num_in)
         self.placement.check_kernel_spec(jax.typeof(rhs).sharding.spec, num_in)
         outs = rhs.shape[num_in:]
         kernel = rhs.reshape(math.prod(rhs.shape[:num_in]), math.prod(outs))

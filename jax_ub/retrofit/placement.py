@@ -155,6 +155,24 @@ class Placement:
             f"Use {padded}, or do not shard this layer."
         )
 
+    def check_contraction(self, x, kernel, num_in: int = 1) -> None:
+        """Refuses x [..., *in] that does not meet a kernel [*in, *out].
+
+        One rank's that differ in number, too, are left to the op, which says how they
+        should be sharded.
+        """
+        found = x.shape[max(x.ndim - num_in, 0) :]
+        wanted = kernel.shape[:num_in]
+        is_local = self.is_local()
+        if found == wanted or (is_local and math.prod(found) != math.prod(wanted)):
+            return
+        sizes = "one rank's sizes" if is_local else "global sizes"
+        raise ShapeContractError(
+            f"{self.op}: x {x.shape} has features {list(found)}, but the kernel "
+            f"{kernel.shape} takes {list(wanted)}, in {sizes}. Pass x [..., tokens, "
+            f"{', '.join(map(str, wanted))}], or make the layer for {list(found)}."
+        )
+
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
         """Refuses a kernel whose other dimensions lie on the tensor-parallel axis.
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax_models import mesh_of
+from jax.sharding import PartitionSpec as P
 
 from jax_ub.errors import ShapeContractError, UnknownNameError
-from jax_ub.flax import Linear
+from jax_ub.flax import Linear, MultiHeadAttention
 
 
 def layer(*sizes, parallel="column", **options):
@@ -78,11 +79,86 @@ def test_a_layer_that_cannot_be_is_refused(make, error, text):
             "data_axes has 'dpp', which is not an axis of the mesh {'dp': 2, 'tp': 4}. "
             "Did you mean 'dp'?",
         ),
+        ({"data_axes": "dpp"}, (2, 8, 16), "data_axes has 'dpp', which is not"),
     ],
 )
 def test_activations_that_do_not_divide_are_refused(options, shape, text):
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=re.escape(text)):
         layer(**options)(jnp.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "text"),
+    [
+        (
+            lambda: layer((8, 4), 16, parallel="row"),
+            (2, 8, 4, 8),
+            "linear(parallel='row'): x (2, 8, 4, 8) has features [4, 8], but the "
+            "kernel (8, 4, 16) takes [8, 4], in global sizes. Pass x [..., tokens, 8, "
+            "4], or make the layer for [4, 8].",
+        ),
+        (lambda: layer((8, 4), 16, parallel="row"), (4,), "x (4,) has features [4], "),
+        # A rank's share, or that of another layer: shards would fit here and there.
+        (
+            lambda: layer(8, 16, parallel="row"),
+            (2, 8, 16),
+            "x (2, 8, 16) has features [16], but the kernel (8, 16) takes [8]",
+        ),
+        (
+            lambda: MultiHeadAttention(4, 32, rngs=nnx.Rngs(0)),
+            (2, 8, 16),
+            "linear(parallel='column') (ub_name 'qkv'): x (2, 8, 16) has features "
+            "[16], but the kernel (32, 4, 8) takes [32], in global sizes.",
+        ),
+    ],
+)
+def test_features_that_are_not_the_kernels_are_refused(make, shape, text):
+    with (
+        jax.set_mesh(mesh_of(2, 4)),
+        pytest.raises(ShapeContractError, match=re.escape(text)),
+    ):
+        make()(jnp.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((2, 8, 2, 8), r"x \(2, 8, 2, 8\) has features \[2, 8\].*in one rank's sizes"),
+        ((2, 8, 8, 4), "The activations are not sharded along their features"),
+    ],
+)
+def test_features_that_are_not_a_ranks_own_are_refused(shape, text):
+    graph, state = nnx.split(layer((8, 4), 16, parallel="row"))
+    with pytest.raises(ShapeContractError, match=text):
+        jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            mesh=mesh_of(1, 2),
+            in_specs=(nnx.get_partition_spec(state), P()),
+            out_specs=P(None, "tp"),
+        )(state, jnp.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("outs", "parallel", "shape", "text"),
+    [
+        (16, "row", (16,), "residual has shape (16,), but the result has (2, 8, 16)"),
+        (
+            (4, 4),
+            "column",
+            (4,),
+            "residual has shape (4,), but the result ends in (4, 4). Pass a residual "
+            "of the result's shape.",
+        ),
+    ],
+)
+def test_a_residual_that_does_not_fit_is_refused(outs, parallel, shape, text):
+    with (
+        jax.set_mesh(mesh_of(1, 4)),
+        pytest.raises(ShapeContractError, match=re.escape(text)),
+    ):
+        layer(16, outs, parallel=parallel)(
+            jnp.ones((2, 8, 16)), residual=jnp.ones(shape)
+        )
 
 
 def test_a_call_without_a_mesh_says_where_it_takes_one_from():

@@ -74,6 +74,17 @@ def test_several_dimensions_are_contracted_as_one():
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
+def test_dimensions_that_do_not_match_are_refused(kind):
+    x, w = jnp.ones((2, 8, 4, 8)), jnp.ones((8, 4, 16))
+    text = "x (2, 8, 4, 8) has features [4, 8], but the kernel (8, 4, 16) takes [8, 4]"
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        pytest.raises(ShapeContractError, match=re.escape(text)),
+    ):
+        ub.dot_general(kind)(x, w, (((2, 3), (0, 1)), ((), ())))
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
 def test_the_result_is_rounded_once_to_the_dtype_asked_for(kind):
     x, w = (normal(i, s, "bfloat16") for i, s in enumerate([(2, 8, 16), (16, 32)]))
     options = {"preferred_element_type": jnp.float32, "precision": "highest"}
