@@ -139,20 +139,22 @@ class Linear(nnx.Module):
         in_entry, out_entry = self.placement.kernel_spec
         out_spec = (out_entry, *[None] * (len(outs) - 1))
         spec = (in_entry, *[None] * (len(ins) - 1), *out_spec)
-        kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
-        bias_metadata = _with_sharding(bias_metadata, out_spec, self.placement)
         shape = (*ins, *outs)
         # Initial values depend on the number of inputs and outputs alone.
         flat = (math.prod(ins), math.prod(outs))
-        kernel = kernel_init(rngs.params(), flat, param_dtype).reshape(shape)
-        self.kernel = nnx.Param(kernel, **kernel_metadata)
+        kernel = kernel_init(rngs.params(), flat, param_dtype)
+        kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
+        kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
+        self.kernel = nnx.Param(kernel.reshape(shape), **kernel_metadata)
         self.placement.check_kernel_spec(
             nnx.get_partition_spec(self.kernel).get_value(), len(ins)
         )
         self.bias = nnx.data(None)
         if use_bias:
-            bias = bias_init(rngs.params(), flat[1:], param_dtype).reshape(outs)
-            self.bias = nnx.Param(bias, **bias_metadata)
+            bias = bias_init(rngs.params(), flat[1:], param_dtype)
+            bias, bias_metadata = _unboxed(bias, bias_metadata)
+            bias_metadata = _with_sharding(bias_metadata, out_spec, self.placement)
+            self.bias = nnx.Param(bias.reshape(outs), **bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
             accumulator = jnp.zeros(shape, jnp.float32)
@@ -213,6 +215,14 @@ def call_together(
         residual=residual,
         out_dtype=first.preferred_element_type,
     )
+
+
+def _unboxed(values, metadata):
+    """Takes values, and metadata of theirs, out of what `nnx.with_metadata` returns."""
+    if not isinstance(values, nnx.VariableMetadata):
+        return values, metadata
+    hooks = {k: v for k, v in vars(values).items() if k.startswith("on_") and v}
+    return values.raw_value, {**hooks, **metadata, **values.metadata}
 
 
 def _with_sharding(metadata, spec, placement):

@@ -214,6 +214,31 @@ def test_it_is_called_as_flax_s_own_layer(types):
     assert y.sharding.shard_shape(y.shape) == (2, 4, 32)
 
 
+def test_an_initializer_may_carry_the_layout_as_flax_has_it():
+    x = normal(0, (4, 8, 16))
+    zeros, lecun = nnx.initializers.zeros_init(), nnx.initializers.lecun_normal()
+    inits = {
+        "kernel_init": nnx.with_partitioning(lecun, (None, "tp", None)),
+        "bias_init": nnx.with_partitioning(zeros, (None, None), note="whole"),
+    }
+    options = {"parallel": "column", "main_grad": True, "rngs": nnx.Rngs(0)}
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, (4, 8), **inits, **options)
+        flax = nnx.LinearGeneral(16, (4, 8), **inits, rngs=nnx.Rngs(0))
+        for name in ("kernel", "bias"):
+            ours, theirs = getattr(model, name), getattr(flax, name)
+            assert_equal(ours[...], theirs[...])
+            assert ours.sharding == theirs.sharding
+            assert ours.get_metadata() == theirs.get_metadata()
+        assert model.main_grad.sharding == model.kernel.sharding
+        assert_trees_close(model(x), flax(x))
+        # One without a layout gets ours.
+        noted = nnx.with_metadata(lecun, note="mine")
+        model = Linear(16, 32, parallel="column", kernel_init=noted, rngs=nnx.Rngs(0))
+    assert model.kernel.note == "mine"
+    assert model.kernel.sharding.spec == P(None, "tp")
+
+
 def test_a_layer_runs_and_differentiates_outside_jit():
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(1, 2)):
