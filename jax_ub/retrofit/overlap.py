@@ -1,12 +1,19 @@
 """Overlap for an unmodified nnx model, in one line."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax import lax
 from jax.sharding import Mesh
 
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub import methods
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.placement import kind_of_spec, resolve_kind, sharding_of
 from jax_ub.runtime.overlaps import LayerPath
@@ -29,7 +36,8 @@ def overlap(
 
     Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, in place;
     parameters are left as they are. Calling it again replaces what it set before.
-    `overlapped` lists the result.
+    `overlapped` lists the result. A layer with a `dot_general` of its own, such as a
+    quantized one, keeps it: "auto" leaves it alone, and `ub.fallbacks` says so.
 
     Args:
         model: the model, an `nnx.Module`.
@@ -51,6 +59,8 @@ def overlap(
             no kind.
         ShapeContractError: if the model has no linear layer, a kernel is sharded the
             other way than its rule says, or "auto" finds no sharded kernel.
+        UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
+            own.
     """
     layers = dict(_linear_layers(model))
     if not layers:
@@ -61,9 +71,10 @@ def overlap(
         )
     if not isinstance(rules, Mapping):
         _check_auto(rules)
-        kinds = _by_sharding(layers, axis_name)
+        kinds = _without_own(layers, _by_sharding(layers, axis_name))
     else:
         kinds = _by_path(rules, list(layers))
+        _check_none_own(layers, kinds)
     chosen = {}
     for path, kind in kinds.items():
         layer = layers[path]
@@ -112,7 +123,7 @@ def _num_in(layer) -> int:
 
 
 def _count(features):
-    return 1 if isinstance(features, int) else len(features)
+    return len(features) if isinstance(features, Sequence) else 1
 
 
 def _check_auto(rules):
@@ -154,6 +165,36 @@ def _by_path(rules, paths) -> dict[str, str]:
         for path in matched:
             found.setdefault(path, resolved)
     return {path: kind for path, kind in found.items() if kind is not None}
+
+
+def _own(layer):
+    """Returns a layer's `dot_general` where it is neither jax's nor ours, or None."""
+    found = layer.dot_general
+    return None if found is lax.dot_general or isinstance(found, DotGeneral) else found
+
+
+def _without_own(layers, kinds) -> dict[str, str]:
+    """Leaves out, and notes, the layers with a `dot_general` of their own."""
+    kept = {}
+    for path, kind in kinds.items():
+        own = _own(layers[path])
+        if own is None:
+            kept[path] = kind
+        else:
+            reason = f"the layer has a dot_general of its own, {own}"
+            methods.record_fallback(f"overlap({path!r})", reason)
+    return kept
+
+
+def _check_none_own(layers, paths):
+    for path in paths:
+        own = _own(layers[path])
+        if own is not None:
+            raise UnsupportedOverlapError(
+                f"overlap: the layer {path!r} has a dot_general of its own, {own}, "
+                "which the rule would replace. Set it to jax.lax.dot_general first, or "
+                f"leave the layer alone: {{{path!r}: None, ...}}."
+            )
 
 
 def _compiled(pattern) -> re.Pattern[str]:

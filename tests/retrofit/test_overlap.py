@@ -2,6 +2,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from flax_models import Block, assert_trees_close, loss, mesh_of, plain_block
@@ -213,6 +214,35 @@ def test_a_rule_against_the_kernels_sharding_is_refused_and_changes_nothing():
         with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
             ub.overlap(model, {"down": "row", "up": "row"})
         assert ub.overlapped(model) == {}
+
+
+def test_a_layer_keeps_a_dot_general_of_its_own():
+    def rounded(lhs, rhs, dimension_numbers, **options):
+        return jax.lax.dot_general(jnp.round(lhs), rhs, dimension_numbers, **options)
+
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = sharded_block()
+        model.up.dot_general = rounded
+        assert ub.overlapped(ub.overlap(model)) == {"down": "row"}
+    assert model.up.dot_general is rounded
+    note = ub.fallbacks()[-1]
+    assert note.label == "overlap('up')"
+    assert "the layer has a dot_general of its own, <function" in note.reason
+    text = r"'up' has a dot_general of its own, <function.*lax.dot_general first, or "
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+        ub.overlap(model, {"down": "row", "up": "column"})
+    ub.overlap(model, {"up": None, ".*": "row"})
+    assert ub.overlapped(model) == {"down": "row"}
+
+
+def test_sizes_of_a_layer_may_be_those_of_numpy():
+    block = Block(
+        lambda rngs: nnx.Linear(np.int64(16), np.int64(32), rngs=rngs),
+        lambda rngs: nnx.LinearGeneral((np.int64(8), 4), 16, axis=(-2, -1), rngs=rngs),
+        nnx.Rngs(0),
+    )
+    model = ub.overlap(block, {"up": "column", "down": "row"})
+    assert ub.overlapped(model) == {"up": "column", "down": "row"}
 
 
 def test_an_error_in_a_layer_names_its_path():
