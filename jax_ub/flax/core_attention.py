@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -107,10 +108,11 @@ class CoreAttention:
                 positions = jnp.arange(q.shape[-3])
             q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
         lead = q.shape[:-3]
+        batch = math.prod(lead)  # -1 would not know it where there are no tokens
         if mask is not None:
             mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
-            mask = mask.reshape(-1, *mask.shape[-3:])
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+            mask = mask.reshape(batch, *mask.shape[-3:])
+        q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (q, k, v))
         if dropout_key is None:
             attention_fn = self.attention_fn or jax.nn.dot_product_attention
             y = attention_fn(q, k, v, mask=mask, is_causal=self.is_causal)

@@ -57,13 +57,13 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
     if residual is not None and placement.parallel == "row":
         out_dtype = jnp.result_type(out_dtype or inputs.dtype, residual)
         num_out = kernels[0].ndim - num_in
-        addend = residual.reshape(*residual.shape[: residual.ndim - num_out], -1)
+        addend = _flat(residual, num_out)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
         if main_grad.ndim > 2:  # its matrix is another array in every call
             accumulators.claim(placement.op, main_grad, kernel)
     ys = sharded_linear(
         placement,
-        inputs.reshape(*lead, -1),
+        _flat(inputs, num_in),
         _matrices(kernels, num_in),
         tuple(bias.reshape(-1) for bias in biases) or None,
         _matrices(main_grads, num_in) or None,
@@ -75,6 +75,12 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
     if residual is None or addend is not None:
         return results
     return tuple(y + residual for y in results)
+
+
+def _flat(x, num_dims):
+    """Makes one of the last dimensions; -1 would not know the size of empty ones."""
+    lead = x.ndim - num_dims
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
 def _check_residual(placement, residual, lead, outs):

@@ -120,6 +120,8 @@ class DotGeneral:
             )
         elif lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
             reason = f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
+        elif lhs.size == 0:
+            reason = f"x {lhs.shape} is empty"
         if placement.is_local():
             if reason is None:
                 return None

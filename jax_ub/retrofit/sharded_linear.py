@@ -75,6 +75,11 @@ def sharded_linear(
     operands = (x, kernel, bias, main_grad, residual)
     if placement.is_local():
         return _multiply(placement, out_dtype, *operands)
+    if 0 in x.shape[:-1] and main_grad is None:
+        # The ops take nothing empty; with an accumulator, which a constant would lose,
+        # they say so.
+        shape, dtype = x.shape[:-1], out_dtype or x.dtype
+        return jax.tree.map(lambda w: jnp.zeros((*shape, w.shape[1]), dtype), kernel)
     kernels = kernel if isinstance(kernel, tuple) else (kernel,)
     mesh = placement.find_mesh(*kernels, x)
     if mesh is None and placement.parallel is None:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal, small_integers
 from programs import calls, collectives, compiled_text
 
+import jax_ub as ub
 from jax_ub.flax import Linear
 
 PARALLEL = ("column", "row", None)
@@ -199,6 +200,21 @@ def test_the_mesh_may_be_an_argument_or_the_kernels_own():
     with jax.set_mesh(mesh):
         found = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
     assert_trees_close(found(x), expected)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16), (0, 16)])
+def test_of_nothing_the_result_is_nothing(parallel, shape):
+    x, options = jnp.ones(shape), {"parallel": parallel, "rngs": nnx.Rngs(0)}
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, (4, 8), **options)
+        y = model(x, residual=jnp.ones((*shape[:-1], 4, 8)))
+        gradients = nnx.grad(loss)(model, x)
+        accumulating = Linear(16, 32, main_grad=True, **options)
+        with pytest.raises(ub.errors.ShapeContractError, match="is empty. Leave"):
+            accumulating(x)
+    assert y.shape == (*shape[:-1], 4, 8)
+    assert not jnp.any(gradients.kernel[...])
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])

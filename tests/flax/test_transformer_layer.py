@@ -220,6 +220,13 @@ def test_a_deterministic_view_drops_nothing_and_leaves_the_model_as_it_was():
         assert nnx.view(view, deterministic=None).attention.deterministic
 
 
+@pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16)])
+def test_of_nothing_the_result_is_nothing(shape):
+    with jax.set_mesh(mesh_of(1, 2)):
+        mask = jnp.ones((shape[0], 1, shape[1], shape[1]), bool)
+        assert run(layer(), jnp.ones(shape), mask=mask).shape == shape
+
+
 def test_unknown_names_are_refused():
     refused = functools.partial(pytest.raises, ub.errors.UnknownNameError)
     with refused(match=r"TransformerLayer: normalization = 'RMSnorm'.*mean 'RMSNorm'"):

@@ -112,6 +112,7 @@ def test_the_result_lies_where_out_sharding_says(types):
         ((4, 16, 8), (16, 32), (((1,), (0,)), ((), ())), "are not contracted"),
         ((4, 8, 16), (4, 16, 32), (((2,), (1,)), ((0,), (0,))), "are not contracted"),
         ((4, 1, 16), (16, 32), DENSE, "has 1 tokens (axis -2)"),
+        ((0, 8, 16), (16, 32), DENSE, "x (0, 8, 16) is empty"),
     ],
 )
 def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
