@@ -27,7 +27,8 @@ class CoreAttention:
     and sequences; inside the caller's it is one rank's already.
 
     Attributes:
-        placement: that of the projections.
+        placement: that of the projections; with whole kernels all heads are on every
+            rank.
         attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with arrays
             `[batch, tokens, heads, head_dim]`, and where weights are dropped also with
             `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None is JAX's,
@@ -97,9 +98,10 @@ class CoreAttention:
         if positions is not None:
             positions = _fitted("positions", positions, (*lead, num_tokens))
         operands = (q, k, v, mask, positions, dropout_key)
-        if self.placement.is_local():
+        mesh = None if self.placement.is_local() else self.placement.find_mesh(q)
+        if mesh is None:
             return self.attend(varying_axes(q), *operands)
-        return _on_mesh(self, self.placement.find_mesh(q), *operands)
+        return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
         """Attends on one rank; those of the mesh `axes` have other heads, sequences."""
@@ -143,16 +145,17 @@ def _on_mesh(core, mesh, *operands):
     placement = core.placement
     data_axes = data_axes_of(placement, mesh, q.shape) if q.ndim > 3 else ()
     lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
-    heads = P(*lead, None, placement.axis_name, None)
+    axis_name = None if placement.parallel is None else placement.axis_name
+    heads = P(*lead, None, axis_name, None)
     specs = (
         *(heads,) * 3,
-        _split(mask, (*lead, placement.axis_name, None, None)),
+        _split(mask, (*lead, axis_name, None, None)),
         _split(positions, (*lead, None)),
         P(),
     )
 
     # The ranks of a shard_map around this one have other sequences, too.
-    axes = (*varying_axes(q), *data_axes, placement.axis_name)
+    axes = {*varying_axes(q), *data_axes, axis_name} - {None}
 
     def local(*operands):
         return core.attend(axes, *operands)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
@@ -74,7 +75,15 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
     results = tuple(y.reshape(*y.shape[:-1], *w.shape[num_in:]) for y, w in each)
     if residual is None or addend is not None:
         return results
-    return tuple(y + residual for y in results)
+    return tuple(_add(y, residual) for y in results)
+
+
+def _add(y, residual):
+    """Adds a residual that may lie otherwise, which an explicit mesh would refuse."""
+    sharding = jax.typeof(y).sharding
+    if residual.shape == y.shape and AxisType.Explicit in sharding.mesh.axis_types:
+        residual = jax.sharding.reshard(residual, sharding)
+    return y + residual
 
 
 def _flat(x, num_dims):

@@ -103,6 +103,10 @@ class Placement:
         """The layout of the bias [out]."""
         return P(self.axis_name if self.parallel == "column" else None)
 
+    def whole(self) -> "Placement":
+        """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
+        return dataclasses.replace(self, parallel=None, data_axes=None, method="xla")
+
     def is_local(self) -> bool:
         """Whether the arrays at hand are one rank's: the axis, or all, are manual."""
         context = jax.sharding.get_abstract_mesh()

@@ -92,6 +92,8 @@ def test_heads_of_other_ranks_drop_other_weights():
     )
     with jax.set_mesh(mesh_of(2, 2)):
         variables = layer.init(jax.random.key(0), jnp.ones(X))
+        jax.effects_barrier()
+        seen.clear()
         rngs = {"dropout": jax.random.PRNGKey(0)}
         jax.jit(layer.apply)(variables, jnp.ones(X), rngs=rngs)
         jax.effects_barrier()

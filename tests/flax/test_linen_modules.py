@@ -87,8 +87,32 @@ def test_parameters_are_those_of_flax(ours, flax):
     y, variables = ours.init_with_output(jax.random.key(3), x)
     expected_y, expected = flax.init_with_output(jax.random.key(3), x)
     assert (y.shape, y.dtype) == (expected_y.shape, expected_y.dtype)
+    assert_trees_close(y, expected_y)
     assert jax.tree.structure(variables) == jax.tree.structure(expected)
     assert_equal(variables, expected)
+
+
+@pytest.mark.parametrize(
+    ("types", "layout"), [("auto", P("dp")), ("explicit", P(("dp", "tp")))]
+)
+@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
+def test_init_computes_what_apply_does(ours, flax, types, layout):
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        x = jax.device_put(normal(0, X), layout)
+        y, variables = jax.jit(ours.init_with_output)(jax.random.key(3), x)
+        assert_trees_close(y, jax.jit(ours.apply)(variables, x))
+
+
+def test_init_takes_dummies_that_apply_does_not():
+    x = normal(0, (3, 5, 16))  # neither sequences nor tokens divide
+    ours = linen.TransformerLayer(
+        16, 32, 4, normalize_qk=True, data_axes=("dp",), main_grad=True
+    )
+    with jax.set_mesh(mesh_of(2, 2)):
+        y, variables = ours.init_with_output(jax.random.key(3), x)
+        with pytest.raises(ub.errors.ShapeContractError, match="5 tokens"):
+            ours.apply(variables, x)
+    assert_trees_close(y, Layer().apply({"params": variables["params"]}, x))
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
@@ -165,6 +189,19 @@ def test_inside_shard_map_parameters_are_created_as_shards():
         check_vma=False,
     )
     assert_equal_shapes(jax.eval_shape(create, x), shapes)
+
+
+def test_inside_shard_map_init_returns_zeros():
+    layer = linen.MultiHeadAttention(4)
+    x = normal(0, X)
+    y = jax.shard_map(
+        lambda x: layer.init_with_output(jax.random.key(0), x)[0],
+        mesh=mesh_of(1, 2),
+        in_specs=P(None, "tp"),
+        out_specs=P(None, "tp"),
+        check_vma=False,
+    )(x)
+    assert_equal(y, jnp.zeros(X))
 
 
 def assert_equal_shapes(actual, expected):

@@ -26,6 +26,10 @@ class Linear(TensorParallel):
     Parameters carry no layout of their own: `kernel_init=nn.with_partitioning(...)`
     adds one.
 
+    While parameters are created, kernels are whole and the inputs of any number of
+    tokens. Inside the caller's `jax.shard_map`, where a rank has but a part of both,
+    the results are zeros then.
+
     Attributes:
         features: the global number of output features, or sizes of several dimensions.
         axis: the dimensions of the inputs that are contracted, which are the last ones.
@@ -130,13 +134,16 @@ def call_together(
     inputs = promoted[0][0]
     kernels = [kernel for _, kernel, _ in promoted]
     biases = [bias for *_, bias in promoted if bias is not None]
+    placement = first.placement
     if first.is_initializing():
-        # Inputs of init are often dummies, of any number of tokens and no layout.
-        dtype = inputs.dtype if residual is None else jnp.result_type(inputs, residual)
-        sizes = (kernel.shape[num_in:] for kernel in kernels)
-        return tuple(jnp.zeros((*lead, *each), dtype) for each in sizes)
+        if placement.is_local():
+            # A rank's own shards of dummies and kernels need not fit each other.
+            dtype = jnp.result_type(inputs, inputs if residual is None else residual)
+            sizes = (kernel.shape[num_in:] for kernel in kernels)
+            return tuple(jnp.zeros((*lead, *each), dtype) for each in sizes)
+        placement, main_grads = placement.whole(), []
     return multiply_together(
-        first.placement,
+        placement,
         inputs,
         kernels,
         biases,

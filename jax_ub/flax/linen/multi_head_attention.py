@@ -130,15 +130,18 @@ class MultiHeadAttention(TensorParallel):
         q, k, v = project(call_together, layers, inputs, self.rotary_base)
         if self.normalize_qk:
             q, k = self._make_norm("query_ln")(q), self._make_norm("key_ln")(k)
-        if self.is_initializing():  # dummies, as everywhere
-            return out(q, residual=residual)
+        if self.is_initializing():
+            if out.placement.is_local():  # zeros, as everywhere
+                return out(q, residual=residual)
+            core = dataclasses.replace(core, placement=out.placement.whole())
         key = self._dropout_key(deterministic)
         y = core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return out(y, residual=residual)
 
     @nn.nowrap
     def _dropout_key(self, deterministic):
-        if self.dropout_rate == 0:
+        is_told = self.deterministic is not None or deterministic is not None
+        if self.dropout_rate == 0 or (self.is_initializing() and not is_told):
             return None
         keeps = nn.merge_param("deterministic", self.deterministic, deterministic)
         return None if keeps else self.make_rng("dropout")
