@@ -4,6 +4,9 @@
 #include <thread>
 #include <utility>
 
+#include "platform/error.h"
+#include "platform/thread.h"
+
 namespace jax_ub {
 
 namespace {
@@ -49,7 +52,10 @@ struct Crew::Member {
   bool is_called = false;  // guarded by Crew::mutex_
 };
 
-Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {}
+Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {
+  num_called_ = 1;
+  StartThread([this] { Loop(); });
+}
 
 void Crew::set_num_threads(int num_threads, const std::vector<int>& cores) {
   cores_.set_part(cores);
@@ -67,12 +73,8 @@ void Crew::Summon(std::unique_lock<std::mutex>& lock) {
     wanted += static_cast<int>(std::clamp<int64_t>(left, 0, std::max(places, 0)));
     if (left >= places) break;
   }
-  wanted = std::min(wanted, num_threads());
+  wanted = std::min(wanted, num_threads()) - num_called_;
   calls_.fetch_add(1, std::memory_order_release);
-  const int num_new = std::max(wanted - num_idle_, 0);
-  wanted -= num_called_ + num_new;
-  num_idle_ += num_new;
-  num_called_ += num_new;
   Member* const spinning = wanted > 0 ? spinning_ : nullptr;
   if (spinning) --wanted;
   std::vector<Member*> called;
@@ -82,14 +84,25 @@ void Crew::Summon(std::unique_lock<std::mutex>& lock) {
     asleep_.pop_back();
     ++num_called_;
   }
+  int num_new = std::max(wanted, 0);
+  num_called_ += num_new;
   const bool to_compute = !jobs_.empty();
   // With the lock, without which that thread may already do something else.
   if (spinning && to_compute) cores_.KeepApart(spinning->thread);
   lock.unlock();
-  for (int i = 0; i < num_new; ++i) std::thread([this] { Loop(); }).detach();
   for (Member* member : called) {
     if (to_compute) cores_.KeepApart(member->thread);
     member->wake.notify_one();
+  }
+  try {
+    for (; num_new > 0; --num_new) StartThread([this] { Loop(); });
+  } catch (const SystemError&) {
+    // The work is left to the threads there are. One of them may sleep because those
+    // who do not come were on their way.
+    lock.lock();
+    num_called_ -= num_new;
+    if (asleep_.empty()) return lock.unlock();
+    SummonForRest(lock);
   }
 }
 
@@ -211,7 +224,6 @@ void Crew::Loop() {
   --num_called_;
   for (;;) {
     Idle(lock, member);
-    --num_idle_;
     if (!runs_.empty()) {
       std::function<void()> run = std::move(runs_.front());
       runs_.pop_front();
@@ -232,7 +244,6 @@ void Crew::Loop() {
       Leave(posted, failure, false);
     }
     lock.lock();
-    ++num_idle_;
   }
 }
 

@@ -1,13 +1,13 @@
 // The library's own threads. Two kinds of tasks share them:
 //
-//   job   independent units of pure computation. At most num_threads() threads are
-//   inside
-//         jobs at a time, whatever the number of ranks, and a unit never blocks.
-//   run   a closure that may block (a rank's schedule, the rest of an XLA program). A
-//   run
-//         never waits for another one: the crew grows instead.
+//   job  independent units of pure computation. At most num_threads() threads are
+//        inside jobs at a time, whatever the number of ranks, and a unit never blocks.
+//   run  a closure that may block (a rank's schedule, the rest of an XLA program). A
+//        run never waits for another one: the crew grows instead, as long as the system
+//        lets it.
 //
-// Threads start on first use and never end: nothing may be joined at process exit.
+// The first thread starts with the crew, so that there is always one for what is queued;
+// the others on first use. They never end: nothing may be joined at process exit.
 #pragma once
 
 #include <atomic>
@@ -52,6 +52,7 @@ class WaitedJob : public Job {
 
 class Crew {
  public:
+  // Throws SystemError where not even one thread can be started.
   explicit Crew(int num_threads);
   ~Crew() = delete;  // its threads never end
 
@@ -99,10 +100,10 @@ class Crew {
   mutable std::mutex mutex_;  // guards all below
   std::deque<std::function<void()>> runs_;
   std::deque<std::shared_ptr<Posted>> jobs_;
-  int num_idle_ = 0;  // threads that will look at the queues before they sleep
-  Member* spinning_ = nullptr;   // of those, the one that needs no wake-up
-  int num_called_ = 0;           // of those, the ones on their way
-  std::vector<Member*> asleep_;  // the rest, the last to fall asleep last
+  // The idle threads, each in one of these:
+  Member* spinning_ = nullptr;   // looks at the queues, and needs no wake-up
+  int num_called_ = 0;           // on their way, new ones included
+  std::vector<Member*> asleep_;  // the last to fall asleep last
   int num_in_jobs_ = 0;          // threads inside jobs, helpers included
   std::vector<std::unique_ptr<Scratch>> scratches_;
 

@@ -5,10 +5,10 @@
 #include <chrono>
 #include <sstream>
 #include <stdexcept>
-#include <thread>
 
 #include "engine/conductor.h"
 #include "platform/error.h"
+#include "platform/thread.h"
 
 namespace jax_ub {
 
@@ -178,6 +178,10 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
     throw CommunicatorError("CommunicatorError: jax_ub." + at.label +
                             ": its communicator was closed while ranks of it arrived");
   }
+  if (!watchdog_started_ && gang->calls.size() > 1) {
+    StartThread([this] { Watch(); });  // or throws, before the call is there
+    watchdog_started_ = true;
+  }
   gang->calls[index] = std::move(call);
   gang->completions[index] = std::move(done);
   if (static_cast<size_t>(++gang->num_arrived) == gang->calls.size()) {
@@ -189,12 +193,7 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   if (gang->num_arrived == 1) {
     gang->deadline = Deadline::After(timeout_s_);
     incomplete_.emplace_back(&site, gang);
-    if (!watchdog_started_) {
-      watchdog_started_ = true;
-      std::thread([this] { Watch(); }).detach();
-    } else if (!watchdog_armed_) {
-      wake_watchdog_.notify_one();
-    }
+    if (!watchdog_armed_) wake_watchdog_.notify_one();
     watchdog_armed_ = true;
   }
   return nullptr;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "no_thread_starts.h"
 
 namespace jax_ub {
 namespace {
@@ -186,6 +187,35 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
   inline_job->failing_unit = 3;
   crew.RunInline(*inline_job);
   CHECK_THROWS(inline_job->Wait(), "unit failed");
+}
+
+TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
+  Crew& crew = NewCrew(4);
+  {
+    const NoThreadStarts limit;
+    auto job = std::make_shared<CountedJob>(1000);
+    crew.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+    constexpr int kNumRuns = 10;
+    const auto all_ran = std::make_shared<Meeting>(2);
+    const auto num_runs = std::make_shared<std::atomic<int>>(0);
+    for (int i = 0; i < kNumRuns; ++i) {
+      crew.Start([all_ran, num_runs] {
+        if (++*num_runs == kNumRuns) all_ran->Join();
+      });
+    }
+    all_ran->Join();
+  }
+  // What did not start is not counted: the crew grows as soon as it may.
+  constexpr int kNumRuns = 10;
+  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  for (int i = 0; i < kNumRuns; ++i) crew.Start([meeting] { meeting->Join(); });
+  meeting->Join();
+}
+
+TEST(ACrewWithoutAThreadIsNone) {
+  const NoThreadStarts limit;
+  CHECK_THROWS(NewCrew(1), "is the limit of threads reached (ulimit -u,");
 }
 
 TEST(ScratchIsKeptAndCounted) {

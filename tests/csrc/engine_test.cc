@@ -15,6 +15,7 @@
 #include "engine/executor.h"
 #include "engine_calls.h"
 #include "gemm/gemm.h"
+#include "no_thread_starts.h"
 
 namespace jax_ub {
 namespace {
@@ -167,6 +168,24 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
     CHECK_EQ(outcome, "");
   }
   CHECK_EQ(NumWrong(site.attributes(), calls), 0);
+}
+
+TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
+  Engine& engine = NewEngine(0.2);
+  const Attributes at = MakeAttributes(Op::kMatmulAllReduce, Method::kDirect, 2);
+  CallSite site(at);
+  Arrays arrays(8);
+  const std::vector<RankCall> calls = MakeCalls(at, Sizes{}, arrays);
+  {
+    const NoThreadStarts limit;  // the watchdog neither
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::string text = Submit(engine, site, 1, 100 + rank, calls[rank]).Wait();
+      CHECK(text.find("limit of threads") != std::string::npos);
+    }
+  }
+  const std::string text = Submit(engine, site, 2, 100, calls[0]).Wait();
+  CHECK(text.find("waited 0.2 s for rank(s) 1") != std::string::npos);
+  for (const std::string& end : RunAll(engine, site, 3, calls)) CHECK_EQ(end, "");
 }
 
 TEST(AFailureEndsWhatItsGroupHasPendingInThatRun) {
