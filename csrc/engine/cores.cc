@@ -3,8 +3,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <thread>
 
 namespace jax_ub {
+
+int NumAllowedCores() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
+  // More cores than such a set holds.
+  return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
+}
 
 // A failure to set or to get the cores leaves a thread where it is, which is no error.
 

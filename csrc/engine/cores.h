@@ -18,6 +18,10 @@
 
 namespace jax_ub {
 
+// How many cores the calling thread may run on: a task set and a container have fewer
+// than the machine.
+int NumAllowedCores();
+
 class Cores {
  public:
   enum class Who { kCaller, kCrew };

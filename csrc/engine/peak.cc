@@ -5,9 +5,9 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "engine/cores.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/cpu/peak.h"
 
@@ -46,8 +46,7 @@ double MeasurePeak(Crew& crew, DType dtype, double duration_s) {
   const int num_threads = crew.num_threads();
   const auto job = std::make_shared<PeakJob>(kernels, num_threads, duration_s);
   crew.RunAndWait(job);
-  const int num_cores = static_cast<int>(std::thread::hardware_concurrency());
-  return job->MeanRate() * std::clamp(num_cores, 1, num_threads);
+  return job->MeanRate() * std::min(NumAllowedCores(), num_threads);
 }
 
 }  // namespace jax_ub

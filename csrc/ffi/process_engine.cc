@@ -2,8 +2,8 @@
 
 #include <atomic>
 #include <mutex>
-#include <thread>
 
+#include "engine/cores.h"
 #include "ffi/handlers.h"
 
 namespace jax_ub {
@@ -23,8 +23,7 @@ Engine& ProcessEngine() {
   std::lock_guard lock(creation);
   found = engine.load(std::memory_order_relaxed);
   if (found == nullptr) {
-    const unsigned cores = std::thread::hardware_concurrency();
-    found = new Engine(cores == 0 ? 1 : static_cast<int>(cores), kTimeoutS);
+    found = new Engine(NumAllowedCores(), kTimeoutS);
     engine.store(found, std::memory_order_release);
     static const int registered = pthread_atfork(
         nullptr, nullptr, [] { engine.store(nullptr, std::memory_order_release); });

@@ -24,6 +24,15 @@ cpu_set_t Only(int core) {
   return only;
 }
 
+TEST(CoresThatAThreadMayNotRunOnDoNotCount) {
+  const cpu_set_t before = Allowed();
+  CHECK_EQ(NumAllowedCores(), CPU_COUNT(&before));
+  const cpu_set_t only = Only(sched_getcpu());
+  CHECK(sched_setaffinity(0, sizeof(only), &only) == 0);
+  CHECK_EQ(NumAllowedCores(), 1);
+  sched_setaffinity(0, sizeof(before), &before);
+}
+
 TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
   Cores cores;
