@@ -14,7 +14,8 @@ struct Case {
   Matrix out;
 };
 
-Case MakeCase(Random& random, Buffers& buffers) {
+// `gap`: the most elements between two rows.
+Case MakeCase(Random& random, Buffers& buffers, int64_t gap = 3) {
   Case made = {Pick(random, 0, 5), Pick(random, 0, 150), {}, {}};
   auto buffer = [&](int64_t stride, DType dtype) {
     const int64_t elements =
@@ -27,11 +28,11 @@ Case MakeCase(Random& random, Buffers& buffers) {
   };
   for (int64_t i = Pick(random, 1, 9); i > 0; --i) {
     const DType dtype = static_cast<DType>(Pick(random, 0, 2));
-    const int64_t stride = made.columns + Pick(random, 0, 3);
+    const int64_t stride = made.columns + Pick(random, 0, gap);
     made.chunks.push_back({buffer(stride, dtype), stride, dtype});
   }
   const DType dtype = static_cast<DType>(Pick(random, 0, 2));
-  const int64_t stride = made.columns + Pick(random, 0, 3);
+  const int64_t stride = made.columns + Pick(random, 0, gap);
   made.out = {buffer(stride, dtype), stride, dtype};
   return made;
 }
@@ -73,7 +74,8 @@ TEST(sums_are_those_of_f32_additions_in_rank_order_rounded_once) {
     for (uint64_t seed = 0; seed < 500; ++seed) {
       Random random(seed);
       Buffers buffers;
-      const int64_t num_wrong = CountWrong(MakeCase(random, buffers));
+      const int64_t gap = seed % 4;  // 0: the rows of all follow each other
+      const int64_t num_wrong = CountWrong(MakeCase(random, buffers, gap));
       if (num_wrong != 0) {
         check::Fail(__FILE__, __LINE__, isa, ", seed ", seed, ": ", num_wrong,
                     " wrong");
@@ -90,6 +92,22 @@ TEST(a_sum_may_replace_its_first_chunk) {
     Case made = MakeCase(random, buffers);
     made.chunks[0] = {made.out.data, made.out.row_stride, made.out.dtype};
     CHECK_EQ(CountWrong(made), 0);
+  }
+}
+
+TEST(rows_of_one_element_are_summed) {
+  for (int64_t rows : {1, 7, 64, 1001}) {
+    for (int64_t gap : {0, 1}) {
+      std::vector<float> chunk(rows * (1 + gap), 0.5f), out(rows * (1 + gap), 3.0f);
+      const auto* data = reinterpret_cast<const std::byte*>(chunk.data());
+      const ConstMatrix in = {data, 1 + gap, DType::kF32};
+      const ConstMatrix repeated = {data, 0, DType::kF32};
+      SumChunks(std::vector{in, repeated, in}, rows, 1,
+                {reinterpret_cast<std::byte*>(out.data()), 1 + gap, DType::kF32});
+      for (int64_t i = 0; i < rows * (1 + gap); ++i) {
+        CHECK_EQ(out[i], i % (1 + gap) == 0 ? 1.5f : 3.0f);
+      }
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "reduce/reduce.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
@@ -15,6 +16,15 @@ void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t columns,
                const Matrix& out) {
   if (chunks.empty()) throw std::invalid_argument("SumChunks: no chunks to sum");
+  const bool is_contiguous =
+      out.row_stride == columns &&
+      std::all_of(chunks.begin(), chunks.end(), [&](const ConstMatrix& chunk) {
+        return chunk.row_stride == columns;
+      });
+  if (is_contiguous) {  // one row: a narrow one has less than a vector to add
+    columns *= rows;
+    rows = 1;
+  }
   const FlushSubnormals flush;
   std::vector<Summand> summands;
   summands.reserve(chunks.size());
