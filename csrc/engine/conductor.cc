@@ -44,6 +44,14 @@ int64_t HalfBytesOf(const Gang& gang,
     return HalfBytesOfDirect(at, gang.calls[0], communicator.num_processes());
   }
   const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew));
+  if (plan.num_slots > SharedCommunicator::kMaxSlots) {
+    throw UnsupportedError(
+        "jax_ub." + at.label + ": " + std::string(OpName(at.op)) + " with num_splits " +
+        std::to_string(plan.num_splits) + " needs " + std::to_string(plan.num_slots) +
+        " slots, and communicator '" + communicator.name() + "' has flags for " +
+        std::to_string(SharedCommunicator::kMaxSlots) +
+        ": give the name fewer num_splits");
+  }
   constexpr int64_t kSlotAlignment = 64;
   return plan.num_slots *
          ((plan.slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);

@@ -383,6 +383,22 @@ TEST(ACallThatDoesNotFitIsRefusedAndTheNextOneRuns) {
       kLongS, 96 << 10);
 }
 
+TEST(ACallOfTooManySlotsIsRefusedAndTheNextOneRuns) {
+  InProcesses({0, 1}, [](Member& member) {
+    Attributes at = Sum(2, Method::kPipeline);
+    at.num_splits = 5000;
+    CallSite site(at);
+    Arrays arrays(1);
+    Has(member.Begin(site, 1, MakeCalls(at, {}, arrays))[0].Wait(),
+        "jax_ub.all_reduce (ub_name 'test'): all_reduce with num_splits 5000 needs "
+        "10000 slots, and communicator 'tp' has flags for 4096: give the name fewer "
+        "num_splits");
+    CallSite next(Sum(2, Method::kPipeline));
+    member.CheckRun(next, 2, {}, 2);
+    CHECK(!member.conductor().failure());
+  });
+}
+
 TEST(ClosingFailsWhatIsPending) {
   InProcesses({0, 1}, [](Member& member) {
     if (!member.conductor().communicator().is_leader()) return;
