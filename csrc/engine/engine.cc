@@ -134,9 +134,7 @@ void Engine::BeginTrace(Gang& gang, int64_t device) {
     if (!call.operands.empty()) call.operands += ' ';
     call.operands += Describe(operand);
   }
-  const int32_t number = tracer_.BeginCall(std::move(call));
-  if (number == kNone) return;
-  gang.trace = {&tracer_, number, kNone};
+  gang.trace = tracer_.BeginCall(std::move(call));
   for (size_t i = 0; i < gang.calls.size(); ++i) {
     gang.trace.OfRank(gang.RankOf(i))
         .Since(gang.calls[i].submitted_ns, TraceKind::kGather);

@@ -54,14 +54,14 @@ void Tracer::Start(int64_t events_per_thread) {
   enabled_.store(true, std::memory_order_release);
 }
 
-int32_t Tracer::BeginCall(TraceCall call) {
+TraceContext Tracer::BeginCall(TraceCall call) {
   std::lock_guard lock(mutex_);
   if (static_cast<int64_t>(calls_.size()) == kMaxCalls) {
     ++num_dropped_calls_;
-    return kNone;
+    return {};
   }
   calls_.push_back(std::move(call));
-  return static_cast<int32_t>(calls_.size()) - 1;
+  return {this, generation_, static_cast<int32_t>(calls_.size()) - 1, kNone};
 }
 
 Tracer::Buffer* Tracer::OwnBuffer() {
@@ -79,13 +79,13 @@ Tracer::Buffer* Tracer::OwnBuffer() {
   return nullptr;
 }
 
-void Tracer::Record(const TraceEvent& event) {
+void Tracer::Record(int64_t generation, const TraceEvent& event) {
+  if (generation_.load(std::memory_order_acquire) != generation) return;
   Buffer* const buffer = OwnBuffer();
   if (buffer == nullptr) {
     ++num_homeless_;
     return;
   }
-  const int64_t generation = generation_.load(std::memory_order_acquire);
   if (buffer->generation.load(std::memory_order_relaxed) != generation) {
     buffer->size.store(0, std::memory_order_relaxed);
     buffer->num_dropped.store(0, std::memory_order_relaxed);
@@ -132,11 +132,11 @@ void TraceContext::Since(int64_t begin_ns, TraceKind kind) const {
   event.call = call;
   event.rank = rank;
   event.kind = kind;
-  tracer->Record(event);
+  tracer->Record(generation, event);
 }
 
 TraceScope::TraceScope(const TraceContext& context, TraceKind kind, const Step& step)
-    : tracer_(context.tracer) {
+    : tracer_(context.tracer), generation_(context.generation) {
   if (tracer_ == nullptr) return;
   event_.begin_ns = Now();
   event_.call = context.call;
@@ -152,7 +152,7 @@ TraceScope::TraceScope(const TraceContext& context, TraceKind kind, const Step& 
 TraceScope::~TraceScope() {
   if (tracer_ == nullptr) return;
   event_.end_ns = Now();
-  tracer_->Record(event_);
+  tracer_->Record(generation_, event_);
 }
 
 }  // namespace jax_ub

@@ -73,6 +73,8 @@ struct Trace {
   int64_t num_dropped_calls = 0;
 };
 
+struct TraceContext;
+
 class Tracer {
  public:
   static constexpr int kNumThreads = 256;
@@ -91,9 +93,10 @@ class Tracer {
   // What was recorded since Start.
   Trace Read() const;
 
-  // The number of a call, kNone where no more are recorded.
-  int32_t BeginCall(TraceCall call);
-  void Record(const TraceEvent& event);
+  // Whose spans those of the call are: nobody's, where no more calls are recorded.
+  TraceContext BeginCall(TraceCall call);
+  // Nothing, if the call began before the last Start.
+  void Record(int64_t generation, const TraceEvent& event);
 
  private:
   struct Buffer;
@@ -116,11 +119,12 @@ class Tracer {
 // Whose spans: nobody's, where the tracer is off.
 struct TraceContext {
   Tracer* tracer = nullptr;
+  int64_t generation = 0;  // which of its traces
   int32_t call = -1;
   int16_t rank = kNone;
 
   TraceContext OfRank(int which) const {
-    return {tracer, call, static_cast<int16_t>(which)};
+    return {tracer, generation, call, static_cast<int16_t>(which)};
   }
   // A span from `begin_ns` to now; nothing for begin_ns = 0.
   void Since(int64_t begin_ns, TraceKind kind) const;
@@ -141,6 +145,7 @@ class TraceScope {
 
  private:
   Tracer* const tracer_;
+  const int64_t generation_;
   TraceEvent event_;
 };
 

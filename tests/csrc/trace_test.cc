@@ -196,9 +196,8 @@ TEST(NothingIsRecordedWhileItIsOff) {
 TEST(AFullBufferCountsWhatItDrops) {
   Tracer tracer;
   tracer.Start(3);
-  for (int i = 0; i < 10; ++i) {
-    TraceScope scope({&tracer, 0, 0}, TraceKind::kWait);
-  }
+  const TraceContext context = tracer.BeginCall({});
+  for (int i = 0; i < 10; ++i) TraceScope scope(context, TraceKind::kWait);
   const Trace trace = tracer.Read();
   CHECK_EQ(trace.threads.size(), size_t{1});
   CHECK_EQ(trace.threads[0].events.size(), size_t{3});
@@ -208,12 +207,13 @@ TEST(AFullBufferCountsWhatItDrops) {
 TEST(ThreadsBeyondTheTableAreCounted) {
   Tracer tracer;
   tracer.Start(1);
+  const TraceContext context = tracer.BeginCall({});
   // All alive at once, so that no two have the same id.
   std::latch recorded(Tracer::kNumThreads + 2);
   std::vector<std::thread> threads;
   for (int i = 0; i < Tracer::kNumThreads + 2; ++i) {
     threads.emplace_back([&] {
-      tracer.Record({});
+      context.Since(1, TraceKind::kCall);
       recorded.arrive_and_wait();
     });
   }
@@ -227,14 +227,33 @@ TEST(StartForgetsWhatWasThere) {
   Tracer tracer;
   for (int16_t round = 0; round < 3; ++round) {
     tracer.Start(5 + round);
-    CHECK_EQ(tracer.BeginCall({}), 0);
-    for (int i = 0; i < 20; ++i)
-      TraceContext{&tracer, 0, round}.Since(1, TraceKind::kCall);
+    const TraceContext context = tracer.BeginCall({}).OfRank(round);
+    CHECK_EQ(context.call, 0);
+    for (int i = 0; i < 20; ++i) context.Since(1, TraceKind::kCall);
     const Trace trace = tracer.Read();
     CHECK_EQ(trace.calls.size(), size_t{1});
     CHECK_EQ(trace.threads[0].events.size(), size_t(5 + round));
     CHECK_EQ(trace.threads[0].events[0].rank, round);
   }
+}
+
+TEST(ACallOfAnEarlierTraceIsNotInTheNextOne) {
+  Tracer tracer;
+  tracer.Start(kRoom);
+  const TraceContext old = tracer.BeginCall({});
+  {
+    const TraceScope scope(old, TraceKind::kWait);
+    tracer.Stop();
+    tracer.Start(kRoom);
+  }
+  const TraceContext context = tracer.BeginCall({}).OfRank(1);
+  context.Since(1, TraceKind::kCall);
+  old.Since(1, TraceKind::kCall);
+  const Trace trace = tracer.Read();
+  CHECK_EQ(trace.calls.size(), size_t{1});
+  CHECK_EQ(trace.threads.size(), size_t{1});
+  CHECK_EQ(trace.threads[0].events.size(), size_t{1});
+  CHECK_EQ(trace.threads[0].events[0].rank, 1);
 }
 
 TEST(ThreadsRecordWhileOthersReadAndStart) {
@@ -244,7 +263,10 @@ TEST(ThreadsRecordWhileOthersReadAndStart) {
   for (int16_t t = 0; t < 3; ++t) {
     threads.emplace_back([&, t] {
       while (!stop) {
-        if (tracer.enabled()) TraceScope scope({&tracer, t, t}, TraceKind::kPut);
+        if (!tracer.enabled()) continue;
+        TraceContext context = tracer.BeginCall({});
+        context.call = context.rank = t;
+        TraceScope scope(context, TraceKind::kPut);
       }
     });
   }
