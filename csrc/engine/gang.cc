@@ -324,9 +324,16 @@ void Board::Poison(int64_t run_id,
   std::vector<std::shared_ptr<Gang>> gangs;
   {
     std::lock_guard lock(mutex_);
-    // A rank of a run older than these waits until its deadline instead.
-    if (failures_.size() == kMaxFailures) failures_.pop_front();
-    failures_.push_back({run_id, group_key, reason});
+    // Once, however many calls of the group it refuses. A rank of a run older than these
+    // waits until its deadline instead.
+    const auto known =
+        std::find_if(failures_.begin(), failures_.end(), [&](const Failure& failure) {
+          return failure.run_id == run_id && failure.group_key == group_key;
+        });
+    if (known == failures_.end()) {
+      if (failures_.size() == kMaxFailures) failures_.pop_front();
+      failures_.push_back({run_id, group_key, reason});
+    }
     gangs = TakeIncomplete([&](const Gang& gang) {
       return gang.run_id == run_id && gang.group_key == group_key;
     });

@@ -210,6 +210,18 @@ TEST(AFailureEndsWhatItsGroupHasPendingInThatRun) {
   CHECK_EQ(next_run.Wait(), "");
 }
 
+TEST(AFailureThatIsRepeatedLeavesTheOthersKnown) {
+  Engine& engine = NewEngine(0.5);
+  CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
+  Arrays arrays(1);
+  const auto calls = MakeCalls(site.attributes(), {}, arrays);
+  RankCall wrong = calls[1];
+  wrong.results[0] = arrays.Empty(1, 1, 1);
+  const std::string text = Submit(engine, site, 1, 101, wrong).Wait();
+  for (int i = 0; i < 100; ++i) Submit(engine, site, 2, 101, wrong);
+  CHECK_EQ(Submit(engine, site, 1, 100, calls[0]).Wait(), text);
+}
+
 TEST(RanksThatDisagreeAllSeeBothSides) {
   Engine& engine = NewEngine();
   CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
