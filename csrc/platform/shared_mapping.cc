@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
 #include <string>
 #include <utility>
 
+#include "platform/available_memory.h"
 #include "platform/error.h"
 
 // Newer than the oldest headers that this compiles with.
@@ -42,14 +42,10 @@ FileDescriptor NewMemory() {
 
 // The system gives more than there is, and then kills whoever touches it.
 void CheckAvailable(int64_t size_bytes) {
-  std::ifstream file("/proc/meminfo");
-  for (std::string key, rest; file >> key && std::getline(file, rest);) {
-    if (key != "MemAvailable:") continue;
-    const int64_t available_bytes = std::stoll(rest) * 1024;
-    if (size_bytes <= available_bytes) return;
-    throw SystemError("memory of " + Bytes(size_bytes) + ": only " +
-                      Bytes(available_bytes) + " are available");
-  }
+  const int64_t available_bytes = AvailableBytes();
+  if (size_bytes <= available_bytes) return;
+  throw SystemError("memory of " + Bytes(size_bytes) + ": only " +
+                    Bytes(available_bytes) + " are available");
 }
 
 }  // namespace

@@ -10,11 +10,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <utility>
 
 #include "check.h"
+#include "platform/available_memory.h"
 #include "platform/error.h"
 #include "platform/futex.h"
 #include "platform/handle.h"
@@ -244,6 +247,30 @@ TEST(AProcessMayEndWhileItsStateIsRead) {
     ended = true;
     reader.join();
   }
+}
+
+TEST(AContainerHasWhatItsLimitLeavesAndItsCache) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / NewName();
+  std::filesystem::create_directories(folder / "memory");
+  const auto write = [&](const std::string& name, const std::string& text) {
+    std::ofstream(folder / name) << text << "\n";
+  };
+  CHECK(AvailableBytes(folder) > 100000);  // no control groups: the machine's
+  write("memory.max", "100000");
+  write("memory.current", "90000");
+  CHECK_EQ(AvailableBytes(folder), 10000);
+  write("memory.stat", "anon 70000\nactive_file 2000\ninactive_file 3000");
+  CHECK_EQ(AvailableBytes(folder), 15000);
+  write("memory.current", "110000");
+  CHECK_EQ(AvailableBytes(folder), 0);
+  write("memory.max", "max");
+  CHECK(AvailableBytes(folder) > 100000);
+  write("memory/memory.limit_in_bytes", "50000");  // of the older version
+  write("memory/memory.usage_in_bytes", "40000");
+  write("memory/memory.stat", "active_file 9\ntotal_active_file 1000");
+  CHECK_EQ(AvailableBytes(folder), 11000);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
