@@ -201,21 +201,6 @@ class Execution {
     if (products) products->Wait();
   }
 
-  // Bias and residual of an own rank, for rows from `row` of batch `b` on.
-  void AddBiasAndResidual(const RankCall& call,
-                          int64_t b,
-                          int64_t row,
-                          std::vector<ConstMatrix>& parts) const {
-    if (at_.has_bias) {
-      const Tensor& bias = call.operands[FirstResidual(at_) - 1];
-      parts.push_back({bias.data, 0, bias.dtype});
-    }
-    if (at_.has_residual) {
-      const Tensor& residual = call.operands[FirstResidual(at_)];
-      parts.push_back({residual.At(b, row), residual.features, residual.dtype});
-    }
-  }
-
   void ReduceScatterProduct() {
     const Tensor& like = own_[0].results[0];
     const int64_t part_bytes = PartBytes(like.batch * like.rows, like.features);
@@ -244,7 +229,7 @@ class Execution {
           sum.parts.push_back(
               {part(own_ranks_[i], p, b).data, to.features, DType::kF32});
         }
-        AddBiasAndResidual(own_[i], b, 0, sum.parts);
+        AddBiasAndResidual(at_, own_[i], b, 0, sum.parts);
         work.Add(sum);
       }
     }
@@ -283,7 +268,7 @@ class Execution {
         sum.parts.push_back(
             {HalfOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
       }
-      AddBiasAndResidual(own_[0], 0, mine.begin, sum.parts);
+      AddBiasAndResidual(at_, own_[0], 0, mine.begin, sum.parts);
       RunOne(sum);
     }
     MeetAgain();
@@ -304,7 +289,7 @@ class Execution {
     }
     // What is added is the same on every rank, and so is the sum: once for all of them,
     // since a residual may be the memory of its own rank's result.
-    AddBiasAndResidual(own_[0], 0, 0, sum.parts);
+    AddBiasAndResidual(at_, own_[0], 0, 0, sum.parts);
     sum.out = {to.data, to.features, to.dtype};
     RunOne(sum);
     Work copies;

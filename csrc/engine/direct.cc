@@ -87,24 +87,23 @@ void ContractOverRanks(const Attributes& at,
 void AddBiasAndResidual(const Attributes& at,
                         const Calls& calls,
                         GemmProblem& problem) {
-  size_t next = 2 * static_cast<size_t>(at.num_kernels);
+  const size_t residual_at = FirstResidual(at);
   const bool scattered = at.op == Op::kMatmulReduceScatter;
   const int64_t batch = scattered ? calls[0].results[0].batch : 1;
   if (at.has_bias) {
-    AddendView bias{calls[0].operands[next].dtype, {}};
+    AddendView bias{calls[0].operands[residual_at - 1].dtype, {}};
     for (int64_t b = 0; b < batch; ++b) {
       for (const RankCall& call : calls) {
-        bias.segments.push_back({call.operands[next].data, 0});
+        bias.segments.push_back({call.operands[residual_at - 1].data, 0});
       }
     }
     problem.addends.push_back(std::move(bias));
-    ++next;
   }
   if (at.has_residual) {
-    AddendView residual{calls[0].operands[next].dtype, {}};
+    AddendView residual{calls[0].operands[residual_at].dtype, {}};
     for (int64_t b = 0; b < batch; ++b) {
       for (const RankCall& call : calls) {
-        const Tensor& tensor = call.operands[next];
+        const Tensor& tensor = call.operands[residual_at];
         residual.segments.push_back({tensor.At(b, 0), tensor.features});
       }
     }

@@ -201,4 +201,19 @@ std::vector<GemmProblem> PartialProducts(const Attributes& at,
   return {Problem(at.scale, std::move(a), std::move(w), std::move(c))};
 }
 
+void AddBiasAndResidual(const Attributes& at,
+                        const RankCall& call,
+                        int64_t b,
+                        int64_t row,
+                        std::vector<ConstMatrix>& parts) {
+  if (at.has_bias) {
+    const Tensor& bias = call.operands[FirstResidual(at) - 1];
+    parts.push_back({bias.data, 0, bias.dtype});
+  }
+  if (at.has_residual) {
+    const Tensor& residual = call.operands[FirstResidual(at)];
+    parts.push_back({residual.At(b, row), residual.features, residual.dtype});
+  }
+}
+
 }  // namespace jax_ub

@@ -7,6 +7,7 @@
 
 #include "engine/call.h"
 #include "gemm/gemm.h"
+#include "reduce/reduce.h"
 #include "schedule/schedule.h"
 #include "transport/transport.h"
 
@@ -67,5 +68,13 @@ std::vector<GemmProblem> PartialProducts(const Attributes& attributes,
                                          const Tensor& partial,
                                          int64_t begin,
                                          int64_t end);
+
+// Bias and residual of the rank behind the parts of a sum of its products, for rows from
+// `row` of batch `b` on.
+void AddBiasAndResidual(const Attributes& attributes,
+                        const RankCall& call,
+                        int64_t b,
+                        int64_t row,
+                        std::vector<ConstMatrix>& parts);
 
 }  // namespace jax_ub

@@ -264,7 +264,9 @@ class RankExecution {
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
       }
-      if (HasProduct(schedule_.pattern)) AddBiasAndResidual(b, out.begin, parts);
+      if (HasProduct(schedule_.pattern)) {
+        AddBiasAndResidual(at_, call_, b, out.begin, parts);
+      }
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
@@ -274,18 +276,6 @@ class RankExecution {
     Point& made = MadeAt(Payload::kSum, step.chunk, step.split);
     if (is_sent) made = lanes_.Record(lane);
     readers_[lane] = {true, made};
-  }
-
-  void AddBiasAndResidual(int64_t b, int64_t row, std::vector<ConstMatrix>& parts) {
-    size_t next = 2 * static_cast<size_t>(at_.num_kernels);
-    if (at_.has_bias) {
-      const Tensor& bias = call_.operands[next++];
-      parts.push_back({bias.data, 0, bias.dtype});
-    }
-    if (at_.has_residual) {
-      const Tensor& residual = call_.operands[next];
-      parts.push_back({residual.At(b, row), residual.features, residual.dtype});
-    }
   }
 
   const Attributes& at_;

@@ -118,13 +118,12 @@ class MulticastReduction {
     const auto add = [&](const std::byte* data, int64_t period, DType dtype) {
       range.addends.push_back({reinterpret_cast<CUdeviceptr>(data), period, dtype});
     };
-    size_t next = 2 * static_cast<size_t>(at_.num_kernels);
     if (at_.has_bias) {
-      const Tensor& bias = call_.operands[next++];
+      const Tensor& bias = call_.operands[FirstResidual(at_) - 1];
       add(bias.data, partial_.features, bias.dtype);
     }
     if (at_.has_residual) {
-      const Tensor& residual = call_.operands[next];
+      const Tensor& residual = call_.operands[FirstResidual(at_)];
       add(residual.At(batch, rows.begin), range.num_elements, residual.dtype);
     }
   }

@@ -108,18 +108,9 @@ void Notes::Take(int place, Message message, Note& note, int& num_missing) const
 }
 
 void Notes::TellFailure(const std::exception_ptr& reason) const {
-  MessageKind kind = MessageKind::kPoison;
-  std::string text;
-  try {
-    std::rethrow_exception(reason);
-  } catch (const DeadlineError& error) {
-    kind = MessageKind::kDeadlinePoison;
-    text = error.what();
-  } catch (const std::exception& error) {
-    text = error.what();
-  }
+  const PoisonMessage told = PoisonMessageOf(reason);
   for (const Partner& partner : partners_) {
-    if (partner.connection) SendMessage(partner.connection, kind, text);
+    if (partner.connection) SendMessage(partner.connection, told.kind, told.text);
   }
 }
 
