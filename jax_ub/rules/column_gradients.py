@@ -71,7 +71,7 @@ def _dgrad(site, dys, ws, d_gathered):
 def _wgrad(site, x, gathered, dys, main_grads):
     if gathered is None and x is None:
         return ()
-    main_grads, dtype = accumulation(site, *(main_grads or (None,)))
+    main_grads, dtype = accumulation(site, dys, *(main_grads or (None,)))
     is_one = len(dys) == 1 or not site.rhs_transposed
     if gathered is None and (site.method.copies_operands or not is_one):
         gathered = all_gather(x, **site.alone)
@@ -97,7 +97,7 @@ def _bulk(site, x, dys, ws, main_grads):
     # x is gathered beside dy w^T, whose sums are scattered beside x^T dy.
     dtype = site.partial_dtype(len(dys))
     partial, gathered = bulk_all_gather(dys, ws, x, partial_dtype=dtype, **site.bulk)
-    main_grads, dtype = accumulation(site, *(main_grads or (None,)))
+    main_grads, dtype = accumulation(site, dys, *(main_grads or (None,)))
     dws, dx = bulk_reduce_scatter(
         gathered,
         dys,

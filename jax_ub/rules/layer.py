@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.rules.bias import bias_gradient
+from jax_ub.rules.main_grads import mapped_alike
 from jax_ub.rules.site import (
     compiled,
     is_zero,
@@ -70,8 +71,9 @@ def _emptied(array):
     return None if array is None else array.reshape(-1)[:0]
 
 
-def accumulation(site, *main_grads: jax.Array | None):
-    """The accumulators of a wgrad, or None, and the dtype of its results."""
+def accumulation(site, dys, *main_grads):
+    """The accumulators of a wgrad of `dys`, or None, and the dtype of its results."""
     if main_grads[0] is None:
         return None, site.dw_dtype or site.dtype
-    return main_grads, jnp.float32
+    pairs = zip(main_grads, dys, strict=True)
+    return tuple(mapped_alike(site.label, *pair) for pair in pairs), jnp.float32

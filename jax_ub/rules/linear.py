@@ -188,7 +188,7 @@ def _dgrad(site, product, where, w, dy):
 def _wgrad(site, x, dy, main_grad):
     if x is None:
         return None
-    main_grads, dtype = accumulation(site, main_grad)
+    main_grads, dtype = accumulation(site, (dy,), main_grad)
     dy = dy.astype(site.dtype)
     if site.rhs_transposed:
         x, dy = dy, x

@@ -4,10 +4,11 @@ import weakref
 
 import jax
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.extend.core import get_opaque_trace_state
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.primitives import varying
 
 # id of a tracer -> (a weak reference to it, the trace it was used in). Entries vanish
@@ -72,6 +73,41 @@ def _promote_over_single_ranks(main_grad, axes):
         if lax.axis_size(axis) == 1
     ]
     return varying.promote(main_grad, single)
+
+
+def mapped_alike(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
+    """Returns main_grad, which is mapped by every `jax.vmap` that maps its gradient.
+
+    Elsewhere JAX would sum what each index accumulates, with a main_grad in each of
+    them. In the compiled program this is nothing.
+
+    Args:
+        op: the op's label.
+        main_grad: the accumulator.
+        dy: what its gradient is made of.
+
+    Raises:
+        UnsupportedOverlapError: once it is known that it is not.
+    """
+
+    @custom_vmap
+    def same(main_grad, dy):
+        return main_grad
+
+    @same.def_vmap
+    def same_of_mapped(axis_size, is_mapped, main_grad, dy):
+        if is_mapped[1] and not is_mapped[0]:
+            raise UnsupportedOverlapError(
+                f"{op}: jax.vmap over {axis_size} examples maps the gradient that "
+                "main_grad accumulates, but not main_grad, and would count it "
+                f"{axis_size} times. Put the examples into batch axes of x, in front "
+                "of its rows, without jax.vmap; or map main_grad too, and sum what "
+                "each example accumulates."
+            )
+        # Anew, for the jax.vmap around this one.
+        return same(main_grad, dy), is_mapped[0]
+
+    return same(main_grad, dy)
 
 
 def _claim(op, main_grad):

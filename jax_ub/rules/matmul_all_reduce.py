@@ -112,7 +112,7 @@ def _gemms(site, x, w, dy, main_grad):
             **site.local,
         )
     if x is not None:
-        main_grads, dtype = accumulation(site, main_grad)
+        main_grads, dtype = accumulation(site, (dy,), main_grad)
         (dw,) = wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)
     return dx, dw
 

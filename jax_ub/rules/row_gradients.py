@@ -51,7 +51,7 @@ def row_gradients(
     site = site.wgrad
     if gathered is None and site.method.copies_operands:
         gathered = all_gather(dy, **site.alone)
-    main_grads, dtype = accumulation(site, main_grad)
+    main_grads, dtype = accumulation(site, (dy,), main_grad)
     if gathered is not None:
         (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
     else:

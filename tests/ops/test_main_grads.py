@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
@@ -11,6 +12,7 @@ from ops_on_ranks import integers_of
 from programs import on_ranks, tp_mesh
 
 from jax_ub import ops
+from jax_ub.errors import UnsupportedOverlapError
 
 
 def mlp():
@@ -72,6 +74,19 @@ def test_microbatches_add_up_to_the_gradient_of_an_optimizer():
     updates, _ = optimizer.update(gradients, state, weights)
     moved = optax.apply_updates(weights, updates)
     assert jax.tree.structure(moved) == jax.tree.structure(weights)
+
+
+def test_main_grad_of_examples_that_are_mapped_is_refused():
+    seq = ops.Sequential(ops.Linear(8, 16, accumulate_into_main_grad=True))
+    weights, main_grads = ops.split_main_grads(integers_of(seq))
+
+    def loss(main_grads, xs):
+        params = ops.merge_main_grads(weights, main_grads)
+        return jnp.sum(jax.vmap(lambda x: seq(params, x))(xs))
+
+    message = "jax.vmap over 3 examples maps the gradient"
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        jax.grad(loss)(main_grads, small_integers(5, (3, 4, 8)))
 
 
 def test_parameters_come_back_from_a_checkpoint_in_their_places(tmp_path):

@@ -214,6 +214,44 @@ def test_claims_vanish_with_their_tracers():
     assert not main_grads._USED
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk", "xla"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulator_that_is_not_mapped_as_its_gradient_is_refused(
+    kind, method, check_vma
+):
+    def gradient(xs, w, main_grad):
+        apply = lambda m: jax.vmap(lambda x: layer(kind, method)(x, w, m))(xs)  # noqa: E731
+        return jax.grad(lambda m: jnp.sum(apply(m)))(main_grad)
+
+    x_spec, w_spec, _ = KINDS[kind]
+    specs = (P(None, *x_spec), w_spec, w_spec)
+    run = on_ranks(gradient, tp_mesh(2), specs, w_spec, check_vma=check_vma)
+    _, w, main_grad = operands()
+    message = "jax.vmap over 3 examples maps the gradient .* and would count it 3 times"
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
+        run(small_integers(0, (3, 8, 16)), w, main_grad)
+
+
+def test_accumulator_that_one_of_two_vmaps_maps_is_refused():
+    _, w, main_grad = operands()
+    xs = small_integers(0, (3, 5, 8, 16))
+    of_x = jax.vmap(lambda x, m: ub.linear(x, w, main_grad=m))
+    loss = lambda m, xs: jnp.sum(jax.vmap(of_x, (0, None))(xs, m))  # noqa: E731
+    message = "jax.vmap over 3 examples"
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
+        jax.grad(loss)(jnp.stack(5 * [main_grad]), xs)
+
+
+def test_accumulators_that_are_mapped_are_right():
+    _, w, _ = operands()
+    xs, main_grads = small_integers(0, (3, 8, 16)), small_integers(1, (3, 16, 24))
+    apply = jax.vmap(lambda x, m: ub.linear(x, w, main_grad=m))
+    step = jax.jit(jax.grad(lambda m: jnp.sum(apply(xs, m))))
+    expected = main_grads + jnp.swapaxes(xs, 1, 2) @ jnp.ones((8, 24))
+    assert_equal(step(main_grads), expected)
+
+
 def test_accumulator_must_fit_its_kernel():
     x, w, main_grad = operands()
     error = ub.errors.ShapeContractError

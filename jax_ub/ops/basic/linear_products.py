@@ -16,6 +16,7 @@ from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules.fused_group import like
+from jax_ub.rules.layer import accumulation
 from jax_ub.rules.site import Site
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ def _reduces_dgrad(op, site, x_like):
 def _wgrad(op, site, x, dy, main_grad, scale):  # noqa: PLR0913
     if op.tensor_parallel_mode == "column" and op.sequence_parallel:
         x = all_gather(x, **site.alone)
-    dtype = op.param_dtype if main_grad is None else jnp.float32
-    main_grads = None if main_grad is None else (main_grad,)
+    site = site.with_dw_dtype(op.param_dtype)
+    main_grads, dtype = accumulation(site, (dy,), main_grad)
     options = {"scale": scale, "out_dtype": dtype}
     return wgrad(x, (dy,), main_grads, **options, **site.local)[0]
 
