@@ -32,6 +32,7 @@ from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.rules.linear import linear
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub.runtime import overlaps
 
 
 def sharded_linear(
@@ -103,7 +104,9 @@ def sharded_linear(
         # As the op does, which cannot know an accumulator through a shard_map.
         prepare = functools.partial(main_grads.prepare, placement.op, axes=())
         main_grad = jax.tree.map(prepare, main_grad, kernel)
-    return _on_mesh(placement, mesh, out_dtype, x, kernel, bias, main_grad, residual)
+    operands = (x, kernel, bias, main_grad, residual)
+    # The layer looks up its name and its method while it is traced.
+    return _on_mesh(overlaps.configuration(), placement, mesh, out_dtype, *operands)
 
 
 def lay_out(y: jax.Array, out_sharding) -> jax.Array:
@@ -148,8 +151,8 @@ def why_uneven(
 
 
 # One program where nothing around the layer is compiled; otherwise without effect.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _on_mesh(placement, mesh, out_dtype, *operands):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
     data_axes = data_axes_of(placement, mesh, x.shape)

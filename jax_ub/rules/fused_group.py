@@ -46,7 +46,7 @@ def fused_group(group: Group, operands: Any) -> Any:
     Returns:
         The results, as the group's forward returns them.
     """
-    # The operations look up their names while they are traced.
+    # The operations look up names and methods while they are traced.
     return _compiled_group(overlaps.configuration(), group, operands)
 
 

@@ -5,7 +5,7 @@ The library's only mutable module state besides the connections between processe
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from jax_ub.overlap_config import (
     names,
 )
 from jax_ub.overlap_config.tuned import Choices
+from jax_ub.runtime import settings
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
@@ -148,12 +149,12 @@ _DOMAINS: dict[tuple[str, ...], Domain] = {}
 _configuration = object()
 
 
-def configuration() -> object:
-    """Stands for all that is configured: another object after every change.
+def configuration() -> Hashable:
+    """Stands for all that is configured: another value after every change.
 
-    For caches of what was traced, where names are looked up in the trace.
+    For caches of what was traced, where names and methods are looked up in the trace.
     """
-    return _configuration
+    return _configuration, settings.method(), settings.tuned()
 
 
 def _change():

@@ -85,6 +85,25 @@ def test_linen_layers_are_found_by_their_names():
     assert found == EXPECTED
 
 
+def test_a_layer_that_was_traced_before_runs_as_it_is_configured_now(monkeypatch):
+    mesh = mesh_of(1, 4)
+    options = {"mesh": mesh, "use_bias": False, "rngs": nnx.Rngs(0)}
+    layer = Linear(32, 16, parallel="row", ub_name="fc2", **options)
+
+    def found():
+        # Each is a new program for jax.jit.
+        return methods_in(lambda x: layer(x), jnp.ones((2, 16, 32)))
+
+    before = found()
+    monkeypatch.setenv("JAX_UB_METHOD", "ring_exchange")
+    assert found() == {("matmul_reduce_scatter", "1", "0"): 1} != before
+    initialize(mesh)
+    assert found() == {("matmul_reduce_scatter", "2", "2"): 1}
+    ub.destroy_ub()
+    monkeypatch.delenv("JAX_UB_METHOD")
+    assert found() == before
+
+
 def test_a_misspelt_name_of_a_layer_is_refused():
     mesh = mesh_of(1, 4)
     initialize(mesh)

@@ -341,7 +341,7 @@ def test_kernel_of_another_size_is_refused():
         jax.eval_shape(m.on_ranks(), ({"kernel": a.w.T},), a.x)
 
 
-def test_a_new_configuration_counts_for_what_was_traced_before():
+def test_a_new_configuration_counts_for_what_was_traced_before(monkeypatch):
     if layouts.LAYOUT is not None:
         pytest.skip("the names of this job are configured for all of its tests")
     a = arrays(4)
@@ -354,3 +354,6 @@ def test_a_new_configuration_counts_for_what_was_traced_before():
         assert wanted in calls(text)
         ub.destroy_ub()
     assert "bulk_all_gather" not in calls(text)
+    assert calls(compiled_text(step_of(m, a), params_of(m, a, b), a.x))
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    assert not calls(compiled_text(step_of(m, a), params_of(m, a, b), a.x))
