@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in _COMMANDS.items():
         module.add_arguments(
             commands.add_parser(name, help=summary, description=module.__doc__)
         )
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # The command's own usage, where argparse shows that of the whole.
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        commands.choices[given.command].error(text)
     try:
         return given.run(given)
     except UbError as error:

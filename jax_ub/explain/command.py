@@ -8,7 +8,6 @@ with the dot next to it; and how long ranks waited in the calls.
 import argparse
 import json
 import pathlib
-import runpy
 import sys
 import tempfile
 
@@ -20,7 +19,9 @@ from jax_ub.explain.program import call_rows, exposed, machine, pair_rows, summa
 from jax_ub.explain.table import Table
 from jax_ub.primitives.lowered import recording
 from jax_ub.runtime import settings
+from jax_ub.simulate.hardware import find
 from jax_ub.tracing.record import trace
+from jax_ub.tracing.script import run_script
 
 
 class ExplainArgumentError(UbError, ValueError):
@@ -43,23 +44,32 @@ def command(given: argparse.Namespace) -> int:
     """Runs the program and prints the table."""
     if not pathlib.Path(given.script).exists():
         raise ExplainArgumentError(f"explain: there is no script {given.script!r}.")
-    found = explain_script(given.script, given.arguments, given.hardware)
+    found, status = explain_script(given.script, given.arguments, given.hardware)
     if jax.process_index() == 0:
         sys.stdout.write(f"{found}\n")
         if given.json is not None:
             given.json.write_text(json.dumps(found.as_json(), indent=1) + "\n")
-    return 0
+    return status
 
 
-def explain_script(script: str, arguments: list[str], hardware: str | None) -> Table:
-    """Runs a script as `__main__` and explains all that it compiled."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+def explain_script(
+    script: str, arguments: list[str], hardware: str | None
+) -> tuple[Table, int]:
+    """Runs a script as `__main__` and explains all that it compiled.
+
+    Returns:
+        The table, and the script's exit status.
+
+    Raises:
+        UnknownNameError: if the hardware is not known, before the script runs.
+    """
+    if hardware is not None:
+        find(hardware)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads where to when its backend starts: in the script.
         settings.dump_compiled_programs(folder)
         with recording() as lowered, trace() as traced:
-            runpy.run_path(script, run_name="__main__")
+            status = run_script(script, arguments)
         texts = [
             path.read_text()
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
@@ -70,4 +80,4 @@ def explain_script(script: str, arguments: list[str], hardware: str | None) -> T
         *call_rows(lowered, {}, chosen, exposed(traced.trace)),
         *pair_rows([pair for one in found for pair in one.pairs], chosen),
     ]
-    return summary(pathlib.Path(script).name, rows, found)
+    return summary(pathlib.Path(script).name, rows, found), status

@@ -8,7 +8,6 @@ Of a program of yours (`trace [options] script.py ...`), of one op on its own (`
 import argparse
 import contextlib
 import pathlib
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from jax_ub.errors import UbError, nearest
 from jax_ub.runtime import settings
 from jax_ub.tracing import chrome, demonstration, picture, record
 from jax_ub.tracing.demonstration import Demonstration
+from jax_ub.tracing.script import run_script
 from jax_ub.tracing.spans import Trace
 
 
@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", help="of --op (default: float32)")
     add("--repeats", type=int, default=7, help="calls of --op (default: 7)")
     add("--processes", type=int, default=1, help="run it in this many processes")
+    add(
+        "--devices-per-process",
+        type=int,
+        default=1,
+        metavar="K",
+        help="of a script with --processes: CPU devices of each, or GPUs (default: 1)",
+    )
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
     add("--json", type=pathlib.Path, help="for ui.perfetto.dev or chrome://tracing")
     add("--png", type=pathlib.Path, help="draw the typical call (matplotlib)")
@@ -54,20 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """Records or reads a trace, writes what was asked for, says what is in it."""
     _check(given)
+    status = 0
     if given.merge:
         found = chrome.read(given.merge)
     elif given.processes > 1:
         found = _in_processes(given)
     else:
-        found = _here(given)
+        found, status = _here(given)
         if given.part is not None:
-            return 0
+            return status
     if given.json is not None:
         chrome.write(found, given.json)
     if given.png is not None:
         picture.draw(found, given.png, _chosen(found, given.label))
     sys.stdout.write("\n".join(summary(found)) + "\n")
-    return 0
+    return status
 
 
 def summary(trace: Trace) -> list[str]:
@@ -95,12 +103,21 @@ def _check(given):
             "trace: give one of a script, --op or --merge. For example: python -m "
             "jax_ub trace --op all_gather_matmul --method ring_exchange --tp 4"
         )
-    if given.op and given.op not in demonstration.OPS:
+    if given.processes < 1:
+        raise TraceArgumentError(
+            f"trace: --processes {given.processes} is not positive. Take 1 or more."
+        )
+    if given.op:
+        _check_op(given)
+
+
+def _check_op(given):
+    if given.op not in demonstration.OPS:
         raise TraceArgumentError(
             f"trace: op {given.op!r} is not known. "
             f"{nearest(given.op, demonstration.OPS)}"
         )
-    if given.tp < 1 or given.processes < 1 or given.tp % given.processes:
+    if given.tp < 1 or given.tp % given.processes:
         raise TraceArgumentError(
             f"trace: --tp {given.tp} does not divide into --processes "
             f"{given.processes}. Take a multiple of it."
@@ -116,17 +133,16 @@ def _check(given):
 
 
 def _here(given):
+    """The trace of what runs in this process, and a script's exit status."""
+    status = 0
     if given.op:
         repeat = _demonstration(given).prepare()
         with record.trace(given.part) as recording:
             repeat()
     else:
-        program = given.program[0]
-        sys.argv = given.program
-        sys.path.insert(0, str(pathlib.Path(program).resolve().parent))
         with record.trace(given.part) as recording:
-            runpy.run_path(program, run_name="__main__")
-    return recording.trace
+            status = run_script(given.program[0], given.program[1:])
+    return recording.trace, status
 
 
 def _demonstration(given):
@@ -147,10 +163,11 @@ def _in_processes(given):
     with tempfile.TemporaryDirectory() as folder:
         part = pathlib.Path(folder, "trace.json")
         options = ["--part", str(part)]
+        devices = given.devices_per_process
         if given.op:
+            devices = given.tp // given.processes
             for name in ("op", "method", "tp", "shape", "dtype", "repeats"):
                 options += [f"--{name}", str(getattr(given, name))]
-        devices = max(1, given.tp // given.processes)
         launch = ["launch", "-n", str(given.processes)]
         launch += ["--devices-per-process", str(devices), "-m"]
         command = [*launch, "jax_ub", "trace", *options, *given.program]

@@ -44,6 +44,24 @@ def test_a_script_is_run_and_explained(tmp_path):
     assert theirs["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
 
 
+def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"{SCRIPT}\nsys.exit(3)")
+    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 3, done.stderr
+    assert "train.py: 1 of 2 overlapped" in done.stdout
+
+
+def test_hardware_is_refused_before_the_script_runs(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError")
+    assert __main__.main(["explain", "--hardware", "h10", str(script)]) == 2
+    assert "hardware 'h10' is not known. Did you mean" in capsys.readouterr().err
+
+
 def test_a_script_that_is_not_there_is_refused(capsys):
     assert __main__.main(["explain", "missing.py"]) == 2
     assert "explain: there is no script 'missing.py'" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub.tracing import chrome
+from jax_ub.tracing.script import run_script
 
 SCRIPT = """
 import sys
@@ -64,6 +65,49 @@ def test_a_script_is_recorded_with_its_arguments(tmp_path):
     assert len(chrome.read([trace]).calls) == 3
 
 
+def test_a_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(script=script) + "\nsys.exit(3)")
+    command = ["-m", "jax_ub", "trace", str(script), "--flag"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 3, done.stderr
+    assert "direct, P = 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "text"),
+    [("sys.exit()", 0, ""), ("sys.exit(2)", 2, ""), ("sys.exit('why')", 1, "why\n")],
+)
+def test_exit_status_of_a_script_is_python_s(
+    end, status, text, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\n{end}")
+    assert run_script(str(script), []) == status
+    assert capsys.readouterr().err == text
+
+
+def test_a_script_s_processes_do_not_depend_on_the_ranks_of_an_op(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax\njax.distributed.initialize()\nassert jax.local_device_count() == 2"
+    )
+    options = ["--processes", "3", "--devices-per-process", "2"]
+    assert __main__.main(["trace", *options, str(script)]) == 0, capfd.readouterr().err
+
+
+def test_unknown_options_show_the_usage_of_their_command(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["trace", "--bogus"])
+    text = capsys.readouterr().err
+    assert text.startswith("usage: python -m jax_ub trace ")
+    assert "unrecognized arguments: --bogus" in text
+
+
 def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     path = tmp_path / "found.json"
     arguments = ["--processes", "2", "--op", "matmul_reduce_scatter", *TINY]
@@ -84,6 +128,7 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ([], "give one of a script, --op or --merge"),
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
+        (["--processes", "0", "script.py"], "--processes 0 is not positive"),
         (["--op", "matmul_all_reduce", "--tp", "0"], "--tp 0 does not divide into"),
         (
             ["--op", "matmul_all_reduce", "--tp", "3", "--processes", "2"],
@@ -104,6 +149,6 @@ def test_wrong_arguments_are_refused(arguments, text, capfd):
 
 def test_processes_that_fail_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    arguments = ["--processes", "2", "--tp", "2", "train.py"]
+    arguments = ["--processes", "2", "train.py"]
     assert __main__.main(["trace", *arguments]) == 2
     assert "the processes failed with exit status 1" in capsys.readouterr().err
