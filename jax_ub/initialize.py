@@ -76,7 +76,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         axis_name: the mesh axis of the ranks. Several axes may be alive at once.
 
     Raises:
-        ConfigurationError: if a value is out of range, or does not fit another.
+        ConfigurationError: if a value, or that of a `JAX_UB_` variable, is out of
+            range, or does not fit another.
         ConfigurationTypeError: if a value is of another type.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
         LifecycleError: if the axis is initialised already.
@@ -86,10 +87,14 @@ def initialize_ub(  # noqa: PLR0913, pinned
     axes, domain = axis_tuple(axis_name), None
     backend: str | None = None  # JAX's own, where this process refuses another
     refusal: Exception | None = None
+    timeout_s = settings.DEFAULT_TIMEOUT_S
+    about: dict[str, str] = {}
     devices = jax.devices()
     try:
         check_backend(bootstrap_backend)
         backend = bootstrap_backend
+        timeout_s = settings.deadline_s()
+        settings.check()
         _check_not_initialized(axes)
         modes = _read_modes(use_fp8, quantization_modes)
         tp_size = _read_size("tp_size", tp_size)
@@ -97,6 +102,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         devices = list(mesh.devices.flat)
         domain = _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh)
         communicators.check_free(domain.groups)
+        about = _about(domain)
     except Exception as error:  # The other processes have to learn of any.
         refusal = error
     # Where the mesh is not known, all processes are told that this one refuses.
@@ -108,10 +114,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         )
     if len(place.processes) > 1:
         board = open_board(backend, place.name)
-        agreement = Agreement(
-            board, place.process, place.processes, settings.deadline_s()
-        )
-        communicators.connect(place, agreement, _about(domain), refusal)
+        agreement = Agreement(board, place.process, place.processes, timeout_s)
+        communicators.connect(place, agreement, about, refusal)
     elif refusal is not None:
         raise refusal
     else:
@@ -252,10 +256,8 @@ def _place(axes, domain, devices) -> Place:
     )
 
 
-def _about(domain: Domain | None) -> dict[str, str]:
+def _about(domain: Domain) -> dict[str, str]:
     """What all processes must have in common."""
-    if domain is None:
-        return {}
     return {
         "the version of jax_ub": _version(),
         "the version of jax": jax.__version__,

@@ -99,6 +99,18 @@ def test_a_call_that_fails_leaves_nothing_behind():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
 
 
+@pytest.mark.parametrize(
+    "name", ["TIMEOUT_S", "NUM_THREADS", "ALLOW_TF32", "NVLS"], ids=str.lower
+)
+def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monkeypatch):
+    monkeypatch.setenv(f"JAX_UB_{name}", "many")
+    with pytest.raises(ub.errors.ConfigurationError, match=f"JAX_UB_{name} = 'many'"):
+        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    assert not ub.is_ub_initialized()
+    monkeypatch.delenv(f"JAX_UB_{name}")
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+
+
 def test_several_axes_are_alive_at_once():
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("outer", "inner"))

@@ -6,6 +6,7 @@ from jax_ub.errors import ConfigurationError
 
 # The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
 _LONGEST_TIMEOUT_S = 1e9
+DEFAULT_TIMEOUT_S = 120.0
 
 
 def method() -> str | None:
@@ -21,7 +22,7 @@ def timeout_s() -> float | None:
 
 def deadline_s() -> float:
     """The same with its default, for what waits before the engine runs."""
-    return timeout_s() or 120.0
+    return timeout_s() or DEFAULT_TIMEOUT_S
 
 
 def num_threads() -> int | None:
@@ -42,6 +43,16 @@ def allow_tf32() -> bool:
 def nvls() -> bool:
     """`JAX_UB_NVLS`: whether NVLink switches may add up all-reduces; default not."""
     return _switch("JAX_UB_NVLS")
+
+
+def check() -> None:
+    """Reads all that only some values are right for.
+
+    Raises:
+        ConfigurationError: if one is not.
+    """
+    for read in (timeout_s, num_threads, allow_tf32, nvls):
+        read()
 
 
 def xla_memory_share() -> float:

@@ -159,6 +159,27 @@ def a_refusal_is_told_to_all():
     raises(kind, text, initialize, bootstrap_backend="nccl" if ME == 1 else None)
 
 
+def a_wrong_environment_variable_is_told_to_all():
+    wrong = {
+        "JAX_UB_ALLOW_TF32": "yes",
+        "JAX_UB_NUM_THREADS": "many",
+        "JAX_UB_TIMEOUT_S": "soon",
+    }
+    for name, value in wrong.items():
+        kind, text = ub.errors.CommunicatorError, f"process 1 refused: {name} = "
+        before = os.environ.get(name)
+        if ME == 1:
+            kind, text = ub.errors.ConfigurationError, f"{name} = '{value}'"
+            os.environ[name] = value
+        begin = time.monotonic()
+        raises(kind, text, initialize)
+        assert time.monotonic() - begin < 10
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+    assert not communicators.connections()
+
+
 def differences_are_shown_with_both_sides():
     error = ub.errors.CommunicatorError
     text = r"differ in shape: process 0 has \(64, 32\), process 1 has \(65, 32\)"
@@ -270,6 +291,7 @@ for scenario in (
     several_axes_are_connected_at_once,
     the_capacity_is_the_same_on_all_processes,
     a_refusal_is_told_to_all,
+    a_wrong_environment_variable_is_told_to_all,
     differences_are_shown_with_both_sides,
     what_cannot_be_connected_is_told_to_all,
     files_serve_as_well,
