@@ -36,7 +36,8 @@ def recording() -> Iterator[list[Lowered]]:
     try:
         yield found
     finally:
-        _LISTENERS.remove(found)
+        # Not list.remove, which takes the first that is equal: another empty one.
+        _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 
 def record(ctx: Any, call: Any, reason: str | None) -> None:

@@ -15,6 +15,7 @@ import jax_ub as ub
 from jax_ub import simulate
 from jax_ub.explain import program
 from jax_ub.methods import Method
+from jax_ub.primitives.lowered import recording
 
 NUM_RANKS = 4
 SPECS = (P("tp"), P(None, "tp"), P("tp"))
@@ -47,6 +48,15 @@ def test_calls_of_ours_are_on():
     assert up.moved_bytes == 3 * 16 * 16 * 4
     assert up.predicted_s > 0
     assert up.measured_exposed_s is None
+
+
+def test_a_recording_goes_on_when_one_inside_it_ends():
+    with recording() as outer:
+        with recording() as inner:
+            pass
+        mlp().lower(*operands())
+    assert len(outer) == 2
+    assert not inner
 
 
 @pytest.mark.parametrize("method", Method)
