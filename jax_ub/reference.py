@@ -69,8 +69,13 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
     """Adds what is not None to the f32 sum, then rounds once."""
     for addend in addends:
         if addend is not None:
-            y = y + addend.astype(jnp.float32)
+            y = y + with_rank(addend.astype(jnp.float32), y.ndim)
     return y.astype(out_dtype)
+
+
+def with_rank(value: jax.Array, rank: int) -> jax.Array:
+    """Puts axes in front; `jax_numpy_rank_promotion="raise"` wants ranks alike."""
+    return lax.expand_dims(value, range(rank - value.ndim))
 
 
 def scaled(y: jax.Array, scale: float) -> jax.Array:

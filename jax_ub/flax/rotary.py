@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jax_ub.reference import with_rank
+
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """Turns pairs of features by angles that grow with the token's position.
@@ -22,8 +24,9 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """
     half = x.shape[-1] // 2
     speeds = base ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[..., None, None] * speeds
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    positions = positions.astype(jnp.float32)[..., None, None]
+    angles = positions * with_rank(speeds, positions.ndim)
+    cos, sin = (with_rank(f(angles), x.ndim) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return turned.astype(x.dtype)

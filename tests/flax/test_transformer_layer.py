@@ -79,6 +79,18 @@ def test_values_and_gradients_are_those_of_flax(types, sequence_parallel):
     assert_trees_close(dx, expected_dx)
 
 
+@pytest.mark.parametrize("options", [{}, LLAMA], ids=["of flax", "llama"])
+@pytest.mark.parametrize("method", ["auto", "xla"])
+def test_a_layer_does_not_need_the_promotion_of_ranks(method, options):
+    value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model, x = layer(method=method, **options), normal(0, X)
+        expected = value_and_grad(model, x)
+        with jax.numpy_rank_promotion("raise"):
+            found = value_and_grad(model, x)
+    jax.tree.map(assert_equal, found, expected)
+
+
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_a_layer_is_four_calls_and_nothing_else(types):
     with jax.set_mesh(mesh_of(2, 2, types)):

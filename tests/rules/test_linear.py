@@ -100,6 +100,15 @@ def test_pair_and_its_gradients_are_exact(method, sequence_parallel, check_vma):
     assert_equal(step(*values), expected)
 
 
+@pytest.mark.parametrize("method", ["auto", "xla"])
+def test_pair_does_not_need_the_promotion_of_ranks(method):
+    values = operands()
+    layers = pair(tp_mesh(4), sequence_parallel=True, method=method)
+    with jax.numpy_rank_promotion("raise"):
+        y = layers(*values)
+    assert_equal(y, plain(*values))
+
+
 def test_pair_with_sequence_parallelism_is_one_call_for_every_gemm():
     values = operands()
     layers = pair(tp_mesh(4), sequence_parallel=True)

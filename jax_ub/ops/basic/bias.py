@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub import shapes
 from jax_ub.ops.operation import BasicOperation, compute_dtype
+from jax_ub.reference import with_rank
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,7 +57,7 @@ class Bias(BasicOperation):
         shapes.check_float(self.label, x=x, bias=bias)
         wanted = x.shape[-1:]
         shapes.check_shape(self.label, "bias", bias, wanted, "this rank's features")
-        y = x.astype(jnp.float32) + bias.astype(jnp.float32)
+        y = x.astype(jnp.float32) + with_rank(bias.astype(jnp.float32), x.ndim)
         return y.astype(compute_dtype(self.dtype, x)), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.ops.operation import BasicOperation, Needs, Params, Residuals, compute_dtype
+from jax_ub.reference import with_rank
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -76,9 +77,9 @@ class Normalization(BasicOperation):
                 "must be on one rank: shard tokens (axis -2), not features."
             )
         statistics = self.statistics(x.astype(jnp.float32))
-        y = _normalized(x, statistics) * self._gain(scale)
+        y = _normalized(x, statistics) * self._gain(scale, x.ndim)
         if "bias" in params:
-            y = y + params["bias"].astype(jnp.float32)
+            y = y + with_rank(params["bias"].astype(jnp.float32), y.ndim)
         residuals = {"x": x, "scale": scale, **statistics}
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 
@@ -103,7 +104,7 @@ class Normalization(BasicOperation):
             d_params["scale"] = jnp.sum(dy * normalized, axis=rows)
         if not needs.x:
             return None, d_params
-        d_normalized = dy * self._gain(residuals["scale"])
+        d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
         # The statistics are means over the features: their gradients are too.
         along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
         dx = d_normalized - normalized * along
@@ -111,8 +112,8 @@ class Normalization(BasicOperation):
             dx = dx - jnp.mean(d_normalized, axis=-1, keepdims=True)
         return dx * residuals["rstd"], d_params
 
-    def _gain(self, scale):
-        scale = scale.astype(jnp.float32)
+    def _gain(self, scale, rank):
+        scale = with_rank(scale.astype(jnp.float32), rank)
         return 1 + scale if self.zero_centered_gamma else scale
 
 

@@ -182,6 +182,15 @@ def test_norms(dtype):
     )
 
 
+def test_vectors_do_not_need_the_promotion_of_ranks():
+    seq = ops.Sequential(ops.LayerNorm(16), ops.RMSNorm(16), ops.Bias(16))
+    params, x = seq.init(jax.random.key(0)), normal(0, (3, 5, 16))
+    step = jax.grad(lambda params, x: jnp.sum(seq(params, x) ** 2), (0, 1))
+    expected = step(params, x)
+    with jax.numpy_rank_promotion("raise"):
+        assert_equal(step(params, x), expected)
+
+
 def test_initial_norms_change_nothing_but_the_size():
     key = jax.random.key(0)
     assert_equal(
