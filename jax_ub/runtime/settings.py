@@ -26,7 +26,7 @@ def deadline_s() -> float:
 
 
 def num_threads() -> int | None:
-    """`JAX_UB_NUM_THREADS`: how many threads compute; default the machine's cores."""
+    """`JAX_UB_NUM_THREADS`: how many threads compute; None: as many as may run."""
     return _positive("JAX_UB_NUM_THREADS", int, "threads")
 
 
