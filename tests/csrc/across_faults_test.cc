@@ -231,6 +231,42 @@ TEST(ACallThatOneRankRefusesFailsOnAll) {
   }
 }
 
+TEST(ACallOfTooManySlotsIsRefusedAndTheNextOneRuns) {
+  InProcesses({0, 1}, [](Member& member) {
+    Attributes at = Spanning(Op::kAllReduce, Method::kPipeline, 2);
+    at.num_splits = 5000;
+    CallSite site(at);
+    Arrays arrays(1);
+    const auto calls = MakeCalls(at, {}, arrays);
+    CHECK(Contains(
+        member.Begin(site, 1, calls)[0].Wait(),
+        "jax_ub.all_reduce (ub_name 'test'): all_reduce with num_splits 5000 needs "
+        "10000 slots, and communicator 'tp' has flags for 4096: give the name fewer "
+        "num_splits"));
+    at.num_splits = 0;
+    CallSite next(at);
+    member.CheckRun(next, 2, {}, 2);
+    CHECK(!member.conductor().failure());
+  });
+}
+
+// No process waits for it, and the communicator stays usable.
+TEST(ACallThatWasLoweredForAnotherCommunicatorIsRefused) {
+  InProcesses({0, 1}, [](Member& member) {
+    Attributes earlier = Scatter(2);
+    earlier.generation = member.conductor().generation() + 1;
+    CallSite stale(earlier);
+    Arrays arrays(1);
+    const auto calls = MakeCalls(earlier, {}, arrays);
+    for (Outcome& outcome : member.Begin(stale, 1, calls)) {
+      CHECK(Contains(outcome.Wait(), "traced for an earlier communicator"));
+    }
+    earlier.generation -= 1;
+    CallSite site(earlier);
+    member.CheckRun(site, 1, {}, 1);
+  });
+}
+
 TEST(ANewCommunicatorGoesOnWhereOneFailed) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {

@@ -383,22 +383,6 @@ TEST(ACallThatDoesNotFitIsRefusedAndTheNextOneRuns) {
       kLongS, 96 << 10);
 }
 
-TEST(ACallOfTooManySlotsIsRefusedAndTheNextOneRuns) {
-  InProcesses({0, 1}, [](Member& member) {
-    Attributes at = Sum(2, Method::kPipeline);
-    at.num_splits = 5000;
-    CallSite site(at);
-    Arrays arrays(1);
-    Has(member.Begin(site, 1, MakeCalls(at, {}, arrays))[0].Wait(),
-        "jax_ub.all_reduce (ub_name 'test'): all_reduce with num_splits 5000 needs "
-        "10000 slots, and communicator 'tp' has flags for 4096: give the name fewer "
-        "num_splits");
-    CallSite next(Sum(2, Method::kPipeline));
-    member.CheckRun(next, 2, {}, 2);
-    CHECK(!member.conductor().failure());
-  });
-}
-
 TEST(ClosingFailsWhatIsPending) {
   InProcesses({0, 1}, [](Member& member) {
     if (!member.conductor().communicator().is_leader()) return;
@@ -422,23 +406,6 @@ TEST(AProcessThatLeftInOrderDidItsPart) {
     Arrays arrays(1);
     const auto calls = MakeCalls(site.attributes(), {}, arrays);
     Has(member.Begin(site, 20, calls)[0].Wait(), "rank 0 (process 0, pid ");
-  });
-}
-
-// No process waits for it, and the communicator stays usable.
-TEST(ACallThatWasLoweredForAnotherCommunicatorIsRefused) {
-  InProcesses({0, 1}, [](Member& member) {
-    Attributes earlier = Sum(2);
-    earlier.generation = member.conductor().generation() + 1;
-    CallSite stale(earlier);
-    Arrays arrays(1);
-    const auto calls = MakeCalls(earlier, {}, arrays);
-    for (Outcome& outcome : member.Begin(stale, 1, calls)) {
-      Has(outcome.Wait(), "traced for an earlier communicator");
-    }
-    earlier.generation -= 1;
-    CallSite site(earlier);
-    member.CheckRun(site, 1, {}, 1);
   });
 }
 
