@@ -68,6 +68,13 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
+  // Whether a call was lowered for this communicator. XLA numbers the launches of a
+  // program for as long as the process lives, and where one failed, the processes may have
+  // launched it unequally often: with an earlier one's numbers they would pair different
+  // calls.
+  bool Serves(const Attributes& attributes) const {
+    return attributes.generation == 0 || attributes.generation == generation_;
+  }
   const std::vector<int>& local_ranks() const { return communicator_->local_ranks(); }
   const SharedCommunicator& communicator() const { return *communicator_; }
 

@@ -78,8 +78,6 @@ void Engine::Submit(
     gang->completions.push_back(std::move(done));
     return Execute(std::move(gang), 0, device);
   }
-  // All processes refuse alike, so that nobody waits, and the communicator stays usable.
-  board_->CheckGeneration(site, device);
   std::shared_ptr<Gang> gang;
   int rank = 0;
   try {

@@ -14,9 +14,9 @@ namespace jax_ub {
 
 namespace {
 
-// Launches of one executable that may be in flight: XLA admits 32 per device.
+// Launches that may be in flight: XLA admits 32 per device. Nobody says when one is over;
+// of one that so many others followed no rank is still to come.
 constexpr size_t kMaxRuns = 128;
-constexpr size_t kMaxFailures = 64;
 constexpr double kWatchdogPeriodS = 1;
 
 std::string Join(const std::vector<int>& ranks) {
@@ -166,10 +166,10 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
   std::lock_guard lock(mutex_);
   const std::shared_ptr<Conductor> conductor = ConductorOf(site, group);
   const size_t index = IndexOf(at, conductor.get(), rank, device);
-  for (const Failure& failure : failures_) {
-    if (failure.run_id == run_id && failure.group_key == site.group_keys_[group]) {
-      std::rethrow_exception(failure.reason);
-    }
+  for (const FailedRun& failed : failed_runs_) {
+    if (failed.run_id != run_id) continue;
+    const auto reason = failed.reasons.find(site.group_keys_[group]);
+    if (reason != failed.reasons.end()) std::rethrow_exception(reason->second);
   }
   CallSite::Run& run = site.FindRun(run_id);
   const int64_t count = run.counts[place->second]++;
@@ -197,24 +197,6 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
     watchdog_armed_ = true;
   }
   return nullptr;
-}
-
-// XLA numbers the launches of a program for as long as the process lives. Where one of
-// them failed, the processes may have launched it unequally often, and their numbers would
-// pair different calls.
-void Board::CheckGeneration(const CallSite& site, int64_t device) const {
-  const Attributes& at = site.attributes();
-  const auto place = site.places_.find(device);
-  if (at.generation == 0 || place == site.places_.end()) return;
-  std::lock_guard lock(mutex_);
-  const auto conductor =
-      FindConductor(site, static_cast<int>(place->second / at.num_ranks));
-  if (!conductor || conductor->generation() == at.generation) return;
-  throw CommunicatorError(
-      "CommunicatorError: jax_ub." + at.label +
-      ": the program was traced for an earlier communicator of its devices, which "
-      "ub.destroy_ub has closed: call jax.clear_caches() after ub.initialize_ub, in "
-      "every process, so that it is traced again");
 }
 
 void Board::Join(const std::shared_ptr<Conductor>& conductor) {
@@ -246,6 +228,12 @@ std::shared_ptr<Conductor> Board::ConductorOf(const CallSite& site, int group) c
   std::shared_ptr<Conductor> conductor = FindConductor(site, group);
   if (!conductor) {
     CheckIsLocal(site, group);
+  } else if (!conductor->Serves(site.attributes_)) {
+    throw CommunicatorError(
+        "CommunicatorError: jax_ub." + site.attributes_.label +
+        ": the program was traced for an earlier communicator of its devices, which "
+        "ub.destroy_ub has closed: call jax.clear_caches() after ub.initialize_ub, in "
+        "every process, so that it is traced again");
   } else if (const auto failure = conductor->failure()) {
     std::rethrow_exception(conductor->FailureOf(site.attributes_.label, failure));
   }
@@ -324,16 +312,13 @@ void Board::Poison(int64_t run_id,
   std::vector<std::shared_ptr<Gang>> gangs;
   {
     std::lock_guard lock(mutex_);
-    // Once, however many calls of the group it refuses. A rank of a run older than these
-    // waits until its deadline instead.
-    const auto known =
-        std::find_if(failures_.begin(), failures_.end(), [&](const Failure& failure) {
-          return failure.run_id == run_id && failure.group_key == group_key;
-        });
-    if (known == failures_.end()) {
-      if (failures_.size() == kMaxFailures) failures_.pop_front();
-      failures_.push_back({run_id, group_key, reason});
+    auto failed = std::find_if(failed_runs_.begin(), failed_runs_.end(),
+                               [&](const auto& one) { return one.run_id == run_id; });
+    if (failed == failed_runs_.end()) {
+      if (failed_runs_.size() == kMaxRuns) failed_runs_.pop_front();
+      failed = failed_runs_.insert(failed_runs_.end(), FailedRun{run_id, {}});
     }
+    failed->reasons.try_emplace(group_key, reason);
     gangs = TakeIncomplete([&](const Gang& gang) {
       return gang.run_id == run_id && gang.group_key == group_key;
     });
@@ -353,7 +338,11 @@ void Board::PoisonGroupOf(const CallSite& site,
     std::lock_guard lock(mutex_);
     conductor = FindConductor(site, group);
   }
-  if (conductor) return conductor->Fail(reason);
+  if (conductor) {
+    // What it does not serve all processes refuse alike: nobody waits for it.
+    if (conductor->Serves(site.attributes_)) conductor->Fail(reason);
+    return;
+  }
   Poison(run_id, site.group_keys_[group], reason);
 }
 

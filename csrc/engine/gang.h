@@ -111,10 +111,6 @@ class Board {
                                Completion done,
                                int* last_rank);
 
-  // Throws CommunicatorError where the device's group has another communicator than the
-  // one that the call was lowered for.
-  void CheckGeneration(const CallSite& site, int64_t device) const;
-
   // Groups of these devices are the conductor's from now on, until it leaves. Throws
   // CommunicatorError when they are another one's.
   void Join(const std::shared_ptr<Conductor>& conductor);
@@ -142,10 +138,9 @@ class Board {
   double timeout_s() const;
 
  private:
-  struct Failure {
+  struct FailedRun {
     int64_t run_id = 0;
-    uint64_t group_key = 0;
-    std::exception_ptr reason;
+    std::unordered_map<uint64_t, std::exception_ptr> reasons;  // the first, by group
   };
 
   void Watch();
@@ -154,8 +149,9 @@ class Board {
   std::vector<std::shared_ptr<Gang>> TakeIncomplete(const Predicate& is_meant);
   void FailArrived(Gang& gang, const std::exception_ptr& reason);
   std::shared_ptr<Conductor> FindConductor(const CallSite& site, int group) const;
-  // Throws CommunicatorError where the group's conductor failed, or is missing; nullptr
-  // where all its ranks are in this process.
+  // Throws CommunicatorError where the group's conductor failed, is missing, or is not
+  // the one that the call was lowered for; nullptr where all its ranks are in this
+  // process.
   std::shared_ptr<Conductor> ConductorOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
@@ -164,7 +160,7 @@ class Board {
   mutable std::mutex mutex_;  // guards all below, and CallSite::runs_
   double timeout_s_;
   std::vector<std::pair<CallSite*, std::shared_ptr<Gang>>> incomplete_;
-  std::deque<Failure> failures_;  // the newest few
+  std::deque<FailedRun> failed_runs_;  // the newest kMaxRuns
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<Conductor>> conductors_;
   std::unordered_set<int64_t> local_devices_;

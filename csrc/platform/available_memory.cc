@@ -49,12 +49,13 @@ int64_t AvailableBytes(const std::string& cgroup) {
     const auto limit = NumberIn(folder + controller.limit);
     const auto usage = NumberIn(folder + controller.usage);
     if (!limit || !usage) continue;
-    int64_t left_bytes = *limit - *usage;
     // The cache of files makes room, as it does in MemAvailable.
+    int64_t taken_bytes = *usage;
     for (const char* cache : {"active_file", "inactive_file"}) {
       const std::string key = std::string(controller.stat_prefix) + cache;
-      left_bytes += NumberOf(folder + "memory.stat", key).value_or(0);
+      taken_bytes -= NumberOf(folder + "memory.stat", key).value_or(0);
     }
+    const int64_t left_bytes = *limit - std::max<int64_t>(taken_bytes, 0);
     available_bytes = std::clamp<int64_t>(left_bytes, 0, available_bytes);
   }
   return available_bytes;

@@ -28,7 +28,7 @@ def own_gemm(
 ) -> Callable[..., jax.Array]:
     """The engine's GEMM of a layout: (a, b, bias or None, addend or None) -> result.
 
-    The result's dtype is that of the accumulator in the wgrad, else of the operands.
+    Without `out_dtype` the result has the dtype of the accumulator, or the operands'.
     """
     where: dict[str, Any] = {"method": Method(method), "label": f"bench {layout}"}
 

@@ -117,7 +117,7 @@ def connect(
             offered, refusal = _offer(place, wiring)
         introduction = _introduction(about, refusal, offered, wiring)
         told = _gather(agreement, introduction, refusal)
-        _GENERATION[0] = max(one["generation"] for one in told.values())
+        _GENERATION[0] = _agreed_generation(told)
         failure = refusal or _first_refusal(told)
         if failure is None and len({one["hash"] for one in told.values()}) > 1:
             failure = _difference(agreement.gather(dict(about)))
@@ -195,6 +195,11 @@ def _key(group):
     return ",".join(map(str, group))
 
 
+def _agreed_generation(told: Values):
+    # Higher than any that one of them had; a process alone agrees on none.
+    return max((one["generation"] for one in told.values()), default=0)
+
+
 def _first_refusal(told: Values):
     for process, one in sorted(told.items()):
         if one["refused"] is not None:
@@ -249,12 +254,11 @@ def _connect(place, wiring, told, offered, group) -> Connection:
         return Connection(group, processes, reason)
     try:
         endpoint = offered.pop(group) if spans else None
-        communicator = wiring.connect(
-            place, group, endpoint, introduced, _GENERATION[0]
-        )
+        generation = _agreed_generation(told)
+        communicator = wiring.connect(place, group, endpoint, introduced, generation)
     except NotImplementedError as error:
         return Connection(group, processes, str(error))
-    return Connection(group, processes, None, communicator, _GENERATION[0])
+    return Connection(group, processes, None, communicator, generation)
 
 
 def _with_reasons(made, done: Values):

@@ -222,6 +222,28 @@ TEST(AFailureThatIsRepeatedLeavesTheOthersKnown) {
   CHECK_EQ(Submit(engine, site, 1, 100, calls[0]).Wait(), text);
 }
 
+TEST(EveryGroupThatFailedInARunIsKnown) {
+  Engine& engine = NewEngine(0.5);
+  Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  constexpr int kNumGroups = 300;
+  at.ranks.clear();
+  for (int64_t device = 0; device < 2 * kNumGroups; ++device) {
+    at.ranks.push_back(device);
+  }
+  CallSite site(at);
+  Arrays arrays(1);
+  const auto calls = MakeCalls(at, {}, arrays);
+  RankCall wrong = calls[1];
+  wrong.results[0] = arrays.Empty(1, 1, 1);
+  std::string text;
+  for (int group = 0; group < kNumGroups; ++group) {
+    text = Submit(engine, site, 1, 2 * group + 1, wrong).Wait();
+  }
+  for (int group = 0; group < kNumGroups; ++group) {
+    CHECK_EQ(Submit(engine, site, 1, 2 * group, calls[0]).Wait(), text);
+  }
+}
+
 TEST(RanksThatDisagreeAllSeeBothSides) {
   Engine& engine = NewEngine();
   CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
