@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub.bench.devices import Ranks, Spec, normal
+from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.timing import Contender
 from jax_ub.bench.workloads import Shape
@@ -25,6 +25,9 @@ COPY = "copy"
 IN_PROCESS = "in_process"
 # The operations alone, in tiles that stay in the first cache.
 PEAK = "peak"
+# What XLA takes to launch any program on all devices, and on one.
+LAUNCH = "launch"
+LAUNCH_ONE = "launch_one"
 
 # How the way that people write it is named where it is the fastest one.
 AS_WRITTEN = "as people write it"
@@ -127,6 +130,18 @@ def copy_limit(num_bytes: int) -> Contender:
     return Contender(COPY, jax.jit(jnp.negative), [source])
 
 
+def launches(ranks: Ranks) -> list[Contender]:
+    """Programs that do next to nothing, on all devices and on the plain GEMM's one."""
+
+    def launch(name: str, ranks: Ranks) -> Contender:
+        program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
+        return Contender(
+            name, program, [ranks.place(np.zeros(ranks.num_ranks), Spec(AXIS))]
+        )
+
+    return [launch(LAUNCH, ranks), launch(LAUNCH_ONE, Ranks(1))]
+
+
 def temp_bytes(contender: Contender) -> int:
     """Temporary buffers of a program on each device, as XLA's compiler planned them."""
     compiled = contender.program.lower(*contender.operands).compile()
@@ -139,7 +154,8 @@ def check_agreement(case: Case) -> None:
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.
     """
-    judged = [c for c in case.contenders if c.name not in LIMITS]
+    unlike = (*LIMITS, LAUNCH, LAUNCH_ONE)
+    judged = [c for c in case.contenders if c.name not in unlike]
     results = {c.name: [_host(leaf) for leaf in jax.tree.leaves(c())] for c in judged}
     wanted = results[BEST]
     bound = tolerance(case.dtype, max(case.shape.K, case.shape.N, case.shape.M))

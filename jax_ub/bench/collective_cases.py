@@ -143,6 +143,7 @@ class _Build:
         itemsize = jnp.dtype(place.dtype).itemsize
         limits = [
             plain_gemm(place, shape),
+            *cases.launches(place.ranks),
             cases.copy_limit(shape.bytes(itemsize)),
             *at_peak(place.ranks, place.dtype, shape.flops),
         ]

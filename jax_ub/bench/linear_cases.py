@@ -46,6 +46,7 @@ def linear_pair(place: Place, shape: Shape) -> list[Case]:
             place, shape, cases.RING, functools.partial(_ring_pair, dots=best_dots)
         ),
         _plain_pair(place, shape),
+        *cases.launches(place.ranks),
         cases.copy_limit(4 * shape.bytes(jnp.dtype(place.dtype).itemsize)),
         *at_peak(place.ranks, place.dtype, flops),
     ]

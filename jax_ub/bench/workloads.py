@@ -55,9 +55,14 @@ def parse_shape(text: str) -> Shape:
     return Shape(*sizes)
 
 
-# Llama 2 7B has K = 4096 and N = 11008 in its MLP: the first is a quarter of that in
-# both directions, which takes two cores some twenty milliseconds. The second is the
-# fused kernel of queries, keys and values with fewer key heads; the third has few rows,
-# as in decoding.
-DEFAULT = (Shape(512, 1024, 2816), Shape(1024, 1024, 1536), Shape(64, 1024, 2816))
+# Llama 2 7B has K = 4096 and N = 11008 in its MLP: the first two are about a third and
+# a quarter of that in both directions. The third is the fused kernel of queries, keys
+# and values with fewer key heads; the fourth has few rows, as in decoding. In bf16 two
+# cores take 1 to 20 ms for them, older ones 2 to 80.
+DEFAULT = (
+    Shape(1536, 1280, 3840),
+    Shape(512, 1024, 2816),
+    Shape(1024, 1024, 1536),
+    Shape(64, 1024, 2816),
+)
 QUICK = (Shape(32, 48, 80),)

@@ -55,6 +55,7 @@ def test_the_goals_of_a_run_are_in_its_json(tmp_path):
     assert result["memory"]["own_bytes"] < result["memory"]["avoided_bytes"]
     assert {"xla_best", "xla_naive", "xla_ring"} <= set(result["speedups"])
     assert {"plain_gemm", "copy", "peak"} <= set(result["shares"])
+    assert {"launch", "launch_one"} <= set(result["times_us"])
     limits = {v["measure"]: v["limit"] for v in found["verdicts"]}
     assert limits["speed-up over xla_naive"] > 0
     assert limits["allocated of what need not be"] is None

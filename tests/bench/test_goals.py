@@ -146,6 +146,22 @@ def test_less_is_better_where_time_is_bounded():
     assert found.reached
 
 
+def test_launching_counts_for_neither_the_op_nor_the_plain_gemm():
+    times = {
+        cases.OWN: [1.5, 3.0, 1.5],
+        cases.BEST: [2.0, 4.0, 2.0],
+        cases.NAIVE: [2.0, 4.0, 2.0],
+        cases.PLAIN: [1.1, 2.2, 1.1],
+        cases.LAUNCH: [0.3, 0.6, 0.3],
+        cases.LAUNCH_ONE: [0.1, 0.2, 0.1],
+    }
+    found = result("matmul_all_reduce", times, num_ranks=8)
+    assert found.shares[cases.PLAIN].median == pytest.approx(1.0 / 1.2)
+    assert found.speedups[cases.BEST].median == pytest.approx(2.0 / 1.5)
+    (over,) = [v for v in goals.judge([found]) if v.measure.startswith("time over")]
+    assert over.value == pytest.approx(1.2)
+
+
 def test_what_a_program_allocates_is_judged():
     verdicts = goals.judge([forward(1.0, 2.0)])
     assert verdict(verdicts, "allocated of what need not be", "worst").reached
