@@ -1,4 +1,8 @@
-"""Says what is installed, what can run here and why not: `python -m jax_ub doctor`."""
+"""Says what is installed, what can run here and why not: `python -m jax_ub doctor`.
+
+With `--processes` it looks from each of several processes, which compute together as
+those of a job would.
+"""
 
 import argparse
 import contextlib
@@ -8,13 +12,18 @@ import functools
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_ub.bench.arguments import positive
 from jax_ub.initialize import destroy_ub, initialize_ub
 from jax_ub.methods import Method, fallbacks
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
@@ -51,10 +60,26 @@ class Finding:
         """The same in JSON's types."""
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
+    @classmethod
+    def from_json(cls, found: dict[str, str]) -> "Finding":
+        """What `as_json` was made of."""
+        return cls(found["name"], State[found["state"].upper()], found["text"])
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead")
+    add("--processes", type=positive, default=1, help="look from this many processes")
+    add(
+        "--devices-per-process",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="with --processes: CPU devices of each, or GPUs (default: 1)",
+    )
+    # Of one of several processes: where it writes, before its number is put in.
+    add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
 
@@ -64,7 +89,12 @@ def command(given: argparse.Namespace) -> int:
     Returns:
         1 if there is a fault, else 0.
     """
-    findings = list(examine())
+    if given.part is not None:
+        jax.distributed.initialize()
+        _write(_part(given.part, jax.process_index()), list(examine()))
+        return 0
+    several = given.processes > 1
+    findings = _in_processes(given) if several else list(examine())
     if given.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=1))
     else:
@@ -72,6 +102,41 @@ def command(given: argparse.Namespace) -> int:
         for finding in findings:
             print(f"{finding.state.value:>5}  {finding.name:<{width}}  {finding.text}")
     return int(any(finding.state is State.FAULT for finding in findings))
+
+
+def _in_processes(given) -> list[Finding]:
+    """What process 0 finds, then what others find and it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "findings.json")
+        launch = ["launch", "-n", str(given.processes)]
+        launch += ["--devices-per-process", str(given.devices_per_process)]
+        part = ["-m", "jax_ub", "doctor", "--part", str(path)]
+        # What they say on the way is no part of the report.
+        status = subprocess.run(
+            [sys.executable, "-m", "jax_ub", *launch, *part], stdout=sys.stderr
+        ).returncode
+        if status:
+            text = f"ended with exit status {status}; what they wrote says why"
+            return [Finding(f"{given.processes} processes", State.FAULT, text)]
+        first, *others = (_read(_part(path, i)) for i in range(given.processes))
+    return first + [
+        dataclasses.replace(finding, name=f"process {index}: {finding.name}")
+        for index, found in enumerate(others, start=1)
+        for finding in found
+        if finding not in first
+    ]
+
+
+def _part(path, process):
+    return path.with_suffix(f".{process}.json")
+
+
+def _write(path, findings):
+    path.write_text(json.dumps([finding.as_json() for finding in findings]))
+
+
+def _read(path):
+    return [Finding.from_json(found) for found in json.loads(path.read_text())]
 
 
 def examine() -> Iterator[Finding]:
@@ -82,8 +147,8 @@ def examine() -> Iterator[Finding]:
     yield from _ffi_api()
     yield from _engine()
     yield from _devices()
-    for method in Method:
-        yield _trial(method)
+    if jax.process_count() == 1:
+        yield from _trials(_trial_mesh())
     yield from _between_processes()
     yield from _named_overlaps()
     yield from _fallbacks()
@@ -167,20 +232,21 @@ def _devices():
         return
     yield Finding("devices", State.FINE, found)
     yield _cuda_engine()
-    wanted = 2 * len(devices)
+    num = len(jax.local_devices())
+    wanted = 2 * num
     try:
         threads = settings.pool_threads() or len(os.sched_getaffinity(0))
     except ValueError:
         return
     if threads < wanted:
         text = (
-            f"{threads} for {len(devices)} devices: with more than 32 programs in "
+            f"{threads} for {num} devices: with more than 32 programs in "
             "flight jaxlib itself stops for ever. Set "
-            f"NPROC={_POOL_THREADS_EACH * len(devices)} before jax starts."
+            f"NPROC={_POOL_THREADS_EACH * num} before jax starts."
         )
         yield Finding("jaxlib threads", State.WARNING, text)
     else:
-        text = f"{threads} for {len(devices)} devices"
+        text = f"{threads} for {num} devices"
         yield Finding("jaxlib threads", State.FINE, text)
 
 
@@ -233,20 +299,33 @@ def _peers(ordinals):
     return Finding("peer access", State.WARNING, f"none from GPU {', '.join(apart)}")
 
 
-def _trial(method: Method) -> Finding:
+def _trial_mesh():
+    """A few devices of this process, or all devices of all."""
+    devices = jax.devices()
+    if jax.process_count() == 1:
+        devices = devices[:_TRIAL_DEVICES]
+    return Mesh(np.array(devices), (_TRIAL_AXIS,))
+
+
+def _trials(mesh):
+    for method in Method:
+        yield _trial(mesh, method)
+
+
+def _trial(mesh: Mesh, method: Method) -> Finding:
     """Runs one small AG+GEMM and compares it with numpy's product."""
     name = f'method "{method.value}"'
-    devices = jax.local_devices()[:_TRIAL_DEVICES]
-    x, w = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
-    run = _column_linear(Mesh(np.array(devices), (_TRIAL_AXIS,)), method)
+    x = np.ones((8 * mesh.size, 16), np.float32)
+    w = np.ones((16, 8 * mesh.size), np.float32)
     try:
-        y = np.asarray(run(x, w))
+        y = _column_linear(mesh, method)(x, w)
+        mine = [(np.asarray(part.data), part.index) for part in y.addressable_shards]
     except Exception as error:  # Whatever it is, the report is where it belongs.
-        state = _state_of(method, devices)
+        state = _state_of(method, mesh.local_devices)
         return Finding(name, state, f"{type(error).__name__}: {error}")
-    if not np.array_equal(y, x @ w):
+    if not all(np.array_equal(part, (x @ w)[index]) for part, index in mine):
         return Finding(name, State.FAULT, "runs, but its numbers are wrong")
-    return Finding(name, State.FINE, f"runs on {len(devices)} devices")
+    return Finding(name, State.FINE, f"runs on {mesh.size} devices")
 
 
 def _column_linear(mesh, method):
@@ -265,7 +344,7 @@ def _column_linear(mesh, method):
 
 
 def _between_processes():
-    """What processes of a host need to share memory, and which of them do."""
+    """What processes of a host need to share memory."""
     host = hosts.short_name(hosts.identity())
     try:
         engine.load().endpoint()
@@ -276,6 +355,10 @@ def _between_processes():
     else:
         text = f"can share memory with others on host {host!r}"
         yield Finding("between processes", State.FINE, text)
+
+
+def _connections():
+    """How the ranks of each group share memory, and what they would have preferred."""
     failed = dict(communicators.failures())
     for connection in communicators.connections():
         name = f"ranks {list(connection.group)}"
@@ -305,15 +388,18 @@ def _connected(connection):
 def _named_overlaps():
     """The names of `initialize_ub` and their methods; the defaults if it has none."""
     if overlaps.domains():
+        yield from _connections()
         yield from map(_finding_of, overlaps.domains())
         return
-    devices = jax.local_devices()[:_TRIAL_DEVICES]
-    mesh = Mesh(np.array(devices), (_TRIAL_AXIS,))
+    mesh = _trial_mesh()
     try:
-        initialize_ub((8, 16), len(devices), mesh=mesh, axis_name=_TRIAL_AXIS)
+        initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_TRIAL_AXIS)
     except Exception as error:  # Whatever it is, the report is where it belongs.
         yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
         return
+    yield from _connections()
+    if jax.process_count() > 1:
+        yield from _trials(mesh)
     (domain,) = overlaps.domains()
     text = f"not called here; the defaults are {_methods_of(domain)}"
     destroy_ub()

@@ -1,4 +1,6 @@
 import json
+import pathlib
+import subprocess
 
 import jax
 import pytest
@@ -73,7 +75,10 @@ def test_more_computing_threads_than_cores_are_a_warning(monkeypatch):
 
 
 def test_wrong_numbers_are_a_fault(monkeypatch):
-    monkeypatch.setattr(doctor, "_column_linear", lambda mesh, method: lambda x, w: x)
+    def wrong(mesh, method):
+        return lambda x, w: jax.numpy.asarray(x @ w + 1)
+
+    monkeypatch.setattr(doctor, "_column_linear", wrong)
     finding = findings()['method "direct"']
     assert finding.state is State.FAULT
     assert finding.text == "runs, but its numbers are wrong"
@@ -88,6 +93,46 @@ def test_names_and_methods_of_the_program_are_shown():
     text = findings()["axis tp"].text
     assert text.startswith("2 ranks, [T, H] = [8, 16]: ring_exchange (FP8): qkv_fprop")
     assert ub.is_ub_initialized("tp")
+
+
+def test_several_processes_compute_together(capfd):
+    arguments = ["--processes", "2", "--devices-per-process", "2", "--json"]
+    assert main(["doctor", *arguments]) == 0
+    found = {one["name"]: one for one in json.loads(capfd.readouterr().out)}
+    (ranks,) = [name for name in found if name.startswith("ranks [0, 1, ")]
+    assert found[ranks]["text"] == "processes [0, 1]: connected"
+    for method in Method:
+        assert found[f'method "{method.value}"']["text"] == "runs on 4 devices"
+    # What process 1 finds as well is not said twice.
+    assert not any(name.startswith("process 1: ") for name in found)
+
+
+def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
+    assert main(["doctor", "--processes", "2"]) == 1
+    out = capfd.readouterr().out
+    assert "FAULT  2 processes  ended with exit status 1" in out
+
+
+def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
+    def of_each(command, stdout):
+        path = pathlib.Path(command[command.index("--part") + 1])
+        for index, threads in enumerate(("8", "2")):
+            finding = doctor.Finding("jaxlib threads", State.WARNING, threads)
+            doctor._write(doctor._part(path, index), [finding])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", of_each)
+    assert main(["doctor", "--processes", "2"]) == 0
+    first, other = capsys.readouterr().out.splitlines()
+    assert first.split() == ["warn", "jaxlib", "threads", "8"]
+    assert other.split() == ["warn", "process", "1:", "jaxlib", "threads", "2"]
+
+
+def test_no_processes_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--processes", "0"])
+    assert "--processes: '0' is not" in capsys.readouterr().err
 
 
 def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
