@@ -26,7 +26,12 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: State) -> None:
-        """Saves the state after `step` steps, while training goes on."""
+        """Saves the state after `step` steps, while training goes on.
+
+        A run that was resumed replaces what an earlier one has left of that step.
+        """
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), sizes=ocp.args.JsonSave(self._sizes)
         )

@@ -123,7 +123,7 @@ def start(
             mesh=mesh,
             method=method,
             dtype=jnp.dtype(DTYPES[args.dtype]),
-            optimizer=make_optimizer(args.learning_rate, args.steps),
+            optimizer=make_optimizer(args.learning_rate),
         )
         for method in methods
     ]

@@ -18,6 +18,8 @@ from lm.model import LanguageModel, Sizes
 # the logits of all tokens for its part of the vocabulary.
 BATCH_SPECS = (PartitionSpec(None, "dp", "tp"), PartitionSpec(None, "dp", None))
 
+WARM_UP_STEPS = 10  # until the learning rate is at its highest
+
 
 class State(NamedTuple):
     """What training changes and a checkpoint keeps; the arrays are global."""
@@ -41,17 +43,18 @@ def make_mesh(dp: int, tp: int) -> Mesh:
     return Mesh(np.array(devices).reshape(dp, tp), AXES)
 
 
-def make_optimizer(
-    learning_rate: float, num_steps: int
-) -> optax.GradientTransformation:
-    """Makes Adam, warmed up over a tenth of the steps, then slowed down to nothing."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=learning_rate,
-        warmup_steps=max(1, num_steps // 10),
-        decay_steps=num_steps,
-    )
-    return optax.adam(schedule, b2=0.95)
+def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
+    """Makes Adam with a rate that rises for some steps, then falls as 1/sqrt(step).
+
+    It does not know how many steps there will be: a run that was resumed, with more
+    steps than it was started with, goes on as if it had not ended.
+    """
+
+    def rate(step: jax.Array) -> jax.Array:
+        warmth = (step + 1) / WARM_UP_STEPS
+        return learning_rate * jnp.minimum(warmth, warmth**-0.5)
+
+    return optax.adam(rate, b2=0.95)
 
 
 class Trainer:

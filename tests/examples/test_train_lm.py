@@ -32,7 +32,7 @@ def trainer(*, tp=2, dp=1, method="auto", dtype="float32", sizes=SIZES):
         mesh=make_mesh(dp, tp),
         method=method,
         dtype=jnp.dtype(dtype),
-        optimizer=make_optimizer(3e-2, STEPS),
+        optimizer=make_optimizer(3e-2),
     )
 
 
@@ -147,6 +147,23 @@ def test_the_script_compares_with_xla_and_draws(tmp_path):
     ours, xla = (run["losses"] for run in numbers["runs"])
     assert np.mean(ours[-5:]) < numbers["entropy"] < ours[0]
     np.testing.assert_allclose(ours, xla, rtol=float(jnp.finfo(jnp.bfloat16).eps) * 8)
+
+
+def test_the_script_goes_on_from_the_middle_for_longer_at_another_tp(tmp_path):
+    sizes = "--d-model 32 --d-ff 64 --layers 1 --heads 4 --seq-len 32 --dtype f32"
+    flags = f"{sizes} --no-compare --checkpoint-dir {tmp_path} --checkpoint-every 3"
+
+    def losses_of(name, more):
+        done = run_script(f"{flags} --plot {tmp_path / name}.png {more}")
+        assert done.returncode == 0, done.stderr
+        numbers = json.loads((tmp_path / f"{name}.json").read_text())
+        return numbers["runs"][0]["losses"]
+
+    # The second run replaces the checkpoint of step 6.
+    first = losses_of("first", "--tp 2 --steps 6")
+    second = losses_of("second", "--tp 4 --steps 7 --resume 3")
+    assert len(second) == 4
+    np.testing.assert_allclose(second[:3], first[3:], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
