@@ -37,10 +37,16 @@ def check_float(op: str, **arrays) -> None:
 
 def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
     """Returns the result's dtype: `out_dtype`, or `default` where that is None."""
-    dtype = jnp.dtype(default if out_dtype is None else out_dtype)
+    if out_dtype is None:
+        return jnp.dtype(default)
+    try:
+        dtype = jnp.dtype(out_dtype)
+    except TypeError:
+        dtype = None
     if dtype not in FLOATS:
+        name = repr(out_dtype) if dtype is None else dtype
         raise ShapeContractError(
-            f"{op}: out_dtype = {dtype} is not a result the op has. Use {_FLOAT_NAMES}."
+            f"{op}: out_dtype = {name} is not a result the op has. Use {_FLOAT_NAMES}."
         )
     return dtype
 

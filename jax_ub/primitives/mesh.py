@@ -33,6 +33,10 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
             f"{op}: axis_name = {axis_name!r} is not the name of a mesh axis. Pass the "
             'axis of the ranks, for example axis_name="tp".'
         )
+    if len(set(axes)) < len(axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {axis_name!r} names a mesh axis twice. Name each once."
+        )
     missing = [axis for axis in axes if axis not in manual]
     if missing:
         here = f"only {tuple(manual)} are" if manual else "no axis is manual here"

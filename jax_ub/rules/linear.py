@@ -1,5 +1,6 @@
 """A linear layer, plain, column parallel or row parallel."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import jax
 from jax_ub import shapes
 from jax_ub.errors import (
     ShapeContractError,
+    UbError,
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
@@ -82,7 +84,7 @@ def linear(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or there is no such layer.
     """
-    _check_kind(parallel, axis_name, rhs_transposed)
+    _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
     products: dict[tuple[str | None, bool], Callable[..., jax.Array]] = {
         (None, True): _whole_rows,
         (None, False): _whole_rows,
@@ -100,13 +102,26 @@ def linear(  # noqa: PLR0913, pinned
         main_grad=main_grad,
         **({"rhs_transposed": True} if rhs_transposed else {}),
     )
-    if parallel is None or not sequence_parallel:
-        shapes.check_rank(OP, "x", x, 1)
-        return layer(x[None], w)[0] if x.ndim == 1 else layer(x, w)
-    return layer(x, w)
+    with _named(parallel):
+        if parallel is None or not sequence_parallel:
+            shapes.check_rank(OP, "x", x, 1)
+            return layer(x[None], w)[0] if x.ndim == 1 else layer(x, w)
+        return layer(x, w)
 
 
-def _check_kind(parallel, axis_name, rhs_transposed):
+@contextlib.contextmanager
+def _named(parallel):
+    """Names the function that was called in errors of the one that it is."""
+    try:
+        yield
+    except UbError as error:
+        if str(error).startswith(OP):
+            raise
+        called = f"{OP} (parallel = {parallel!r})"
+        raise type(error)(f"{called}: {error}") from None
+
+
+def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
     if parallel is not None and parallel not in _KINDS:
         raise UnknownNameError(
             f"{OP}: parallel = {parallel!r} is not a way to shard a kernel. "
@@ -116,6 +131,10 @@ def _check_kind(parallel, axis_name, rhs_transposed):
         raise ShapeContractError(
             f"{OP}: parallel = {parallel!r} needs the mesh axis that the kernel is "
             'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
+        )
+    if sequence_parallel not in (True, False):
+        raise UnknownNameError(
+            f"{OP}: sequence_parallel = {sequence_parallel!r}. Pass True or False."
         )
     if parallel == "row" and rhs_transposed:
         raise UnsupportedOverlapError(

@@ -387,6 +387,54 @@ def test_ranks_in_processes_that_are_not_connected_fall_back(monkeypatch):
         lowered_for("cpu", Method.RING_EXCHANGE, tp_mesh(4))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"parallel": "row"},
+            r"linear \(parallel = 'row'\): matmul_reduce_scatter: x \(8, 6\) has K = 6",
+        ),
+        (
+            {"parallel": "column", "main_grad": zeros(7, 8, dtype="bfloat16")},
+            r"linear \(parallel = 'column'\): all_gather_matmul: .* has K = 6",
+        ),
+        ({"parallel": "column", "sequence_parallel": False}, r"linear: x \(8, 6\)"),
+        ({"parallel": None, "axis_name": None}, r"linear: x \(8, 6\) has K = 6"),
+    ],
+)
+def test_a_linear_layer_names_what_was_called(options, message):
+    def call(x, w):
+        return ub.linear(x, w, **{"axis_name": "tp", **options})
+
+    refuses(ShapeContractError, message, call, zeros(8, 6), zeros(7, 8))
+
+
+def test_sequence_parallel_is_true_or_false():
+    def call(x, w):
+        return ub.linear(
+            x, w, parallel="column", axis_name="tp", sequence_parallel="yes"
+        )
+
+    message = "linear: sequence_parallel = 'yes'. Pass True or False"
+    refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
+
+
+def test_a_result_dtype_that_is_none_is_refused():
+    def call(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", out_dtype="flot")
+
+    message = "all_gather_matmul: out_dtype = 'flot' is not a result the op has. Use"
+    refuses(ShapeContractError, message, call, zeros(8, 6), zeros(6, 8))
+
+
+def test_an_axis_that_is_named_twice_is_refused():
+    def call(x, w):
+        return ub.matmul_all_reduce(x, w, axis_name=("tp", "tp"))
+
+    message = r"matmul_all_reduce: axis_name = \('tp', 'tp'\) names a mesh axis twice"
+    refuses(ShapeContractError, message, call, zeros(8, 6), zeros(6, 8))
+
+
 def test_mesh_smaller_than_the_specs_ask_for_is_refused_by_jax():
     with pytest.raises(ValueError, match="divi"):
         trace(
