@@ -30,7 +30,7 @@ from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.fused_cases import fused
 from jax_ub.bench.gemm_cases import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
-from jax_ub.bench.linear_cases import linear_pair
+from jax_ub.bench.linear_cases import linear_backward, linear_pair
 from jax_ub.bench.results import Result, evaluate
 from jax_ub.bench.timing import Rounds, interleave
 from jax_ub.bench.workloads import Shape
@@ -45,6 +45,7 @@ OPS: dict[str, Builder] = {
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
     "linear_pair": linear_pair,
+    "linear_backward": linear_backward,
     "dgrad_add": dgrad_add,
     "wgrad_accumulate": wgrad_accumulate,
     "fused": fused,

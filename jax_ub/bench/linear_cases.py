@@ -1,5 +1,6 @@
-"""A column then a row linear, forward and backward: one MLP without its activation."""
+"""A column then a row linear, one MLP without its activation; and their backward."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -16,50 +17,98 @@ from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
 
-# x [M, K], w1 [K, N], w2 [N, K], dy [M, K] -> y and the gradients of x, w1, w2.
-_IN = (Spec(AXIS), Spec(None, AXIS), Spec(AXIS), Spec(AXIS))
-_OUT = (Spec(AXIS), Spec(AXIS), Spec(None, AXIS), Spec(AXIS))
+_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
+# The gradients of x [M, K], w1 [K, N], w2 [N, K].
+_GRADIENTS = (_ROWS, _COLUMNS, _ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Op:
+    """What is computed, in each contender's way.
+
+    Attributes:
+        name: on the command line.
+        num_gemms: all of the same size.
+        sizes: the global shapes of the operands.
+        in_specs: how they are sharded.
+        out_specs: how the results are.
+        own: method -> jax_ub's program.
+        collectives: XLA's, with the keywords `dots` and `wide`.
+        naive: XLA's, as people write it.
+        ring: with the keyword `dots`.
+        plain: on one device; with the keyword `gemm`, the engine's by layout.
+    """
+
+    name: str
+    num_gemms: int
+    sizes: Callable[[Shape], tuple[tuple[int, int], ...]]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    own: Callable[[str], Callable[..., tuple]]
+    collectives: Callable[..., tuple]
+    naive: Callable[..., tuple]
+    ring: Callable[..., tuple]
+    plain: Callable[..., tuple]
 
 
 def linear_pair(place: Place, shape: Shape) -> list[Case]:
     """Six GEMMs, two gathers and two reductions, of which each peer makes the best."""
+    return [_case(_PAIR, place, shape)]
+
+
+def linear_backward(place: Place, shape: Shape) -> list[Case]:
+    """The backward of both: four GEMMs, two gathers and a reduction."""
+    return [_case(_BACKWARD, place, shape)]
+
+
+def _case(op: _Op, place: Place, shape: Shape) -> Case:
+    operands = place.arrays(op.sizes(shape), op.in_specs, place.ranks)
+
+    def contender(name: str, function: Callable[..., tuple], way: str = ""):
+        program = place.ranks.program(function, op.in_specs, op.out_specs)
+        return Contender(name, program, operands, way=way)
+
     best_dots = _fastest_dots(place, shape)
     ways = [
-        _contender(
-            place,
-            shape,
+        contender(
             cases.BEST,
-            functools.partial(_collectives_pair, dots=best_dots, wide=wide),
+            functools.partial(op.collectives, dots=best_dots, wide=wide),
             f"{_describe(best_dots)}; sums in {'float32' if wide else place.dtype}",
         )
         for wide in ((False, True) if place.dtype != "float32" else (False,))
     ]
-    ways.append(
-        _contender(place, shape, cases.BEST, peers.naive_pair, cases.AS_WRITTEN)
-    )
-    flops = 6 * shape.flops
-    contenders = [
-        _contender(place, shape, cases.OWN, _own_pair(place.method)),
-        fastest(ways),
-        _contender(place, shape, cases.NAIVE, peers.naive_pair),
-        _contender(
-            place, shape, cases.RING, functools.partial(_ring_pair, dots=best_dots)
-        ),
-        _plain_pair(place, shape),
-        *cases.launches(place.ranks),
-        cases.copy_limit(4 * shape.bytes(jnp.dtype(place.dtype).itemsize)),
-        *at_peak(place.ranks, place.dtype, flops),
-    ]
-    case = Case(
-        op="linear_pair",
+    ways.append(contender(cases.BEST, op.naive, cases.AS_WRITTEN))
+    flops = op.num_gemms * shape.flops
+    num_bytes = shape.bytes(jnp.dtype(place.dtype).itemsize)
+    return Case(
+        op=op.name,
         variant="",
         dtype=place.dtype,
         num_ranks=place.num_ranks,
         shape=shape,
         flops=flops,
-        contenders=contenders,
+        contenders=[
+            contender(cases.OWN, op.own(place.method)),
+            fastest(ways),
+            contender(cases.NAIVE, op.naive),
+            contender(cases.RING, functools.partial(op.ring, dots=best_dots)),
+            _plain(op, place, shape),
+            *cases.launches(place.ranks),
+            cases.copy_limit(4 * num_bytes),
+            *at_peak(place.ranks, place.dtype, flops),
+        ],
     )
-    return [case]
+
+
+def _plain(op, place, shape):
+    """The GEMMs of the same total sizes in the same engine, on one device."""
+    gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
+    in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
+    operands = place.arrays(op.sizes(shape), in_specs, Ranks(1))
+    program = functools.partial(op.plain, gemm=gemm)
+    return Contender(
+        cases.PLAIN, Ranks(1).program(program, in_specs, out_specs), operands
+    )
 
 
 def _own_pair(method: str) -> Callable[..., tuple]:
@@ -75,29 +124,69 @@ def _own_pair(method: str) -> Callable[..., tuple]:
     return program
 
 
+def _own_backward(method: str) -> Callable[..., tuple]:
+    linear = functools.partial(ub.linear, axis_name=AXIS, method=method)
+    column, row = (functools.partial(linear, parallel=p) for p in ("column", "row"))
+
+    def program(x, w1, hidden, w2, dy):
+        # The forward calls have no use here, and XLA leaves them out.
+        d_hidden, dw2 = jax.vjp(row, hidden, w2)[1](dy)
+        return (*jax.vjp(column, x, w1)[1](d_hidden), dw2)
+
+    return program
+
+
 def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], wide: bool):
     """XLA's collectives around its best dots; x and dy are gathered once each."""
     dtype = x.dtype
-    moved = jnp.float32 if wide else dtype
     rows = peers.gather(x)
     hidden = dots["column_nn"](rows, w1, dtype)
+    moved = jnp.float32 if wide else dtype
     y = peers.scatter(dots["row_nn"](hidden, w2, moved)).astype(dtype)
+    return (y, *_collectives_gradients(rows, w1, hidden, w2, dy, dots, moved))
+
+
+def _collectives_backward(x, w1, hidden, w2, dy, *, dots, wide):
+    moved = jnp.float32 if wide else x.dtype
+    rows = peers.gather(x)
+    return _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved)
+
+
+def _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved):
+    dtype = dy.dtype
     d_rows = peers.gather(dy)
     d_hidden = dots["row_nt"](d_rows, w2, dtype)
     dw2 = dots["row_tn"](hidden, d_rows, dtype)
     dx = peers.scatter(dots["column_nt"](d_hidden, w1, moved)).astype(dtype)
-    return y, dx, dots["column_tn"](rows, d_hidden, dtype), dw2
+    return dx, dots["column_tn"](rows, d_hidden, dtype), dw2
 
 
 def _ring_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot]):
     """The same with rings; what the wgrads read is gathered by one too."""
-    dtype = x.dtype
     hidden = peers.ring_gather_dot(x, w1, dots["column_nn"])
     y = peers.ring_dot_scatter(hidden, w2, dots["row_nn"])
+    return (y, *_ring_backward(x, w1, hidden, w2, dy, dots=dots))
+
+
+def _ring_backward(x, w1, hidden, w2, dy, *, dots):
+    dtype = x.dtype
     d_hidden = peers.ring_gather_dot(dy, w2, dots["row_nt"])
     dw2 = dots["row_tn"](hidden, peers.ring_gather(dy), dtype)
     dx = peers.ring_dot_scatter(d_hidden, w1, dots["column_nt"])
-    return y, dx, dots["column_tn"](peers.ring_gather(x), d_hidden, dtype), dw2
+    return dx, dots["column_tn"](peers.ring_gather(x), d_hidden, dtype), dw2
+
+
+def _plain_pair(x, w1, w2, dy, *, gemm):
+    hidden = gemm["nn"](x, w1, None, None)
+    y = gemm["nn"](hidden, w2, None, None)
+    return (y, *_plain_backward(x, w1, hidden, w2, dy, gemm=gemm))
+
+
+def _plain_backward(x, w1, hidden, w2, dy, *, gemm):
+    d_hidden = gemm["nt"](dy, w2, None, None)
+    dw2 = gemm["tn"](hidden, dy, None, None)
+    dx = gemm["nt"](d_hidden, w1, None, None)
+    return dx, gemm["tn"](x, d_hidden, None, None), dw2
 
 
 def _fastest_dots(place: Place, shape: Shape) -> dict[str, dots.Way]:
@@ -122,29 +211,37 @@ def _describe(found):
     return "; ".join(f"{name} {way}" for name, way in found.items())
 
 
-def _shapes(shape):
+def _pair_sizes(shape):
     x, w = (shape.M, shape.K), (shape.K, shape.N)
-    return (x, w, w[::-1], x)
+    return x, w, w[::-1], x
 
 
-def _contender(place, shape, name, function, way=""):
-    operands = place.arrays(_shapes(shape), _IN, place.ranks)
-    program = place.ranks.program(function, _IN, _OUT)
-    return Contender(name, program, operands, way=way)
+def _backward_sizes(shape):
+    x, w1, w2, dy = _pair_sizes(shape)
+    return x, w1, (shape.M, shape.N), w2, dy
 
 
-def _plain_pair(place, shape):
-    """The six GEMMs of the same total sizes in the same engine, on one device."""
-    gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
-
-    def program(x, w1, w2, dy):
-        hidden = gemm["nn"](x, w1, None, None)
-        y = gemm["nn"](hidden, w2, None, None)
-        d_hidden = gemm["nt"](dy, w2, None, None)
-        dw2 = gemm["tn"](hidden, dy, None, None)
-        dx = gemm["nt"](d_hidden, w1, None, None)
-        return y, dx, gemm["tn"](x, d_hidden, None, None), dw2
-
-    specs = (Spec(),) * 4
-    operands = place.arrays(_shapes(shape), specs, Ranks(1))
-    return Contender(cases.PLAIN, Ranks(1).program(program, specs, specs), operands)
+_PAIR = _Op(
+    name="linear_pair",
+    num_gemms=6,
+    sizes=_pair_sizes,
+    in_specs=(_ROWS, _COLUMNS, _ROWS, _ROWS),
+    out_specs=(_ROWS, *_GRADIENTS),
+    own=_own_pair,
+    collectives=_collectives_pair,
+    naive=peers.naive_pair,
+    ring=_ring_pair,
+    plain=_plain_pair,
+)
+_BACKWARD = _Op(
+    name="linear_backward",
+    num_gemms=4,
+    sizes=_backward_sizes,
+    in_specs=(_ROWS, _COLUMNS, _COLUMNS, _ROWS, _ROWS),
+    out_specs=_GRADIENTS,
+    own=_own_backward,
+    collectives=_collectives_backward,
+    naive=peers.naive_backward,
+    ring=_ring_backward,
+    plain=_plain_backward,
+)

@@ -123,6 +123,14 @@ def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tup
     return (y, *backward(dy))
 
 
+def naive_backward(
+    x: jax.Array, w1: jax.Array, hidden: jax.Array, w2: jax.Array, dy: jax.Array
+) -> tuple:
+    """The backward of both, from what their forward has left."""
+    d_hidden, dw2 = jax.vjp(naive_row, hidden, w2)[1](dy)
+    return (*jax.vjp(naive_column, x, w1)[1](d_hidden), dw2)
+
+
 def naive_gemm(a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array):
     """A GEMM with what is added to it, as people write it."""
     y = naive(a, b, layout)
