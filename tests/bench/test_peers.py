@@ -58,29 +58,31 @@ def test_every_rank_has_the_whole_sum(program, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_all_pairs_of_linears_have_the_gradients_of_the_reference(num_ranks):
+@pytest.mark.parametrize("op", [linear_cases._PAIR, linear_cases._BACKWARD])
+def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks):
     x, w1 = operands()
     w2, dy = small_integers(2, (N, K)), small_integers(3, (M, K))
+    hidden = reference.dot(x, w1)
 
     def forward(x, w1, w2):
         return reference.dot(reference.dot(x, w1), w2)
 
     y, backward = jax.vjp(forward, x, w1, w2)
-    wanted = (y, *backward(dy))
+    given, wanted = (x, w1, w2, dy), (y, *backward(dy))
+    if op is linear_cases._BACKWARD:
+        given, wanted = (x, w1, hidden, w2, dy), wanted[1:]
     dots = {
         f"{side}_{way}": Way(way)
         for side in ("column", "row")
         for way in ("nn", "nt", "tn")
     }
     programs = [
-        peers.naive_pair,
-        functools.partial(linear_cases._collectives_pair, dots=dots, wide=True),
-        functools.partial(linear_cases._ring_pair, dots=dots),
-        linear_cases._own_pair("auto"),
-        linear_cases._own_pair("xla"),
+        op.naive,
+        functools.partial(op.collectives, dots=dots, wide=True),
+        functools.partial(op.ring, dots=dots),
+        op.own("auto"),
+        op.own("xla"),
     ]
     for program in programs:
-        found = run(
-            program, linear_cases._IN, linear_cases._OUT, num_ranks, x, w1, w2, dy
-        )
+        found = run(program, op.in_specs, op.out_specs, num_ranks, *given)
         assert_equal(tuple(found), wanted)
