@@ -50,13 +50,16 @@ _POSSIBLE = {
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
-# Keys that one method has, for any communication (None), reduce-scatter (True) or
+# Keys that some methods have, for any communication (None), reduce-scatter (True) or
 # gathering (False); elsewhere they may not differ from the default.
 _ONLY = {
-    "num_splits": (Method.PIPELINE, None),
-    "aggregate": (Method.RING_EXCHANGE, False),
-    "use_ce": (Method.RING_EXCHANGE, None),
-    "pipeline_rs_overlap_first_gemm": (Method.PIPELINE, True),
+    "num_splits": ((Method.PIPELINE,), None),
+    "aggregate": ((Method.RING_EXCHANGE,), False),
+    "use_ce": (
+        (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK, Method.EXTERNAL),
+        None,
+    ),
+    "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
 }
 # The entries that leave all to "auto". A wgrad that would scatter what its dgrad has
 # left is displaced by that.
@@ -198,13 +201,14 @@ def _free_method(direction, comm_type):
 
 def _check_keys(name, method, comm_type, entry, defaults):
     for key, (only, scatters) in _ONLY.items():
-        fits = method is only and scatters in (None, comm_type is _RS)
+        fits = method in only and scatters in (None, comm_type is _RS)
         if fits or entry.get(key, defaults[key]) == defaults[key]:
             continue
         where = {None: "", True: " that reduce-scatters", False: " that gathers"}
+        methods = ", ".join(f'"{one.value}"' for one in only)
         raise ConfigurationError(
             f"ub_cfgs[{name!r}][{key!r}] = {entry[key]!r} does nothing with method "
-            f'"{method.value}" ({comm_type.value}): only "{only.value}"'
+            f'"{method.value}" ({comm_type.value}): only {methods}'
             f"{where[scatters]} has it. Leave it out; {_IGNORED}"
         )
 

@@ -329,6 +329,7 @@ def test_configurations_act(engine):
             "gemm_priority": -1,
         },
         "fc1_fprop": {"method": "pipeline", "num_splits": 3, "set_sm_margin": True},
+        "mine": {"method": "pipeline", "comm_type": "AG", "use_ce": False, "num_sm": 8},
     }
     ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs=cfgs)
     operands = shape(8, 6), shape(6, 8)
@@ -347,6 +348,8 @@ def test_configurations_act(engine):
     assert attribute(call, "num_splits") == 3
     # Copy engines: room for the kernels that wait, signal and sum.
     assert (attribute(call, "use_ce"), attribute(call, "sm_margin")) == (1, 2)
+    _, call = the_call(cuda_text(column(mesh, ub_name="mine"), *operands))
+    assert (attribute(call, "use_ce"), attribute(call, "num_sm")) == (0, 8)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
