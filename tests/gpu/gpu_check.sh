@@ -142,8 +142,9 @@ main() {
     --ops gemm,dgrad_add,wgrad_accumulate --variants nn --shapes 8192x8192x8192 \
     --rounds 9 --json "$out/bench.json"'
   step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
-  step 70 "4 processes on one GPU" bash -c 'ranks 4 --rounds 1 --dtypes 1'
-  step 90 "8 processes on one GPU" bash -c 'ranks 8 --rounds 1 --dtypes 1 --calls 2'
+  step 70 "4 processes on one GPU, captured" bash -c 'captured ranks 4 --rounds 1 --dtypes 1'
+  step 90 "8 processes on one GPU, captured" bash -c 'captured ranks 8 --rounds 1 \
+    --dtypes 1 --calls 2'
   step 90 "memcheck" bash -o pipefail -c memcheck
   step 60 "one process, eager" bash -c 'eager "$python" tests/gpu/local.py --short'
   step 90 "NVLS" bash -c multicast

@@ -52,6 +52,11 @@ def figures(tmp_path):
     (tmp_path / "gpu_bench.json").write_text(json.dumps({"verdicts": claims}))
     (tmp_path / "gpu_check.log").write_text(
         "host time of a call in a program of 64: 3.20 us\n"
+        "ok              12 s  against XLA\n"
+        "ok              30 s  2 processes on one GPU, captured\n"
+        "FAILED (1)      30 s  4 processes on one GPU\n"
+        "not run          0 s  NVLS\n"
+        "no time          0 s  memcheck\n"
     )
     results = [
         {
@@ -72,6 +77,12 @@ def test_every_claim_gets_a_verdict(figures):
     assert done.returncode == 0, done.stderr
     assert done.stdout == (figures / "verdicts.txt").read_text()
     lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "holds   right results: 2 processes on one GPU, captured",
+        "MISSED  right results: 4 processes on one GPU",
+        "open    right results: NVLS",
+        "open    right results: memcheck",
+    ]
     assert "holds   chunked: 1.020 (goal 1.05)" in lines
     assert "MISSED  sum: 0.500 (goal 0.85)" in lines
     assert "holds   a plain product over XLA's, 8192 cubed: 0.990 (goal 0.97)" in lines

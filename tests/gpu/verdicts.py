@@ -18,13 +18,29 @@ AGAINST_XLA = {
 }
 OVER_PLAIN = 0.95
 HOST_TIME_US = 10.0
+# Steps that leave figures, or nothing to judge: all others compare results or accesses.
+NOT_OF_RESULTS = ("machine", "build from source", "the engine's parts", "against XLA")
 
 
 def main(folder):
-    lines = [*parts(folder), *against_xla(folder), *host_time(folder)]
+    lines = [
+        *results_are_right(folder),
+        *parts(folder),
+        *against_xla(folder),
+        *host_time(folder),
+    ]
     text = "\n".join(lines) + "\n"
     print(text, end="")
     (folder / "verdicts.txt").write_text(text)
+
+
+def results_are_right(folder):
+    for status, step in re.findall(
+        r"^(ok|not run|no time|FAILED \(\d+\)) +\d+ s  (.+)$", log_of(folder), re.M
+    ):
+        if step not in NOT_OF_RESULTS:
+            word = {"ok": "holds", "not run": "open", "no time": "open"}
+            yield f"{word.get(status, 'MISSED'):<8}right results: {step}"
 
 
 def parts(folder):
@@ -59,16 +75,19 @@ def against_xla(folder):
 
 
 def host_time(folder):
-    log = folder / "gpu_check.log"
     times = re.findall(
-        r"host time of a call in a program of \d+: (-?[\d.]+) us",
-        log.read_text() if log.exists() else "",
+        r"host time of a call in a program of \d+: (-?[\d.]+) us", log_of(folder)
     )
     if not times:
         yield "open    host time of a call: local.py printed none"
     for time in times:
         text = f"host time of a call: {time} us"
         yield line(float(time) < HOST_TIME_US, text, HOST_TIME_US)
+
+
+def log_of(folder):
+    log = folder / "gpu_check.log"
+    return log.read_text() if log.exists() else ""
 
 
 def read(path):
