@@ -3,12 +3,14 @@
 #include "transport/cuda/call_agreement.h"
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "cuda/cuda_calls.h"
+#include "cuda/gpu_member.h"
 #include "cuda/meeting.h"
 #include "platform/error.h"
 
@@ -62,35 +64,14 @@ Attributes GatherMatmul(Method method = Method::kRingExchange) {
   return at;
 }
 
-// Two processes with a GPU each, which run their rank of calls of both. Each says what its
-// body returns.
-class TwoProcesses {
- public:
-  using Body = std::function<std::string(Gpus&, int process)>;
-
-  explicit TwoProcesses(const Body& body)
-      : processes_(2, [this, body](int process) {
-          Gpus gpus({.first_device = process});
-          gpus.engine().set_local_devices({{0, process}});
-          const auto communicator = ConnectOn(process, meeting_, {{0, 1}});
-          gpus.engine().Join(communicator, {0, 1});
-          const std::string text = body(gpus, process);
-          gpus.engine().Leave(communicator);
-          if (!text.empty()) throw Error(text);
-        }) {}
-
-  std::vector<std::string> Join() { return processes_.Join(); }
-  std::string NameOf(int rank) { return jax_ub::NameOf(rank, processes_.pid(rank)); }
-
- private:
-  Meeting meeting_;
-  Processes processes_;
-};
-
-const Placement kOwnDevice = {{0, 0}, {0, 1}};
+// Two processes with a GPU each, which run their rank of calls of both.
+Processes RunTwo(Meeting& meeting, const std::function<void(GpuMember&)>& function) {
+  return RunOnGpus(meeting, {{0, 1}}, {}, function);
+}
 
 // Runs the call, if it may, and initializes it until that fails, which is soon.
-std::string FailureOf(Gpus& gpus, GpuCalls& calls, int rank) {
+std::string FailureOf(Gpus& gpus, GpuCalls& calls) {
+  const int rank = calls.local_ranks()[0];
   const auto begin = std::chrono::steady_clock::now();
   std::string text;
   try {
@@ -108,21 +89,19 @@ std::string FailureOf(Gpus& gpus, GpuCalls& calls, int rank) {
 }
 
 TEST(ProcessesThatMeanTheSameRun) {
-  TwoProcesses processes([](Gpus& gpus, int process) {
-    GpuCalls first(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
-    GpuCalls second(gpus, GatherMatmul(), {}, DType::kF32, 2, kOwnDevice);
+  Meeting meeting;
+  Processes processes = RunTwo(meeting, [](GpuMember& member) {
+    Gpus& gpus = member.gpus();
+    GpuCalls first(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
+    GpuCalls second(gpus, GatherMatmul(), {}, DType::kF32, 2, member.placement());
     for (int i = 0; i < 3; ++i) {
-      for (GpuCalls* calls : {&first, &second}) {
-        calls->Initialize(process);
-        calls->Execute(process);
-      }
+      for (GpuCalls* calls : {&first, &second}) calls->RunAll();
     }
     gpus.Synchronize();
-    CHECK(first.NumNumbers(process) > 0);
+    for (GpuCalls* calls : {&first, &second}) CheckRight(*calls);
     CHECK(gpus.engine().Failures().empty());
-    return "";
   });
-  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+  CheckAllWell(processes);
 }
 
 // Each difference is found by both, whoever comes first, and named alike.
@@ -141,19 +120,22 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
   };
   for (const Case& one : cases) {
     for (const int late : {0, 1}) {
-      TwoProcesses processes([&](Gpus& gpus, int process) {
+      Meeting meeting;
+      Processes processes = RunTwo(meeting, [&](GpuMember& member) {
         Attributes at = GatherMatmul();
         jax_ub_test::Sizes sizes = {};
         DType dtype = DType::kF32;
-        if (process == 1) one.change(at, sizes, dtype);
-        GpuCalls calls(gpus, at, sizes, dtype, 1, kOwnDevice);
-        if (process == late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        return FailureOf(gpus, calls, process);
+        if (member.process() == 1) one.change(at, sizes, dtype);
+        GpuCalls calls(member.gpus(), at, sizes, dtype, 1, member.placement());
+        if (member.process() == late) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
+        throw Error(FailureOf(member.gpus(), calls));
       });
       const std::vector<std::string> texts = processes.Join();
       CHECK_EQ(texts[0], texts[1]);
-      CHECK(Contains(texts[0], processes.NameOf(0) + " and " + processes.NameOf(1) +
-                                   " do not agree: "));
+      CHECK(Contains(texts[0], NameOf(0, processes.pid(0)) + " and " +
+                                   NameOf(1, processes.pid(1)) + " do not agree: "));
       CHECK(Contains(texts[0], one.first));
       CHECK(Contains(texts[0], one.second));
     }
@@ -162,20 +144,23 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
 
 TEST(ARefusalOfOneProcessReachesTheOther) {
   for (const int late : {0, 1}) {
-    TwoProcesses processes([&](Gpus& gpus, int process) {
-      GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
+    Meeting meeting;
+    Processes processes = RunTwo(meeting, [&](GpuMember& member) {
+      Gpus& gpus = member.gpus();
+      const int process = member.process();
+      GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
       calls.Workspace(process);
       if (process == late) std::this_thread::sleep_for(std::chrono::milliseconds(50));
       if (process == 1) {
         gpus.machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
         CHECK_THROWS(calls.Initialize(1), "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
       }
-      return FailureOf(gpus, calls, process);
+      throw Error(FailureOf(gpus, calls));
     });
     const std::vector<std::string> texts = processes.Join();
     CHECK_EQ(texts[0], texts[1]);
-    CHECK(Contains(texts[0], processes.NameOf(1) + " refused what " +
-                                 processes.NameOf(0) + " is ready for: "));
+    CHECK(Contains(texts[0], NameOf(1, processes.pid(1)) + " refused what " +
+                                 NameOf(0, processes.pid(0)) + " is ready for: "));
     CHECK(Contains(texts[0], "all_gather_matmul by ring_exchange"));
     CHECK(Contains(texts[0], "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY"));
   }
@@ -183,26 +168,28 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
 
 // No algorithm, no room in the heap, a call that does not fit.
 TEST(WhatAllProcessesRefuseBreaksNothing) {
-  TwoProcesses processes([](Gpus& gpus, int process) {
-    GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, kOwnDevice);
+  Meeting meeting;
+  Processes processes = RunTwo(meeting, [](GpuMember& member) {
+    Gpus& gpus = member.gpus();
+    const int process = member.process();
+    GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
     RefuseEmulatedMatmuls(true);
     CHECK_THROWS(calls.Initialize(process), "has no algorithm");
     RefuseEmulatedMatmuls(false);
     Attributes gather = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
     gather.channel = "jit_f/1";
-    GpuCalls large(gpus, gather, {1, 3000, 1000, 1}, DType::kF32, 1, kOwnDevice);
+    GpuCalls large(gpus, gather, {1, 3000, 1000, 1}, DType::kF32, 1,
+                   member.placement());
     CHECK_THROWS(large.Initialize(process), "do not fit into a heap");
     RankCall wrong = calls.on_device(process);
     wrong.operands[1].rows = 6;
     CHECK_THROWS(gpus.engine().Initialize(calls.site, 0, wrong), "w is f32[6, 3]");
-    calls.Initialize(process);
-    calls.Execute(process);
+    calls.RunAll();
     gpus.Synchronize();
-    CHECK(calls.NumNumbers(process) > 0);
+    CheckRight(calls);
     CHECK(gpus.engine().Failures().empty());
-    return "";
   });
-  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+  CheckAllWell(processes);
 }
 
 TEST(DevicesOfOneProcessHaveToAgreeToo) {

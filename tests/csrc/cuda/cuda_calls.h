@@ -7,9 +7,12 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "call_maker.h"
@@ -38,6 +41,15 @@ void ForEachVariant(int num_ranks, const Function& function) {
       }
     }
   }
+}
+
+// Those of all ranks with one another.
+inline std::vector<Attributes> CallsOfPeers(int num_ranks) {
+  std::vector<Attributes> found;
+  ForEachVariant(num_ranks, [&](const Attributes& at) {
+    if (at.num_ranks == num_ranks && !IsLocalCall(at)) found.push_back(at);
+  });
+  return found;
 }
 
 // A process with GPUs, an engine on them, and the streams that XLA would have.
@@ -110,6 +122,8 @@ struct Placement {
   std::vector<int64_t> ranks;  // Attributes::ranks; empty: the ordinals
   // Attributes::devices; empty: the program was not lowered for export.
   std::vector<int64_t> devices = {};
+  // The ranks of this process; empty: all. Of the others it knows the operands only.
+  std::vector<int> local_ranks = {};
 };
 
 inline float FromBF16(uint16_t bits) {
@@ -132,6 +146,7 @@ class GpuCalls {
            const Placement& placement = {})
       : gpus_(gpus),
         ordinals_(OrdinalsOf(at, placement)),
+        local_ranks_(LocalRanksOf(at, placement)),
         site(PlacedAt(at, placement)),
         sizes_(sizes),
         arrays_(std::make_unique<jax_ub_test::Arrays>(seed)),
@@ -166,6 +181,7 @@ class GpuCalls {
   }
 
   int num_ranks() const { return static_cast<int>(calls_.size()); }
+  const std::vector<int>& local_ranks() const { return local_ranks_; }
   int ordinal(int rank) const { return ordinals_[rank]; }
   const RankCall& on_device(int rank) const { return on_device_[rank]; }
   RankCall& on_device(int rank) { return on_device_[rank]; }
@@ -188,7 +204,7 @@ class GpuCalls {
   // As XLA does: a thread for each device.
   void RunAll() {
     std::vector<std::thread> threads;
-    for (int rank = 0; rank < num_ranks(); ++rank) {
+    for (const int rank : local_ranks_) {
       threads.emplace_back([this, rank] {
         Initialize(rank);
         Execute(rank);
@@ -213,14 +229,14 @@ class GpuCalls {
 
   // When the device is done.
   int64_t NumWrong() {
-    for (size_t rank = 0; rank < calls_.size(); ++rank) {
+    for (const int rank : local_ranks_) {
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
         const Tensor& from = on_device_[rank].results[i];
         auto* to = reinterpret_cast<float*>(calls_[rank].results[i].data);
         for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = Get(from, e);
       }
     }
-    return jax_ub_test::NumWrong(site.attributes(), calls_);
+    return jax_ub_test::NumWrong(site.attributes(), calls_, local_ranks_);
   }
 
   // Results of a rank that are not NaN.
@@ -242,6 +258,14 @@ class GpuCalls {
       ordinals.push_back(r);
     }
     return ordinals;
+  }
+  static std::vector<int> LocalRanksOf(const Attributes& at,
+                                       const Placement& placement) {
+    std::vector<int> ranks = placement.local_ranks;
+    for (int r = 0; placement.local_ranks.empty() && r < at.num_ranks; ++r) {
+      ranks.push_back(r);
+    }
+    return ranks;
   }
   static Attributes PlacedAt(Attributes at, const Placement& placement) {
     if (at.ranks.empty()) return at;
@@ -289,6 +313,7 @@ class GpuCalls {
 
   Gpus& gpus_;
   const std::vector<int> ordinals_;
+  const std::vector<int> local_ranks_;
 
  public:
   CudaCallSite site;
@@ -301,13 +326,13 @@ class GpuCalls {
   std::vector<DeviceMemory> memory_;
 };
 
-// A call of all ranks, captured on their streams.
+// A call of all ranks of the process, captured on their streams.
 class CapturedCalls {
  public:
-  CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus) {
-    for (int rank = 0; rank < calls.num_ranks(); ++rank) calls.Initialize(rank);
+  CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus), calls_(calls) {
+    for (const int rank : calls.local_ranks()) calls.Initialize(rank);
     const Driver& driver = gpus.driver;
-    for (int rank = 0; rank < calls.num_ranks(); ++rank) {
+    for (const int rank : calls.local_ranks()) {
       const CUstream stream = gpus.stream(calls.ordinal(rank));
       calls.Workspace(rank);  // allocates
       const ScopedContext current(driver, gpus.context(calls.ordinal(rank)));
@@ -319,26 +344,29 @@ class CapturedCalls {
       CUgraphExec exec = nullptr;
       CHECK_EQ(driver.GraphInstantiate(&exec, graph, 0), CUDA_SUCCESS);
       CHECK_EQ(driver.GraphDestroy(graph), CUDA_SUCCESS);
-      execs_.push_back(exec);
+      execs_[rank] = exec;
     }
   }
   ~CapturedCalls() {
-    for (CUgraphExec exec : execs_) gpus_.driver.GraphExecDestroy(exec);
+    for (const auto& [rank, exec] : execs_) gpus_.driver.GraphExecDestroy(exec);
   }
   CapturedCalls(const CapturedCalls&) = delete;
   CapturedCalls& operator=(const CapturedCalls&) = delete;
 
   void Launch(int rank) {
-    const ScopedContext current(gpus_.driver, gpus_.context(rank));
-    CHECK_EQ(gpus_.driver.GraphLaunch(execs_[rank], gpus_.stream(rank)), CUDA_SUCCESS);
+    const int ordinal = calls_.ordinal(rank);
+    const ScopedContext current(gpus_.driver, gpus_.context(ordinal));
+    CHECK_EQ(gpus_.driver.GraphLaunch(execs_.at(rank), gpus_.stream(ordinal)),
+             CUDA_SUCCESS);
   }
   void LaunchAll() {
-    for (size_t rank = 0; rank < execs_.size(); ++rank) Launch(static_cast<int>(rank));
+    for (const int rank : calls_.local_ranks()) Launch(rank);
   }
 
  private:
   Gpus& gpus_;
-  std::vector<CUgraphExec> execs_;
+  const GpuCalls& calls_;
+  std::map<int, CUgraphExec> execs_;  // [rank]
 };
 
 // Ranks that have failed wait for nobody: one may read a slot while another writes it, and
@@ -372,7 +400,7 @@ inline void CheckRight(GpuCalls& calls) {
               " wrong");
 }
 
-// Replays the calls of all ranks, with other operands each time.
+// Replays the calls of the process's ranks, with other operands each time.
 inline void CheckReplays(Gpus& gpus,
                          GpuCalls& calls,
                          CapturedCalls& captured,
@@ -388,6 +416,50 @@ inline void CheckReplays(Gpus& gpus,
 inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
   CapturedCalls captured(gpus, calls);
   CheckReplays(gpus, calls, captured, seed);
+}
+
+// Runs some calls of all kinds one after the other, each eager or replayed, without a
+// pause: slots of one call lie where others had theirs. All processes give the same seed.
+inline void CheckInAnyOrder(Gpus& gpus,
+                            int num_ranks,
+                            const Placement& placement,
+                            int seed) {
+  std::vector<std::unique_ptr<GpuCalls>> calls;
+  std::vector<std::unique_ptr<CapturedCalls>> captured;
+  std::mt19937 random(seed);
+  ForEachVariant(num_ranks, [&](Attributes at) {
+    if (random() % 3 != 0 || at.num_ranks != num_ranks) return;
+    const auto up_to = [&](int most) {
+      return static_cast<int64_t>(1 + random() % most);
+    };
+    const jax_ub_test::Sizes sizes = {up_to(2), up_to(9), up_to(9), 3};
+    at.channel = "jit_f/" + std::to_string(calls.size());
+    calls.push_back(
+        std::make_unique<GpuCalls>(gpus, at, sizes, DType::kF32, random(), placement));
+  });
+  for (const auto& one : calls) {
+    captured.push_back(std::make_unique<CapturedCalls>(gpus, *one));
+  }
+  std::vector<std::pair<size_t, bool>> order;
+  for (int i = 0; i < 60; ++i) {
+    order.emplace_back(random() % calls.size(), random() % 2);
+  }
+  std::vector<std::thread> threads;
+  for (const int rank : calls[0]->local_ranks()) {
+    threads.emplace_back([&, rank] {
+      for (const auto& [which, replayed] : order) {
+        calls[which]->Initialize(rank);
+        if (replayed) {
+          captured[which]->Launch(rank);
+        } else {
+          calls[which]->Execute(rank);
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  gpus.Synchronize();
+  for (const auto& [which, replayed] : order) CheckRight(*calls[which]);
 }
 
 }  // namespace jax_ub

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -36,56 +35,22 @@ TEST(EveryOpByEveryMethodIsExact) {
 }
 
 TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
-  for (const int num_ranks : {2, 3}) {
+  for (const int num_ranks : {1, 2, 3, 4, 8}) {
     Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
     int seed = 0;
     ForEachVariant(num_ranks, [&](const Attributes& at) {
       const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
+      if (num_ranks == 8 && seed % 3 != 0) return;  // of so many, some of each kind
       GpuCalls calls(gpus, at, {}, dtype, seed);
       CheckReplays(gpus, calls, 100 * seed);
     });
   }
 }
 
-// Slots of one call lie where others had theirs.
 TEST(ManyCallsInAnyOrderAreExact) {
-  for (const int num_ranks : {2, 4}) {
+  for (const int num_ranks : {2, 3, 4, 8}) {
     Gpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
-    std::vector<std::unique_ptr<GpuCalls>> calls;
-    std::vector<std::unique_ptr<CapturedCalls>> captured;
-    std::mt19937 random(11);
-    ForEachVariant(num_ranks, [&](const Attributes& at) {
-      if (random() % 3 != 0 || at.num_ranks != num_ranks) return;
-      const auto up_to = [&](int most) {
-        return static_cast<int64_t>(1 + random() % most);
-      };
-      const Sizes sizes = {up_to(2), up_to(9), up_to(9), 3};
-      calls.push_back(
-          std::make_unique<GpuCalls>(gpus, at, sizes, DType::kF32, random()));
-    });
-    for (const auto& one : calls) {
-      captured.push_back(std::make_unique<CapturedCalls>(gpus, *one));
-    }
-    std::vector<std::pair<size_t, bool>> order;
-    for (int i = 0; i < 60; ++i) {
-      order.emplace_back(random() % calls.size(), random() % 2);
-    }
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      threads.emplace_back([&, rank] {
-        for (const auto& [which, replayed] : order) {
-          calls[which]->Initialize(rank);
-          if (replayed) {
-            captured[which]->Launch(rank);
-          } else {
-            calls[which]->Execute(rank);
-          }
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    gpus.Synchronize();
-    for (const auto& [which, replayed] : order) CheckRight(*calls[which]);
+    CheckInAnyOrder(gpus, num_ranks, {}, 11);
   }
 }
 

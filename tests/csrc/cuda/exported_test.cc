@@ -10,14 +10,6 @@
 namespace jax_ub {
 namespace {
 
-std::vector<Attributes> CallsOfPeers(int num_ranks) {
-  std::vector<Attributes> found;
-  ForEachVariant(num_ranks, [&](const Attributes& at) {
-    if (at.num_ranks == num_ranks && !IsLocalCall(at)) found.push_back(at);
-  });
-  return found;
-}
-
 // As on a mesh of [tp, dp], whose partitions are in another order than the ranks.
 TEST(AnExportedProgramRunsOnTheDevicesThatItWasLoweredFor) {
   Gpus gpus({.num_devices = 4, .seed = 9, .max_delay_us = 30});

@@ -1,6 +1,5 @@
 // All-reduces by multicast through the CUDA engine, on emulated GPUs: values, eager and
 // replayed, beside calls that use the same slots otherwise, and failures.
-#include <cstring>
 #include <memory>
 #include <random>
 #include <string>
@@ -10,6 +9,7 @@
 
 #include "check.h"
 #include "cuda/cuda_calls.h"
+#include "cuda/gpu_member.h"
 #include "cuda/meeting.h"
 #include "processes.h"
 
@@ -118,41 +118,25 @@ TEST(SlotsAreSharedWithCallsOfAllKinds) {
   }
 }
 
-// A rank each: all of them know all operands, and all get the same sums.
 TEST(RanksOfSeveralProcessesReduceByMulticast) {
-  for (const int num_ranks : {2, 3}) {
-    std::vector<int> processes_of_rank;
-    for (int rank = 0; rank < num_ranks; ++rank) processes_of_rank.push_back(rank);
+  for (const std::vector<int>& of_rank :
+       std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {0, 1, 1, 0}}) {
     Meeting meeting;
-    Processes processes(num_ranks, [&](int process) {
-      NvlsGpus gpus(
-          {.first_device = process, .seed = 1u + process, .max_delay_us = 50});
-      auto communicator = ConnectOn(
-          process, meeting, {.process_of_rank = processes_of_rank, .nvls = true});
-      gpus.engine().set_local_devices({{0, process}});
-      gpus.engine().Join(communicator,
-                         {processes_of_rank.begin(), processes_of_rank.end()});
-      int seed = 0;
-      ForEachReduction(num_ranks, [&](const Attributes& at) {
-        const Placement placement = {
-            std::vector<int>(num_ranks, 0),
-            {processes_of_rank.begin(), processes_of_rank.end()}};
-        GpuCalls calls(gpus, at, kWhole, DType::kF32, ++seed, placement);
-        calls.Initialize(process);
-        calls.Execute(process);
-        gpus.Synchronize();
-        const Tensor& own = calls.on_device(process).results[0];
-        for (int rank = 0; rank < num_ranks; ++rank) {
-          if (rank == process) continue;
-          std::memcpy(calls.on_device(rank).results[0].data, own.data,
-                      own.size_bytes());
-        }
-        CheckRight(calls);
-      });
-      CHECK(NumSums(gpus) > 0);
-      gpus.engine().Leave(communicator);
-      communicator.reset();
-    });
+    Processes processes = RunOnGpus(
+        meeting, {.process_of_rank = of_rank, .nvls = true},
+        {.seed = 1, .max_delay_us = 50}, [&](GpuMember& member) {
+          int seed = 0;
+          ForEachReduction(static_cast<int>(of_rank.size()), [&](Attributes at) {
+            at.channel = "jit_f/" + std::to_string(++seed);
+            GpuCalls calls(member.gpus(), at, kWhole, DType::kF32, seed,
+                           member.placement());
+            calls.RunAll();
+            member.gpus().Synchronize();
+            CheckRight(calls);
+            CheckReplays(member.gpus(), calls, 100 * seed);
+          });
+          CHECK(NumSums(member.gpus()) > 0);
+        });
     CheckAllWell(processes);
   }
 }
