@@ -91,7 +91,7 @@ def command(given: argparse.Namespace) -> int:
     """
     if given.part is not None:
         jax.distributed.initialize()
-        _write(_part(given.part, jax.process_index()), list(examine()))
+        _write(_part(given.part, jax.process_index()), list(examine(together=True)))
         return 0
     several = given.processes > 1
     findings = _in_processes(given) if several else list(examine())
@@ -139,18 +139,23 @@ def _read(path):
     return [Finding.from_json(found) for found in json.loads(path.read_text())]
 
 
-def examine() -> Iterator[Finding]:
-    """Looks at everything, in the order in which one thing needs another."""
+def examine(*, together: bool = False) -> Iterator[Finding]:
+    """Looks at everything, in the order in which one thing needs another.
+
+    Args:
+        together: whether all processes of the job do so now, and try to compute with
+            one another. None of them has called `initialize_ub`.
+    """
     _start_trial_devices()
     yield from _packages()
     yield from _environment()
     yield from _ffi_api()
     yield from _engine()
     yield from _devices()
-    if jax.process_count() == 1:
-        yield from _trials(_trial_mesh())
+    if not together:
+        yield from _trials(_trial_mesh(together))
     yield from _between_processes()
-    yield from _named_overlaps()
+    yield from _named_overlaps(together)
     yield from _fallbacks()
 
 
@@ -299,11 +304,9 @@ def _peers(ordinals):
     return Finding("peer access", State.WARNING, f"none from GPU {', '.join(apart)}")
 
 
-def _trial_mesh():
+def _trial_mesh(together):
     """A few devices of this process, or all devices of all."""
-    devices = jax.devices()
-    if jax.process_count() == 1:
-        devices = devices[:_TRIAL_DEVICES]
+    devices = jax.devices() if together else jax.local_devices()[:_TRIAL_DEVICES]
     return Mesh(np.array(devices), (_TRIAL_AXIS,))
 
 
@@ -385,20 +388,20 @@ def _connected(connection):
     return f"connected by {how}{nvls}{''.join(preferred)}"
 
 
-def _named_overlaps():
+def _named_overlaps(together):
     """The names of `initialize_ub` and their methods; the defaults if it has none."""
     if overlaps.domains():
         yield from _connections()
         yield from map(_finding_of, overlaps.domains())
         return
-    mesh = _trial_mesh()
+    mesh = _trial_mesh(together)
     try:
         initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_TRIAL_AXIS)
     except Exception as error:  # Whatever it is, the report is where it belongs.
         yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
         return
     yield from _connections()
-    if jax.process_count() > 1:
+    if together:
         yield from _trials(mesh)
     (domain,) = overlaps.domains()
     text = f"not called here; the defaults are {_methods_of(domain)}"
