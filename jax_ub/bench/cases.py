@@ -28,6 +28,9 @@ PEAK = "peak"
 # What XLA takes to launch any program on all devices, and on one.
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
+LAUNCHES = (LAUNCH, LAUNCH_ONE)
+# The share of the plain GEMM without the launches of both.
+PLAIN_APART = "plain_gemm_launches_apart"
 
 # How the way that people write it is named where it is the fastest one.
 AS_WRITTEN = "as people write it"
@@ -154,8 +157,7 @@ def check_agreement(case: Case) -> None:
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.
     """
-    unlike = (*LIMITS, LAUNCH, LAUNCH_ONE)
-    judged = [c for c in case.contenders if c.name not in unlike]
+    judged = [c for c in case.contenders if c.name not in (*LIMITS, *LAUNCHES)]
     results = {c.name: [_host(leaf) for leaf in jax.tree.leaves(c())] for c in judged}
     wanted = results[BEST]
     bound = tolerance(case.dtype, max(case.shape.K, case.shape.N, case.shape.M))

@@ -18,8 +18,8 @@ class Result:
         case: what was compared.
         times_us: each contender's time.
         speedups: how many times as fast as each peer jax_ub is.
-        shares: each limit's time over jax_ub's: 1 is as fast as the limit. The plain
-            GEMM's without what launching takes, where that was timed.
+        shares: each limit's time over jax_ub's: 1 is as fast as the limit; the plain
+            GEMM's also without what launching takes, where that was timed.
         elsewhere: the part of the cores that other processes had, in the worst round.
     """
 
@@ -91,7 +91,7 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
             for name, values in each.items()
         },
         speedups={name: ratio(each[name], own) for name in cases.PEERS if name in each},
-        shares={name: _share(name, each) for name in cases.LIMITS if name in each},
+        shares=_shares(each),
         elsewhere=rounds.elsewhere,
     )
 
@@ -106,13 +106,14 @@ def _each_call(case, times):
     return each
 
 
-def _share(name, each):
-    limit, own = each[name], each[cases.OWN]
-    if name == cases.PLAIN and cases.LAUNCH in each:
-        # It runs on one device: XLA launches it sooner than a program of several.
-        limit = _beyond(limit, each[cases.LAUNCH_ONE])
-        own = _beyond(own, each[cases.LAUNCH])
-    return ratio(limit, own)
+def _shares(each):
+    own = each[cases.OWN]
+    shares = {name: ratio(each[name], own) for name in cases.LIMITS if name in each}
+    if cases.LAUNCH in each:
+        # One device is launched sooner than several.
+        plain = _beyond(each[cases.PLAIN], each[cases.LAUNCH_ONE])
+        shares[cases.PLAIN_APART] = ratio(plain, _beyond(own, each[cases.LAUNCH]))
+    return shares
 
 
 def _beyond(seconds, base):

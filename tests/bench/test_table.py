@@ -16,6 +16,8 @@ def example(more=None):
         cases.BEST: [14e-3] * 3,
         cases.NAIVE: [30e-3] * 3,
         cases.PLAIN: [9e-3] * 3,
+        cases.LAUNCH: [1e-4] * 3,
+        cases.LAUNCH_ONE: [1e-4] * 3,
         **(more or {}),
     }
     return evaluate(case, Rounds(seconds, 0.0))
