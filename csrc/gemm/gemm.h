@@ -47,7 +47,7 @@ class GemmPlan {
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers);
 
 // Instruction sets that have kernels, slowest first: "portable", "avx2", "avx512",
-// "avx512_bf16". SetIsa may only choose one that this machine has; throws otherwise.
+// "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws otherwise.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

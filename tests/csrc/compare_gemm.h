@@ -78,4 +78,45 @@ inline void CompareOne(uint64_t seed, Values values, const Isa& isa) {
   }
 }
 
+// Every tile of up to `most_rows` rows with every layout of two bf16 operands.
+inline void CompareTails(const KernelSet& kernels,
+                         int64_t most_rows,
+                         const std::vector<int64_t>& depths) {
+  for (int64_t m = 1; m <= most_rows; ++m) {
+    for (int64_t k : depths) {
+      for (int layout = 0; layout < 4; ++layout) {
+        Random random(m * 1000 + k * 10 + layout);
+        auto gemm = std::make_unique<RandomGemm>();
+        GemmProblem& problem = gemm->problem;
+        problem.m = m;
+        problem.n = 60 + m;
+        problem.k = k;
+        RandomOperand operands[2];
+        for (int i = 0; i < 2; ++i) {
+          const int64_t outer = i == 0 ? problem.m : problem.n;
+          do {
+            operands[i] = MakeOperand(random, gemm->buffers, outer, k, DType::kBF16,
+                                      Values::kIntegers, 1);
+          } while (outer > 1 && k > 1 &&
+                   (operands[i].view.segments[0].inner_stride == 1) !=
+                       (layout >> i & 1));
+        }
+        problem.a = operands[0].view;
+        problem.b = operands[1].view;
+        AddResult(random, *gemm, {m, problem.n, k, 1}, DType::kF32);
+        std::vector<double> product(m * problem.n);
+        for (int64_t i = 0; i < m * problem.n; ++i) {
+          for (int64_t j = 0; j < k; ++j) {
+            product[i] += double{operands[0].dense[i / problem.n * k + j]} *
+                          operands[1].dense[i % problem.n * k + j];
+          }
+        }
+        gemm->expected.assign(problem.c.num_replicas, product);
+        RunUnits(*PlanCpuGemm(problem, kernels, 1));
+        CHECK_EQ(CountWrong(*gemm, Values::kIntegers), 0);
+      }
+    }
+  }
+}
+
 }  // namespace jax_ub

@@ -1,5 +1,13 @@
 #include "gemm/cpu/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -26,6 +34,24 @@ bool HasAvx512() {
 }
 
 bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Linux keeps the tile registers of a process that has asked for them only.
+bool HasAmxBf16() {
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  constexpr unsigned kAmxTile = 1u << 24;
+  unsigned eax, ebx, ecx, edx;
+  if (!HasAvx512Bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) ||
+      (edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) {
+    return false;
+  }
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 // Slowest first. The name is that of the kernels for bf16, the most special ones.
@@ -35,6 +61,7 @@ constexpr Isa kIsas[] = {
     {&kAvx2Kernels, &kAvx2Kernels, HasAvx2},
     {&kAvx512Kernels, &kAvx512Kernels, HasAvx512},
     {&kAvx512Kernels, &kAvx512Bf16Kernels, HasAvx512Bf16},
+    {&kAvx512Kernels, &kAmxBf16Kernels, HasAmxBf16},
 #endif
 };
 

@@ -14,6 +14,22 @@ struct Isa {
 
 const Isa& IsaInUse();
 
+// While a thread calls tiles of these kernels.
+class KernelsAtWork {
+ public:
+  explicit KernelsAtWork(const KernelSet& kernels) : kernels_(kernels) {
+    if (kernels_.begin != nullptr) kernels_.begin();
+  }
+  ~KernelsAtWork() {
+    if (kernels_.end != nullptr) kernels_.end();
+  }
+  KernelsAtWork(const KernelsAtWork&) = delete;
+  KernelsAtWork& operator=(const KernelsAtWork&) = delete;
+
+ private:
+  const KernelSet& kernels_;
+};
+
 inline const KernelSet& KernelsFor(const Isa& isa, DType a, DType b) {
   return a == DType::kBF16 && b == DType::kBF16 ? *isa.bf16 : *isa.general;
 }

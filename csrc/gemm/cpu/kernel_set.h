@@ -50,6 +50,8 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = kRows;
+  set.whole_rows = 1;
+  set.panel_of_a = kRows;
   set.tile_columns = kVectors * kLanes;
   set.k_group = 1;
   set.k_block = k_block;

@@ -13,7 +13,7 @@
 
 namespace jax_ub {
 
-inline constexpr int kMaxTileRows = 8;
+inline constexpr int kMaxTileRows = 32;
 
 // Where the sums of a tile go:
 //   to[r, c] = round(before[r, c] + sum[r, c] + after[r, c]), added in this order.
@@ -115,17 +115,21 @@ struct KernelSet {
   const char* isa;
   int tile_rows;
   int tile_columns;
+  int whole_rows;  // tiles read and write rows in multiples of this, up to tile_rows
+  int panel_of_a;  // the width of A's panels: tile_rows, or 1 of tiles of rows alone
   int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
   bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
-  TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]
-  TileFunction packing_tile_of_rows[kNumDTypes];     // tile_rows rows
+  TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]; of panel_of_a > 1
+  TileFunction packing_tile_of_rows[kNumDTypes];     // tile_rows rows; null: none packs
   TileFunction packing_tile_of_columns[kNumDTypes];  // [B's dtype]
-  PanelPackers pack_a;                               // panels tile_rows wide
+  PanelPackers pack_a;                               // panels panel_of_a wide
   PanelPackers pack_b;                               // panels tile_columns wide
   FewRowsKernels few_rows[kMaxFewRows];              // [rows - 1]
   SumFunction sum;
+  void (*begin)();  // before a thread's tiles, and after them; null: nothing to do
+  void (*end)();
 };
 
 extern const KernelSet kPortableKernels;
@@ -133,6 +137,7 @@ extern const KernelSet kPortableKernels;
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
 extern const KernelSet kAvx512Bf16Kernels;  // k_group 2: both operands are bf16
+extern const KernelSet kAmxBf16Kernels;     // likewise
 #endif
 
 }  // namespace jax_ub

@@ -16,6 +16,8 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = kRows;
+  set.whole_rows = 1;
+  set.panel_of_a = kRows;
   set.tile_columns = kColumns;
   set.k_group = 2;
   set.k_block = 1024;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gemm/cpu/isa.h"
 #include "platform/deadline.h"
 
 namespace jax_ub {
@@ -39,14 +40,18 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
   TileOutput sums = {};
   sums.to = b + panels_bytes;
   sums.to_stride = 4 * columns;
-  const TileFunction tile = kernels.tile_of_columns[rows - 1];
+  const bool is_of_rows = kernels.panel_of_a == 1;
+  const TileFunction tile =
+      (is_of_rows ? kernels.tile_of_rows : kernels.tile_of_columns)[rows - 1];
+  const int64_t a_stride = 4 * (is_of_rows ? num_words : rows);
+  const KernelsAtWork at_work(kernels);
   Upcoming nothing;
   int64_t num_tiles = 0;
   const Deadline deadline = Deadline::After(duration_s);
   const double start_s = ThreadCpuSeconds();
   do {
     for (int i = 0; i < kTilesPerLook; ++i) {
-      tile(a, 4 * rows, {b}, num_words, sums, nothing);
+      tile(a, a_stride, {b}, num_words, sums, nothing);
     }
     num_tiles += kTilesPerLook;
   } while (!deadline.Expired());

@@ -37,7 +37,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
     : problem_(Checked(std::move(problem))),
       kernels_(kernels),
       blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
-      a_(problem_.a, kernels, kernels.pack_a, kernels.tile_rows),
+      a_(problem_.a, kernels, kernels.pack_a, kernels.panel_of_a),
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
       tile_floats_(kernels.tile_rows * kernels.tile_columns),
@@ -48,6 +48,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
 // Units that are neighbours in the list share columns of B, the operand that is packed.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const FlushSubnormals flush;
+  const KernelsAtWork at_work(kernels_);
   const int64_t row = unit % num_unit_rows_ * blocking_.unit_rows;
   const int64_t column = unit / num_unit_rows_ * blocking_.unit_columns;
   const Range rows = {row, std::min(problem_.m, row + blocking_.unit_rows)};
@@ -58,7 +59,7 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const int64_t b_columns =
       rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
-  const int64_t a_bytes = RoundUp(a_tiles * a_.PanelBytes(blocking_.k_block), 4096);
+  const int64_t a_bytes = RoundUp(a_tiles * TileBytesOfA(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const int64_t column_tiles = CeilDiv(columns.size(), kernels_.tile_columns);
   const int64_t tiles = CeilDiv(rows.size(), kernels_.tile_rows) * column_tiles;
@@ -143,7 +144,8 @@ int64_t TiledPlan::ReadB(Range unit,
                          int64_t num_rows,
                          PanelToMultiply& b) const {
   const bool is_whole =
-      num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns;
+      num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns &&
+      kernels_.packing_tile_of_rows[static_cast<int>(problem_.b.dtype)] != nullptr;
   const InPlace in_place = is_whole ? b_.FindInPlace(columns, k) : InPlace{};
   b.panel.source = in_place.data;
   b.panel.source_stride = in_place.stride;
@@ -189,12 +191,13 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
 
 void TiledPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
   if (!a_.has_rows()) a_.PackPanels(block, k, packed);
-  const int64_t panel_bytes = a_.PanelBytes(k.size());
+  const int64_t tile_bytes = TileBytesOfA(k.size());
+  const int64_t stride =
+      kernels_.panel_of_a == 1 ? a_.PanelBytes(k.size()) : 4 * kernels_.tile_rows;
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
     const Range outer = {i, std::min(block.end, i + kernels_.tile_rows)};
-    *tiles++ = a_.has_rows() ? a_.ReadRows(outer, k, packed)
-                             : TileOfA{packed, 4 * kernels_.tile_rows};
-    packed += panel_bytes;
+    *tiles++ = a_.has_rows() ? a_.ReadRows(outer, k, packed) : TileOfA{packed, stride};
+    packed += tile_bytes;
   }
 }
 
@@ -218,9 +221,10 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
       .after_dtype = DType::kF32,
   };
   const bool is_last = k.end == problem_.k;
-  const bool is_whole = columns.size() == kernels_.tile_columns;
+  const bool is_whole =
+      columns.size() == kernels_.tile_columns && rows.size() % kernels_.whole_rows == 0;
   const bool is_stored = is_last && is_whole && c_.FindOutput(rows, columns, output);
-  const bool has_rows = a_.has_rows();
+  const bool has_rows = a_.has_rows() || kernels_.panel_of_a == 1;
   const TileFunction* tiles =
       has_rows ? kernels_.tile_of_rows : kernels_.tile_of_columns;
   const TileFunction* packing_tiles =

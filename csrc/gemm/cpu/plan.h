@@ -68,6 +68,10 @@ class TiledPlan : public GemmPlan {
                  const float* sums,
                  int64_t row_tiles,
                  float* rows) const;
+  // What a packed tile of A takes over `k` elements of K.
+  int64_t TileBytesOfA(int64_t k) const {
+    return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
+  }
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:

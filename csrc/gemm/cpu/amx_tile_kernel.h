@@ -1,0 +1,209 @@
+// The micro-kernel of AMX: one tile of C, 16 or 32 x 32, in tile registers over a block
+// of K. Included after simd_avx512.h and simd_bf16_pairs.h.
+//
+// A tile register holds 16 rows of 64 bytes. Four of them are sums of 16 x 16; a step of
+// 16 words of K loads two of A, rows as they lie in memory, and two of B, whose panels
+// hold a row of 16 words for each k: the layout that TDPBF16PS wants. It flushes
+// subnormals whatever MXCSR says.
+#pragma once
+
+#include <string.h>
+
+#ifdef JAX_UB_EMULATE_AVX512
+#include "emulated_amx.h"
+#endif
+
+#include "gemm/cpu/kernels.h"
+#include "gemm/cpu/simd_dtypes.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+inline constexpr int kAmxRows = 16;     // of a register
+inline constexpr int kAmxWords = 16;    // of K in a step, and columns of a register
+inline constexpr int kAmxColumns = 32;  // of a tile
+inline constexpr int64_t kAmxRowBytes =
+    4 * kAmxColumns;  // of a tile's sums, of a panel
+
+struct alignas(64) AmxConfiguration {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+inline void ConfigureTiles() {
+  static constexpr AmxConfiguration kWhole;
+  _tile_loadconfig(&kWhole);
+}
+
+inline void ReleaseTiles() { _tile_release(); }
+
+// GCC's intrinsics do not say that they read and write memory: what the program has
+// stored is there, and nothing was loaded early.
+inline void OrderMemory() { asm volatile("" : : : "memory"); }
+
+// Registers 0 to 3 are the sums: upper left, upper right, lower left, lower right.
+template <bool kIsTall>
+inline void LoadSums(const void* from) {
+  const char* sums = static_cast<const char*>(from);
+  _tile_loadd(0, sums, kAmxRowBytes);
+  _tile_loadd(1, sums + 64, kAmxRowBytes);
+  if constexpr (kIsTall) {
+    _tile_loadd(2, sums + kAmxRows * kAmxRowBytes, kAmxRowBytes);
+    _tile_loadd(3, sums + kAmxRows * kAmxRowBytes + 64, kAmxRowBytes);
+  }
+}
+
+template <bool kIsTall>
+inline void ClearSums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kIsTall) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <bool kIsTall>
+inline void StoreSums(void* to, int64_t stride) {
+  char* sums = static_cast<char*>(to);
+  _tile_stored(0, sums, stride);
+  _tile_stored(1, sums + 64, stride);
+  if constexpr (kIsTall) {
+    _tile_stored(2, sums + kAmxRows * stride, stride);
+    _tile_stored(3, sums + kAmxRows * stride + 64, stride);
+  }
+  OrderMemory();
+}
+
+template <bool kIsTall>
+inline void MultiplyStep(const char* a, int64_t a_stride, const char* b) {
+  _tile_loadd(6, b, kAmxRowBytes);
+  _tile_loadd(4, a, a_stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, b + 64, kAmxRowBytes);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kIsTall) {
+    _tile_loadd(5, a + kAmxRows * a_stride, a_stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// The last words of K, fewer than a step, with zeros behind them.
+template <bool kIsTall>
+inline void MultiplyRest(const char* a,
+                         int64_t a_stride,
+                         const char* b,
+                         int64_t num_words) {
+  constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
+  alignas(64) char a_words[kRows * 4 * kAmxWords] = {};
+  alignas(64) char b_words[kAmxWords * kAmxRowBytes] = {};
+  for (int r = 0; r < kRows; ++r) {
+    memcpy(a_words + r * 4 * kAmxWords, a + r * a_stride, 4 * num_words);
+  }
+  memcpy(b_words, b, num_words * kAmxRowBytes);
+  OrderMemory();
+  MultiplyStep<kIsTall>(a_words, 4 * kAmxWords, b_words);
+}
+
+// The sums through a copy that stays in the first cache, where they are rounded or added
+// to something.
+template <bool kIsTall>
+inline void StoreRounded(const TileOutput& output) {
+  constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
+  alignas(64) char sums[kRows * kAmxRowBytes];
+  StoreSums<kIsTall>(sums, kAmxRowBytes);
+  const Summand summands[] = {{sums, kAmxRowBytes, DType::kF32},
+                              {output.after, output.after_stride, output.after_dtype}};
+  Sum(summands, output.after != nullptr ? 2 : 1, kRows, kAmxColumns, output.to,
+      output.to_stride, output.to_dtype);
+}
+
+template <bool kIsTall>
+void AmxTile(const void* a,
+             int64_t a_stride,
+             const PanelOfB& b,
+             int64_t num_words,
+             const TileOutput& output,
+             Upcoming& upcoming) {
+  constexpr int kStepsOfLines = kAmxWords / kStepWords;
+  OrderMemory();
+  if (output.before != nullptr) {
+    LoadSums<kIsTall>(output.before);
+  } else {
+    ClearSums<kIsTall>();
+  }
+  const char* a_words = static_cast<const char*>(a);
+  const char* b_words = static_cast<const char*>(b.words);
+  const int64_t rest = num_words % kAmxWords;
+  Upcoming lines = upcoming;  // in registers
+  int64_t k = 0;
+  for (; k < num_words - rest; k += kAmxWords) {
+    for (int i = 0; i < kStepsOfLines; ++i) FetchStep(lines);
+    MultiplyStep<kIsTall>(a_words + 4 * k, a_stride, b_words + k * kAmxRowBytes);
+  }
+  if (rest > 0) {
+    MultiplyRest<kIsTall>(a_words + 4 * k, a_stride, b_words + k * kAmxRowBytes, rest);
+  }
+  upcoming = lines;
+  if (output.to_dtype == DType::kF32 && output.after == nullptr) {
+    StoreSums<kIsTall>(output.to, output.to_stride);
+  } else {
+    StoreRounded<kIsTall>(output);
+  }
+}
+
+// A's words as rows (a panel of width one each). The source is contiguous along K.
+inline void CopyRows(const void* source,
+                     int64_t stride,
+                     int64_t outer,
+                     int64_t num_words,
+                     void* rows,
+                     int64_t row_bytes) {
+  for (int64_t o = 0; o < outer; ++o) {
+    memcpy(static_cast<char*>(rows) + o * row_bytes,
+           static_cast<const char*>(source) + o * stride, 4 * num_words);
+  }
+}
+
+// The same of a source that is contiguous along the outer dimension; `stride` is that of
+// k. Blocks of kLanes x kLanes words are transposed in registers; the last block of either
+// dimension overlaps the one before.
+inline void TransposeToRows(const void* source,
+                            int64_t stride,
+                            int64_t outer,
+                            int64_t num_words,
+                            void* rows,
+                            int64_t row_bytes) {
+  const char* from = static_cast<const char*>(source);
+  char* to = static_cast<char*>(rows);
+  if (outer < kLanes || num_words < kLanes) {
+    for (int64_t k = 0; k < num_words; ++k) {
+      for (int64_t o = 0; o < outer; ++o) {
+        Pairs::CopyWord(from + k * Pairs::kRows * stride + o * Pairs::kBytes, stride,
+                        to + o * row_bytes + 4 * k);
+      }
+    }
+    return;
+  }
+  for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
+    const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
+    for (int64_t next_o = 0; next_o < outer; next_o += kLanes) {
+      const int64_t o = next_o + kLanes <= outer ? next_o : outer - kLanes;
+      Vec block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = Pairs::LoadWords(
+            from + (k + i) * Pairs::kRows * stride + o * Pairs::kBytes, stride);
+      }
+      Transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        Store(to + (o + i) * row_bytes + 4 * k, block[i]);
+    }
+  }
+}
+
+}  // namespace jax_ub::JAX_UB_KERNELS

@@ -1,0 +1,45 @@
+#define JAX_UB_KERNELS kernels_amx_bf16
+#include "gemm/cpu/simd_avx512.h"
+// The vectors come before what is written with them.
+#include "gemm/cpu/kernel_set.h"
+#include "gemm/cpu/simd_bf16_pairs.h"
+// And pairs before tiles of them.
+#include "gemm/cpu/amx_tile_kernel.h"
+
+namespace jax_ub {
+
+namespace kernels_amx_bf16 {
+
+// Tiles that pack B themselves were no faster, and slower for few rows. Sums that leave
+// the registers find no place in the second cache: blocks of K are long.
+constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
+  constexpr int kBF16 = static_cast<int>(DType::kBF16);
+  KernelSet set = {};
+  set.isa = isa;
+  set.tile_rows = 2 * kAmxRows;
+  set.tile_columns = kAmxColumns;
+  set.whole_rows = kAmxRows;
+  set.panel_of_a = 1;
+  set.k_group = 2;
+  set.k_block = 1024;
+  set.reads_a_in_place = true;
+  for (int rows = 1; rows <= 2 * kAmxRows; ++rows) {
+    set.tile_of_rows[rows - 1] = rows <= kAmxRows ? AmxTile<false> : AmxTile<true>;
+  }
+  set.pack_a.transposed[kBF16] = CopyRows;
+  set.pack_a.copied[kBF16] = TransposeToRows;
+  set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kAmxColumns>;
+  set.pack_b.copied[kBF16] = PackCopied<Pairs, kAmxColumns>;
+  AddFewRows<kMaxFewRows>(set);
+  set.sum = Sum;
+  set.begin = ConfigureTiles;
+  set.end = ReleaseTiles;
+  return set;
+}
+
+}  // namespace kernels_amx_bf16
+
+constinit const KernelSet kAmxBf16Kernels =
+    kernels_amx_bf16::KernelsOfTileRegisters("amx_bf16");
+
+}  // namespace jax_ub
