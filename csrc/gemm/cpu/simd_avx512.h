@@ -13,6 +13,7 @@
 #include <immintrin.h>
 #endif
 #include <stdint.h>
+#include <string.h>
 
 namespace jax_ub::JAX_UB_KERNELS {
 
@@ -26,7 +27,9 @@ inline Vec Zero() { return _mm512_setzero_ps(); }
 inline Vec Load(const void* p) { return _mm512_loadu_ps(p); }
 inline void Store(void* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec Broadcast(const void* p) {
-  return _mm512_set1_ps(*static_cast<const float*>(p));
+  float word;  // of pairs of bf16, too, which may lie at any even address
+  memcpy(&word, p, sizeof word);
+  return _mm512_set1_ps(word);
 }
 inline Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return _mm512_fmadd_ps(a, b, sum); }
