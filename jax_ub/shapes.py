@@ -163,10 +163,12 @@ def check_shape(
         )
 
 
-def check_addends(op: str, bias, residual, shape: tuple[int, ...]) -> None:
+def check_addends(
+    op: str, bias, residual, shape: tuple[int, ...], *, bias_name: str = "bias"
+) -> None:
     """Checks bias [N] and residual against the result's shape [..., N]."""
-    check_float(op, bias=bias, residual=residual)
-    check_shape(op, "bias", bias, shape[-1:], "[N]")
+    check_float(op, **{bias_name: bias, "residual": residual})
+    check_shape(op, bias_name, bias, shape[-1:], "[N]")
     check_shape(op, "residual", residual, shape, "the result's shape")
 
 

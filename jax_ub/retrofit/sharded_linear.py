@@ -1,7 +1,7 @@
 """A linear layer that lays its arrays out by itself.
 
 Inside the caller's own `jax.shard_map` its arrays are one rank's shards already, and
-`ub.linear` is called as it is. On global arrays it makes the `shard_map` itself:
+they are multiplied as they are. On global arrays it makes the `shard_map` itself:
 
 | parallel | x | kernel | bias | y |
 |---|---|---|---|---|
@@ -29,7 +29,7 @@ from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.retrofit.placement import AnyMesh, Placement
 from jax_ub.rules import main_grads
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
-from jax_ub.rules.linear import linear
+from jax_ub.rules.linear import whole_rows
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.runtime import overlaps
@@ -217,8 +217,7 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
         given = {"main_grad": main_grad, **options}
         if fused is not None:
             return fused(x, w, bias=bias, out_dtype=out_dtype, **given)
-        kind = {"parallel": parallel, "sequence_parallel": sequence_parallel}
-        y = linear(x, w, bias, **kind, **given)
+        y = whole_rows(x, w, bias=bias, **given)
         return y if out_dtype is None else y.astype(out_dtype)
 
     if isinstance(kernel, tuple) and fused is not all_gather_matmul:

@@ -13,6 +13,7 @@ from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
 from jax_ub.rules.site import (
+    Site,
     compiled,
     is_zero,
     keep_if,
@@ -80,11 +81,26 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             name is configured for another op.
     """
     site = open_site(OP, axis_name, ub_name, method)
+    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
+    return all_gather_matmul_at(
+        site,
+        x,
+        w,
+        bias=bias,
+        return_gathered=return_gathered,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+    )
+
+
+def all_gather_matmul_at(
+    site: Site, x, w, *, bias, main_grad, return_gathered=False, out_dtype=None
+):
+    """`all_gather_matmul` of a call whose site is open."""
     is_tuple = isinstance(w, tuple)
     ws = w if is_tuple else (w,)
-    biases = _as_tuple(site.label, "bias", bias, is_tuple, len(ws))
+    biases = _as_tuple(site.label, site.bias_name, bias, is_tuple, len(ws))
     mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
-    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
     out_dtype = _check(site, x, ws, biases, out_dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, ws, biases, mgs)
@@ -123,7 +139,9 @@ def _check(site, x, ws, biases, out_dtype):
         shapes.check_operands(site.label, x, w)
         shapes.check_contraction(site.label, x, w, site.num_ranks, "out")
         bias = None if biases is None else biases[i]
-        shapes.check_addends(site.label, bias, None, (w.shape[1],))
+        shapes.check_addends(
+            site.label, bias, None, (w.shape[1],), bias_name=site.bias_name
+        )
     return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
 
 

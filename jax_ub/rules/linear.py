@@ -1,8 +1,6 @@
 """A linear layer, plain, column parallel or row parallel."""
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -10,7 +8,6 @@ import jax
 from jax_ub import shapes
 from jax_ub.errors import (
     ShapeContractError,
-    UbError,
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
@@ -21,14 +18,20 @@ from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as summed
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
-from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.rules.all_gather_matmul import all_gather_matmul_at
 from jax_ub.rules.layer import accumulation, layer
-from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
-from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub.rules.matmul_all_reduce import matmul_all_reduce_at
+from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
 from jax_ub.rules.site import open_local_site, open_site, promote
 
 OP = "linear"
 _KINDS = ("column", "row")
+# The functions that communicate forward, by kind and sequence parallelism.
+_FUSED: dict[tuple[str | None, bool], tuple[str, Callable[..., jax.Array]]] = {
+    ("column", True): ("all_gather_matmul", all_gather_matmul_at),
+    ("row", True): ("matmul_reduce_scatter", matmul_reduce_scatter_at),
+    ("row", False): ("matmul_all_reduce", matmul_all_reduce_at),
+}
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -85,40 +88,19 @@ def linear(  # noqa: PLR0913, pinned
             is configured for another op, or there is no such layer.
     """
     _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
-    products: dict[tuple[str | None, bool], Callable[..., jax.Array]] = {
-        (None, True): _whole_rows,
-        (None, False): _whole_rows,
-        ("column", True): all_gather_matmul,
-        ("column", False): _whole_rows,
-        ("row", True): matmul_reduce_scatter,
-        ("row", False): matmul_all_reduce,
-    }
-    layer = functools.partial(
-        products[parallel, sequence_parallel],
-        axis_name=axis_name if parallel is not None else None,
-        bias=b,
-        ub_name=ub_name,
-        method=method,
-        main_grad=main_grad,
-        **({"rhs_transposed": True} if rhs_transposed else {}),
-    )
-    with _named(parallel):
-        if parallel is None or not sequence_parallel:
-            shapes.check_rank(OP, "x", x, 1)
-            return layer(x[None], w)[0] if x.ndim == 1 else layer(x, w)
-        return layer(x, w)
-
-
-@contextlib.contextmanager
-def _named(parallel):
-    """Names the function that was called in errors of the one that it is."""
-    try:
-        yield
-    except UbError as error:
-        if str(error).startswith(OP):
-            raise
-        called = f"{OP} (parallel = {parallel!r})"
-        raise type(error)(f"{called}: {error}") from None
+    op, product = _FUSED.get((parallel, sequence_parallel), (OP, _whole_rows_at))
+    if product is _whole_rows_at:
+        site = _open_whole_rows(axis_name if parallel else None, ub_name, method)
+    else:
+        called = f"{OP} (parallel = {parallel!r}): {op}"
+        site = open_site(called, axis_name, ub_name, method, like=op)
+    site = dataclasses.replace(site, rhs_transposed=rhs_transposed, bias_name="b")
+    given = {"bias": b, "main_grad": main_grad}
+    if parallel is None or not sequence_parallel:
+        shapes.check_rank(site.label, "x", x, 1)
+        if x.ndim == 1:
+            return product(site, x[None], w, **given)[0]
+    return product(site, x, w, **given)
 
 
 def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
@@ -143,20 +125,54 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
         )
 
 
-def _whole_rows(
-    x, w, *, axis_name, bias, ub_name, method, main_grad, rhs_transposed=False
-):
-    """`x @ w + bias` with the columns of `w` on this rank and all features of `x`."""
+def whole_rows(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...] | None,
+    bias: jax.Array | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    main_grad: jax.Array | None = None,
+) -> jax.Array:
+    """`linear` for layers whose own argument is `bias`, where it gathers nothing.
+
+    Args:
+        x: activations, `[..., M, K]`, with all features.
+        w: kernel, `[K, N/P]`: this rank's columns.
+        axis_name: the mesh axis, of size P, that those are sharded over; None for all
+            columns on this rank.
+        bias: `[N/P]`.
+        ub_name: as of `linear`.
+        method: as of `linear`.
+        main_grad: as of `linear`.
+
+    Returns:
+        `[..., M, N/P]`.
+
+    Raises:
+        ShapeContractError: as `linear`.
+        UnknownNameError: as `linear`.
+        UnsupportedOverlapError: as `linear`.
+    """
+    site = _open_whole_rows(axis_name, ub_name, method)
+    return _whole_rows_at(site, x, w, bias=bias, main_grad=main_grad)
+
+
+def _open_whole_rows(axis_name, ub_name, method):
     if axis_name is None:
-        site = open_local_site(OP, ub_name, method)
-    else:
-        site = open_site(OP, axis_name, ub_name, method)
-    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
+        return open_local_site(OP, ub_name, method)
+    return open_site(OP, axis_name, ub_name, method)
+
+
+def _whole_rows_at(site, x, w, *, bias, main_grad):
     kernel = site.kernel(w)
     shapes.check_operands(site.label, x, kernel)
-    sharded = "out" if axis_name is not None else ""
+    sharded = "out" if site.axis_name else ""
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
-    shapes.check_addends(site.label, bias, None, (kernel.shape[1],))
+    shapes.check_addends(
+        site.label, bias, None, (kernel.shape[1],), bias_name=site.bias_name
+    )
     site = site.with_dtypes(x.dtype, x.dtype)
     axes = site.axes(x, w, bias, main_grad)
     if main_grad is not None:

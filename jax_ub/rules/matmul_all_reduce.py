@@ -12,7 +12,7 @@ from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import accumulation, layer
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import Site, open_site, promote
 
 OP = "matmul_all_reduce"
 
@@ -66,14 +66,29 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, or the
             name is configured for another op.
     """
-    site = open_site(OP, axis_name, ub_name, method)
+    return matmul_all_reduce_at(
+        open_site(OP, axis_name, ub_name, method),
+        x,
+        w,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+    )
+
+
+def matmul_all_reduce_at(
+    site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
+):
+    """`matmul_all_reduce` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
     shapes.check_operands(site.label, x, w)
     shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
-    shapes.check_addends(site.label, bias, residual, (*x.shape[:-1], w.shape[1]))
+    result = (*x.shape[:-1], w.shape[1])
+    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
-    _check_replicated(site, bias=bias, residual=residual)
+    _check_replicated(site, **{site.bias_name: bias, "residual": residual})
     axes = site.axes(x, w, bias, residual, main_grad)
     if main_grad is not None:
         main_grad = accumulators.prepare(site.label, main_grad, w, axes)

@@ -8,7 +8,7 @@ from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fus
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import layer
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import Site, open_site, promote
 
 OP = "matmul_reduce_scatter"
 
@@ -57,13 +57,27 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, or the
             name is configured for another op.
     """
-    site = open_site(OP, axis_name, ub_name, method)
+    return matmul_reduce_scatter_at(
+        open_site(OP, axis_name, ub_name, method),
+        x,
+        w,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+    )
+
+
+def matmul_reduce_scatter_at(
+    site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
+):
+    """`matmul_reduce_scatter` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
     shapes.check_operands(site.label, x, w)
     shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
     shapes.check_divides(site.label, x, site.num_ranks)
     result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, w.shape[1])
-    shapes.check_addends(site.label, bias, residual, result)
+    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, w, bias, residual, main_grad)

@@ -40,6 +40,7 @@ class Site:
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
+    bias_name: str = "bias"  # what the call's argument is called, in errors
 
     def with_dtypes(self, dtype, out_dtype) -> "Site":
         """The same call, for operands and a result of these dtypes."""

@@ -178,3 +178,14 @@ def test_a_kernel_that_lies_the_wrong_way_is_refused():
         model.kernel.set_value(jax.sharding.reshard(model.kernel[...], jax.P("tp")))
         with pytest.raises(ShapeContractError, match="along its in dimension"):
             nnx.jit(lambda model, x: model(x))(model, jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("parallel", [None, "column", "row"])
+def test_a_bias_that_does_not_fit_is_called_bias(parallel, sequence_parallel):
+    options = {"parallel": parallel, "sequence_parallel": sequence_parallel}
+    with jax.set_mesh(mesh_of(2, 4)):
+        module = layer(16, 32, **options)
+        module.bias = nnx.Param(jnp.zeros(16))
+        with pytest.raises(ShapeContractError, match=r": bias has shape \(\d+,\)"):
+            module(jnp.ones((2, 8, 16)))

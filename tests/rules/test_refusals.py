@@ -3,13 +3,13 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, tp_mesh
+from refusals import refuses, trace, zeros
 
 import jax_ub as ub
 from jax_ub import ops
@@ -18,30 +18,6 @@ from jax_ub.methods import Method
 from jax_ub.runtime import communicators
 
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
-
-
-def zeros(*shape, dtype="float32"):
-    return jnp.zeros(shape, dtype)
-
-
-WHOLE = P()
-
-
-def trace(function, *operands, mesh=None, specs=WHOLE):
-    """Traces `function` on four ranks with whole operands on each; computes nothing."""
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh or tp_mesh(4),
-        in_specs=specs,
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(mapped).trace(*operands)
-
-
-def refuses(error, message, function, *operands, **where):
-    with pytest.raises(error, match=message):
-        trace(function, *operands, **where)
 
 
 @pytest.mark.parametrize("op", GEMMS)
@@ -301,16 +277,6 @@ def test_axis_name_that_is_no_name(axis_name):
     )
 
 
-def test_main_grad_that_is_no_array():
-    refuses(
-        ShapeContractError,
-        "linear: main_grad is of type bool, but the op takes an array",
-        lambda x, w: ub.linear(x, w, main_grad=True),
-        zeros(8, 6),
-        zeros(6, 8),
-    )
-
-
 def test_integers_are_not_reduced():
     refuses(
         ShapeContractError,
@@ -385,38 +351,6 @@ def test_ranks_in_processes_that_are_not_connected_fall_back(monkeypatch):
     assert ub.fallbacks()[-1].reason == why
     with pytest.raises(UnsupportedOverlapError, match="which are not connected"):
         lowered_for("cpu", Method.RING_EXCHANGE, tp_mesh(4))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"parallel": "row"},
-            r"linear \(parallel = 'row'\): matmul_reduce_scatter: x \(8, 6\) has K = 6",
-        ),
-        (
-            {"parallel": "column", "main_grad": zeros(7, 8, dtype="bfloat16")},
-            r"linear \(parallel = 'column'\): all_gather_matmul: .* has K = 6",
-        ),
-        ({"parallel": "column", "sequence_parallel": False}, r"linear: x \(8, 6\)"),
-        ({"parallel": None, "axis_name": None}, r"linear: x \(8, 6\) has K = 6"),
-    ],
-)
-def test_a_linear_layer_names_what_was_called(options, message):
-    def call(x, w):
-        return ub.linear(x, w, **{"axis_name": "tp", **options})
-
-    refuses(ShapeContractError, message, call, zeros(8, 6), zeros(7, 8))
-
-
-def test_sequence_parallel_is_true_or_false():
-    def call(x, w):
-        return ub.linear(
-            x, w, parallel="column", axis_name="tp", sequence_parallel="yes"
-        )
-
-    message = "linear: sequence_parallel = 'yes'. Pass True or False"
-    refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
 
 
 def test_a_result_dtype_that_is_none_is_refused():
