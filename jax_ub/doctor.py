@@ -14,8 +14,6 @@ import json
 import os
 import pathlib
 import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -25,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ub.bench.arguments import positive
 from jax_ub.initialize import destroy_ub, initialize_ub
+from jax_ub.launch.parts import run_parts
 from jax_ub.methods import Method, fallbacks
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.runtime import communicators, cuda, engine, hosts, overlaps, settings
@@ -108,13 +107,12 @@ def _in_processes(given) -> list[Finding]:
     """What process 0 finds, then what others find and it does not."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "findings.json")
-        launch = ["launch", "-n", str(given.processes)]
-        launch += ["--devices-per-process", str(given.devices_per_process)]
-        part = ["-m", "jax_ub", "doctor", "--part", str(path)]
-        # What they say on the way is no part of the report.
-        status = subprocess.run(
-            [sys.executable, "-m", "jax_ub", *launch, *part], stdout=sys.stderr
-        ).returncode
+        status = run_parts(
+            ["doctor", "--part", str(path)],
+            num_processes=given.processes,
+            devices_per_process=given.devices_per_process,
+            prints_aside=True,
+        )
         if status:
             text = f"ended with exit status {status}; what they wrote says why"
             return [Finding(f"{given.processes} processes", State.FAULT, text)]

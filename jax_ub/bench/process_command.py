@@ -3,8 +3,6 @@
 import argparse
 import json
 import pathlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +17,8 @@ from jax_ub.bench.process_cases import Bench, capacity
 from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
+from jax_ub.launch.parts import run_parts
 
-_STDERR = 2  # the descriptor: sys.stderr may be an object without one
 _OPS = (*process_cases.OPS, "latency", "barrier")
 
 
@@ -91,12 +89,12 @@ def _job(number, told):
         part = json.dumps({**told, "path": str(path)})
         # Each process has as many devices as there are ranks: process 0 computes with
         # its own what all compute together.
-        launch = ["launch", "-n", str(number), "--devices-per-process", str(number)]
-        command = [*launch, "-m", "jax_ub", "bench", "--part", part]
-        # What they say on the way is no part of the report.
-        status = subprocess.run(
-            [sys.executable, "-m", "jax_ub", *command], stdout=_STDERR
-        ).returncode
+        status = run_parts(
+            ["bench", "--part", part],
+            num_processes=number,
+            devices_per_process=number,
+            prints_aside=True,
+        )
         if status:
             raise JobError(
                 f"bench: {number} processes failed with exit status {status}; what "

@@ -8,13 +8,13 @@ Of a program of yours (`trace [options] script.py ...`), of one op on its own (`
 import argparse
 import contextlib
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import jax
 
 from jax_ub.errors import UbError, nearest
+from jax_ub.launch.parts import run_parts
 from jax_ub.runtime import settings
 from jax_ub.tracing import chrome, demonstration, picture, record
 from jax_ub.tracing.demonstration import Demonstration
@@ -168,10 +168,11 @@ def _in_processes(given):
             devices = given.tp // given.processes
             for name in ("op", "method", "tp", "shape", "dtype", "repeats"):
                 options += [f"--{name}", str(getattr(given, name))]
-        launch = ["launch", "-n", str(given.processes)]
-        launch += ["--devices-per-process", str(devices), "-m"]
-        command = [*launch, "jax_ub", "trace", *options, *given.program]
-        status = subprocess.run([sys.executable, "-m", "jax_ub", *command]).returncode
+        status = run_parts(
+            ["trace", *options, *given.program],
+            num_processes=given.processes,
+            devices_per_process=devices,
+        )
         if status:
             raise TraceArgumentError(
                 f"trace: the processes failed with exit status {status}; what they "

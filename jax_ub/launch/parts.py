@@ -1,0 +1,33 @@
+"""Runs a command of jax_ub in several processes, each of which does a part of it."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_STDERR = 2  # the descriptor: sys.stderr may be an object without one
+
+
+def run_parts(
+    arguments: Sequence[str],
+    *,
+    num_processes: int,
+    devices_per_process: int,
+    prints_aside: bool = False,
+) -> int:
+    """Runs `python -m jax_ub ARGUMENTS` in several processes, under `launch`.
+
+    Args:
+        arguments: the command, and what tells it that it is one of several.
+        num_processes: how many.
+        devices_per_process: CPU devices of each, or GPUs.
+        prints_aside: whether what they print goes to stderr, since it is no part of
+            this process's report.
+
+    Returns:
+        The launcher's exit status: that of the first process that failed, or 0.
+    """
+    launch = ["launch", "-n", str(num_processes)]
+    launch += ["--devices-per-process", str(devices_per_process)]
+    command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
+    stdout = _STDERR if prints_aside else None
+    return subprocess.run(command, stdout=stdout).returncode
