@@ -24,7 +24,7 @@ from jax_ub.overlap_config.tuned import Case, Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import exported, lowered, on_cuda, varying
-from jax_ub.primitives.mesh import Ranks, find_ranks
+from jax_ub.primitives.mesh import Ranks, check_manual, find_ranks
 from jax_ub.primitives.sizes import global_sizes
 from jax_ub.runtime import engine, overlaps
 
@@ -151,6 +151,7 @@ def _run(call, *operands):
 
 
 def _abstract_eval(*operands, call):
+    check_manual(call.label)
     _check_capacity(call, operands)
     axes = varying.axes_of(*operands)
     if call.replicates:

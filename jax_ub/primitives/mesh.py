@@ -48,6 +48,20 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
     return lax.axis_size(axes)
 
 
+def check_manual(label: str) -> None:
+    """Refuses a `shard_map` that is manual over some mesh axes only, in a trace.
+
+    Axes of one device are no matter. Outside any `shard_map` only the lowering knows
+    whether the program runs on several devices.
+
+    Raises:
+        UnsupportedOverlapError: if an axis is left to XLA.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:
+        _refuse_automatic_axes(mesh, mesh.manual_axes, label)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """The devices of a lowered call, or why the engine cannot serve them."""

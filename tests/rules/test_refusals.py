@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -286,17 +287,50 @@ def test_integers_are_not_reduced():
     )
 
 
-def test_axis_that_is_left_to_xla():
-    mapped = jax.shard_map(
-        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp"),
-        mesh=dp_tp_mesh(2, 2),
-        in_specs=(P("tp"), P(None, "tp")),
-        out_specs=P(None, "tp"),
-        axis_names={"tp"},
+def manual_over_tp(op, mesh, **options):
+    """All that `op` gives of operands of ones, in a shard_map over "tp" alone."""
+    specs = {
+        "all_gather_matmul": (P("tp"), P(None, "tp"), P(None, "tp")),
+        "matmul_reduce_scatter": (P(None, "tp"), P("tp"), P("tp")),
+        "matmul_all_reduce": (P(None, "tp"), P("tp"), P()),
+        "linear": (P("tp"), P(), P("tp")),
+    }
+    x, w, y = specs[op.__name__]
+    if op is not ub.linear:
+        options["axis_name"] = "tp"
+    return jax.jit(
+        jax.shard_map(
+            lambda x, w: op(x, w, **options),
+            mesh=mesh,
+            in_specs=(x, w),
+            out_specs=y,
+            axis_names={"tp"},
+        )
     )
-    message = r"all_gather_matmul: the mesh axes \['dp'\] are left to XLA.*shard_map"
+
+
+@pytest.mark.parametrize("op", [*GEMMS, ub.linear])
+def test_axis_that_is_left_to_xla(op):
+    mesh, operands = dp_tp_mesh(2, 2), (jnp.ones((8, 6)), jnp.ones((6, 8)))
+    message = (
+        rf"{op.__name__}: the mesh axes \['dp'\] are left to XLA.*Call it inside "
+        "jax.shard_map over all mesh axes .leave out axis_names=., or pass "
+        'method="xla"'
+    )
+    mapped = manual_over_tp(op, mesh)
     with pytest.raises(UnsupportedOverlapError, match=message):
-        jax.jit(mapped).lower(zeros(8, 6), zeros(6, 8))
+        mapped.trace(*operands)
+    with pytest.raises(UnsupportedOverlapError, match=message):
+        jax.eval_shape(jax.grad(lambda x, w: mapped(x, w).sum()), *operands)
+    y = manual_over_tp(op, mesh, method="xla")(*operands)
+    assert np.array_equal(y, np.full((8, 8), 6))
+
+
+@pytest.mark.parametrize("op", [*GEMMS, ub.linear])
+def test_axis_of_one_device_may_be_left_to_xla(op):
+    mapped = manual_over_tp(op, dp_tp_mesh(1, 4), method="direct")
+    x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
+    assert np.array_equal(mapped(x, w), np.full((8, 8), 8))
 
 
 def test_local_call_on_a_sharded_array_outside_shard_map():
