@@ -104,7 +104,13 @@ class Model:
         self.layers, self.vocabulary = flags.layers, flags.vocabulary
         self.width = flags.width
         self.optimizer = optax.adam(flags.learning_rate)
-        self.mesh = Mesh(np.array(jax.devices()[: flags.tp]), (AXIS,))
+        devices = jax.devices()[: flags.tp]
+        if len(devices) < flags.tp:
+            raise SystemExit(
+                f"--tp {flags.tp} needs as many devices, but jax has {len(devices)}: "
+                f"give --tp {len(devices)} or fewer"
+            )
+        self.mesh = Mesh(np.array(devices), (AXIS,))
 
     def init(self, key: jax.Array):
         """The parameters and the optimizer's state."""
@@ -222,7 +228,26 @@ def parse_flags() -> argparse.Namespace:
     add("--layers", type=int, default=2)
     add("--vocabulary", type=int, default=64)
     add("--learning-rate", type=float, default=2e-3)
-    return parser.parse_args()
+    flags = parser.parse_args()
+    check(flags, parser)
+    return flags
+
+
+def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with a message that says which flag to change, and to what."""
+    for name, value in vars(flags).items():
+        if value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value} is not positive")
+    heads = flags.tp * flags.head_dim
+    for name, size, unit, why in (
+        ("--tokens", flags.tokens, flags.tp, "a device has an equal share of them"),
+        ("--width", flags.width, heads, "a device has whole heads of --head-dim"),
+    ):
+        if size % unit:
+            parser.error(
+                f"{name} {size} is no multiple of {unit}, but of --tp {flags.tp} "
+                f"devices {why}: give {-(-size // unit) * unit}, for example"
+            )
 
 
 def main() -> None:

@@ -49,7 +49,12 @@ def parse_flags() -> argparse.Namespace:
     add("--seq-len", type=int, default=128)
     add("--d-model", type=int, default=128)
     add("--layers", type=int, default=2)
-    return parser.parse_args()
+    flags = parser.parse_args()
+    for name in ("tp", "steps", "batch", "seq_len", "d_model", "layers"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: give at least 1")
+    return flags
 
 
 def say(text: str) -> None:
@@ -84,6 +89,24 @@ def make_mesh(tp: int | None) -> Mesh:
     groups = np.array([device for host in hosts for device in host]).reshape(-1, tp)
     say(f"{len(hosts)} hosts with {sizes} devices: dp={len(groups)}, tp={tp}")
     return Mesh(groups, ("dp", "tp"))
+
+
+def check_sizes(flags: argparse.Namespace, tp: int) -> None:
+    """Sees that the devices of a tp group have equal shares.
+
+    Raises:
+        SystemExit: if they have not; says what to give instead.
+    """
+    # The MLP has four features for each of --d-model.
+    for name, size, each in (
+        ("--seq-len", flags.seq_len, 1),
+        ("--d-model", flags.d_model, 4),
+    ):
+        if each * size % tp:
+            raise SystemExit(
+                f"{name} {size} does not divide into the {tp} devices that share a "
+                f"model: give {-(-size // tp) * tp}, or another --tp"
+            )
 
 
 def loss_on_device(params: list[dict], x: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -131,6 +154,7 @@ def main() -> None:
     flags = parse_flags()
     jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     mesh = make_mesh(flags.tp)
+    check_sizes(flags, mesh.shape["tp"])
     num_tokens = flags.batch * flags.seq_len  # of a replica
     ub.initialize_ub((num_tokens, flags.d_model), mesh.shape["tp"], mesh=mesh)
     params = make_params(mesh, flags.layers, flags.d_model)

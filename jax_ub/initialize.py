@@ -176,6 +176,11 @@ def _check_not_initialized(axes):
             f"initialize_ub: axis_name = {axes or None} is not the name of a mesh "
             'axis. Pass that of the ranks, for example axis_name="tp".'
         )
+    if len(set(axes)) < len(axes):
+        raise ConfigurationError(
+            f"initialize_ub: axis_name = {axes} names a mesh axis twice. Name each "
+            "once."
+        )
     if is_ub_initialized(axes):
         raise LifecycleError(
             f"initialize_ub: axis {axes} is initialised already. Call ub.destroy_ub() "
@@ -300,10 +305,12 @@ def _read_size(name, value):
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {value!r} is a {type(value).__name__}, not an "
-            "integer."
+            "integer. Pass 1 or more."
         )
     if value < 1:
-        raise ConfigurationError(f"initialize_ub: {name} = {value} is not positive.")
+        raise ConfigurationError(
+            f"initialize_ub: {name} = {value} is not positive. Pass 1 or more."
+        )
     return int(value)
 
 
@@ -340,17 +347,23 @@ def _read_mesh(mesh, axes, tp_size) -> Mesh:
     if size != tp_size:
         raise ConfigurationError(
             f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
-            f"{size} devices. Both must be equal."
+            f"{size} devices. Pass tp_size={size}, or a mesh with {tp_size} there."
         )
     return mesh
 
 
 def _consecutive(axes, tp_size):
     devices = jax.devices()
+    if len(devices) < tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but jax has {len(devices)} devices. "
+            f"Pass at most {len(devices)}, or start jax with more; on CPUs "
+            f'jax.config.update("jax_num_cpu_devices", {tp_size}) before its first use.'
+        )
     if len(axes) > 1 or len(devices) % tp_size:
         raise ConfigurationError(
             f"initialize_ub: {len(devices)} devices do not make groups of tp_size = "
-            f"{tp_size} on {axes}. Pass mesh=."
+            f"{tp_size} on {axes}. Pass mesh=, which says how they lie."
         )
     groups = np.array(devices).reshape(-1, tp_size)
     return Mesh(groups, (f"replicas of {axes[0]}", *axes))

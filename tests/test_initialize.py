@@ -191,9 +191,14 @@ REFUSALS = {
     "no shape": (dict(shape=64), ValueError, r"is not \[T, H\]"),
     "no tokens": (dict(shape=(0, 32)), ValueError, "is not positive"),
     "half a token": (dict(shape=(64.5, 32)), TypeError, "not an integer"),
-    "no rank": (dict(tp_size=0), ValueError, "is not positive"),
+    "no rank": (dict(tp_size=0), ValueError, "tp_size = 0 is not positive. Pass 1"),
     "a true rank": (dict(tp_size=True), TypeError, "not an integer"),
-    "another tp_size": (dict(tp_size=2), ValueError, "the mesh has 4 devices"),
+    "another tp_size": (
+        dict(tp_size=2),
+        ValueError,
+        r"tp_size = 2, but axis \('tp',\) of the mesh has 4 devices. Pass tp_size=4",
+    ),
+    "an axis twice": (dict(axis_name=("tp", "tp")), ValueError, "Name each once"),
     "another axis": (dict(axis_name="model"), ValueError, "not 'model'"),
     "no axis": (dict(axis_name=None), ValueError, "axis_name = None is not the name"),
     "a number as axis": (dict(axis_name=3), ValueError, r"axis_name = \(3,\) is not"),
@@ -231,6 +236,13 @@ def test_what_is_refused(case):
         ub.initialize_ub(**given)
     assert isinstance(caught.value, ub.errors.UbError)
     assert not ub.is_ub_initialized()
+
+
+def test_more_ranks_than_devices_are_refused():
+    here = len(jax.devices())
+    text = rf"tp_size = {here + 1}, but jax has {here} devices. Pass at most {here}, or"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        ub.initialize_ub(SHAPE, here + 1)
 
 
 def test_devices_that_make_no_groups_are_refused():

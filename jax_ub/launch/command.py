@@ -101,19 +101,22 @@ def _check(given):
     for name in ("processes", "devices_per_process"):
         if getattr(given, name) < 1:
             option = "-n" if name == "processes" else "--devices-per-process"
-            raise LaunchError(f"{option} {getattr(given, name)}: give at least 1.")
+            raise LaunchError(
+                f"launch: {option} {getattr(given, name)}: give at least 1."
+            )
     if given.hosts < 1 or given.processes % given.hosts:
         raise LaunchError(
-            f"--hosts {given.hosts} cannot share -n {given.processes} processes "
-            "equally. Give a divisor of that."
+            f"launch: --hosts {given.hosts} cannot share -n {given.processes} "
+            "processes equally. Give a divisor of that."
         )
     for name in ("timeout", "linger", "grace"):
         value = getattr(given, name)
         if value is not None and not value >= 0:
-            raise LaunchError(f"--{name} {value}: give a number of seconds.")
+            raise LaunchError(f"launch: --{name} {value}: give a number of seconds.")
     if not given.module and not os.path.exists(given.program):
         raise LaunchError(
-            f"there is no script {given.program!r}. To run a module, put -m before it."
+            f"launch: there is no script {given.program!r}. To run a module, put -m "
+            "before it."
         )
 
 

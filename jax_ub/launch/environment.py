@@ -39,8 +39,8 @@ def environment(
     """
     if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
         raise LaunchError(
-            f"XLA_FLAGS has {_DEVICE_COUNT_FLAG}, which JAX refuses beside the number "
-            "of devices that launch sets. Take it out of XLA_FLAGS and pass "
+            f"launch: XLA_FLAGS has {_DEVICE_COUNT_FLAG}, which JAX refuses beside the "
+            "number of devices that launch sets. Take it out of XLA_FLAGS and pass "
             "--devices-per-process."
         )
     first = process * devices_per_process

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ub import methods, simulate
+from jax_ub.errors import ShapeContractError
 from jax_ub.explain import Row, Table
 from jax_ub.methods import Method
 from jax_ub.ops.basic.all_gather import AllGather
@@ -51,6 +52,22 @@ class Sizes:
     dtype: Any
     hardware: Any
     waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        """Checks the numbers.
+
+        Raises:
+            ShapeContractError: if one is no positive integer.
+        """
+        for name in ("tokens", "num_ranks"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | np.integer)
+            if value is None or (is_number and value is not True and value > 0):
+                continue
+            raise ShapeContractError(
+                f"explain: {name} = {value!r} is not a positive integer. Pass one, or "
+                "leave it out."
+            )
 
     def ranks_on(self, axis_name: str) -> int | None:
         """The size of an axis, as far as it is known."""

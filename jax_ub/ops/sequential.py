@@ -72,6 +72,9 @@ class Sequential(Operation):
 
         Returns:
             A table with a row for the forward and for the backward of every linear.
+
+        Raises:
+            ShapeContractError: if `tokens` or `num_ranks` is no positive integer.
         """
         sizes = Sizes(tokens, num_ranks, dtype, hardware, exposed(trace))
         return explain(OperationFuser(self._ops), sizes)

@@ -47,6 +47,7 @@ def dot_general(
 
     Raises:
         UnknownNameError: if there is no such kind or method.
+        ShapeContractError: if `mesh` is none.
     """
     return DotGeneral(
         Placement(

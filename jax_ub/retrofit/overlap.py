@@ -57,8 +57,9 @@ def overlap(
     Raises:
         UnknownNameError: if a rule matches no layer, is no regular expression, or names
             no kind.
-        ShapeContractError: if the model has no linear layer, a kernel is sharded the
-            other way than its rule says, or "auto" finds no sharded kernel.
+        ShapeContractError: if the model has no linear layer, `mesh` is none, a kernel
+            is sharded the other way than its rule says, or "auto" finds no sharded
+            kernel.
         UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
             own.
     """

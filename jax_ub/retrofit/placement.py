@@ -65,6 +65,7 @@ class Placement:
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`.
+        ShapeContractError: if `mesh` is none.
     """
 
     parallel: str | None
@@ -84,6 +85,12 @@ class Placement:
             names = self.data_axes
             names = (names,) if isinstance(names, str) else tuple(names)
             object.__setattr__(self, "data_axes", names)
+        if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
+            raise ShapeContractError(
+                f"{self.op}: mesh = {self.mesh!r} is of type "
+                f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh, or None for "
+                "that of jax.set_mesh or of the arrays."
+            )
         methods.resolve(self.op, self.method, None)
 
     @property

@@ -41,6 +41,11 @@ def layer(*sizes, parallel="column", **options):
             "'colum' is not a way to shard a kernel. Did you mean 'column'?",
         ),
         (
+            lambda: layer(mesh=4),
+            ShapeContractError,
+            "linear(parallel='column'): mesh = 4 is of type int. Pass a jax.sharding.M",
+        ),
+        (
             lambda: layer(method="ring_exchang"),
             UnknownNameError,
             "method = 'ring_exchang' is not a method. Did you mean 'ring_exchange'?",

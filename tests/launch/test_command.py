@@ -263,10 +263,10 @@ def test_jax_finds_the_other_processes_without_arguments(script):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-n", "0", "x.py"), "error: -n 0: give at least 1"),
+        (("-n", "0", "x.py"), "error: launch: -n 0: give at least 1"),
         (("--devices-per-process", "-1", "x.py"), "process -1: give at least 1"),
-        (("-n", "3", "--hosts", "2", "x.py"), "--hosts 2 cannot share -n 3 processes"),
-        (("--timeout", "-1", "x.py"), "--timeout -1.0: give a number of seconds"),
+        (("-n", "3", "--hosts", "2", "x.py"), "launch: --hosts 2 cannot share -n 3"),
+        (("--timeout", "-1", "x.py"), "launch: --timeout -1.0: give a number"),
         (("no_such.py",), "no script 'no_such.py'. To run a module, put -m before"),
         ((), "arguments are required: script.py"),
     ],

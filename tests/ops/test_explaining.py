@@ -183,3 +183,11 @@ def test_a_trace_says_how_long_ranks_waited():
         forward.measured_exposed_s + backward.measured_exposed_s
     )
     assert seq.explain().rows[0].measured_exposed_s is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "num_ranks"])
+@pytest.mark.parametrize("value", [0, -4, "4", 4.0, True])
+def test_numbers_that_count_nothing_are_refused(name, value):
+    text = f"explain: {name} = {value!r} is not a positive integer. Pass one"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        mlp().explain(**{"tokens": 64, "num_ranks": 4, name: value})

@@ -182,3 +182,14 @@ def test_shards_that_would_miss_their_communication_are_refused():
             in_specs=(P(), P("tp")),
             out_specs=P(),
         )(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
+
+
+@pytest.mark.parametrize("mesh", [4, jax.devices, "tp"], ids=["size", "list", "axis"])
+def test_what_is_no_mesh_is_refused(mesh):
+    mesh = mesh() if callable(mesh) else mesh
+    text = rf"linear\(parallel='column'\): mesh = .* {type(mesh).__name__}. Pass a jax"
+    with pytest.raises(ShapeContractError, match=text):
+        ub.dot_general("column", mesh=mesh)
+    model = nnx.Sequential(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+    with pytest.raises(ShapeContractError, match="Pass a jax.sharding.Mesh"):
+        ub.overlap(model, {r".*": "column"}, mesh=mesh)

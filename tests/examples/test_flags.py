@@ -1,0 +1,57 @@
+"""What the examples refuse, and what they say to give instead."""
+
+import importlib
+import re
+import sys
+
+import jax
+import pytest
+
+fusible_ops = importlib.import_module("fusible_ops")
+multihost = importlib.import_module("multihost")
+
+
+def flags_of(program, text, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["example.py", *text.split()])
+    return program.parse_flags()
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "message"),
+    [
+        (fusible_ops, "--tp 0", "--tp 0 is not positive"),
+        (fusible_ops, "--head-dim -8", "--head-dim -8 is not positive"),
+        (fusible_ops, "--tp 3", "--tokens 256 is no multiple of 3.*give 258"),
+        (fusible_ops, "--tp 16", "--width 256 is no multiple of 512.*give 512"),
+        (multihost, "--tp 0", "--tp 0: give at least 1"),
+        (multihost, "--seq-len 0", "--seq-len 0: give at least 1"),
+    ],
+)
+def test_wrong_flags_are_refused(program, text, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as caught:
+        flags_of(program, text, monkeypatch)
+    assert caught.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, error), error
+
+
+def test_fewer_devices_than_ranks_are_refused(monkeypatch):
+    num, wanted = len(jax.devices()), 4 * len(jax.devices())
+    text = f"--tp {wanted} --tokens {wanted} --width {wanted} --head-dim 1"
+    flags = flags_of(fusible_ops, text, monkeypatch)
+    with pytest.raises(SystemExit, match=f"--tp {wanted} .* but jax has {num}: give"):
+        fusible_ops.Model(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "tp", "message"),
+    [
+        ("--seq-len 30", 4, "--seq-len 30 does not divide into the 4.*give 32, or"),
+        ("--d-model 30 --seq-len 32", 16, "--d-model 30 does not divide.*give 32, or"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(text, tp, message, monkeypatch):
+    flags = flags_of(multihost, text, monkeypatch)
+    with pytest.raises(SystemExit, match=message):
+        multihost.check_sizes(flags, tp)
+    multihost.check_sizes(flags, 2)
