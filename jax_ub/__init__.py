@@ -1,4 +1,12 @@
-"""jax_ub: GEMMs that overlap with their communication, as XLA FFI calls."""
+"""jax_ub: GEMMs that overlap with their communication, as XLA FFI calls.
+
+In all docstrings `M` is tokens, `K` the contracting size, `N` the output's, `P` the
+number of ranks; arrays are one rank's, in f32, bf16 or f16, where nothing else is said.
+Names that end in `_s` are seconds, in `_bytes` bytes. "Raises" is what a call raises
+when it is traced: what fails in a program that runs is `jax.errors.JaxRuntimeError`,
+which `ub.errors.raised` turns into `CommunicatorError`. "Transformer Engine" names the
+feature that a function is after.
+"""
 
 from jax_ub import errors as errors
 from jax_ub import overlap_config as overlap_config

@@ -57,6 +57,9 @@ def initialize_ub(  # noqa: PLR0913, pinned
     of a host are connected. All processes of the mesh call it, with the same arguments,
     before they trace what uses it.
 
+    Transformer Engine: `initialize_ub`, by these names; it knows no `mesh` and no
+    `axis_name`.
+
     Args:
         shape: the capacity, `[T, H]`: tokens of all ranks together, with all batch
             axes, and features. Calls may communicate up to T * H elements.
@@ -81,7 +84,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         ConfigurationTypeError: if a value is of another type.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
         LifecycleError: if the axis is initialised already.
-        CommunicatorError: if another process refused, or differs.
+        CommunicatorError: if another process refused, or differs, or there is no memory
+            for the buffers.
         TimeoutError: if processes were missing when the deadline passed.
     """
     axes, domain = axis_tuple(axis_name), None
@@ -130,6 +134,8 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     Programs that were compiled with it and cross processes cannot run any more; trace
     them anew after the next `initialize_ub`.
 
+    Transformer Engine: `destroy_ub`.
+
     Args:
         axis_name: which axis; None means all of them. One that was not initialised, or
             is destroyed already, is nothing to do.
@@ -144,7 +150,16 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
-    """Says whether `initialize_ub` was called, for this axis or for any."""
+    """Says whether `initialize_ub` was called, and `destroy_ub` was not.
+
+    Transformer Engine: none.
+
+    Args:
+        axis_name: for which axis; None means any.
+
+    Returns:
+        True or False.
+    """
     wanted = None if axis_name is None else axis_tuple(axis_name)
     return any(wanted in (None, domain.axis_name) for domain in overlaps.domains())
 
@@ -157,15 +172,21 @@ def get_ub(
 ) -> Overlap:
     """Returns one named overlap, to look at.
 
+    Transformer Engine: `get_ub`.
+
     Args:
         name: its name, such as "qkv_fprop".
         use_fp8: whether the one for FP8 operands.
         axis_name: its axis; None where only one has the name.
 
+    Returns:
+        A `CommOverlapP2P` where the method is "ring_exchange", else a `CommOverlap`.
+
     Raises:
         LifecycleError: if nothing was initialised.
         ConfigurationTypeError: if `use_fp8` is a quantization mode.
-        UnknownOverlapError: if there is no such overlap; a `KeyError` too.
+        UnknownOverlapError: if there is no such overlap, or several axes have it; a
+            `KeyError` too.
     """
     return overlaps.get(name, use_fp8, axis_tuple(axis_name) or None)
 

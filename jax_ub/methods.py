@@ -13,12 +13,14 @@ from jax_ub.errors import UnknownNameError, nearest
 
 
 class Method(enum.Enum):
-    """How GEMM and communication are combined; the names are Transformer Engine's.
+    """How GEMM and communication are combined.
 
     `AUTO` chooses, and falls back to `XLA` where the engine cannot run. `DIRECT` reads
     the peers in place. `RING_EXCHANGE` and `PIPELINE` move chunks through slots while
     others are multiplied, `BULK` communicates beside an independent GEMM, `EXTERNAL`
     before or after its own. `XLA` is plain `jax.lax`, the reference.
+
+    Transformer Engine: `ring_exchange`, `pipeline`, `bulk` and `external` of `ub_cfgs`.
     """
 
     AUTO = "auto"
@@ -159,7 +161,10 @@ def called_instead(scope: str) -> str | None:
 def fallbacks() -> tuple[Fallback, ...]:
     """Returns the latest 1024 automatic calls that were not overlapped, oldest first.
 
-    One for each time that such a call was lowered: `.label` names it, `.reason` says
-    why it became plain `jax.lax`.
+    Transformer Engine: none.
+
+    Returns:
+        One for each time that such a call was lowered: `.label` names it, `.reason`
+        says why it became plain `jax.lax`.
     """
     return tuple(_FALLBACKS)

@@ -1,6 +1,7 @@
 """The names that code outside the project relies on, and their signatures."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -45,11 +46,35 @@ def test_signature_is_the_pinned_one(name):
     assert all(found[parameter].default in (None, False) for parameter in extra)
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+PUBLIC = [name for name, found in vars(ub).items() if getattr(found, "__doc__", None)]
+FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(ub, name))]
+CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(ub, name))]
+# They look at what is there, or do nothing where there is nothing to do.
+RAISE_NOTHING = {
+    "destroy_ub",
+    "fallbacks",
+    "is_ub_initialized",
+    "memory_report",
+    "overlapped",
+    "register_targets",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_public_function_says_what_it_does(name):
-    text = getattr(ub, name).__doc__
-    assert "Args:" in text
-    assert "Raises:" in text
+    function, text = getattr(ub, name), getattr(ub, name).__doc__
+    signature = inspect.signature(function)
+    assert ("Args:" in text) == bool(signature.parameters)
+    for parameter in signature.parameters:
+        assert re.search(rf"^ +\**{parameter}: ", text, re.MULTILINE), parameter
+    returns = signature.return_annotation is not None
+    assert ("Returns:" in text or "Yields:" in text) == returns
+    assert ("Raises:" in text) == (name not in RAISE_NOTHING)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
+def test_every_public_name_says_where_it_is_from(name):
+    assert "Transformer Engine: " in getattr(ub, name).__doc__
 
 
 @pytest.mark.parametrize("kind", [jax_ub.flax, jax_ub.flax.linen])

@@ -23,14 +23,22 @@ _MOST_SPLITS = 128
 
 
 class CommOverlapType(enum.Enum):
-    """What a named overlap communicates; the names are Transformer Engine's."""
+    """What a named overlap communicates: `AG` gathers, `RS` sums and scatters.
+
+    Transformer Engine: `CommOverlapType`.
+    """
 
     AG = "AG"
     RS = "RS"
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """What the buffers of a named overlap hold; the names are Transformer Engine's."""
+    """What the buffers of a named overlap hold.
+
+    `NONE` is operands in a dtype of their own, `FP8` quantized ones, a byte an element.
+
+    Transformer Engine: `UserBufferQuantizationMode`.
+    """
 
     NONE = "none"
     FP8 = "fp8"

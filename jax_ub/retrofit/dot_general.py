@@ -30,6 +30,9 @@ def dot_general(
 
         nn.Dense(features, dot_general=ub.dot_general("column"))
 
+    It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, which it lays
+    out on the mesh, or a rank's own inside `jax.shard_map`. Transformer Engine: none.
+
     Args:
         kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
             gathered) or "row" (its in dimensions; the result is summed and scattered).

@@ -39,6 +39,8 @@ def overlap(
     `overlapped` lists the result. A layer with a `dot_general` of its own, such as a
     quantized one, keeps it: "auto" leaves it alone, and `ub.fallbacks` says so.
 
+    Transformer Engine: none.
+
     Args:
         model: the model, an `nnx.Module`.
         rules: "auto" goes by the kernels' sharding: "column" where an out dimension is
@@ -96,7 +98,16 @@ def overlap(
 
 
 def overlapped(model: Any) -> dict[str, str]:
-    """Lists the layers that `overlap` reached: {path: "column" or "row"}."""
+    """Lists the layers that `overlap` reached.
+
+    Transformer Engine: none.
+
+    Args:
+        model: the model, an `nnx.Module`.
+
+    Returns:
+        By path, such as "layers.0.up", "column" or "row".
+    """
     return {
         path: layer.dot_general.kind
         for path, layer in _linear_layers(model)

@@ -44,7 +44,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
 ):
     """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
 
-    Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`.
+    Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,
+    summed in f32 and rounded once.
     Its backward reduce-scatters the gradient of `x`, and reads or gathers `x` again for
     that of `w`, unless `return_gathered` made the forward save it (as the checkpoint
     name "jax_ub.gathered", which a remat policy may drop).
@@ -77,8 +78,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
             of that `ub_name`.
-        UnsupportedOverlapError: if the method that was named cannot run here, or the
-            name is configured for another op.
+        UnsupportedOverlapError: if the method that was named cannot run here, the name
+            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
     site = open_site(OP, axis_name, ub_name, method)
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed)

@@ -24,13 +24,15 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
 
     Args:
         x: any shape.
-        axis_name: the mesh axis to sum over.
+        axis_name: the mesh axis, of size P, to sum over.
 
     Returns:
         The sum, in f32, rounded once to the dtype of `x`; the same on every rank.
 
     Raises:
-        ShapeContractError: if `x` is not a float, or the axis not a manual mesh axis.
+        ShapeContractError: if `x` is empty, no f32, bf16 or f16, or larger than the
+            capacity of `initialize_ub`, or the axis is not a manual mesh axis.
+        UnsupportedOverlapError: if `jax.shard_map` leaves mesh axes to XLA.
     """
     site = open_site(OP, axis_name, None, None)
     shapes.check_float(site.label, x=x)

@@ -28,6 +28,8 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
 
     Raises:
         ShapeContractError: if the operands do not fit each other.
+        UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
+            over all of its axes.
     """
     site = open_local_site(OP)
     shapes.check_rank(OP, "dy", dy, 1)

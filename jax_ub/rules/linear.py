@@ -80,12 +80,17 @@ def linear(  # noqa: PLR0913, pinned
         rhs_transposed: whether the kernel is `[out, in]`, such as an embedding that the
             output projection reuses: `w.T` would be a copy of it. Not for "row".
 
+    Returns:
+        What the table says, summed in f32 and rounded once to the dtype of `x`.
+
     Raises:
-        ShapeContractError: if the operands do not fit each other or the mesh.
+        ShapeContractError: if the operands do not fit each other, the mesh, or the
+            capacity of `initialize_ub`.
         UnknownNameError: if there is no such `parallel` or method, or `initialize_ub`
             made no overlap of that `ub_name`.
         UnsupportedOverlapError: if the method that was named cannot run here, the name
-            is configured for another op, or there is no such layer.
+            is configured for another op, there is no such layer, or `jax.shard_map`
+            leaves mesh axes to XLA.
     """
     _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
     op, product = _FUSED.get((parallel, sequence_parallel), (OP, _whole_rows_at))

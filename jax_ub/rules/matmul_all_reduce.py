@@ -31,8 +31,9 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 ) -> jax.Array:
     """Multiplies this rank's features and sums the products over the ranks.
 
-    Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`: bias and residual
-    are the same on every rank and are added once, after the reduction.
+    Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
+    rounded once: bias and residual are the same on every rank and are added once, after
+    the reduction.
 
     Under `jax.shard_map(check_vma=True)` the result does not vary over `axis_name`, and
     neither does its gradient, so the backward does not communicate. With
@@ -60,11 +61,11 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 
     Raises:
         ShapeContractError: if the operands do not fit each other, the mesh, or the
-            capacity of `initialize_ub`.
+            capacity of `initialize_ub`, or bias or residual differ between ranks.
         UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
             of that `ub_name`.
-        UnsupportedOverlapError: if the method that was named cannot run here, or the
-            name is configured for another op.
+        UnsupportedOverlapError: if the method that was named cannot run here, the name
+            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
     return matmul_all_reduce_at(
         open_site(OP, axis_name, ub_name, method),

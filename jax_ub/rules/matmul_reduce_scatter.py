@@ -28,8 +28,9 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     """Multiplies this rank's features and scatters the rows of the sum over the ranks.
 
     Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
-    tiled=True) + bias + residual`. The products are summed in f32 and rounded once. Its
-    backward gathers the gradient of the result once, for dgrad and wgrad.
+    tiled=True) + bias + residual`, summed in f32 and rounded once. Its backward reads
+    the gradient of the result where the peers have it, or gathers it once, for dgrad
+    and wgrad.
 
     Transformer Engine: a row-parallel linear with `ub_overlap_rs`.
 
@@ -54,8 +55,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
             capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
             of that `ub_name`.
-        UnsupportedOverlapError: if the method that was named cannot run here, or the
-            name is configured for another op.
+        UnsupportedOverlapError: if the method that was named cannot run here, the name
+            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
     return matmul_reduce_scatter_at(
         open_site(OP, axis_name, ub_name, method),

@@ -20,13 +20,15 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
     Args:
         x: activations, `[..., K]`.
         dy: gradient of the layer's result, `[..., N]`.
-        main_grad: accumulator, `[K, N]`, usually f32.
+        main_grad: accumulator, `[K, N]`, usually f32; bf16 and f16 round each time.
 
     Returns:
         `[K, N]`, summed in f32 and rounded once to the dtype of `main_grad`.
 
     Raises:
         ShapeContractError: if the operands do not fit each other.
+        UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
+            over all of its axes.
     """
     site = open_local_site(OP)
     shapes.check_rank(OP, "x", x, 1)

@@ -319,7 +319,7 @@ def check_communicators() -> None:
     """Raises the first failure of ranks that `initialize_ub` has connected, if any.
 
     A GPU's waits end on the device, and the host hears of it at the next call, or here:
-    after a failure the results of that call are NaN.
+    after a failure the results of that call are NaN. Transformer Engine: none.
 
     Raises:
         TimeoutError: if a rank waited for its peers until its deadline.

@@ -17,7 +17,7 @@ def register_targets() -> None:
     """Hands the handlers of every engine that this process has devices for to XLA.
 
     Every lowering does this. Only a process that runs programs which another one
-    exported or compiled calls it, before it loads them.
+    exported or compiled calls it, before it loads them. Transformer Engine: none.
     """
     engine.register_targets()
     if cuda.local_devices() and cuda.why_not() is None:

@@ -39,7 +39,21 @@ class LayerPath(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """One named overlap: how the calls of its name communicate, and in which buffer."""
+    """One named overlap: how the calls of its name communicate, and in which buffer.
+
+    Attributes:
+        name: such as "qkv_fprop".
+        method: such as "ring_exchange".
+        comm_type: whether it gathers or reduce-scatters.
+        config: all keys of its configuration.
+        buffer_shape: `[rows, features]` of what a rank's buffer holds at capacity.
+        buffer_dtype: dtype of that; uint8 for FP8.
+        mode: of the operands.
+        axis_name: its mesh axis.
+        tp_size: P, the size of that.
+        is_configured: whether the user configured it.
+        size_bytes: of the buffer at capacity.
+    """
 
     name: str
     method: str
@@ -59,11 +73,17 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """An overlap whose ranks communicate all together, as collectives do."""
+    """An overlap whose ranks communicate all together, as collectives do.
+
+    Transformer Engine: `CommOverlap`. Attributes: see `runtime.overlaps.Overlap`.
+    """
 
 
 class CommOverlapP2P(Overlap):
-    """An overlap whose chunks go from rank to rank: `ring_exchange`."""
+    """An overlap whose chunks go from rank to rank: `ring_exchange`.
+
+    Transformer Engine: `CommOverlapP2P`. Attributes: see `runtime.overlaps.Overlap`.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,13 +45,19 @@ def trace(
     they are there. In a job of several processes each writes a file of its own,
     "step.0.json" and so on; `--merge` takes all of those.
 
+    Transformer Engine: none.
+
     Args:
         path: where to; None only keeps the trace, in `.trace` of what this yields.
         events_per_thread: how much room every thread gets, 32 bytes a span; what comes
             behind is dropped and counted.
 
+    Yields:
+        A `Recording`, whose `.trace` there is after the block: spans in ns.
+
     Raises:
         TraceError: inside another trace.
+        ValueError: if there is no room for one event.
     """
     if _running:
         raise TraceError(

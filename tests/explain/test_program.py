@@ -212,6 +212,11 @@ def test_a_step_of_flax_is_explained_before_and_after_it_has_run():
             step(model, x)
 
 
+def test_hardware_that_is_not_known_is_refused_without_a_call_too():
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'h100'"):
+        ub.explain(jnp.sin, jnp.ones(2), hardware="h1000")
+
+
 def test_times_are_those_of_the_hardware_that_is_asked_for():
     slow, fast = (
         ub.explain(mlp(), *operands(), hardware=name).rows[0].predicted_s
