@@ -18,6 +18,7 @@ from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
 from jax_ub.ops.channels import describe
 from jax_ub.ops.operation import FusedOperation, Op, num_ranks
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.mesh import axis_tuple
 from jax_ub.rules.site import Site, label_of, plan_site
 from jax_ub.runtime import overlaps
@@ -142,7 +143,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
     site = _planned(op, axis_name, mode, ranks, type(window).__name__)
-    site = site if name == "forward" else site.dgrad
+    site = site if name == "forward" else _backward_site(op, mode, site, sizes)
     steps = _steps(op, mode, name, is_on, site)
     communicates = [step for step in steps if step[0] not in ("matmul", "wgrad")]
     if not communicates:
@@ -168,6 +169,18 @@ def _planned(op, axis_name, mode, ranks, name) -> Site:
     configured = op.comm_name if ranks is not None else None
     site = plan_site(name, axes, ranks or 1, configured, method, like=like)
     return dataclasses.replace(site, label=label_of(name, op.comm_name))
+
+
+def _backward_site(op, mode, site, sizes):
+    """As the gradients run; of a column linear as they were tuned for these sizes."""
+    site = site.dgrad
+    if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
+        return site
+    dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
+    site = site.with_dtypes(dtype, dtype)
+    return site.as_tuned(
+        COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
+    )
 
 
 def _reason(site, is_on, reasons):

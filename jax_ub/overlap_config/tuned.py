@@ -26,8 +26,21 @@ METHODS = (
     Method.EXTERNAL,
     Method.XLA,
 )
-# What has a choice: the products that are one with their communication.
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+# dgrad and wgrad of a column layer with the gather and the reduction they need, beside
+# other products ("bulk") or one with their own. M, K, N are those of its forward.
+COLUMN_GRADIENTS = "column_gradients"
+# What has a choice: else the products that are one with their communication.
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    COLUMN_GRADIENTS,
+)
+
+
+def methods_of(op: str) -> tuple[Method, ...]:
+    """The methods that can be chosen for one of `OPS`."""
+    return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +190,7 @@ def _read_entry(entry: dict[str, Any]):
     case = Case(**{name: entry[name] for name in names})
     if case.op not in OPS:
         raise UnknownNameError(f"no op {case.op!r}. {nearest(case.op, OPS)}")
-    methods = [method.value for method in METHODS]
+    methods = [method.value for method in methods_of(case.op)]
     if entry["method"] not in methods:
         raise UnknownNameError(
             f"no method {entry['method']!r}. {nearest(entry['method'], methods)}"

@@ -1,8 +1,11 @@
 """The gradients of AG+GEMM: how each method combines dgrad, wgrad and communication."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.bulk_reduce_scatter import bulk_reduce_scatter
@@ -39,13 +42,22 @@ def column_gradients(
     if not dys:
         return _scattered(site, ws, d_gathered, site.dtype), {}
     # Beside a gather kernels are [in, out].
-    is_bulk = site.communicates_beside and not site.rhs_transposed
-    if is_bulk and x is not None and ws is not None:
+    may_be_bulk = x is not None and ws is not None and not site.rhs_transposed
+    if may_be_bulk:
+        site = _as_tuned(site, x, gradients)
+    if may_be_bulk and site.communicates_beside:
         dx, dws = _bulk(site, x, gradients, ws, main_grads)
     else:
         dx = _dgrad(site, gradients, ws, d_gathered)
         dws = _wgrad(site, x, gathered, gradients, main_grads)
     return dx, dict(zip(dys, dws, strict=False))
+
+
+def _as_tuned(site, x, dys):
+    """The call as both gradients were the fastest together, of these sizes."""
+    M = math.prod(dys[0].shape[:-1])
+    N = site.num_ranks * sum(dy.shape[-1] for dy in dys)
+    return site.as_tuned(COLUMN_GRADIENTS, M, x.shape[-1], N)
 
 
 def _scattered(site, ws, d_gathered, dtype):

@@ -14,7 +14,7 @@ from jax_ub import methods, shapes
 from jax_ub.errors import UnknownNameError
 from jax_ub.methods import Method
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
-from jax_ub.overlap_config.tuned import Choices
+from jax_ub.overlap_config.tuned import Case, Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import mesh, varying
 from jax_ub.rules.named import Way, ways_of
@@ -36,6 +36,7 @@ class Site:
     num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
     tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
     choices: Choices | None = None  # of tuned methods, for "auto"
+    is_chosen: bool = False  # the method is one of those: nobody asked for it
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
@@ -79,6 +80,19 @@ class Site:
         """The same call, for a gradient of the kernel of this dtype."""
         return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
+    def as_tuned(self, op: str, M: int, K: int, N: int) -> "Site":
+        """The same call as `op` was the fastest, where that was found out.
+
+        The file's choices are the same on every rank, and so are the global sizes.
+        """
+        if self.method is not Method.AUTO or self.choices is None:
+            return self
+        case = Case(op, self.num_ranks, M, K, N, str(self.dtype))
+        choice = self.choices.by_case.get(case)
+        if choice is None:
+            return self
+        return dataclasses.replace(choice.apply(self), is_chosen=True)
+
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""
         own = self.axis_name if self.is_tracked else ()
@@ -93,6 +107,7 @@ class Site:
             "num_splits": self.num_splits if method is Method.PIPELINE else 0,
             "tuning": self.tuning,
             "choices": self.choices if method is Method.AUTO else None,
+            "is_chosen": self.is_chosen,
             "label": self.label,
         }
 
@@ -127,7 +142,7 @@ class Site:
     @property
     def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
-        chosen = self.method is Method.AUTO
+        chosen = self.is_chosen or self.method is Method.AUTO
         return self.over_ranks(Method.BULK) | {"is_chosen": chosen}
 
     @property
@@ -138,7 +153,11 @@ class Site:
     @property
     def local(self) -> dict[str, Any]:
         """Where a GEMM without communication runs."""
-        return {"method": self.method.alone, "label": self.label}
+        return {
+            "method": self.method.alone,
+            "is_chosen": self.is_chosen,
+            "label": self.label,
+        }
 
 
 def open_site(

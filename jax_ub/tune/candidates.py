@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jax_ub.methods import Method, Variant, has_pairs
-from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import heap_bytes
 
@@ -19,13 +19,21 @@ _ALGORITHMS = (1, 2, 3)
 _F32_BYTES = 4
 
 
-def candidates(case: Case, is_cuda: bool) -> list[Choice]:
+def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[Choice]:
     """Every choice, the likeliest first, and not to overlap at all last.
 
     On a GPU the streams of products and the multiprocessors that they leave free are
     choices too, and cuBLASLt's algorithm where those are the defaults; communication is
     the copy engines', which take no multiprocessors.
+
+    Args:
+        case: what is chosen for.
+        is_cuda: whether it runs on GPUs.
+        dgrad: of a column layer's gradients: what was chosen for its dgrad's product,
+            which is a GEMM+RS.
     """
+    if case.op == COLUMN_GRADIENTS:
+        return _of_column_gradients(is_cuda, dgrad)
     ways = list(_ways(case, is_cuda))
     if is_cuda:
         tunings = [
@@ -34,6 +42,21 @@ def candidates(case: Case, is_cuda: bool) -> list[Choice]:
         ]
         ways = [_tuned(way, tuning) for tuning, way in itertools.product(tunings, ways)]
     return [*ways, Choice(Method.XLA)]
+
+
+def _of_column_gradients(is_cuda, dgrad):
+    """Bulk, whose products are one after the other: streams change nothing.
+
+    Else the dgrad's own communication, and then the wgrad.
+    """
+    apart = Choice(Method.RING_EXCHANGE) if is_cuda else Choice(Method.DIRECT)
+    tunings = [Tuning()]
+    if is_cuda:
+        tunings += [Tuning(sm_margin=margin) for margin in _MARGINS if margin]
+        tunings += [Tuning(gemm_algorithm=number) for number in _ALGORITHMS]
+    bulk = [Choice(Method.BULK, tuning=tuning) for tuning in tunings]
+    choices = [*bulk, apart, dgrad or apart, Choice(Method.XLA)]
+    return list(dict.fromkeys(choices))
 
 
 def _tuning(num_lanes, sm_margin):

@@ -16,12 +16,12 @@ from jax_ub.bench.workloads import Shape
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import Case
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.runtime import cuda
 from jax_ub.runtime.tuned import maker
 from jax_ub.simulate import models
 from jax_ub.tune.candidates import candidates
-from jax_ub.tune.measure import Timed, cases, measure
+from jax_ub.tune.measure import Timed, cases, dgrad_of, measure
 
 _TOKENS = 8192
 
@@ -78,7 +78,10 @@ def command(given: argparse.Namespace) -> int:
     print(f"jax_ub tune on {here}\n\n{_head()}")
     for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes):
         for case in cases(shape, num_ranks, DTYPES[name]):
-            timed, refused = measure(case, candidates(case, is_cuda), given.rounds)
+            # Tuned before it.
+            dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
+            choices = candidates(case, is_cuda, dgrad)
+            timed, refused = measure(case, choices, given.rounds)
             times_us = {str(one.choice): one.us for one in timed}
             found[case] = (timed[0].choice, times_us)
             tuned.write(given.output, tunings)

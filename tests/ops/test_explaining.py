@@ -10,7 +10,11 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub import methods, ops
+from jax_ub.methods import Method
 from jax_ub.ops import explaining
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.runtime.tuned import maker
 
 
 def mlp(**down):
@@ -78,6 +82,24 @@ def test_method_decides_what_runs_backward():
         False,
         'method "xla" is plain jax.lax',
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "op"),
+    [
+        (Method.BULK, "bulk_all_gather, bulk_reduce_scatter"),
+        (Method.PIPELINE, "matmul_reduce_scatter, all_gather, wgrad"),
+        (Method.XLA, "matmul_reduce_scatter, all_gather, wgrad"),
+    ],
+)
+def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method, op):
+    case = Case(COLUMN_GRADIENTS, 2, 4096, 64, 256, "bfloat16")
+    tuned.write(tmp_path / "t.json", {maker(): {case: (Choice(method), {})}})
+    monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
+    backward = mlp().explain(4096, num_ranks=2).rows[1]
+    assert (backward.op, backward.method) == (op, method.value)
+    assert backward.overlapped == (method is not Method.XLA)
+    assert mlp().explain(64, num_ranks=2).rows[1].method == "auto"
 
 
 def test_calls_that_fell_back_are_not_on(monkeypatch):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -6,7 +7,7 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError, UnknownNameError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import Case, Choice, Maker
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice, Maker
 from jax_ub.overlap_config.tuning import Tuning
 
 HERE = Maker("cpu avx2, 2 cores", (("jax", "0.10.2"),))
@@ -33,6 +34,14 @@ def test_a_variant_is_written_and_read_by_its_name(tmp_path):
     (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
     assert entry["tuning"] == {"variant": "one_shot"}
     assert tuned.read(path) == {HERE: {CASE: (once, {})}}
+
+
+def test_gradients_of_column_layers_can_be_bulk(tmp_path):
+    bulk = Choice(Method.BULK, tuning=Tuning(gemm_algorithm=2))
+    case = dataclasses.replace(CASE, op=COLUMN_GRADIENTS)
+    written = {HERE: {case: (bulk, {str(bulk): 3.5})}}
+    tuned.write(tmp_path / "tuned.json", written)
+    assert tuned.read(tmp_path / "tuned.json") == written
 
 
 def test_a_choice_is_written_with_what_is_not_default():

@@ -458,35 +458,3 @@ def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
     calls = dict(custom_calls(text))
     assert attribute(calls["all_gather_matmul"], "return_gathered") == 1
     assert attribute(calls["wgrad"], "gather") == 0
-
-
-def backward_of_column(monkeypatch, num_kernels):
-    """The calls of a column layer and its gradients where GPUs are the default."""
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    run = on_ranks(
-        lambda x, w: sum(ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp")),
-        tp_mesh(4),
-        COLUMN,
-        P(None, "tp"),
-    )
-    step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
-    operands = (shape(8, 8, dtype="bfloat16"), shape(8, 8, dtype="bfloat16"))
-    return dict(custom_calls(cuda_text(step, *operands)))
-
-
-@pytest.mark.parametrize(("num_kernels", "sent"), [(1, "bf16"), (2, "f32")])
-def test_where_gpus_are_the_default_a_column_layer_gathers_beside_its_dgrad(
-    engine, monkeypatch, num_kernels, sent
-):
-    calls = backward_of_column(monkeypatch, num_kernels)
-    assert set(calls) == {
-        "all_gather_matmul",
-        "bulk_all_gather",
-        "bulk_reduce_scatter",
-    }
-    assert f"-> (tensor<8x8x{sent}>, tensor<8x8xbf16>" in calls["bulk_all_gather"]
-
-
-def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
-    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
-    assert not backward_of_column(monkeypatch, 3)

@@ -9,7 +9,7 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import communicators
 from jax_ub.runtime.tuned import maker
@@ -93,6 +93,103 @@ def test_the_gradient_takes_the_choice_for_its_sizes(tmp_path, operands):
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
     gradient = jax.grad(lambda x, w: jnp.sum(column()(x, w)))
     assert "num_splits = 2" in lowered(gradient, *operands)
+
+
+def backward(**options):
+    """Gradients of x and w for a given dy."""
+
+    def function(x, w, dy):
+        def forward(x, w):
+            return ub.all_gather_matmul(x, w, axis_name="tp", **options)
+
+        return jax.vjp(forward, x, w)[1](dy)
+
+    (rows, columns), out = COLUMN
+    specs = (rows, columns, out)
+    return on_ranks(function, tp_mesh(2), specs, (rows, columns))
+
+
+@pytest.fixture
+def with_dy(operands):
+    M, _, N = SIZES
+    return *operands, small_integers(2, (M, N))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Method.BULK, {"bulk_all_gather": 1, "bulk_reduce_scatter": 1}),
+        (
+            Method.PIPELINE,
+            {"matmul_reduce_scatter": 1, "all_gather": 1, "wgrad": 1},
+        ),
+        (Method.DIRECT, {"matmul_reduce_scatter": 1, "wgrad": 1}),
+        (Method.XLA, {}),
+    ],
+)
+@pytest.mark.parametrize("num_kernels", [1, 2])
+def test_both_gradients_of_a_column_layer_take_their_choice(
+    tmp_path, with_dy, method, expected, num_kernels
+):
+    path = write(tmp_path / "t.json", Choice(method), COLUMN_GRADIENTS)
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    x, w, dy = with_dy
+
+    def function(x, w, dy):
+        def forward(x, w):
+            ws = tuple(jnp.split(w, num_kernels, -1))
+            ys = ub.all_gather_matmul(x, ws, axis_name="tp")
+            return jnp.concatenate(ys, -1)
+
+        return jax.vjp(forward, x, w)[1](dy)
+
+    (rows, columns), out = COLUMN
+    run = on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
+    # The forward has no use here, and is left out.
+    assert calls(compiled_text(run, *with_dy)) == expected
+    dx, dw = run(*with_dy)
+    assert_equal(dx, dy @ w.T)
+    assert_equal(dw, x.T @ dy)
+
+
+def test_a_named_column_layer_takes_the_choice_of_its_gradients(tmp_path, with_dy):
+    path = write(tmp_path / "t.json", Choice(Method.BULK), COLUMN_GRADIENTS)
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    text = compiled_text(backward(ub_name="qkv"), *with_dy)
+    assert set(calls(text)) == {"bulk_all_gather", "bulk_reduce_scatter"}
+
+
+def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
+    tmp_path, with_dy
+):
+    M, K, N = SIZES
+    product = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
+    both = Case(COLUMN_GRADIENTS, 2, M, K, N, "float32")
+    found = {product: (Choice(Method.PIPELINE, 2), {}), both: (Choice(Method.XLA), {})}
+    tuned.write(tmp_path / "t.json", {maker(): found})
+    ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
+
+    def function(x, w, dy):
+        def forward(x, w):
+            where = {"axis_name": "tp", "return_gathered": True}
+            return ub.all_gather_matmul(x, w, **where)[0]
+
+        return jax.vjp(forward, x, w)[1](dy)
+
+    (rows, columns), out = COLUMN
+    run = on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
+    text = lowered(run, *with_dy)
+    assert "num_splits = 2" in text and "jax_ub$wgrad" in text
+
+
+def test_a_choice_of_gradients_that_cannot_run_falls_back(
+    tmp_path, with_dy, monkeypatch
+):
+    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3), COLUMN_GRADIENTS)
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
+    assert set(calls(compiled_text(backward(), *with_dy))) == {"wgrad"}
+    assert ub.fallbacks()[-1].reason == "it is asked to"
 
 
 def test_a_method_that_is_named_is_taken_in_any_case(tmp_path, operands):

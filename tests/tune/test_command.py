@@ -6,10 +6,12 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import OPS, Case
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, OPS, Case, Choice
+from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.runtime.tuned import maker
 from jax_ub.tune.candidates import candidates
+from jax_ub.tune.measure import dgrad_of
 
 
 def tune(path, *arguments):
@@ -24,7 +26,9 @@ def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
     found = tuned.read(path)[maker()]
     assert [case.op for case in found] == list(OPS)
     for case, (choice, times_us) in found.items():
-        wanted = {str(candidate) for candidate in candidates(case, is_cuda=False)}
+        product = found.get(dgrad_of(case), (None,))[0]
+        choices = candidates(case, is_cuda=False, dgrad=product)
+        wanted = {str(candidate) for candidate in choices}
         assert set(times_us) == wanted
         assert min(times_us, key=times_us.get) == str(choice)
         assert min(times_us.values()) > 0
@@ -59,7 +63,7 @@ def case_of(op, num_ranks, M=8192):
     return Case(op, num_ranks, M, 8192, 8192, "bfloat16")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != COLUMN_GRADIENTS])
 def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
     choices = candidates(case_of(op, 4), is_cuda=True)
     assert len(set(choices)) == len(set(map(str, choices))) == len(choices)
@@ -68,6 +72,21 @@ def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
     assert {choice.tuning.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
     assert all(choice.method is not Method.DIRECT for choice in choices)
     assert choices[-1].method is Method.XLA
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_gradients_of_a_column_layer_are_bulk_or_as_their_dgrad_was_tuned(is_cuda):
+    dgrad = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3))
+    choices = candidates(case_of(COLUMN_GRADIENTS, 4), is_cuda, dgrad)
+    assert len(set(choices)) == len(choices)
+    bulk = [choice for choice in choices if choice.method is Method.BULK]
+    tunings = {(c.tuning.sm_margin, c.tuning.gemm_algorithm) for c in bulk}
+    on_gpus = {(2, 0), (0, 1), (0, 2), (0, 3)}
+    assert tunings == {(0, 0)} | (on_gpus if is_cuda else set())
+    apart = Method.RING_EXCHANGE if is_cuda else Method.DIRECT
+    assert choices[len(bulk) :] == [Choice(apart), dgrad, Choice(Method.XLA)]
+    again = candidates(case_of(COLUMN_GRADIENTS, 4), is_cuda, Choice(Method.XLA))
+    assert again == [*bulk, Choice(apart), Choice(Method.XLA)]
 
 
 def variants(case, is_cuda):

@@ -1,0 +1,113 @@
+"""How the gradients of AG+GEMM are lowered where GPUs are the default."""
+
+import jax
+import pytest
+from cuda_programs import StandIn, attribute, cuda_text, custom_calls, shape
+from jax.sharding import PartitionSpec as P
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.runtime import cuda
+from jax_ub.runtime.tuned import maker
+
+COLUMN = (P("tp"), P(None, "tp"))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    engine = StandIn()
+    monkeypatch.setattr(cuda, "load", lambda: engine)
+    return engine
+
+
+def backward_of_column(monkeypatch, num_kernels):
+    """The calls of a column layer and its gradients where GPUs are the default."""
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    run = on_ranks(
+        lambda x, w: sum(ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp")),
+        tp_mesh(4),
+        COLUMN,
+        P(None, "tp"),
+    )
+    step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
+    operands = (shape(8, 8, dtype="bfloat16"), shape(8, 8, dtype="bfloat16"))
+    return dict(custom_calls(cuda_text(step, *operands)))
+
+
+@pytest.mark.parametrize(("num_kernels", "sent"), [(1, "bf16"), (2, "f32")])
+def test_where_gpus_are_the_default_a_column_layer_gathers_beside_its_dgrad(
+    engine, monkeypatch, num_kernels, sent
+):
+    calls = backward_of_column(monkeypatch, num_kernels)
+    assert set(calls) == {
+        "all_gather_matmul",
+        "bulk_all_gather",
+        "bulk_reduce_scatter",
+    }
+    assert f"-> (tensor<8x8x{sent}>, tensor<8x8xbf16>" in calls["bulk_all_gather"]
+
+
+def tuned_backward_of_column(tmp_path, monkeypatch, *found):
+    """The same, as a file has it."""
+    path = tmp_path / "t.json"
+    entries = {Case(op, 4, 8, 8, 8, "bfloat16"): (choice, {}) for op, choice in found}
+    tuned.write(path, {maker(): entries})
+    ub.initialize_ub((8, 8), 4, ub_cfgs=path, mesh=tp_mesh(4))
+    return backward_of_column(monkeypatch, 1)
+
+
+def test_tuned_bulk_calls_are_told_their_tuning(engine, monkeypatch, tmp_path):
+    tuning = Tuning(use_ce=False, num_sm=4, sm_margin=4, gemm_algorithm=3)
+    choice = Choice(Method.BULK, tuning=tuning)
+    calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
+    for name in ("bulk_all_gather", "bulk_reduce_scatter"):
+        for field, value in tuning.attributes().items():
+            assert attribute(calls[name], field) == value
+    assert attribute(calls["all_gather_matmul"], "gemm_algorithm") == 0
+
+
+def test_where_the_dgrad_was_faster_with_its_own_communication_it_has_that(
+    engine, monkeypatch, tmp_path
+):
+    choice = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3, sm_margin=2))
+    calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
+    assert set(calls) == {
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "all_gather",
+        "wgrad",
+    }
+    dgrad = calls["matmul_reduce_scatter"]
+    for name, value in {
+        "method": Method.PIPELINE.code,
+        "num_splits": 2,
+        "num_lanes": 3,
+        "sm_margin": 2,
+    }.items():
+        assert attribute(dgrad, name) == value
+    assert attribute(calls["wgrad"], "gather") == 0
+
+
+def test_a_backward_that_is_faster_without_overlap_has_none(
+    engine, monkeypatch, tmp_path
+):
+    calls = tuned_backward_of_column(
+        tmp_path, monkeypatch, (COLUMN_GRADIENTS, Choice(Method.XLA))
+    )
+    assert set(calls) == {"all_gather_matmul"}
+
+
+def test_a_tuned_backward_that_cannot_run_falls_back(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    choice = Choice(Method.PIPELINE, 2)
+    calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
+    assert set(calls) <= {"wgrad"}  # which communicates nothing
+
+
+def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    assert not backward_of_column(monkeypatch, 3)
