@@ -15,6 +15,8 @@ _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
 _MARGINS = (0, 2)
 _ALGORITHMS = (1, 2, 3)
+# Thread blocks of kernels that send: few for small messages, more for larger ones.
+_BLOCKS = (4, 16)
 # Of a partial sum on a CPU.
 _F32_BYTES = 4
 
@@ -23,8 +25,9 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
     """Every choice, the likeliest first, and not to overlap at all last.
 
     On a GPU the streams of products and the multiprocessors that they leave free are
-    choices too, and cuBLASLt's algorithm where those are the defaults; communication is
-    the copy engines', which take no multiprocessors.
+    choices too, and cuBLASLt's algorithm where those are the defaults. Communication is
+    the copy engines', which take no multiprocessors; where nothing is cut into pieces,
+    also that of kernels, to which products leave theirs.
 
     Args:
         case: what is chosen for.
@@ -35,13 +38,27 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
     ways = list(_ways(case, is_cuda))
-    if is_cuda:
-        tunings = [
-            *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
-            *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
-        ]
-        ways = [_tuned(way, tuning) for tuning, way in itertools.product(tunings, ways)]
-    return [*ways, Choice(Method.XLA)]
+    if not is_cuda:
+        return [*ways, Choice(Method.XLA)]
+    tunings = [
+        *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
+        *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
+    ]
+    # Kernels send what is too small for copy engines: it is not cut.
+    whole = [
+        way
+        for way in ways
+        if way.num_splits <= 1 and way.tuning.variant is not Variant.OVERLAP_FIRST_GEMM
+    ]
+    return [
+        *(_tuned(way, tuning) for tuning in tunings for way in ways),
+        *(_tuned(way, tuning) for tuning in _by_kernels() for way in whole),
+        Choice(Method.XLA),
+    ]
+
+
+def _by_kernels() -> list[Tuning]:
+    return [Tuning(use_ce=False, num_sm=num, sm_margin=num) for num in _BLOCKS]
 
 
 def _of_column_gradients(is_cuda, dgrad):
@@ -54,6 +71,7 @@ def _of_column_gradients(is_cuda, dgrad):
     if is_cuda:
         tunings += [Tuning(sm_margin=margin) for margin in _MARGINS if margin]
         tunings += [Tuning(gemm_algorithm=number) for number in _ALGORITHMS]
+        tunings += _by_kernels()
     bulk = [Choice(Method.BULK, tuning=tuning) for tuning in tunings]
     choices = [*bulk, apart, dgrad or apart, Choice(Method.XLA)]
     return list(dict.fromkeys(choices))

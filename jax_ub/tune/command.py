@@ -9,9 +9,9 @@ import itertools
 import pathlib
 from collections.abc import Sequence
 
+from jax_ub.bench import command as bench
 from jax_ub.bench import devices, workloads
 from jax_ub.bench.arguments import list_of, names_of, positive
-from jax_ub.bench.command import DTYPES
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.methods import Method
@@ -24,6 +24,7 @@ from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import Timed, cases, dgrad_of, measure
 
 _TOKENS = 8192
+DTYPES = {**bench.DTYPES, "f16": "float16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the P to tune for, as in 2,4 (default: 2)",
     )
     parser.add_argument(
-        "--dtypes", type=names_of(DTYPES), default=("bf16",), help="bf16,f32"
+        "--dtypes", type=names_of(DTYPES), default=("bf16",), help="bf16,f32,f16"
     )
     parser.add_argument(
         "--shapes",
@@ -76,19 +77,25 @@ def command(given: argparse.Namespace) -> int:
     tunings = tuned.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
     print(f"jax_ub tune on {here}\n\n{_head()}")
+    num_cases = num_candidates = 0
     for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes):
         for case in cases(shape, num_ranks, DTYPES[name]):
             # Tuned before it.
             dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
             choices = candidates(case, is_cuda, dgrad)
             timed, refused = measure(case, choices, given.rounds)
+            num_cases, num_candidates = num_cases + 1, num_candidates + len(choices)
             times_us = {str(one.choice): one.us for one in timed}
             found[case] = (timed[0].choice, times_us)
             tuned.write(given.output, tunings)
             print(_line(case, timed), flush=True)
             for choice, reason in refused:
                 print(f"    {choice} cannot run: {reason}")
-    print(f"\nwrote {given.output}")
+    # Once more, to compile it.
+    print(
+        f"\nran {num_candidates} candidates of {num_cases} cases {given.rounds + 1} "
+        f"times each\nwrote {given.output}"
+    )
     return 0
 
 

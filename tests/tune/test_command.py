@@ -9,7 +9,7 @@ from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, OPS, Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import ONE_SHOT_BYTES
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import maker, on_axis
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import dgrad_of
 
@@ -47,6 +47,19 @@ def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
     assert row in tuned.read(path)[maker()]
 
 
+def test_f16_is_tuned_and_taken(tmp_path, capsys, monkeypatch):
+    path = str(tmp_path / "tuned.json")
+    assert tune(path, "--shapes", "32x48x80", "--dtypes", "f16,f32") == 0
+    text = capsys.readouterr().out
+    found = tuned.read(path)[maker()]
+    assert {case.dtype for case in found} == {"float16", "float32"}
+    num_candidates = sum(len(times_us) for _, times_us in found.values())
+    assert f"ran {num_candidates} candidates of 8 cases 2 times each" in text
+    monkeypatch.setenv("JAX_UB_TUNED", path)
+    case = Case("all_gather_matmul", 2, 32, 48, 80, "float16")
+    assert on_axis(("tp",), 2).by_case[case] == found[case][0]
+
+
 def test_a_second_run_keeps_what_the_file_has(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
@@ -67,11 +80,45 @@ def case_of(op, num_ranks, M=8192):
 def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
     choices = candidates(case_of(op, 4), is_cuda=True)
     assert len(set(choices)) == len(set(map(str, choices))) == len(choices)
+    by_engines = [choice for choice in choices if choice.tuning.use_ce]
     assert {choice.tuning.num_lanes for choice in choices} == {1, 2, 3}
-    assert {choice.tuning.sm_margin for choice in choices} == {0, 2}
+    assert {choice.tuning.sm_margin for choice in by_engines} == {0, 2}
     assert {choice.tuning.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
     assert all(choice.method is not Method.DIRECT for choice in choices)
     assert choices[-1].method is Method.XLA
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_send_what_is_not_cut_into_pieces(op):
+    choices = candidates(case_of(op, 4, 16), is_cuda=True)
+    found = [choice for choice in choices if not choice.tuning.use_ce]
+    tunings = {(c.tuning.num_sm, c.tuning.sm_margin) for c in found}
+    assert tunings == {(4, 4), (16, 16)}
+    assert all(choice.num_splits <= 1 for choice in found)
+    # Aggregated or in one exchange is another way, and sent later is cut.
+    ways = {(choice.method, choice.tuning.variant) for choice in found}
+    assert {variant for _, variant in ways} <= {
+        Variant.PLAIN,
+        Variant.AGGREGATE,
+        Variant.ONE_SHOT,
+    }
+    assert len(found) == 2 * len(ways)
+    assert not any(not c.tuning.use_ce for c in candidates(case_of(op, 4, 16), False))
+
+
+@pytest.mark.parametrize(
+    ("op", "on_cpus", "on_gpus"),
+    [
+        ("all_gather_matmul", 8, 63),
+        ("matmul_reduce_scatter", 7, 79),
+        ("matmul_all_reduce", 7, 90),
+        (COLUMN_GRADIENTS, 4, 10),
+    ],
+)
+def test_the_search_is_as_large_as_its_page_says(op, on_cpus, on_gpus):
+    case, dgrad = case_of(op, 4, 16), Choice(Method.PIPELINE, 2)
+    assert len(candidates(case, False, dgrad)) == on_cpus
+    assert len(candidates(case, True, dgrad)) == on_gpus
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
@@ -80,7 +127,8 @@ def test_gradients_of_a_column_layer_are_bulk_or_as_their_dgrad_was_tuned(is_cud
     choices = candidates(case_of(COLUMN_GRADIENTS, 4), is_cuda, dgrad)
     assert len(set(choices)) == len(choices)
     bulk = [choice for choice in choices if choice.method is Method.BULK]
-    tunings = {(c.tuning.sm_margin, c.tuning.gemm_algorithm) for c in bulk}
+    by_engines = [c for c in bulk if c.tuning.use_ce]
+    tunings = {(c.tuning.sm_margin, c.tuning.gemm_algorithm) for c in by_engines}
     on_gpus = {(2, 0), (0, 1), (0, 2), (0, 3)}
     assert tunings == {(0, 0)} | (on_gpus if is_cuda else set())
     apart = Method.RING_EXCHANGE if is_cuda else Method.DIRECT
