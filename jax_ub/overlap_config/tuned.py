@@ -29,17 +29,23 @@ METHODS = (
 # dgrad and wgrad of a column layer with the gather and the reduction they need, beside
 # other products ("bulk") or one with their own. M, K, N are those of its forward.
 COLUMN_GRADIENTS = "column_gradients"
+# A rank's own products: P is 1, and M, K, N are what is multiplied, [M, K] by [K, N];
+# wgrads contract rows. How operands lie, and what is added, is what makes them differ.
+LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
 # What has a choice: else the products that are one with their communication.
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     COLUMN_GRADIENTS,
+    *LOCAL_OPS,
 )
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
     """The methods that can be chosen for one of `OPS`."""
+    if op in LOCAL_OPS:
+        return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
 
 

@@ -20,12 +20,12 @@ from jaxlib.mlir import ir
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
-from jax_ub.overlap_config.tuned import Case, Choices
+from jax_ub.overlap_config.tuned import Choices
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import exported, lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, check_manual, find_ranks
-from jax_ub.primitives.sizes import global_sizes
+from jax_ub.primitives.sizes import case_of
 from jax_ub.runtime import engine, overlaps
 
 
@@ -115,9 +115,8 @@ class Call:
         if self.choices is None:
             return self
         call = dataclasses.replace(self, choices=None)
-        op, M, K, N = global_sizes(call, operands)
-        case = Case(op, call.num_ranks, M, K, N, str(operands[0].dtype))
-        choice = self.choices.by_case.get(case)
+        case = case_of(call, operands)
+        choice = None if case is None else self.choices.by_case.get(case)
         if choice is None:
             return call
         return dataclasses.replace(choice.apply(call), is_chosen=True)

@@ -4,6 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from jax_ub.overlap_config.tuned import Case
+
 _TARGET = "jax_ub$"
 
 
@@ -38,6 +42,41 @@ def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int
     if op in ("matmul_reduce_scatter", "matmul_all_reduce"):
         return op, rows, P * _features(shapes[: call.num_pairs]), width
     return op, rows, width, P * _beside(call, op, shapes, width)
+
+
+def case_of(call: Any, operands: Sequence[Any]) -> Case | None:
+    """What a tuned choice for a call is looked up by; None if there can be none.
+
+    An algorithm of cuBLASLt is the n-th that it proposes for one product, by how its
+    operands lie, its dtypes and what is added. So a rank's own product that is not just
+    like one that is tuned has none.
+    """
+    op, M, K, N = global_sizes(call, operands)
+    if not call.axis_name:
+        own = _own_product(call, operands)
+        if own is None:
+            return None
+        op = own
+    return Case(op, call.num_ranks, M, K, N, str(operands[0].dtype))
+
+
+def _own_product(call, operands):
+    dtype = operands[0].dtype
+    if op_of(call) == "wgrad":
+        if call.num_outputs > 1:
+            return None
+        if call.accumulate:
+            wide = operands[-1].dtype == call.out_dtype == np.float32
+            return "wgrad_accumulate" if wide else None
+        return "wgrad" if call.out_dtype == dtype else None
+    if op_of(call) != "matmul" or call.num_pairs > 1 or call.has_bias:
+        return None
+    if call.out_dtype != dtype:
+        return None
+    if not call.has_residual:
+        return "dgrad" if call.rhs_transposed else "matmul"
+    in_place = call.rhs_transposed and operands[-1].dtype == dtype
+    return "dgrad_add" if in_place else None
 
 
 def _beside(call, op, shapes, width):

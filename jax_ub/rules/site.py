@@ -152,9 +152,15 @@ class Site:
 
     @property
     def local(self) -> dict[str, Any]:
-        """Where a GEMM without communication runs."""
+        """Where a GEMM without communication runs.
+
+        Beside communication that was tuned it has a choice of its own, unless that is
+        plain JAX: all of it was timed.
+        """
+        chosen = self.is_chosen and self.method is not Method.XLA
         return {
             "method": self.method.alone,
+            "choices": self.choices if chosen or self.method is Method.AUTO else None,
             "is_chosen": self.is_chosen,
             "label": self.label,
         }
@@ -215,7 +221,9 @@ def plan_site(
     chosen = methods.resolve(label, method, settings.method())
     found = overlaps.find(label, axes, num_ranks, ub_name)
     automatic = chosen is Method.AUTO or (method is None and bool(found))
-    choices = tuned.on_axis(axes, num_ranks) if axes and automatic else None
+    choices = None
+    if automatic:
+        choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
     site = Site(op, label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
     if method is not None or not found:
         return site

@@ -40,6 +40,19 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Choices | None:
     return of_process()
 
 
+def on_no_axis() -> Choices | None:
+    """The choices for "auto" of calls that communicate nothing.
+
+    Those of `initialize_ub`, if all axes that have any have the same, else those of the
+    process.
+
+    Raises:
+        ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
+    """
+    found = {domain.choices for domain in overlaps.domains() if domain.choices}
+    return found.pop() if len(found) == 1 else of_process()
+
+
 def of_process() -> Choices | None:
     """The choices of the file that `JAX_UB_TUNED` names.
 

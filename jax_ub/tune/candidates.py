@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jax_ub.methods import Method, Variant, has_pairs
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import heap_bytes
 
@@ -27,7 +27,8 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
     On a GPU the streams of products and the multiprocessors that they leave free are
     choices too, and cuBLASLt's algorithm where those are the defaults. Communication is
     the copy engines', which take no multiprocessors; where nothing is cut into pieces,
-    also that of kernels, to which products leave theirs.
+    also that of kernels, to which products leave theirs. A rank's own product has
+    nothing but algorithms to choose.
 
     Args:
         case: what is chosen for.
@@ -37,6 +38,10 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
     """
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
+    if case.op in LOCAL_OPS:
+        tunings = [Tuning(gemm_algorithm=number) for number in (0, *_ALGORITHMS)]
+        own = [Choice(Method.DIRECT, tuning=tuning) for tuning in tunings]
+        return [*(own if is_cuda else own[:1]), Choice(Method.XLA)]
     ways = list(_ways(case, is_cuda))
     if not is_cuda:
         return [*ways, Choice(Method.XLA)]

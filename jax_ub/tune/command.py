@@ -77,23 +77,27 @@ def command(given: argparse.Namespace) -> int:
     tunings = tuned.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
     print(f"jax_ub tune on {here}\n\n{_head()}")
-    num_cases = num_candidates = 0
-    for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes):
-        for case in cases(shape, num_ranks, DTYPES[name]):
-            # Tuned before it.
-            dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
-            choices = candidates(case, is_cuda, dgrad)
-            timed, refused = measure(case, choices, given.rounds)
-            num_cases, num_candidates = num_cases + 1, num_candidates + len(choices)
-            times_us = {str(one.choice): one.us for one in timed}
-            found[case] = (timed[0].choice, times_us)
-            tuned.write(given.output, tunings)
-            print(_line(case, timed), flush=True)
-            for choice, reason in refused:
-                print(f"    {choice} cannot run: {reason}")
+    wanted = dict.fromkeys(
+        case
+        for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
+        for case in cases(shape, num_ranks, DTYPES[name], is_cuda)
+    )
+    num_candidates = 0
+    for case in wanted:
+        # Tuned before it.
+        dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
+        choices = candidates(case, is_cuda, dgrad)
+        num_candidates += len(choices)
+        timed, refused = measure(case, choices, given.rounds)
+        times_us = {str(one.choice): one.us for one in timed}
+        found[case] = (timed[0].choice, times_us)
+        tuned.write(given.output, tunings)
+        print(_line(case, timed), flush=True)
+        for choice, reason in refused:
+            print(f"    {choice} cannot run: {reason}")
     # Once more, to compile it.
     print(
-        f"\nran {num_candidates} candidates of {num_cases} cases {given.rounds + 1} "
+        f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}"
     )
     return 0

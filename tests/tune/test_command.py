@@ -6,12 +6,15 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, OPS, Case, Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case, Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.runtime.tuned import maker, on_axis
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import dgrad_of
+
+# The products that are one with their communication.
+FUSED = [op for op in OPS if op not in (COLUMN_GRADIENTS, *LOCAL_OPS)]
 
 
 def tune(path, *arguments):
@@ -24,7 +27,7 @@ def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
     found = tuned.read(path)[maker()]
-    assert [case.op for case in found] == list(OPS)
+    assert [case.op for case in found] == [*FUSED, COLUMN_GRADIENTS]
     for case, (choice, times_us) in found.items():
         product = found.get(dgrad_of(case), (None,))[0]
         choices = candidates(case, is_cuda=False, dgrad=product)
@@ -76,7 +79,7 @@ def case_of(op, num_ranks, M=8192):
     return Case(op, num_ranks, M, 8192, 8192, "bfloat16")
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != COLUMN_GRADIENTS])
+@pytest.mark.parametrize("op", FUSED)
 def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
     choices = candidates(case_of(op, 4), is_cuda=True)
     assert len(set(choices)) == len(set(map(str, choices))) == len(choices)
@@ -88,7 +91,7 @@ def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
     assert choices[-1].method is Method.XLA
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*FUSED, COLUMN_GRADIENTS))
 def test_kernels_send_what_is_not_cut_into_pieces(op):
     choices = candidates(case_of(op, 4, 16), is_cuda=True)
     found = [choice for choice in choices if not choice.tuning.use_ce]
@@ -145,7 +148,7 @@ def variants(case, is_cuda):
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_variants_are_tried_where_they_do_anything(is_cuda):
     late = {Variant.OVERLAP_FIRST_GEMM} if is_cuda else set()
-    found = {op: variants(case_of(op, 4, 16), is_cuda) for op in OPS}
+    found = {op: variants(case_of(op, 4, 16), is_cuda) for op in FUSED}
     assert found["all_gather_matmul"] == {Variant.AGGREGATE}
     assert found["matmul_reduce_scatter"] == late
     few = {Variant.ONE_SHOT} if is_cuda else set()

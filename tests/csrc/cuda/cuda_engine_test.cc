@@ -2,6 +2,7 @@
 // and replayed, and what happens when something is wrong.
 #include "engine/cuda/cuda_engine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -160,6 +161,22 @@ TEST(AResidualGradientIsAddedToInPlace) {
   CheckRight(calls);
   // On XLA's own stream: there is nothing to run beside.
   CHECK_EQ(gpus.machine.NumCalls("EventRecord"), 0);
+}
+
+// Not only a product beside communication.
+TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
+  Gpus gpus({.num_devices = 1});
+  for (const Op op : {Op::kMatmul, Op::kWgrad}) {
+    for (const int algorithm : {0, 1, 2, 7}) {
+      Attributes at = MakeAttributes(op, Method::kDirect, 1);
+      at.tuning.gemm_algorithm = algorithm;
+      GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+      CHECK_EQ(ReadEmulatedCublasLt().last_algorithm, std::min(algorithm, 2));
+    }
+  }
 }
 
 // XLA's dynamic slice fusion makes of both the same slice of an array.

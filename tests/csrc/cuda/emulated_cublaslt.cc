@@ -22,6 +22,7 @@ std::atomic<int64_t> num_handles = 0;
 std::atomic<int64_t> num_objects = 0;
 std::atomic<int64_t> num_heuristics = 0;
 std::atomic<int64_t> num_matmuls = 0;
+std::atomic<int64_t> last_algorithm = 0;
 std::atomic<bool> finds_none = false;
 std::atomic<Status> matmul_result = Status::kSuccess;
 
@@ -341,6 +342,7 @@ Status Matmul(lt::Handle handle,
     return status;
   }
   num_matmuls.fetch_add(1, std::memory_order_relaxed);
+  last_algorithm.store(static_cast<int64_t>(words.number), std::memory_order_relaxed);
   return EnqueueMatmul(handle, *algorithm, product, arguments, stream) == CUDA_SUCCESS
              ? Status::kSuccess
              : Status::kExecutionFailed;
@@ -379,7 +381,8 @@ EmulatedCublasLtState ReadEmulatedCublasLt() {
   return {.num_handles = emulated::num_handles,
           .num_objects = emulated::num_objects,
           .num_heuristics = emulated::num_heuristics,
-          .num_matmuls = emulated::num_matmuls};
+          .num_matmuls = emulated::num_matmuls,
+          .last_algorithm = emulated::last_algorithm};
 }
 
 void RefuseEmulatedMatmuls(bool no_algorithms, lt::Status result) {

@@ -14,7 +14,8 @@ struct EmulatedCublasLtState {
   int64_t num_handles = 0;
   int64_t num_objects = 0;  // live descriptions, layouts, preferences
   int64_t num_heuristics = 0;
-  int64_t num_matmuls = 0;  // enqueued or captured
+  int64_t num_matmuls = 0;     // enqueued or captured
+  int64_t last_algorithm = 0;  // of the last of them: its place among those proposed
 };
 EmulatedCublasLtState ReadEmulatedCublasLt();
 

@@ -1,0 +1,226 @@
+"""A rank's own products: what of them is tuned, and which calls take it."""
+
+import jax
+import pytest
+from cuda_programs import StandIn, attribute, cuda_text, custom_calls, shape
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, small_integers
+from programs import calls, compiled_text, on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub.bench.workloads import Shape
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import (
+    COLUMN_GRADIENTS,
+    LOCAL_OPS,
+    OPS,
+    Case,
+    Choice,
+)
+from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.primitives.sizes import case_of
+from jax_ub.runtime import cuda
+from jax_ub.runtime.tuned import maker
+from jax_ub.tune.candidates import candidates
+from jax_ub.tune.measure import cases, measure
+from jax_ub.tune.programs import Operands, call_of
+
+M, K, N = 16, 8, 12
+SECOND = Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=1))
+
+
+@pytest.fixture
+def file_of(tmp_path, monkeypatch):
+    """Makes the choices those of the process."""
+
+    def write(found):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        entries = {case: (choice, {}) for case, choice in found.items()}
+        tuned.write(path, {maker(): entries})
+        monkeypatch.setenv("JAX_UB_TUNED", str(path))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    engine = StandIn()
+    monkeypatch.setattr(cuda, "load", lambda: engine)
+    return engine
+
+
+def algorithms(function, *operands):
+    """By target, those that the calls of a function are told on GPUs."""
+    # A function of its own each time: jax keeps what it has traced of the same.
+    text = cuda_text(jax.jit(lambda *operands: function(*operands)), *operands)
+    return [
+        (name, attribute(call, "gemm_algorithm")) for name, call in custom_calls(text)
+    ]
+
+
+X, W, DY = shape(M, K), shape(K, N), shape(M, N)
+RESIDUAL, MAIN_GRAD = shape(M, K), shape(K, N)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "function", "operands"),
+    [
+        ("matmul", (M, K, N), ub.linear, (X, W)),
+        ("dgrad_add", (M, N, K), ub.dgrad_add, (DY, W, RESIDUAL)),
+        ("wgrad_accumulate", (K, M, N), ub.wgrad_accumulate, (X, DY, MAIN_GRAD)),
+    ],
+)
+def test_a_product_takes_its_own_algorithm_alone(
+    engine, file_of, op, sizes, function, operands
+):
+    case = Case(op, 1, *sizes, "float32")
+    file_of({case: SECOND})
+    ((_, algorithm),) = algorithms(function, *operands)
+    assert algorithm == 1
+    others = [other for other in LOCAL_OPS if other != op]
+    file_of({Case(other, 1, *sizes, "float32"): SECOND for other in others})
+    ((_, algorithm),) = algorithms(function, *operands)
+    assert algorithm == 0
+
+
+def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
+    third = Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=2))
+    file_of(
+        {
+            Case("dgrad", 1, M, N, K, "float32"): SECOND,
+            Case("wgrad", 1, K, M, N, "float32"): third,
+        }
+    )
+
+    def gradients(x, w, dy):
+        return jax.vjp(ub.linear, x, w)[1](dy)
+
+    found = algorithms(gradients, X, W, DY)
+    assert sorted(found) == [("matmul", 1), ("wgrad", 2)]
+
+
+def test_what_is_not_just_like_a_tuned_product_takes_the_first(engine, file_of):
+    sizes = {"matmul": (M, K, N), "wgrad": (K, M, N), "wgrad_accumulate": (K, M, N)}
+    file_of({Case(op, 1, *s, "float32"): SECOND for op, s in sizes.items()})
+    bias = shape(N)
+    assert algorithms(ub.linear, X, W, bias) == [("matmul", 0)]
+    half = shape(K, N, dtype="bfloat16")
+    assert algorithms(ub.wgrad_accumulate, X, DY, half) == [("wgrad", 0)]
+
+
+@pytest.mark.parametrize("method", ["pipeline", "xla"])
+def test_a_call_that_names_its_method_takes_the_first(engine, file_of, method):
+    file_of({Case("matmul", 1, M, K, N, "float32"): SECOND})
+    found = algorithms(lambda x, w: ub.linear(x, w, method=method), X, W)
+    assert found == ([("matmul", 0)] if method == "pipeline" else [])
+
+
+def row_gradients(mesh):
+    def function(x, w, dy):
+        def forward(x, w):
+            return ub.matmul_reduce_scatter(x, w, axis_name="tp")
+
+        return jax.vjp(forward, x, w)[1](dy)
+
+    features, rows = P(None, "tp"), P("tp")
+    return on_ranks(function, mesh, (features, rows, rows), (features, rows))
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
+    engine, file_of, monkeypatch, initialized
+):
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    path = file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
+    mesh = tp_mesh(2)
+    if initialized:
+        monkeypatch.delenv("JAX_UB_TUNED")
+        ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=mesh)
+    found = algorithms(row_gradients(mesh), shape(M, K), shape(K, N), shape(M, N))
+    assert ("wgrad", 1) in found and ("all_gather_matmul", 0) in found
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [(Method.PIPELINE, {1}), (Method.XLA, set())]
+)
+def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
+    engine, file_of, monkeypatch, method, expected
+):
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    file_of(
+        {
+            Case(COLUMN_GRADIENTS, 2, M, K, N, "float32"): Choice(method),
+            Case("wgrad", 1, K, M, N // 2, "float32"): SECOND,
+        }
+    )
+
+    def function(x, w, dy):
+        def forward(x, w):
+            return ub.all_gather_matmul(x, w, axis_name="tp")
+
+        return jax.vjp(forward, x, w)[1](dy)
+
+    rows, columns = P("tp"), P(None, "tp")
+    run = on_ranks(function, tp_mesh(2), (rows, columns, columns), (rows, columns))
+    found = algorithms(run, shape(M, K), shape(K, N), shape(M, N))
+    assert {algorithm for name, algorithm in found if name == "wgrad"} == expected
+
+
+def test_a_product_may_be_faster_by_xla(file_of):
+    file_of({Case("matmul", 1, M, K, N, "float32"): Choice(Method.XLA)})
+    x, w = small_integers(0, (M, K)), small_integers(1, (K, N))
+    run = jax.jit(lambda x, w: ub.linear(x, w))
+    assert not calls(compiled_text(run, x, w))
+    assert_equal(run(x, w), x @ w)
+
+
+def test_axes_that_do_not_agree_leave_local_products_to_the_process(
+    engine, file_of, monkeypatch
+):
+    case = Case("matmul", 1, M, K, N, "float32")
+    first, third = (
+        Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=n)) for n in (1, 3)
+    )
+    paths = [file_of({case: choice}) for choice in (first, third)]
+    monkeypatch.delenv("JAX_UB_TUNED")
+    for path, axis_name in zip(paths, ("tp", "dp"), strict=True):
+        mesh = jax.make_mesh((1,), (axis_name,))
+        ub.initialize_ub((16, 16), 1, ub_cfgs=path, mesh=mesh, axis_name=axis_name)
+        expected = 1 if axis_name == "tp" else 0
+        assert algorithms(ub.linear, X, W) == [("matmul", expected)]
+
+
+def test_gpus_are_tuned_for_both_linears_own_products():
+    shape = Shape(64, 32, 48)
+    local = [c for c in cases(shape, 4, "bfloat16", True) if c.op in LOCAL_OPS]
+    assert len(local) == len(set(local)) == 2 * len(LOCAL_OPS)
+    assert {case.num_ranks for case in local} == {1}
+    flops = {case.M * case.K * case.N for case in local}
+    assert flops == {64 * 32 * 48 // 4}
+    on_cpus = [case.op for case in cases(shape, 4, "bfloat16", False)]
+    assert on_cpus == [op for op in OPS if op not in LOCAL_OPS]
+
+
+@pytest.mark.parametrize("op", LOCAL_OPS)
+def test_candidates_of_a_product_compute_it(op):
+    case = Case(op, 1, 24, 40, 32, "bfloat16")
+    choices = candidates(case, is_cuda=True)
+    assert [str(choice) for choice in choices] == [
+        "direct",
+        "direct, gemm_algorithm 1",
+        "direct, gemm_algorithm 2",
+        "direct, gemm_algorithm 3",
+        "xla",
+    ]
+    timed, refused = measure(case, choices, rounds=2)
+    assert not refused
+    assert {one.choice for one in timed} == set(choices)
+
+
+@pytest.mark.parametrize("op", LOCAL_OPS)
+def test_what_is_timed_is_what_a_choice_is_looked_up_for(op):
+    case = Case(op, 1, 24, 40, 32, "bfloat16")
+    operands = Operands(case).contender("", case, SECOND).operands
+    assert case_of(call_of(case), operands) == case
