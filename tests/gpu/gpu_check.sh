@@ -134,7 +134,7 @@ main() {
   step 20 "machine" bash -c machine
   step 170 "build from source" bash -c build_all
   step 40 "doctor" bash -c 'ub doctor'
-  step 60 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
+  step 80 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
   step 70 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
   # Figures before what only repeats with more processes: those may be slow.
   step 60 "the engine's parts" bash -c parts

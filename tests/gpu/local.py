@@ -1,6 +1,9 @@
-"""Every local op on one GPU, exactly, and what a call costs the host.
+"""Every local op on one GPU, exactly, and what a call of each op costs the host.
 
     python tests/gpu/local.py [--short]
+
+Ops that communicate run over a mesh of one device: what they enqueue beside products is
+there, forks and joins of streams, but no peer, and no wait for one.
 
 Operands are small integers, so that the products of numpy must agree to the bit. What
 is wrong, or does not run, is printed, and the rest is tried all the same. Also runs on
@@ -8,6 +11,7 @@ a CPU, where the same programs must be right.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -15,6 +19,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub import methods
@@ -22,6 +28,8 @@ from jax_ub import methods
 SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")
 CHAIN = 64
+SIDE = 128
+COMMUNICATING = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
 
 def main():
@@ -41,7 +49,9 @@ def main():
     if not failures and not fallen:
         print(f"all right on {jax.devices()[0].device_kind}", flush=True)
     if not short and not fallen:
-        print(f"host time of a call in a program of {CHAIN}: {host_time_us():.2f} us")
+        for name, (step, start) in chained().items():
+            us = host_time_us(step, start)
+            print(f"host time of {name} in a program of {CHAIN}: {us:.2f} us")
     return int(bool(failures or fallen))
 
 
@@ -65,6 +75,24 @@ def check(dtype, M, K, N):
         [*put(x, dy), jnp.asarray(main_grad)],
         main_grad + rows.T @ columns,
     )
+    for op in COMMUNICATING if (M, K, N) in SIZES[:2] else ():
+        yield from compare(alone(op), put(x, w), x @ w)
+
+
+def alone(op):
+    """A function of x and w that runs an op over one rank."""
+
+    @functools.wraps(op)
+    def run(x, w):
+        mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+        function = functools.partial(op, axis_name="tp")
+        whole = P()
+        # Whatever x varies over, a sum over one rank is the same everywhere.
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )(x, w)
+
+    return run
 
 
 def compare(op, operands, wanted):
@@ -79,19 +107,34 @@ def compare(op, operands, wanted):
         yield f"wrong: {name}"
 
 
-def host_time_us():
+def chained():
+    """By op: a step from an array to one of its shape, and the first array."""
+    w = jnp.asarray(draw(0, (SIDE, SIDE)), jnp.bfloat16)
+    bias, main_grad = w[0], jnp.zeros((SIDE, SIDE), jnp.float32)
+    return {
+        "linear": (lambda x: ub.linear(x, w), w),
+        "linear with bias": (lambda x: ub.linear(x, w, bias), w),
+        "dgrad_add": (lambda residual: ub.dgrad_add(w, w, residual), w),
+        "wgrad_accumulate": (lambda grad: ub.wgrad_accumulate(w, w, grad), main_grad),
+        **{
+            f"{op.__name__} over one rank": (functools.partial(alone(op), w=w), w)
+            for op in COMMUNICATING
+        },
+    }
+
+
+def host_time_us(step, start):
     """What one more call costs at most: of programs of many and of one, in turns.
 
     To the end of the program, since XLA may hand it to a thread of its own. While the
     host enqueues a call, the GPU runs the one before it: a few microseconds.
     """
-    w = jnp.asarray(draw(0, (128, 128)), jnp.bfloat16)
 
     def chain(length):
-        def program(residual):
+        def program(value):
             for _ in range(length):
-                residual = ub.dgrad_add(w, w, residual)
-            return residual
+                value = step(value)
+            return value
 
         return jax.jit(program)
 
@@ -99,10 +142,10 @@ def host_time_us():
     times = {length: [] for length in programs}
     for _ in range(30):
         for length, program in programs.items():
-            jax.block_until_ready(w)
+            jax.block_until_ready(start)
             begin = time.perf_counter()
             # Freed before the next run, which finds the same memory and is replayed.
-            jax.block_until_ready(program(w))
+            jax.block_until_ready(program(start))
             times[length].append(time.perf_counter() - begin)
     many, one = (statistics.median(times[length][10:]) for length in (CHAIN, 1))
     return (many - one) / (CHAIN - 1) * 1e6

@@ -76,12 +76,12 @@ def against_xla(folder):
 
 def host_time(folder):
     times = re.findall(
-        r"host time of a call in a program of \d+: (-?[\d.]+) us", log_of(folder)
+        r"host time of (.+) in a program of \d+: (-?[\d.]+) us", log_of(folder)
     )
     if not times:
         yield "open    host time of a call: local.py printed none"
-    for time in times:
-        text = f"host time of a call: {time} us"
+    for op, time in times:
+        text = f"host time of {op}: {time} us"
         yield line(float(time) < HOST_TIME_US, text, HOST_TIME_US)
 
 

@@ -4,9 +4,11 @@
 //
 //   ceilings   the plain product through CudaGemm; a copy by the copy engine
 //   chunked    the products of a rank in P chunks on 1 to 3 streams against one product
-//   beside     a product while the copy engine moves its operand, against the product alone
+//   copies     messages by the copy engine and by kernels of 4 to 32 thread blocks
+//   beside     a product while its operand is moved, by the copy engine or by kernels that
+//              it leaves multiprocessors to, against the product alone
 //   sum        the reduction of P parts against the copy's rate
-//   launch     host time to enqueue a product, a signal and a wait
+//   launch     host time to enqueue a product, a sum, copies, a signal and a wait
 //
 // Operands are random: products of zeros are faster than any that matter. Every figure is
 // the median of kRounds rounds in which what is compared takes turns.
@@ -94,6 +96,7 @@ class Bench {
   void Run() {
     Ceilings();
     for (const Layer& layer : kLayers) Chunked(layer);
+    Copies();
     Beside();
     Reduction();
     Launch();
@@ -218,6 +221,16 @@ class Bench {
           "cuMemcpyAsync");
   }
 
+  // As calls with use_ce = false send, by so many thread blocks.
+  void CopyByKernel(CUdeviceptr to,
+                    CUdeviceptr from,
+                    int64_t size_bytes,
+                    int stream,
+                    int num_blocks) {
+    const CopyParams rows{from, to, 1, size_bytes, size_bytes, size_bytes, 0};
+    gpu_.sums().Copy(streams_[stream].get(), rows, num_blocks, 0);
+  }
+
   void Ceilings() {
     const int64_t n = 8192;
     const DeviceMemory a = Random(2 * n * n), b = Random(2 * n * n);
@@ -275,19 +288,56 @@ class Bench {
                          best, layer.most_ratio, false});
   }
 
+  // Within this GPU: a peer's memory is farther away, and no kernel is faster there.
+  void Copies() {
+    constexpr int kCopies = 16;
+    for (const int64_t size : {kMiB / 16, kMiB, 32 * kMiB}) {
+      const DeviceMemory from = Random(size), to(driver_, size);
+      std::vector<std::string> names = {"the copy engine"};
+      std::vector<Enqueue> programs = {[&] {
+        for (int i = 0; i < kCopies; ++i) Copy(to.get(), from.get(), size, 0);
+      }};
+      for (const int num_blocks : {4, 16, 32}) {
+        names.push_back(std::to_string(num_blocks) + " thread blocks");
+        programs.push_back([&, num_blocks] {
+          for (int i = 0; i < kCopies; ++i) {
+            CopyByKernel(to.get(), from.get(), size, 0, num_blocks);
+          }
+        });
+      }
+      const auto times = Times(programs);
+      for (size_t i = 0; i < names.size(); ++i) {
+        Show("copy of " + std::to_string(size / 1024) + " KiB, one of many, by " +
+                 names[i] + ", us",
+             times[i] / kCopies);
+      }
+    }
+  }
+
   void Beside() {
     const Layer& layer = kLayers[2];
     const int64_t m = layer.m, n = layer.n, k = layer.k;
     const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
     const DeviceMemory c(driver_, 2 * m * n), gathered(driver_, 2 * m * k);
     const GemmProblem whole = Product(m, n, k, a.get(), b.get(), c.get());
-    const auto times = Times({[&] { Multiply(whole, 1); },
-                              [&] {
-                                Copy(gathered.get(), a.get(), 2 * m * k, 2);
-                                Multiply(whole, 1);
-                              }});
-    Show("product beside a copy of its operand over the product, " + layer.name,
-         times[1] / times[0]);
+    std::vector<std::string> names = {"a copy of its operand"};
+    std::vector<Enqueue> programs = {[&] { Multiply(whole, 1); },
+                                     [&] {
+                                       Copy(gathered.get(), a.get(), 2 * m * k, 2);
+                                       Multiply(whole, 1);
+                                     }};
+    for (const int num_blocks : {4, 16}) {
+      names.push_back("the same by " + std::to_string(num_blocks) + " thread blocks");
+      programs.push_back([&, num_blocks] {
+        CopyByKernel(gathered.get(), a.get(), 2 * m * k, 2, num_blocks);
+        Multiply(whole, 1, gpu_.num_sms() - num_blocks);
+      });
+    }
+    const auto times = Times(programs);
+    for (size_t i = 0; i < names.size(); ++i) {
+      Show("product beside " + names[i] + " over the product, " + layer.name,
+           times[1 + i] / times[0]);
+    }
   }
 
   // The reduction of GEMM+RS: P bf16 parts, summed in f32.
@@ -346,6 +396,17 @@ class Bench {
     wait.timeout_ns = 1'000'000'000;
     const CUstream stream = streams_[0].get();
     Show("host time of a small product, us", HostTime([&] { Multiply(small, 0); }));
+    SumParams sum{};
+    sum.num_parts = 2;
+    sum.rows = sum.columns = n;
+    sum.out = {c.get(), n, DType::kBF16};
+    sum.parts[0] = {a.get(), n, DType::kBF16};
+    sum.parts[1] = {b.get(), n, DType::kBF16};
+    Show("host time of a sum, us", HostTime([&] { gpu_.sums().Sum(stream, sum); }));
+    Show("host time of a copy by the copy engine, us",
+         HostTime([&] { Copy(c.get(), a.get(), 2 * n * n, 0); }));
+    Show("host time of a copy by a kernel, us",
+         HostTime([&] { CopyByKernel(c.get(), a.get(), 2 * n * n, 0, 0); }));
     Show("host time of a signal, us",
          HostTime([&] { gpu_.flags().Signal(stream, signal); }));
     Show("host time of a wait, us", HostTime([&] { gpu_.flags().Wait(stream, wait); }));
@@ -360,7 +421,7 @@ class Bench {
 
   void Show(const std::string& name, double value) {
     figures_.emplace_back(name, value);
-    std::cout << std::left << std::setw(72) << name << std::setprecision(4) << value
+    std::cout << std::left << std::setw(76) << name << std::setprecision(4) << value
               << std::endl;
   }
 
