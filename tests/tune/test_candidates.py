@@ -1,0 +1,48 @@
+"""Candidates for GPUs are calls that the CUDA engine itself takes."""
+
+import pytest
+from cuda_programs import attribute, called, cuda_text, custom_calls
+
+from jax_ub.methods import Method
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case, Choice
+from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.runtime import cuda
+from jax_ub.tune.candidates import candidates
+from jax_ub.tune.programs import Operands
+
+DGRAD = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3, sm_margin=2))
+
+
+_OWN = {"dgrad": "matmul", "dgrad_add": "matmul", "wgrad_accumulate": "wgrad"}
+
+
+def targets_of(op, choice):
+    if op != COLUMN_GRADIENTS:
+        return {_OWN.get(op, op)}
+    if choice.method is Method.BULK:
+        return {"bulk_all_gather", "bulk_reduce_scatter"}
+    return {"matmul_reduce_scatter", "all_gather", "wgrad"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
+    pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    ranks = 1 if op in LOCAL_OPS else num_ranks
+    case = Case(op, ranks, 64, 32, 48, "bfloat16")
+    operands = Operands(case)
+    for choice in candidates(case, True, DGRAD):
+        contender = operands.contender("", case, choice)
+        # The engine plans it, to know the size of its workspace.
+        text = cuda_text(contender.program, *contender.operands)
+        if choice.method is Method.XLA:
+            assert not called(text)
+            continue
+        assert set(called(text)) == targets_of(op, choice)
+        for name, call in custom_calls(text):
+            # A product of its own there has a choice of its own.
+            is_own = name == "wgrad" and op == COLUMN_GRADIENTS
+            wanted = Tuning() if is_own else choice.tuning
+            for field, value in wanted.attributes().items():
+                assert attribute(call, field) == value
