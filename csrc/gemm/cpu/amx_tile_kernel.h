@@ -21,8 +21,8 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kAmxRows = 16;     // of a register
 inline constexpr int kAmxWords = 16;    // of K in a step, and columns of a register
 inline constexpr int kAmxColumns = 32;  // of a tile
-inline constexpr int64_t kAmxRowBytes =
-    4 * kAmxColumns;  // of a tile's sums, of a panel
+// Of a tile's sums, and of a panel of B.
+inline constexpr int64_t kAmxRowBytes = 4 * kAmxColumns;
 
 struct alignas(64) AmxConfiguration {
   uint8_t palette = 1;
@@ -39,8 +39,8 @@ inline void ConfigureTiles() {
 
 inline void ReleaseTiles() { _tile_release(); }
 
-// GCC's intrinsics do not say that they read and write memory: what the program has
-// stored is there, and nothing was loaded early.
+// GCC's intrinsics do not tell the compiler that they read and write memory. What was
+// stored before this is there for them, and what they store for the loads behind it.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
 // Registers 0 to 3 are the sums: upper left, upper right, lower left, lower right.
