@@ -62,7 +62,7 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const int64_t a_bytes = RoundUp(a_tiles * TileBytesOfA(blocking_.k_block), 4096);
   const int64_t b_bytes = RoundUp(b_tiles * b_.PanelBytes(blocking_.k_block), 4096);
   const int64_t column_tiles = CeilDiv(columns.size(), kernels_.tile_columns);
-  const int64_t tiles = CeilDiv(rows.size(), kernels_.tile_rows) * column_tiles;
+  const int64_t tiles = CeilDiv(RowsOfSums(rows), kernels_.tile_rows) * column_tiles;
   const int64_t sum_floats = std::max(tile_floats_, tiles * sums_step_);
   const int64_t row_floats = c_.stores_rows() ? column_tiles * tile_floats_ : 0;
   std::byte* base = scratch.Reserve(a_bytes + b_bytes + 4 * (sum_floats + row_floats));
@@ -72,6 +72,11 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   // K = 0 still stores the addends: a block of size 0.
   const int64_t num_blocks = static_cast<int64_t>(blocking_.k_bounds.size()) - 1;
   for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
+}
+
+int64_t TiledPlan::RowsOfSums(Range rows) const {
+  const bool has_one_block = blocking_.k_bounds.size() == 2;
+  return has_one_block ? std::min(rows.size(), blocking_.block_rows) : rows.size();
 }
 
 Range TiledPlan::BlockOfK(int64_t k_index) const {
@@ -88,13 +93,14 @@ void TiledPlan::RunBlock(Range rows,
   const Range next_k = BlockOfK(k_index + 1);
   const int64_t tile_rows = kernels_.tile_rows;
   const int64_t tile_columns = kernels_.tile_columns;
-  const int64_t row_tiles = CeilDiv(rows.size(), tile_rows);
+  const int64_t row_tiles = CeilDiv(RowsOfSums(rows), tile_rows);
   const bool reads_a_once = rows.size() <= blocking_.block_rows;
   std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
   for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
     const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
     ReadA(block, k, workspace.packed_a, tiles.data());
-    float* block_sums = workspace.sums + (r - rows.begin) / tile_rows * sums_step_;
+    float* block_sums =
+        workspace.sums + (r - rows.begin) / tile_rows % row_tiles * sums_step_;
     std::byte* packed_b = workspace.packed_b;
     int64_t read_end = r == rows.begin ? columns.begin : columns.end;
     for (int64_t c = columns.begin; c < columns.end; c += tile_columns) {

@@ -59,6 +59,9 @@ class TiledPlan : public GemmPlan {
                 Range columns,
                 int64_t k_index,
                 const Workspace& workspace) const;
+  // How many of a unit's rows have sums at the same time: those of a block if nothing is
+  // added to them, all if another block of K follows.
+  int64_t RowsOfSums(Range rows) const;
   // The k_index-th block of K; empty behind the last one.
   Range BlockOfK(int64_t k_index) const;
   // Stores the finished tiles of rows `block` of a result that takes whole rows; a column
