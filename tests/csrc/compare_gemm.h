@@ -63,10 +63,14 @@ inline int64_t CountWrong(const RandomGemm& gemm, Values values) {
   return num_wrong;
 }
 
-// Problem number `seed` on a kernel set, in a random order of units.
-inline void CompareOne(uint64_t seed, Values values, const Isa& isa) {
+// Problem number `seed` on a kernel set, in a random order of units; its operands have
+// random dtypes if none is given.
+inline void CompareOne(uint64_t seed,
+                       Values values,
+                       const Isa& isa,
+                       std::optional<DType> operands = {}) {
   Random random(seed);
-  const auto gemm = MakeGemm(seed, RandomSizes(random), values);
+  const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands);
   const GemmProblem& problem = gemm->problem;
   const KernelSet& kernels = KernelsFor(isa, problem.a.dtype, problem.b.dtype);
   const int num_workers = static_cast<int>(Pick(random, 1, 5));

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -241,7 +242,8 @@ inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
 
 inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
                                             const GemmSizes& sizes,
-                                            Values values) {
+                                            Values values,
+                                            std::optional<DType> operands = {}) {
   Random random(seed);
   auto gemm = std::make_unique<RandomGemm>();
   GemmProblem& problem = gemm->problem;
@@ -249,8 +251,8 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
   problem.n = sizes.n;
   problem.k = sizes.k;
   auto dtype = [&] { return static_cast<DType>(Pick(random, 0, 2)); };
-  const DType a_dtype = dtype();
-  const DType b_dtype = Pick(random, 0, 3) ? a_dtype : dtype();
+  const DType a_dtype = operands.value_or(dtype());
+  const DType b_dtype = operands || Pick(random, 0, 3) ? a_dtype : dtype();
   RandomOperand a = MakeOperand(random, gemm->buffers, sizes.m, sizes.k, a_dtype,
                                 values, sizes.max_parts);
   RandomOperand b = MakeOperand(random, gemm->buffers, sizes.n, sizes.k, b_dtype,
