@@ -28,6 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # as timeout(1) has it
 _TAIL_LINES = 15
+_LONGEST_WAIT_S = 3600.0  # epoll counts milliseconds in 32 bits
 
 
 @contextlib.contextmanager
@@ -92,6 +93,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class OutputError(Exception):
+    """What a rank wrote cannot be passed on, as where a disk is full."""
+
+
 class Relay:
     """Writes what a process writes, line by line, each after the process's number."""
 
@@ -128,7 +133,16 @@ class Relay:
         self.tail.extend(lines)
         data = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
         while data:
-            data = data[os.write(self._target, data) :]
+            try:
+                data = data[os.write(self._target, data) :]
+            except BlockingIOError:  # others that have it may have asked for that
+                select.select([], [self._target], [])
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                name = {1: "stdout", 2: "stderr"}.get(self._target, "output")
+                reason = f"cannot write to {name}: {error.strerror}"
+                raise OutputError(reason) from error
 
 
 class Rank:
@@ -236,7 +250,7 @@ class Supervisor:
     def _wait(self):
         soonest = min((when for when, _ in self._deadlines), default=None)
         left = None if soonest is None else max(0.0, soonest - time.monotonic())
-        for key, _ in self._events.select(left):
+        for key, _ in self._events.select(left and min(left, _LONGEST_WAIT_S)):
             key.data()
         now = time.monotonic()
         due = [each for each in self._deadlines if each[0] <= now]
@@ -307,14 +321,26 @@ class Supervisor:
             os.write(2, f"launch: {text}\n".encode())
 
 
+def _open_standard_descriptors():
+    """Opens those that the launcher was started without, before others get them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 def main() -> int:
     """Runs the job that the launcher writes to standard input."""
+    _open_standard_descriptors()
     job = json.loads(sys.stdin.buffer.readline())
     adopt_orphans()
     try:
         return Supervisor(job).run()
     except BrokenPipeError:  # nobody reads what the ranks write
         return 128 + signal.SIGPIPE
+    except OutputError as error:
+        with contextlib.suppress(OSError):
+            os.write(2, f"launch: {error}\n".encode())
+        return 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 import jax_ub
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 # Says that it runs, starts a process of its own, and waits to be ended.
 WAITING = """
@@ -35,7 +36,7 @@ def start(*arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
     )
 
 
@@ -234,6 +235,59 @@ def test_a_reader_that_goes_away_ends_all(script):
     status, _, _ = end_of(process)
     assert status == 128 + signal.SIGPIPE
     assert not processes_with(token)
+
+
+def shell(redirection, *arguments):
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *command(*arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_job_runs_without_the_descriptors_that_are_closed(
+    script, tmp_path, redirection
+):
+    text = f"import os; open(r'{tmp_path}/' + os.environ['SLURM_PROCID'], 'w')"
+    path = script(text + "; print('heard', flush=True)")
+    done = shell(redirection, "-n", 2, path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+
+def test_a_full_disk_ends_all_with_the_reason(script):
+    done = shell(">/dev/full", "-n", 2, script("while True: print('more')"))
+    assert done.returncode == 1
+    assert done.stderr == "launch: cannot write to stdout: No space left on device\n"
+
+
+def test_an_output_that_does_not_block_gets_everything(script):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    lines = 20_000  # more than a pipe holds
+    process = subprocess.Popen(
+        command("-n", 1, script(f"for i in range({lines}): print('a line', i)")),
+        stdout=writing,
+        env=ENVIRONMENT,
+    )
+    os.close(writing)
+    time.sleep(1)
+    with open(reading) as output:
+        assert sum(1 for _ in output) == lines
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--linger", "--grace"])
+@pytest.mark.parametrize("seconds", ["inf", "1e12"])
+def test_a_time_that_never_comes_is_waited_for(script, option, seconds):
+    text = "import os, sys; sys.exit(os.environ['SLURM_PROCID'] == '1' and 'no')"
+    status, _, err = launch("-n", 2, option, seconds, script(text))
+    assert status == 1
+    assert "Traceback" not in err
 
 
 def test_jobs_that_run_at_once_have_ports_of_their_own(script):
