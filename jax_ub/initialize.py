@@ -36,6 +36,8 @@ from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
 from jax_ub.runtime.place import Place
 
 _Modes = Sequence[UserBufferQuantizationMode]
+# So that the bytes of all ranks' buffers are counted in 64 bits.
+_MOST_ELEMENTS = 1 << 48
 
 
 def initialize_ub(  # noqa: PLR0913, pinned
@@ -184,7 +186,8 @@ def get_ub(
 
     Raises:
         LifecycleError: if nothing was initialised.
-        ConfigurationTypeError: if `use_fp8` is a quantization mode.
+        ConfigurationTypeError: if `use_fp8` is a quantization mode, or the name is no
+            string.
         UnknownOverlapError: if there is no such overlap, or several axes have it; a
             `KeyError` too.
     """
@@ -211,14 +214,14 @@ def _check_not_initialized(axes):
 
 def _read_modes(use_fp8, modes) -> tuple[UserBufferQuantizationMode, ...]:
     overlaps.check_use_fp8("initialize_ub", use_fp8)
-    if not modes:
-        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
-    if not isinstance(modes, list | tuple):
+    if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
             f"initialize_ub: quantization_modes = {modes!r} is a "
             f"{type(modes).__name__}. Pass a list, such as "
             "[ub.UserBufferQuantizationMode.NONE]."
         )
+    if not modes:
+        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise ConfigurationTypeError(
@@ -312,14 +315,18 @@ def _version():
 
 
 def _read_shape(shape):
-    try:
-        tokens, hidden = shape
-    except (TypeError, ValueError):
+    if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
             f"initialize_ub: shape = {shape!r} is not [T, H], the tokens of all ranks "
             "together and their features."
-        ) from None
-    return _read_size("shape[0]", tokens), _read_size("shape[1]", hidden)
+        )
+    sizes = _read_size("shape[0]", shape[0]), _read_size("shape[1]", shape[1])
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise ConfigurationError(
+            f"initialize_ub: shape = {sizes} is more than any memory holds. Pass the "
+            "tokens of all ranks together, and their features."
+        )
+    return sizes
 
 
 def _read_size(name, value):

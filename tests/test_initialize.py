@@ -146,6 +146,21 @@ def test_a_mode_is_no_use_fp8():
         ub.get_ub("qkv_fprop", NONE)
 
 
+@pytest.mark.parametrize("name", [None, 3, ["qkv_fprop"]])
+def test_a_name_is_a_string(name):
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    with pytest.raises(ub.errors.ConfigurationTypeError, match="name is of type"):
+        ub.get_ub(name)
+
+
+def test_names_that_several_axes_have_are_listed_once():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    ub.initialize_ub(SHAPE, 2, axis_name="other")
+    with pytest.raises(KeyError) as caught:
+        ub.get_ub("no such")
+    assert str(caught.value).count("'qkv_fprop'") == 1
+
+
 def test_an_unknown_name_names_the_nearest():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     with pytest.raises(KeyError, match="Did you mean 'qkv_fprop'?") as caught:
@@ -189,6 +204,12 @@ def test_init_and_destroy_do_not_grow():
 REFUSALS = {
     "a shape of one number": (dict(shape=(64,)), ValueError, r"is not \[T, H\]"),
     "no shape": (dict(shape=64), ValueError, r"is not \[T, H\]"),
+    "a set of sizes": (dict(shape={64, 32}), ValueError, r"is not \[T, H\]"),
+    "a shape of another world": (
+        dict(shape=(1 << 62, 1 << 62)),
+        ValueError,
+        "more than any memory holds",
+    ),
     "no tokens": (dict(shape=(0, 32)), ValueError, "is not positive"),
     "half a token": (dict(shape=(64.5, 32)), TypeError, "not an integer"),
     "no rank": (dict(tp_size=0), ValueError, "tp_size = 0 is not positive. Pass 1"),
@@ -210,6 +231,11 @@ REFUSALS = {
     ),
     "a mode by name": (dict(quantization_modes=["FP8"]), TypeError, "which is no"),
     "a mode alone": (dict(quantization_modes=FP8), TypeError, "Pass a list"),
+    "modes in an array": (
+        dict(quantization_modes=np.array([NONE, FP8])),
+        TypeError,
+        "Pass a list",
+    ),
     "a mode twice": (dict(quantization_modes=[FP8, FP8]), ValueError, "every mode"),
     "fp8 without its mode": (
         dict(use_fp8=True, quantization_modes=[NONE]),
@@ -220,6 +246,16 @@ REFUSALS = {
     "no dtype": (dict(dtype="bytes!"), ValueError, "none of float32"),
     "too few configurations": (dict(ub_cfgs=[{}, {}]), ValueError, "2 dictionaries"),
     "no configurations": (dict(ub_cfgs=7), TypeError, "Pass a dictionary of names"),
+    "a layer beside its passes": (
+        dict(ub_cfgs={"qkv": {"comm_type": "AG"}}),
+        ValueError,
+        r"\['qkv'\] is the forward of .* and so is 'qkv_fprop'",
+    ),
+    "a backend with an address": (
+        dict(bootstrap_backend="jax:localhost"),
+        ValueError,
+        "'jax:localhost' is not one",
+    ),
     "a misspelt name": (
         dict(ub_cfgs={"qvk_fprop": {}}),
         ValueError,

@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from jax_ub.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -96,30 +98,34 @@ class OverlapConfig(Mapping):
 
 
 def _flag(value):
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     # Megatron's files have 0 and 1.
-    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+    if isinstance(value, int | np.integer) and value in (0, 1):
         return bool(value)
     raise TypeError
 
 
+def _integer(value):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError
+    return int(value)
+
+
 def _whole(low, high):
     def read(value):
-        if type(value) is not int:
-            raise TypeError
-        if not low <= value <= high:
+        if not low <= _integer(value) <= high:
             raise ValueError
-        return value
+        return int(value)
 
     return read
 
 
 def _one_of(*values):
     def read(value):
-        if type(value) is not int:
-            raise TypeError
-        if value not in values:
+        if _integer(value) not in values:
             raise ValueError
-        return value
+        return int(value)
 
     return read
 

@@ -97,7 +97,20 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
             )
         entries[name] = read_entry(name, entry)
         _check_name(name, entries[name])
+    _check_forwards(entries)
     return entries
+
+
+def _check_forwards(entries):
+    """A name without a pass is a forward's: there is one for a layer."""
+    for name in entries:
+        full = f"{name}_{FPROP}"
+        if split_name(name) == (name, FPROP) and full in {*NAMES, *entries}:
+            raise ConfigurationError(
+                f"ub_cfgs[{name!r}] is the forward of the layer {name!r}, and so is "
+                f"{full!r}, which its calls run as. Leave {name!r} out: the passes of "
+                "a layer are configured one by one."
+            )
 
 
 def _check_name(name, entry):

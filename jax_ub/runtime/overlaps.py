@@ -223,10 +223,16 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
 
     Raises:
         LifecycleError: if nothing was initialised.
-        ConfigurationTypeError: if `use_fp8` is a quantization mode.
+        ConfigurationTypeError: if `use_fp8` is a quantization mode, or the name is no
+            string.
         UnknownOverlapError: if there is none of that name, or one on several axes.
     """
     check_use_fp8(f"get_ub({name!r})", use_fp8)
+    if not isinstance(name, str):
+        raise ConfigurationTypeError(
+            f"get_ub({name!r}): the name is of type {type(name).__name__}. Pass one "
+            'such as "qkv_fprop".'
+        )
     if not _DOMAINS:
         raise LifecycleError(
             f"get_ub({name!r}): nothing was initialised. Call ub.initialize_ub first."
@@ -247,7 +253,7 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
 def _missing(name, use_fp8, places):
     if not places:
         return f"get_ub({name!r}): there are only the axes {list(_DOMAINS)}."
-    known = [one for domain in places for one in domain.names()]
+    known = dict.fromkeys(one for domain in places for one in domain.names())
     if name in known:
         modes = sorted({mode.name for domain in places for mode in domain.modes})
         return (

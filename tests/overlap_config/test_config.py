@@ -2,6 +2,7 @@ import dataclasses
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import jax_ub as ub
@@ -89,6 +90,13 @@ def test_megatrons_zeros_and_ones_are_flags():
     read = read_entry("qkv_fprop", {"aggregate": 1, "set_sm_margin": 0})
     assert read == {"aggregate": True, "set_sm_margin": False}
     assert all(isinstance(value, bool) for value in read.values())
+
+
+def test_numpys_numbers_and_flags_are_numbers_and_flags():
+    given = {"num_sm": np.int64(4), "cga_size": np.int8(2), "use_ce": np.bool_(False)}
+    read = read_entry("proj_fprop", given)
+    assert read == {"num_sm": 4, "cga_size": 2, "use_ce": False}
+    assert [type(value) for value in read.values()] == [int, int, bool]
 
 
 def test_no_method_is_the_automatic_one():

@@ -97,6 +97,13 @@ def test_a_free_name_says_what_it_communicates():
     assert len(found) == 14
 
 
+@pytest.mark.parametrize("entries", [("qkv",), ("mla", "mla_fprop")])
+def test_a_layer_has_one_forward(entries):
+    text = rf"\['{entries[0]}'\] is the forward of .* so is '{entries[0]}_fprop'"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        resolved({name: {"comm_type": "AG"} for name in entries})
+
+
 def test_a_free_bulk_dgrad_has_a_wgrad_beside_it():
     dgrad = {"comm_type": "AG", "method": "bulk"}
     wgrad = {"comm_type": "RS"}

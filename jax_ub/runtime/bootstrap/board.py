@@ -32,7 +32,7 @@ def check_backend(backend: str | None) -> None:
         ConfigurationError: if "file" has no directory, or mpi4py is not installed.
     """
     name, directory = _split(backend)
-    if name not in _BACKENDS:
+    if name not in _BACKENDS or (name != "file" and ":" in str(backend)):
         raise UnknownNameError(
             f"initialize_ub: bootstrap_backend = {backend!r} is not one. "
             f"{nearest(str(name), _BACKENDS)} None is jax: the service of "
