@@ -87,7 +87,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         UnknownNameError: if a name, a key, a method or a backend is unknown.
         LifecycleError: if the axis is initialised already.
         CommunicatorError: if another process refused, or differs, or there is no memory
-            for the buffers.
+            for the buffers, or the directory of a "file" backend cannot be used.
         TimeoutError: if processes were missing when the deadline passed.
     """
     axes, domain = axis_tuple(axis_name), None

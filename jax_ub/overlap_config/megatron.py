@@ -80,16 +80,26 @@ def _read_yaml(source):
             f"overlap_config.from_te: {source!r} is a {type(source).__name__}. Pass a "
             "dictionary, YAML text, or the path of a YAML file."
         )
-    text = source
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
-        try:
-            text = pathlib.Path(source).read_text()
-        except OSError as error:
-            raise ConfigurationError(
-                f"overlap_config.from_te: cannot read {str(source)!r}: "
-                f"{error.strerror}. Pass the path of a YAML file, its text, or a "
-                "dictionary."
-            ) from error
+        return _parse(yaml, _read_file(source))
+    found = _parse(yaml, source)
+    # A path may have a colon: YAML needs a blank behind it.
+    is_path = isinstance(found, str) and "\n" not in source
+    return _parse(yaml, _read_file(source)) if is_path else found
+
+
+def _read_file(path):
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: it is no UTF-8
+        raise ConfigurationError(
+            f"overlap_config.from_te: cannot read {str(path)!r}: "
+            f"{getattr(error, 'strerror', None) or error}. Pass the path of a YAML "
+            "file, its text, or a dictionary."
+        ) from error
+
+
+def _parse(yaml, text):
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

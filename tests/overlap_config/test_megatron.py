@@ -95,6 +95,21 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path):
         from_te(tmp_path / "none.yaml")
 
 
+def test_a_path_may_have_a_colon(tmp_path):
+    path = tmp_path / "llama:70b.yaml"
+    path.write_text(FILE)
+    check(from_te(str(path)))
+    with pytest.raises(ub.errors.ConfigurationError, match="cannot read .*8b.yaml"):
+        from_te(str(tmp_path / "llama:8b.yaml"))
+
+
+def test_a_file_in_another_encoding_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("# für H100\nqkv_fprop: {}\n".encode("latin-1"))
+    with pytest.raises(ub.errors.ConfigurationError, match="latin.yaml.*utf-8"):
+        from_te(path)
+
+
 def test_what_is_no_yaml_is_refused():
     with pytest.raises(ub.errors.ConfigurationError, match="this is no YAML"):
         from_te("qkv_fprop: {method: [}")

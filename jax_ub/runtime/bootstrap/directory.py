@@ -1,36 +1,69 @@
 """Notes as files in a directory that the processes share."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
+
+from jax_ub.errors import CommunicatorError
 
 
 class Directory:
     """A board of files; what a dead job left there is never taken for an answer."""
 
     def __init__(self, directory: str, scope: str):
-        """Opens the directory, and makes it where it is missing."""
+        """Opens the directory, and makes it where it is missing.
+
+        Raises:
+            CommunicatorError: if it cannot be made.
+        """
         self._folder = pathlib.Path(directory)
         self._scope = scope
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._named():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note: whole, or not at all."""
-        descriptor, draft = tempfile.mkstemp(dir=self._folder, prefix=".")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(draft, self._path(key))
+        """Leaves a note: whole, or not at all.
+
+        Raises:
+            CommunicatorError: if the directory is full, or may not be written to.
+        """
+        with self._named():
+            descriptor, draft = tempfile.mkstemp(dir=self._folder, prefix=".")
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(text)
+                os.replace(draft, self._path(key))
+            except BaseException:
+                pathlib.Path(draft).unlink(missing_ok=True)
+                raise
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None."""
-        try:
+        """Returns a note, or None.
+
+        Raises:
+            CommunicatorError: if it may not be read, as if it is another user's.
+        """
+        with self._named(), contextlib.suppress(FileNotFoundError):
             return self._path(key).read_text()
-        except FileNotFoundError:
-            return None
+        return None
 
     def erase(self, key: str) -> None:
         """Takes a note away."""
-        self._path(key).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CommunicatorError(
+                f"initialize_ub: the directory of bootstrap_backend, "
+                f"{str(self._folder)!r}, cannot be used: {error.strerror}. Name one "
+                "that all processes may write to."
+            ) from error
 
     def _path(self, key):
         return self._folder / _file_name(f"jax_ub-{self._scope}-{key}")

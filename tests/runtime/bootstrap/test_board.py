@@ -1,3 +1,5 @@
+import errno
+import os
 import sys
 import types
 
@@ -62,6 +64,33 @@ def test_notes_of_one_scope_are_not_seen_by_another(tmp_path):
     one.erase("1")
     assert one.read("1") is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ub.errors.CommunicatorError, match=rf"{file}.*: File exists"):
+        open_board(f"file:{file}", "scope")
+
+
+def test_a_note_that_cannot_be_left_leaves_no_draft(tmp_path, monkeypatch):
+    board = Directory(str(tmp_path), "scope")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(ub.errors.CommunicatorError, match="No space left"):
+            board.write("1", "text")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_note_that_may_not_be_read_is_an_error_that_names_the_directory(tmp_path):
+    board = Directory(str(tmp_path), "scope")
+    board.write("1", "text")
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()  # root may read everything else
+    with pytest.raises(ub.errors.CommunicatorError, match=f"{tmp_path}.*directory"):
+        board.read("1")
 
 
 def test_notes_are_private(tmp_path):
