@@ -248,7 +248,9 @@ def rounds_do_not_grow():
     assert after[0] <= before[0], (before, after)
     assert after[1] <= before[1] + 8, (before, after)
     board = JaxService("initialize_ub(axis_name=('tp',))")
-    left = board._client.key_value_dir_get("jax_ub/")
+    left = dict(board._client.key_value_dir_get("jax_ub/"))
+    left.pop("jax_ub/job")  # the job's name stays
+    # The other process may be at the next call by now.
     assert len(left) <= 2, left
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
 from jax_ub.runtime import settings
 from jax_ub.runtime.bootstrap.directory import Directory
-from jax_ub.runtime.bootstrap.jax_service import JaxService
+from jax_ub.runtime.bootstrap.jax_service import JaxService, job
 from jax_ub.runtime.bootstrap.mpi import Mpi, load_mpi
 
 _BACKENDS = ("jax", "mpi", "file")
@@ -60,7 +60,8 @@ def open_board(backend: str | None, scope: str) -> Board:
     """
     name, directory = _split(backend)
     if name == "file":
-        return Directory(directory, scope)
+        # Jobs that run at once may have the same directory.
+        return Directory(directory, f"{job()}-{scope}")
     return Mpi(scope) if name == "mpi" else JaxService(scope)
 
 

@@ -1,6 +1,7 @@
 """Notes in the key-value store of `jax.distributed`: its keys are the job's own."""
 
 import contextlib
+import secrets
 from typing import Any
 
 import jax
@@ -56,6 +57,24 @@ class JaxService:
         """Takes a note away."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_delete(self._prefix + key)
+
+
+def job() -> str:
+    """Returns what only the processes of this job have in common.
+
+    Raises:
+        CommunicatorError: if the coordinator of the job does not answer.
+    """
+    client: Any = distributed.global_state.client
+    if client is None:
+        return "no job"
+    try:
+        # Who comes first, draws.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            client.key_value_set("jax_ub/job", secrets.token_hex(8))
+        return client.key_value_try_get("jax_ub/job")
+    except jax.errors.JaxRuntimeError as error:
+        raise _gone(error) from error
 
 
 def _gone(error):

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jax_ub as ub
+from jax_ub.runtime.bootstrap import board as bootstrap_board
 from jax_ub.runtime.bootstrap import mpi
 from jax_ub.runtime.bootstrap.agreement import Agreement
 from jax_ub.runtime.bootstrap.board import check_backend, open_board
@@ -91,6 +92,17 @@ def test_a_note_that_may_not_be_read_is_an_error_that_names_the_directory(tmp_pa
     path.mkdir()  # root may read everything else
     with pytest.raises(ub.errors.CommunicatorError, match=f"{tmp_path}.*directory"):
         board.read("1")
+
+
+def test_jobs_that_share_a_directory_do_not_meet(tmp_path, monkeypatch):
+    boards = []
+    for name in ("one", "other"):
+        monkeypatch.setattr(bootstrap_board, "job", lambda name=name: name)
+        boards.append(open_board(f"file:{tmp_path}", "scope"))
+    for board in boards:
+        board.write("collector", "text")
+        boards[0].erase("collector")
+    assert [board.read("collector") for board in boards] == [None, "text"]
 
 
 def test_notes_are_private(tmp_path):
