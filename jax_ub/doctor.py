@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ub.bench.arguments import positive
+from jax_ub.errors import nearest
 from jax_ub.initialize import destroy_ub, initialize_ub
 from jax_ub.launch.parts import run_parts
-from jax_ub.methods import Method, fallbacks
+from jax_ub.methods import Method, fallbacks, resolve
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.runtime import communicators, cuda, engine, hosts, overlaps, settings
 
@@ -178,8 +179,14 @@ def _packages():
 
 def _environment():
     for name, value in settings.given().items():
-        yield Finding(name, State.NOTE, value)
+        if name in settings.NAMES:
+            yield Finding(name, State.NOTE, value)
+        else:
+            known = nearest(name, settings.NAMES)
+            yield Finding(name, State.WARNING, f"is no variable of jax_ub's. {known}")
     readers: tuple[Callable[[], object], ...] = (
+        _method,
+        _isa,
         settings.timeout_s,
         settings.num_threads,
         settings.pool_threads,
@@ -191,6 +198,15 @@ def _environment():
             reader()
         except ValueError as error:
             yield Finding("environment", State.FAULT, str(error))
+
+
+def _method():
+    resolve("doctor", None, settings.method())
+
+
+def _isa():
+    with contextlib.suppress(ImportError):  # another finding's
+        engine.check_isa()
 
 
 def _ffi_api():

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ub import shapes
+from jax_ub import methods, shapes
 from jax_ub.errors import (
     ConfigurationError,
     ConfigurationTypeError,
@@ -101,6 +101,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         backend = bootstrap_backend
         timeout_s = settings.deadline_s()
         settings.check()
+        methods.resolve("initialize_ub", None, settings.method())
         _check_not_initialized(axes)
         modes = _read_modes(use_fp8, quantization_modes)
         tp_size = _read_size("tp_size", tp_size)

@@ -64,6 +64,27 @@ def test_a_setting_that_is_no_number_is_a_fault(name, monkeypatch):
     assert f"{name} = 'many' is not a positive number" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("JAX_UB_METHOD", "= 'pipelines' is not a method. Did you mean 'pipeline'"),
+        ("JAX_UB_ISA", "= 'pipelines' is no instruction set that is here. Known: 'p"),
+    ],
+)
+def test_a_setting_that_is_unknown_is_a_fault(name, text, monkeypatch):
+    monkeypatch.setenv(name, "pipelines")
+    finding = findings()["environment"]
+    assert finding.state is State.FAULT
+    assert f"{name} {text}" in finding.text
+
+
+def test_a_misspelt_variable_is_a_warning_that_names_the_nearest(monkeypatch):
+    monkeypatch.setenv("JAX_UB_TIMEOUT", "5")
+    finding = findings()["JAX_UB_TIMEOUT"]
+    assert finding.state is State.WARNING
+    assert "Did you mean 'JAX_UB_TIMEOUT_S'?" in finding.text
+
+
 def test_more_computing_threads_than_cores_are_a_warning(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     monkeypatch.setenv("NPROC", "64")

@@ -111,6 +111,13 @@ def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monke
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
 
 
+def test_a_method_of_the_environment_that_is_unknown_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_UB_METHOD", "pipelines")
+    with pytest.raises(ub.errors.UnknownNameError, match="JAX_UB_METHOD.*'pipeline'"):
+        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    assert not ub.is_ub_initialized()
+
+
 def test_several_axes_are_alive_at_once():
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("outer", "inner"))

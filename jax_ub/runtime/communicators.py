@@ -168,7 +168,8 @@ def _gather(agreement, value, own_error, num_deadlines=1):
 
 def _offer(place, wiring):
     try:
-        engine.load()  # needed wherever a call runs, so that all learn if it is missing
+        # Needed wherever a call runs, so that all learn if it is missing.
+        engine.check_isa()
         own = [g for g in wiring.groups(place) if place.spans(g) and place.is_here(g)]
         return {group: wiring.offer(place, group) for group in own}, None
     except Exception as error:

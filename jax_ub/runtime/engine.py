@@ -8,6 +8,7 @@ import types
 
 import jax
 
+from jax_ub.errors import ConfigurationError, nearest
 from jax_ub.runtime import settings
 
 _PLATFORM = "cpu"
@@ -78,7 +79,22 @@ def register_targets() -> None:
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 
+def check_isa() -> None:
+    """Refuses a `JAX_UB_ISA` that the engine has no kernels for on this machine.
+
+    Raises:
+        ConfigurationError: names those that there are.
+    """
+    name, known = settings.isa(), load().isas()
+    if name is not None and name not in known:
+        raise ConfigurationError(
+            f"JAX_UB_ISA = {name!r} is no instruction set that is here. "
+            f"{nearest(name, known)} Set one of these, or unset it."
+        )
+
+
 def _configure(cpu):
+    check_isa()
     given = {
         cpu.set_timeout_s: settings.timeout_s(),
         cpu.set_num_threads: settings.num_threads(),

@@ -7,6 +7,11 @@ from jax_ub.errors import ConfigurationError
 # The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
 _LONGEST_TIMEOUT_S = 1e9
 DEFAULT_TIMEOUT_S = 120.0
+_WORDS = (
+    *("ALLOW_TF32", "BOOTSTRAP_DIR", "HOST_ID", "ISA", "METHOD", "NUM_THREADS"),
+    *("NVLS", "TIMEOUT_S", "TUNED"),
+)
+NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
@@ -116,7 +121,7 @@ def ask_openmp_to_sleep() -> None:
 
 
 def given() -> dict[str, str]:
-    """The variables of jax_ub that are set, as they are."""
+    """What is set of `NAMES`, and what looks like one of them, as it is."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith("JAX_UB_")}
 
 

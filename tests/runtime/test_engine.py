@@ -7,6 +7,7 @@ import sys
 import jax
 import pytest
 
+from jax_ub.errors import ConfigurationError
 from jax_ub.runtime import engine
 
 
@@ -68,6 +69,12 @@ def test_variables_reach_the_engine():
     )
     done = run_python(program, JAX_UB_NUM_THREADS="3", JAX_UB_ISA="portable")
     assert done.stdout == "3 portable\n", done.stderr
+
+
+def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_UB_ISA", "portble")
+    with pytest.raises(ConfigurationError, match="JAX_UB_ISA = .* mean 'portable'"):
+        engine.check_isa()
 
 
 def test_registration_happens_once():

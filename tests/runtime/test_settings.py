@@ -1,3 +1,6 @@
+import pathlib
+import re
+
 import pytest
 
 from jax_ub.errors import ConfigurationError
@@ -11,6 +14,13 @@ def test_nothing_is_set_by_default(monkeypatch):
     assert settings.timeout_s() is None
     assert settings.num_threads() is None
     assert settings.isa() is None
+
+
+def test_every_variable_that_is_read_has_its_name_in_the_list():
+    text = pathlib.Path(settings.__file__).read_text()
+    assert {f"JAX_UB_{word}" for word in re.findall('"JAX_UB_([A-Z0-9_]+)"', text)} == {
+        *settings.NAMES
+    }
 
 
 def test_values_are_read(monkeypatch):
