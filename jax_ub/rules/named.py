@@ -34,6 +34,7 @@ class Way:
     method: Method
     num_splits: int = 0  # 0 is the engine's choice
     tuning: Tuning = Tuning()  # the schedule's variant, and what acts on a GPU
+    is_default: bool = False  # Transformer Engine's: the user has configured nothing
 
 
 def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
@@ -60,7 +61,10 @@ def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
             ways[direction] = Way(
-                Method(config.method), config.num_splits, tuning_of(config)
+                Method(config.method),
+                config.num_splits,
+                tuning_of(config),
+                is_default=not overlap.is_configured,
             )
     return ways
 

@@ -37,6 +37,7 @@ class Site:
     tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
     choices: Choices | None = None  # of tuned methods, for "auto"
     is_chosen: bool = False  # the method is one of those: nobody asked for it
+    is_default: bool = False  # it is that of the name, which nobody has configured
     dgrad_way: Way | None = None  # as its name is configured; None is as the forward
     wgrad_way: Way | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
@@ -73,7 +74,11 @@ class Site:
         if way is None:
             return self
         return dataclasses.replace(
-            self, method=way.method, num_splits=way.num_splits, tuning=way.tuning
+            self,
+            method=way.method,
+            num_splits=way.num_splits,
+            tuning=way.tuning,
+            is_default=way.is_default,
         )
 
     def with_dw_dtype(self, dtype) -> "Site":
@@ -107,7 +112,7 @@ class Site:
             "num_splits": self.num_splits if method is Method.PIPELINE else 0,
             "tuning": self.tuning,
             "choices": self.choices if method is Method.AUTO else None,
-            "is_chosen": self.is_chosen,
+            "is_chosen": self.is_chosen or self.is_default,
             "label": self.label,
         }
 
@@ -142,8 +147,8 @@ class Site:
     @property
     def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
-        chosen = self.is_chosen or self.method is Method.AUTO
-        return self.over_ranks(Method.BULK) | {"is_chosen": chosen}
+        site = self.over_ranks(Method.BULK)
+        return site | {"is_chosen": site["is_chosen"] or self.method is Method.AUTO}
 
     @property
     def alone(self) -> dict[str, Any]:
@@ -234,6 +239,7 @@ def plan_site(
         method=forward.method,
         num_splits=forward.num_splits,
         tuning=forward.tuning,
+        is_default=forward.is_default,
         # A pass without a configuration keeps what the call would do without a name.
         dgrad_way=ways.get(DGRAD, Way(chosen)),
         wgrad_way=ways.get(WGRAD),

@@ -40,15 +40,30 @@ ub.initialize_ub((8, 8), 4, mesh=whole)
 assert REASON in connection.reason, connection
 assert gathered(whole) == {8.0}
 assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()
-try:
-    gathered(whole, method="direct")
-except ub.errors.UnsupportedOverlapError as error:
-    assert REASON in str(error)
-else:
-    raise AssertionError("a named method ran over two hosts")
+# A name that nobody has configured asks for no method: layers run over hosts, too.
+assert gathered(whole, ub_name="qkv") == {8.0}
+assert "qkv" in ub.fallbacks()[-1].label, ub.fallbacks()
+assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()
+
+
+def refused(**options):
+    try:
+        gathered(whole, **options)
+    except ub.errors.UnsupportedOverlapError as error:
+        return REASON in str(error)
+    return False
+
+
+assert refused(method="direct")
 found = {finding.name: finding for finding in doctor.examine()}
 assert REASON in found["not overlapped"].text
 assert REASON in found[f"ranks {[device.id for device in DEVICES]}"].text
+ub.destroy_ub()
+
+ub.initialize_ub(
+    (8, 8), 4, mesh=whole, ub_cfgs={"qkv_fprop": {"method": "ring_exchange"}}
+)
+assert refused(ub_name="qkv")
 ub.destroy_ub()
 
 # Tensor parallel inside a host, data parallel between: nothing spans hosts.
