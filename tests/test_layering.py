@@ -30,6 +30,7 @@ LEAVES = [
     "methods",
     "shapes",
     "pictures",
+    "outputs",
     "errors",
     "_cpu",
     "_cuda",

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from jax_ub.errors import (
     ShapeContractError,
     UnsupportedOverlapError,
 )
+from jax_ub.outputs import output_path
 
 OPS: dict[str, Builder] = {
     "gemm": gemm,
@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="tiny shapes and few rounds: does it run?"
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
-    parser.add_argument("--plot", type=pathlib.Path, help="draw a PNG (matplotlib)")
+    parser.add_argument("--json", type=output_path, help="write all figures there")
+    parser.add_argument("--plot", type=output_path, help="draw a PNG (matplotlib)")
     parser.add_argument(
         "--processes",
         type=list_of(positive),

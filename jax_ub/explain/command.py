@@ -17,6 +17,7 @@ from jax_ub.errors import UbError
 from jax_ub.explain import hlo
 from jax_ub.explain.program import call_rows, exposed, machine, pair_rows, summary
 from jax_ub.explain.table import Table
+from jax_ub.outputs import output_path
 from jax_ub.primitives.lowered import recording
 from jax_ub.runtime import settings
 from jax_ub.simulate.hardware import find
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write the table there")
+    parser.add_argument("--json", type=output_path, help="write the table there")
     parser.add_argument("script", help="a program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
     parser.set_defaults(run=command)

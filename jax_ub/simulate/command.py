@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import pathlib
 import sys
 
 from jax_ub.errors import ShapeContractError
+from jax_ub.outputs import output_path
 from jax_ub.simulate import hardware as machines
 from jax_ub.simulate import models, plot, tables, variants
 from jax_ub.simulate.hardware import Hardware
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy-gbs", type=float, help="GB/s this host copies, read and written"
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
-    parser.add_argument("--png", type=pathlib.Path, help="draw bars and a timeline")
+    parser.add_argument("--json", type=output_path, help="write all figures there")
+    parser.add_argument("--png", type=output_path, help="draw bars and a timeline")
     parser.set_defaults(run=command)
 
 

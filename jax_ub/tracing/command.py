@@ -13,13 +13,17 @@ import tempfile
 
 import jax
 
+from jax_ub import shapes
 from jax_ub.errors import UbError, nearest
 from jax_ub.launch.parts import run_parts
+from jax_ub.outputs import output_path
 from jax_ub.runtime import settings
 from jax_ub.tracing import chrome, demonstration, picture, record
 from jax_ub.tracing.demonstration import Demonstration
 from jax_ub.tracing.script import run_script
 from jax_ub.tracing.spans import Trace
+
+_DTYPES = tuple(map(str, shapes.FLOATS))
 
 
 class TraceArgumentError(UbError, ValueError):
@@ -44,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a script with --processes: CPU devices of each, or GPUs (default: 1)",
     )
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
-    add("--json", type=pathlib.Path, help="for ui.perfetto.dev or chrome://tracing")
-    add("--png", type=pathlib.Path, help="draw the typical call (matplotlib)")
+    add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
+    add("--png", type=output_path, help="draw the typical call (matplotlib)")
     add("--label", help="draw the typical call of this label instead")
     # Of one of several processes: where it writes, before its number is put in.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -107,6 +111,11 @@ def _check(given):
         raise TraceArgumentError(
             f"trace: --processes {given.processes} is not positive. Take 1 or more."
         )
+    if given.program and not pathlib.Path(given.program[0]).exists():
+        raise TraceArgumentError(f"trace: there is no script {given.program[0]!r}.")
+    for path in given.merge or ():
+        if not path.exists():
+            raise TraceArgumentError(f"trace: --merge: there is no file {str(path)!r}.")
     if given.op:
         _check_op(given)
 
@@ -116,6 +125,15 @@ def _check_op(given):
         raise TraceArgumentError(
             f"trace: op {given.op!r} is not known. "
             f"{nearest(given.op, demonstration.OPS)}"
+        )
+    if given.repeats < 1:
+        raise TraceArgumentError(
+            f"trace: --repeats {given.repeats} is not positive. Take 1 or more."
+        )
+    if given.dtype not in _DTYPES:
+        raise TraceArgumentError(
+            f"trace: --dtype {given.dtype!r} is not known. "
+            f"{nearest(given.dtype, _DTYPES)}"
         )
     if given.tp < 1 or given.tp % given.processes:
         raise TraceArgumentError(

@@ -6,7 +6,6 @@ was found, for the sizes that were tuned. Not to overlap is one of the choices.
 
 import argparse
 import itertools
-import pathlib
 from collections.abc import Sequence
 
 from jax_ub.bench import command as bench
@@ -15,6 +14,7 @@ from jax_ub.bench.arguments import list_of, names_of, positive
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.methods import Method
+from jax_ub.outputs import output_path
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.runtime import cuda
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument(
         "--output",
-        type=pathlib.Path,
+        type=output_path,
         required=True,
         help="the file; what it has for other devices and sizes is kept",
     )

@@ -128,6 +128,14 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ([], "give one of a script, --op or --merge"),
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
+        (["no_such.py"], "there is no script 'no_such.py'"),
+        (["--merge", "no_such.json"], "there is no file 'no_such.json'"),
+        (
+            ["--op", "matmul_all_reduce", "--repeats", "0"],
+            "--repeats 0 is not positive",
+        ),
+        (["--op", "matmul_all_reduce", "--dtype", "f33"], "--dtype 'f33' is not"),
+        (["--op", "matmul_all_reduce", "--method", "rnig"], "'rnig' is not a method"),
         (["--processes", "0", "script.py"], "--processes 0 is not positive"),
         (["--op", "matmul_all_reduce", "--tp", "0"], "--tp 0 does not divide into"),
         (
