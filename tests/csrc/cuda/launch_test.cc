@@ -13,9 +13,6 @@
 
 namespace jax_ub {
 
-constexpr CUdevice kAmpere = 80;
-constexpr CUdevice kHopper = 90;
-
 const Driver& Recording() {
   static const Driver driver = RecordingDriver();
   return driver;

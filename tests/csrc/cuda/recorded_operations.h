@@ -52,6 +52,9 @@ struct RankProgram {
 };
 
 inline constexpr int kRecordedSms = 2;
+// Devices are as many as there are compute capabilities: 80 is device 80.
+inline constexpr CUdevice kAmpere = 80;
+inline constexpr CUdevice kHopper = 90;
 
 // A driver whose streams are the vectors that launches and copies are appended to.
 inline Driver RecordingDriver() {
@@ -93,7 +96,6 @@ inline Driver RecordingDriver() {
     reinterpret_cast<std::vector<Operation>*>(stream)->push_back(copy);
     return CUDA_SUCCESS;
   };
-  // Devices are as many as there are compute capabilities: 80 is device 80.
   driver.DeviceGetAttribute = [](int* value, CUdevice_attribute attribute,
                                  CUdevice device) {
     *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? device / 10

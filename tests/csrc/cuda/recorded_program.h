@@ -28,6 +28,7 @@ class Recorder {
            std::map<Piece, PieceId>& pieces)
       : driver_(driver),
         kernels_(kernels),
+        sums_(driver, kHopper),
         places_(places),
         error_(error),
         pieces_(pieces) {}
@@ -93,6 +94,7 @@ class Recorder {
     SlotStream stream;
     stream.driver = &driver_;
     stream.flags = &kernels_;
+    stream.sums = &sums_;
     stream.stream = reinterpret_cast<CUstream>(&program_.lane);
     stream.multicast = multicast;
     return {schedule.rank,
@@ -177,6 +179,7 @@ class Recorder {
 
   const Driver& driver_;
   const FlagKernels& kernels_;
+  const SumKernels sums_;
   const std::span<const RankPlace> places_;
   const CUdeviceptr error_;
   std::map<Piece, PieceId>& pieces_;
