@@ -157,6 +157,6 @@ def test_wrong_arguments_are_refused(arguments, text, capfd):
 
 def test_processes_that_fail_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    arguments = ["--processes", "2", "train.py"]
+    arguments = ["--processes", "2", __file__]
     assert __main__.main(["trace", *arguments]) == 2
     assert "the processes failed with exit status 1" in capsys.readouterr().err
