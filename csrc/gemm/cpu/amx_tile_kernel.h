@@ -14,7 +14,10 @@
 #endif
 
 #include "gemm/cpu/kernels.h"
+#include "gemm/cpu/pack_kernel.h"
 #include "gemm/cpu/simd_dtypes.h"
+#include "gemm/cpu/sum_kernel.h"
+#include "gemm/cpu/tile_kernel.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
 
@@ -168,9 +171,7 @@ inline void CopyRows(const void* source,
   }
 }
 
-// The same of a source that is contiguous along the outer dimension; `stride` is that of
-// k. Blocks of kLanes x kLanes words are transposed in registers; the last block of either
-// dimension overlaps the one before.
+// The same of a source that is contiguous along the outer dimension; `stride` is that of k.
 inline void TransposeToRows(const void* source,
                             int64_t stride,
                             int64_t outer,
@@ -179,31 +180,21 @@ inline void TransposeToRows(const void* source,
                             int64_t row_bytes) {
   const char* from = static_cast<const char*>(source);
   char* to = static_cast<char*>(rows);
+  const auto pair_at = [=](int64_t k, int64_t o) {
+    return from + k * Pairs::kRows * stride + o * Pairs::kBytes;
+  };
   if (outer < kLanes || num_words < kLanes) {
     for (int64_t k = 0; k < num_words; ++k) {
       for (int64_t o = 0; o < outer; ++o) {
-        Pairs::CopyWord(from + k * Pairs::kRows * stride + o * Pairs::kBytes, stride,
-                        to + o * row_bytes + 4 * k);
+        Pairs::CopyWord(pair_at(k, o), stride, to + o * row_bytes + 4 * k);
       }
     }
     return;
   }
-  for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
-    const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
-    for (int64_t next_o = 0; next_o < outer; next_o += kLanes) {
-      const int64_t o = next_o + kLanes <= outer ? next_o : outer - kLanes;
-      Vec block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        block[i] = Pairs::LoadWords(
-            from + (k + i) * Pairs::kRows * stride + o * Pairs::kBytes, stride);
-      }
-      Transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i)
-        Store(to + (o + i) * row_bytes + 4 * k, block[i]);
-    }
-  }
+  const auto load = [=](int64_t k, int64_t o) {
+    return Pairs::LoadWords(pair_at(k, o), stride);
+  };
+  TransposeBlocks(num_words, outer, load, to, row_bytes);
 }
 
 }  // namespace jax_ub::JAX_UB_KERNELS

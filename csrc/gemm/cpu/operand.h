@@ -45,9 +45,17 @@ class Operand {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // True where tiles of A are made of rows, in place where that is possible: every segment
+  // True where tiles of A are read as rows, in place where that is possible: every segment
   // is contiguous along K and the kernels like it.
-  bool has_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
+  bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
+
+  // Whether tiles of A are made of rows, read or packed.
+  bool has_rows() const { return reads_rows() || panel_ == 1; }
+
+  // The tile that PackPanels wrote to `panels`, over `k` elements of K.
+  TileOfA PackedTile(const std::byte* panels, int64_t k) const {
+    return {panels, panel_ == 1 ? PanelBytes(k) : int64_t{4} * panel_};
+  }
 
   // From one packed panel over `k` elements of K to the next, in bytes.
   int64_t PanelBytes(int64_t k) const;
@@ -64,7 +72,7 @@ class Operand {
   // asked for in `num_steps`.
   Upcoming LinesOf(Range outer, Range k, int64_t num_steps) const;
 
-  // A tile of rows (has_rows): in place if its words lie in one segment and need no
+  // A tile of rows (reads_rows): in place if its words lie in one segment and need no
   // widening, else copied to `rows` (PanelBytes), one behind the other.
   TileOfA ReadRows(Range outer, Range k, std::byte* rows) const;
 

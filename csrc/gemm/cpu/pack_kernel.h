@@ -137,6 +137,30 @@ void PackFewRows(
   }
 }
 
+// The word of `row` and `column` goes to to + column * to_stride + 4 * row; load(row,
+// column) is a vector of a row. Blocks of kLanes x kLanes words are transposed in
+// registers; the last block of either dimension is moved back to end where the rectangle
+// ends, and overlaps the one before. At least kLanes rows and columns.
+template <typename Load>
+inline void TransposeBlocks(
+    int64_t rows, int64_t columns, Load load, char* to, int64_t to_stride) {
+  for (int64_t next_row = 0; next_row < rows; next_row += kLanes) {
+    const int64_t row = next_row + kLanes <= rows ? next_row : rows - kLanes;
+    for (int64_t next_column = 0; next_column < columns; next_column += kLanes) {
+      const int64_t column =
+          next_column + kLanes <= columns ? next_column : columns - kLanes;
+      Vec block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = load(row + i, column);
+      Transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        Store(to + (column + i) * to_stride + 4 * row, block[i]);
+      }
+    }
+  }
+}
+
 // One panel of PackTransposed.
 template <DType kDType, int kPanel>
 void PackTransposedPanel(
@@ -162,26 +186,13 @@ void PackTransposedPanel(
     }
     return;
   }
-  for (int64_t next_o = 0; next_o < outer; next_o += kLanes) {
-    const int64_t o = next_o + kLanes <= outer ? next_o : outer - kLanes;
-    for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
-      const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
-      Vec block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        block[i] = LoadAs<kDType>(from + (o + i) * stride + k * kBytes);
-      }
-      Transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i)
-        Store(to + (k + i) * kRowBytes + 4 * o, block[i]);
-    }
-  }
+  const auto load = [=](int64_t o, int64_t k) {
+    return LoadAs<kDType>(from + o * stride + k * kBytes);
+  };
+  TransposeBlocks(outer, num_words, load, to, kRowBytes);
 }
 
-// The source is contiguous along K; `stride` is that of the outer dimension. Blocks of
-// kLanes x kLanes words are transposed in registers; the last block of either dimension
-// is moved back to end where the rectangle ends, and overlaps the one before.
+// The source is contiguous along K; `stride` is that of the outer dimension.
 template <DType kDType, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

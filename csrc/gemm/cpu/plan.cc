@@ -41,7 +41,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),
       tile_floats_(kernels.tile_rows * kernels.tile_columns),
-      sums_step_(blocking_.k_bounds.size() > 2 || c_.stores_rows() ? tile_floats_ : 0),
+      sums_step_(blocking_.num_k_blocks() > 1 || c_.stores_rows() ? tile_floats_ : 0),
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
@@ -70,18 +70,18 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
   // K = 0 still stores the addends: a block of size 0.
-  const int64_t num_blocks = static_cast<int64_t>(blocking_.k_bounds.size()) - 1;
+  const int64_t num_blocks = blocking_.num_k_blocks();
   for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
 }
 
 int64_t TiledPlan::RowsOfSums(Range rows) const {
-  const bool has_one_block = blocking_.k_bounds.size() == 2;
-  return has_one_block ? std::min(rows.size(), blocking_.block_rows) : rows.size();
+  return blocking_.num_k_blocks() > 1 ? rows.size()
+                                      : std::min(rows.size(), blocking_.block_rows);
 }
 
 Range TiledPlan::BlockOfK(int64_t k_index) const {
   const auto& bounds = blocking_.k_bounds;
-  if (k_index + 1 == static_cast<int64_t>(bounds.size())) return {};
+  if (k_index == blocking_.num_k_blocks()) return {};
   return {bounds[k_index], bounds[k_index + 1]};
 }
 
@@ -196,13 +196,12 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
 }
 
 void TiledPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
-  if (!a_.has_rows()) a_.PackPanels(block, k, packed);
+  if (!a_.reads_rows()) a_.PackPanels(block, k, packed);
   const int64_t tile_bytes = TileBytesOfA(k.size());
-  const int64_t stride =
-      kernels_.panel_of_a == 1 ? a_.PanelBytes(k.size()) : 4 * kernels_.tile_rows;
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
     const Range outer = {i, std::min(block.end, i + kernels_.tile_rows)};
-    *tiles++ = a_.has_rows() ? a_.ReadRows(outer, k, packed) : TileOfA{packed, stride};
+    *tiles++ = a_.reads_rows() ? a_.ReadRows(outer, k, packed)
+                               : a_.PackedTile(packed, k.size());
     packed += tile_bytes;
   }
 }
@@ -230,7 +229,7 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
   const bool is_whole =
       columns.size() == kernels_.tile_columns && rows.size() % kernels_.whole_rows == 0;
   const bool is_stored = is_last && is_whole && c_.FindOutput(rows, columns, output);
-  const bool has_rows = a_.has_rows() || kernels_.panel_of_a == 1;
+  const bool has_rows = a_.has_rows();
   const TileFunction* tiles =
       has_rows ? kernels_.tile_of_rows : kernels_.tile_of_columns;
   const TileFunction* packing_tiles =

@@ -25,6 +25,8 @@ struct GemmBlocking {
   std::vector<int64_t> k_bounds;
   int64_t k_block = 0;  // the longest
   int64_t block_rows = 0;
+
+  int64_t num_k_blocks() const { return static_cast<int64_t>(k_bounds.size()) - 1; }
 };
 
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
