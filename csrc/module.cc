@@ -177,7 +177,7 @@ struct Endpoint {
 class Communicator {
  public:
   Communicator(std::shared_ptr<jax_ub::Conductor> conductor,
-               std::weak_ptr<jax_ub::SharedCommunicator> ends)
+               std::shared_ptr<jax_ub::SharedCommunicator> ends)
       : conductor_(std::move(conductor)), ends_(std::move(ends)) {}
   ~Communicator() { Close(); }
 
@@ -187,13 +187,13 @@ class Communicator {
   int64_t calls() const { return conductor_->num_calls(); }
   double BarrierSeconds(int count) {
     const std::string label = "barrier";
-    const std::shared_ptr<jax_ub::SharedCommunicator> ends = ends_.lock();
-    if (!ends || count < 1) {
-      throw std::invalid_argument("barrier_seconds: closed, or no barriers asked for");
+    if (count < 1) {
+      throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
+                                  ", expected at least 1");
     }
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < count; ++i) {
-      ends->Barrier(next_barrier_++, 0, {label, 0, 60});
+      ends_->Barrier(next_barrier_++, 0, {label, 0, 60});
     }
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     return took.count() / count;
@@ -210,7 +210,7 @@ class Communicator {
 
  private:
   const std::shared_ptr<jax_ub::Conductor> conductor_;
-  const std::weak_ptr<jax_ub::SharedCommunicator> ends_;
+  const std::shared_ptr<jax_ub::SharedCommunicator> ends_;
   int64_t next_barrier_ = 0;
 };
 

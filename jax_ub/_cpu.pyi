@@ -178,8 +178,8 @@ class Communicator:
             Seconds of one.
 
         Raises:
-            ValueError: it is closed, or the count is less than 1.
-            RuntimeError: a process died or left.
+            ValueError: the count is less than 1.
+            RuntimeError: it is closed, or a process died or left.
         """
 
     def close(self) -> None:

@@ -58,8 +58,8 @@ def test_bazel_and_the_package_have_one_version():
 def test_a_kernel_includes_c_headers_and_intrinsics_only():
     # The linker may keep the copy of a C++ library's inline function that was compiled
     # for AVX there, and call it on processors that have none.
-    named = re.compile(r"_(avx|amx)\w*\.cc")
-    todo = {path for path in CSRC.rglob("*.cc") if named.search(path.name)}
+    is_kernel = re.compile(r"_(avx|amx)\w*\.cc").search
+    todo = {path for path in CSRC.rglob("*.cc") if is_kernel(path.name)}
     seen = set()
     while todo:
         path = todo.pop()

@@ -220,7 +220,10 @@ std::shared_ptr<Gang> Conductor::NextGang() {
   std::string label;
   {
     std::lock_guard lock(mutex_);
-    if (complete_.empty()) {
+    // OnPoison fails what is left, and may still be on its way. A call must not begin
+    // behind one that failed: nobody met in that one's barrier, so that a peer may still
+    // read the halves that this call would write.
+    if (complete_.empty() || communicator_->poison()) {
       is_conducting_ = false;
       return nullptr;
     }

@@ -231,7 +231,7 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
                 slot_call.communicator->rank(rank), device, trace);
   } catch (...) {
     failure = std::current_exception();
-    slot_call.communicator->rank(rank).Poison(failure);
+    slot_call.communicator->Poison(failure);
     if (!slot_call.failed.exchange(true)) Fail(gang, failure);
   }
   if (slot_call.products) {

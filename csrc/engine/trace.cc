@@ -1,6 +1,7 @@
 #include "engine/trace.h"
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <string_view>
 #include <thread>
@@ -30,6 +31,15 @@ std::string_view TraceKindName(TraceKind kind) {
 // one that it asks for; the writer begins anew only in a later one.
 struct Tracer::Buffer {
   explicit Buffer(std::thread::id id) : owner(id) {}
+
+  // Or none, where there is not that much: a span ends in a destructor.
+  void MakeRoom(int64_t num_events) noexcept {
+    try {
+      events.resize(num_events);
+    } catch (const std::exception&) {
+      events.clear();
+    }
+  }
 
   const std::thread::id owner;
   std::atomic<int64_t> generation{0};
@@ -89,7 +99,7 @@ void Tracer::Record(int64_t generation, const TraceEvent& event) {
   if (buffer->generation.load(std::memory_order_relaxed) != generation) {
     buffer->size.store(0, std::memory_order_relaxed);
     buffer->num_dropped.store(0, std::memory_order_relaxed);
-    buffer->events.resize(events_per_thread_.load());
+    buffer->MakeRoom(events_per_thread_.load());
     buffer->generation.store(generation, std::memory_order_release);
   }
   const int64_t size = buffer->size.load(std::memory_order_relaxed);

@@ -36,6 +36,12 @@ void NotifyEvent(const FileDescriptor& event) noexcept {
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
+void ClearEvent(const FileDescriptor& event) noexcept {
+  uint64_t count = 0;
+  // It fails only when nobody has notified since.
+  [[maybe_unused]] const ssize_t taken = read(event.get(), &count, sizeof(count));
+}
+
 FileDescriptor WatchProcess(pid_t pid) {
 #if defined(SYS_pidfd_open)
   if (pid > 0) {

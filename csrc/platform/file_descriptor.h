@@ -22,9 +22,10 @@ using FileDescriptor = UniqueHandle<FileDescriptorTraits>;
 // Throws SystemError: `what`, and what the system says of `error`.
 [[noreturn]] void ThrowSystemError(const std::string& what, int error);
 
-// A descriptor that is readable from NotifyEvent on.
+// A descriptor that is readable from NotifyEvent on, until ClearEvent.
 FileDescriptor NewEvent();
 void NotifyEvent(const FileDescriptor& event) noexcept;
+void ClearEvent(const FileDescriptor& event) noexcept;
 
 // A descriptor that is readable when the process has died, however; none where the
 // system has no such thing or the process cannot be seen.

@@ -1,11 +1,14 @@
-// A thread that nobody joins.
+// Threads. Both throw SystemError where the system lets no more of them start.
 #pragma once
 
 #include <functional>
+#include <thread>
 
 namespace jax_ub {
 
-// Throws SystemError where the system lets no more threads start.
+std::thread NewThread(std::function<void()> body);
+
+// One that nobody joins.
 void StartThread(std::function<void()> body);
 
 }  // namespace jax_ub

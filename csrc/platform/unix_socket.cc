@@ -103,7 +103,7 @@ Credentials PeerCredentials(const FileDescriptor& connection) {
   return {found.pid, found.uid};
 }
 
-bool Send(const FileDescriptor& connection,
+Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed) noexcept {
   iovec part = {const_cast<std::byte*>(message.data()), message.size()};
@@ -124,7 +124,8 @@ bool Send(const FileDescriptor& connection,
   do {
     sent = sendmsg(connection.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (sent < 0 && errno == EINTR);
-  return sent == static_cast<ssize_t>(message.size());
+  if (sent < 0) return errno == EAGAIN ? Sent::kFull : Sent::kNo;
+  return Sent::kYes;  // all of it: a message is never cut
 }
 
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) {

@@ -28,8 +28,8 @@ struct Credentials {
 };
 Credentials PeerCredentials(const FileDescriptor& connection);
 
-// False when the peer is gone, or does not read.
-bool Send(const FileDescriptor& connection,
+enum class Sent { kYes, kFull, kNo };  // kFull: until the peer reads; kNo: it is gone
+Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed = nullptr) noexcept;
 

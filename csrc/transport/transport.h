@@ -14,7 +14,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <string>
 
 namespace jax_ub {
@@ -56,9 +55,6 @@ class Transport {
 
   // Behind the last step of a call.
   virtual void EndCall() = 0;
-
-  // Fails every wait of every rank from now on.
-  virtual void Poison(const std::exception_ptr& reason) = 0;
 };
 
 }  // namespace jax_ub

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from jax_ub.overlap_config import names
 from jax_ub.runtime import communicators, cuda, engine, overlaps, settings
 from jax_ub.runtime.overlaps import Domain, Overlap
+from jax_ub.runtime.place import Group
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -29,6 +31,8 @@ class AxisMemory:
         transformer_engine_bytes: what Transformer Engine would allocate for the same
             ranks: a buffer for every name and mode, 12 T H a mode by default.
         on_gpus: whether the ranks are GPUs.
+        shares_with: the first axis that has the same groups of devices, and so their
+            memory, which is counted there; None where there is none.
     """
 
     axis_name: tuple[str, ...]
@@ -39,6 +43,7 @@ class AxisMemory:
     shared_bytes: int
     transformer_engine_bytes: int
     on_gpus: bool = False
+    shares_with: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         """A table of the overlaps, and the sums."""
@@ -61,7 +66,9 @@ class AxisMemory:
 
     def _title(self):
         ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
-        if self.on_gpus:
+        if self.shares_with is not None:
+            ours += f", beside those of axis {self.shares_with}"
+        elif self.on_gpus:
             ours = f"heaps of {ours}" if self.shared_bytes else "none: not connected"
         elif self.shared_bytes == 0:
             ours = "none: ranks of one process read each other in place"
@@ -152,7 +159,11 @@ def memory_report() -> MemoryReport:
     Returns:
         Bytes, by axis and in all; printed, a table.
     """
-    axes = tuple(_axis_memory(domain) for domain in overlaps.domains())
+    owners: dict[Group, Domain] = {}
+    for domain in overlaps.domains():
+        for group in domain.groups:
+            owners.setdefault(group, domain)
+    axes = tuple(_axis_memory(domain, owners) for domain in overlaps.domains())
     slot_bytes = engine.load().counters()["slot_bytes"]
     devices = cuda.usable_devices()
     if not devices:
@@ -172,12 +183,14 @@ def memory_report() -> MemoryReport:
     return MemoryReport(axes, slot_bytes, heap_bytes, gpus)
 
 
-def _axis_memory(domain: Domain) -> AxisMemory:
-    made = [
-        connection.communicator
+def _axis_memory(domain: Domain, owners: Mapping[Group, Domain]) -> AxisMemory:
+    made = {
+        connection.group: connection.communicator
         for connection in communicators.connections()
         if connection.group in domain.groups and connection.communicator is not None
-    ]
+    }
+    own = [one for group, one in made.items() if owners[group] is domain]
+    others = [owners[group] for group in made if owners[group] is not domain]
     found = tuple(domain.overlaps.values())
     return AxisMemory(
         axis_name=domain.axis_name,
@@ -185,9 +198,10 @@ def _axis_memory(domain: Domain) -> AxisMemory:
         shape=domain.shape,
         overlaps=found,
         num_ranks=domain.num_local_ranks,
-        shared_bytes=sum(one.size_bytes for one in made),
+        shared_bytes=sum(one.size_bytes for one in own),
         transformer_engine_bytes=domain.num_local_ranks * _engine_bytes(domain, found),
-        on_gpus=any(hasattr(one, "how") for one in made),
+        on_gpus=any(hasattr(one, "how") for one in made.values()),
+        shares_with=others[0].axis_name if others else None,
     )
 
 

@@ -4,7 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstring>
+#include <latch>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -86,6 +90,74 @@ TEST(ARankThatIsKilledAmidCallsIsNamedAtOnceByAll) {
       ++round;
     }
   }
+}
+
+// Process 1 is in call 0 for long, and reads what process 0 has put there; that fails in
+// call 1, with call 2 behind it, and hears late of whatever the failure ends.
+TEST(BehindACallThatFailedNothingIsOverwritten) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    const auto ranks = ConnectAs(process, bulletin, {0, 1}, 1 << 16);
+    const Attributes at = Spanning(Op::kAllGather, Method::kDirect, 2);
+    Arrays arrays(1);
+    std::vector<std::vector<RankCall>> calls;
+    for (int call = 0; call < 3; ++call) calls.push_back(MakeCalls(at, {}, arrays));
+    if (process == 1) {
+      ranks->Announce(0, Signature(at, calls[0][1]), "");
+      ranks->Barrier(0, 0, {kLabel, 0, kLongS});
+      ranks->WaitOrder(2, {kLabel, 0, kLongS});
+      ranks->Poison(std::make_exception_ptr(CommunicatorError("it failed")));
+      bulletin.WaitForWord(1);
+      const Tensor& read = calls[0][0].operands[0];
+      CHECK(std::memcmp(ranks->half(0, 0), read.data, read.size_bytes()) == 0);
+      return;
+    }
+    Engine& engine = NewEngine(kLongS, 1);
+    engine.board().set_local_devices({100});
+    const auto conductor = engine.Join(ranks, {100, 101});
+    ranks->OnPoison([](const std::exception_ptr&) {});
+    CallSite site(at);
+    CHECK_EQ(Submit(engine, site, 0, 100, calls[0][0]).Wait(), "");
+    Outcome failed = Submit(engine, site, 1, 100, calls[1][0]);
+    // Begun, before it may fail: nobody would fail it otherwise.
+    while (conductor->num_calls() < 2) std::this_thread::yield();
+    Submit(engine, site, 2, 100, calls[2][0]);
+    CHECK(Contains(failed.Wait(), "it failed"));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CHECK_EQ(conductor->num_calls(), 2);
+    ++bulletin.word();
+    engine.Leave(conductor);
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+// They run the rest of programs, whose host callbacks may start processes.
+TEST(ThreadsThatStartByAFailureTakeSignals) {
+  InProcesses({0, 1}, [](Member& member) {
+    if (!member.conductor().communicator().is_leader()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      member.conductor().Fail(std::make_exception_ptr(CommunicatorError("it failed")));
+      return;
+    }
+    member.engine().crew().set_num_threads(4);
+    constexpr int kNumCalls = 8;
+    CallSite site(Scatter(2));
+    Arrays arrays(1);
+    const auto calls = MakeCalls(site.attributes(), {}, arrays);
+    const auto done = std::make_shared<std::latch>(kNumCalls);
+    const auto num_blocking = std::make_shared<std::atomic<int>>(0);
+    for (int run = 0; run < kNumCalls; ++run) {
+      member.engine().Submit(site, run, 100, calls[0],
+                             [done, num_blocking](const std::exception_ptr&) {
+                               sigset_t blocked;
+                               pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
+                               *num_blocking += sigismember(&blocked, SIGTERM);
+                               done->count_down();
+                             });
+    }
+    done->wait();
+    CHECK_EQ(num_blocking->load(), 0);
+  });
 }
 
 TEST(ARankThatDiedBeforeACallIsNamedByTheCall) {

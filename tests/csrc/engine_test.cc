@@ -351,7 +351,7 @@ std::vector<std::string> TextsWithoutRank2(const Attributes& at) {
                     communicator.rank(rank), device, {});
       } catch (const std::exception& error) {
         texts[rank] = error.what();
-        communicator.rank(rank).Poison(std::current_exception());
+        communicator.Poison(std::current_exception());
       }
     });
   }

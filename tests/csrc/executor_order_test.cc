@@ -238,7 +238,6 @@ class OrderTransport : public Transport {
     memory_.Begin(kCommunicationLane);
     memory_.Write(kCommunicationLane, slots_.data(), slots_.size());
   }
-  void Poison(const std::exception_ptr& reason) override {}
 
  private:
   const int rank_;

@@ -122,7 +122,8 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
   group.fates[1]->SetClosed(3);
   group.fates[1]->SetLost(3, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
-               "process 3 closed its communicator; process 1 waited for process 3");
+               "process 3 closed its communicator, as ub.destroy_ub and the end of a "
+               "program do; process 1 waited for process 3");
   // It had come; but it may be why the other one closed.
   group.fates[1]->SetLost(2, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),

@@ -116,8 +116,8 @@ TEST(ADescriptorIsPassedWithAMessage) {
   Pair pair;
   const SharedMapping own = SharedMapping::Create(kPage);
   own.data()[5] = std::byte{9};
-  CHECK(Send(pair.dialed, BytesOf("here"), &own.descriptor()));
-  CHECK(Send(pair.dialed, BytesOf("and more")));
+  CHECK(Send(pair.dialed, BytesOf("here"), &own.descriptor()) == Sent::kYes);
+  CHECK(Send(pair.dialed, BytesOf("and more")) == Sent::kYes);
   std::byte buffer[64];
   Received first = Receive(pair.accepted, buffer);
   CHECK(first.arrival == Arrival::kMessage);
@@ -133,22 +133,26 @@ TEST(ADescriptorIsPassedWithAMessage) {
 
 TEST(WhatAPeerSaidBeforeItLeftIsHeard) {
   Pair pair;
-  CHECK(Send(pair.accepted, BytesOf("unread")));
-  CHECK(Send(pair.dialed, BytesOf("last words")));
+  CHECK(Send(pair.accepted, BytesOf("unread")) == Sent::kYes);
+  CHECK(Send(pair.dialed, BytesOf("last words")) == Sent::kYes);
   pair.dialed.reset();  // with a message unread
   std::byte buffer[64];
   CHECK_EQ(Receive(pair.accepted, buffer).size, 10u);
   CHECK(Receive(pair.accepted, buffer).arrival == Arrival::kEnd);
   CHECK(Receive(pair.accepted, buffer).arrival == Arrival::kEnd);
-  CHECK(!Send(pair.accepted, BytesOf("nobody")));
+  CHECK(Send(pair.accepted, BytesOf("nobody")) == Sent::kNo);
 }
 
 TEST(APeerThatDoesNotReadBlocksNobody) {
   Pair pair;
   const std::string message(4096, 'x');
   int num_sent = 0;
-  while (num_sent < 100000 && Send(pair.dialed, BytesOf(message))) ++num_sent;
-  CHECK(num_sent > 0 && num_sent < 100000);
+  Sent last = Sent::kYes;
+  while (num_sent < 100000 && last == Sent::kYes) {
+    last = Send(pair.dialed, BytesOf(message));
+    ++num_sent;
+  }
+  CHECK(num_sent > 1 && last == Sent::kFull);
 }
 
 TEST(NobodyListensBeforeAndBehindAListener) {
@@ -213,6 +217,11 @@ TEST(AWaitForDescriptorsEndsByAnEventOrByItsDeadline) {
   CHECK(Poll(polled, begin));
   Poll(polled);
   CHECK(polled[0].revents == POLLIN && polled[1].revents == 0);
+  ClearEvent(event);
+  ClearEvent(event);
+  CHECK(!Poll(polled, begin));
+  NotifyEvent(event);
+  CHECK(Poll(polled, begin));
 }
 
 TEST(TheStateOfAnotherProcessIsSeen) {

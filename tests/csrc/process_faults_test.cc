@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "no_thread_starts.h"
 #include "platform/error.h"
 #include "processes.h"
 #include "transport/cpu/shared_memory.h"
@@ -73,6 +74,25 @@ TEST(TheLeadersDeathEndsAWaitForTheOrder) {
   bulletin.WaitForWord(1);
   processes.Signal(0, SIGKILL);
   CHECK(Contains(processes.Join()[1], NameOf(0, processes.pid(0)) + " died; "));
+}
+
+TEST(AProcessThatCannotWatchItsPeersSaysWhy) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    if (process == 1) {
+      const NoThreadStarts limit;
+      ConnectAs(process, bulletin, {0, 1});
+      return;
+    }
+    const auto ranks = ConnectAs(process, bulletin, {0, 1});
+    AtOnce([&] { ranks->Barrier(0, 0, Reason()); });
+  });
+  const std::vector<std::string> texts = processes.Join();
+  for (const std::string& text : texts) {
+    CHECK(
+        Contains(text, "CommunicatorError: jax_ub.tp: " + NameOf(1, processes.pid(1)) +
+                           " failed: a thread cannot start: "));
+  }
 }
 
 // A child of fork keeps the dead process's connections and memory open.
@@ -166,10 +186,12 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
     AtOnce([&] { ranks->Barrier(1, 0, Reason()); });
   });
   const std::vector<std::string> texts = processes.Join();
-  CHECK(Contains(texts[0], kPrefix + NameOf(1, processes.pid(1)) +
-                               " closed its communicator; " +
-                               NameOf(0, processes.pid(0)) + " waited for " +
-                               NameOf(1, processes.pid(1))));
+  CHECK(Contains(texts[0],
+                 kPrefix + NameOf(1, processes.pid(1)) +
+                     " closed its communicator, as ub.destroy_ub and the end of a "
+                     "program do; " +
+                     NameOf(0, processes.pid(0)) + " waited for " +
+                     NameOf(1, processes.pid(1))));
   CHECK_EQ(texts[1], "");
   CHECK(Contains(texts[2], "closed its communicator"));
 }

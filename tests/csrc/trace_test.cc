@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <latch>
+#include <limits>
 #include <memory>
 #include <string>
 #include <thread>
@@ -202,6 +203,19 @@ TEST(AFullBufferCountsWhatItDrops) {
   CHECK_EQ(trace.threads.size(), size_t{1});
   CHECK_EQ(trace.threads[0].events.size(), size_t{3});
   CHECK_EQ(trace.threads[0].num_dropped, int64_t{7});
+}
+
+TEST(WhereThereIsNotSoMuchRoomAllIsDroppedAndCounted) {
+  Tracer tracer;
+  for (const int64_t room : {std::numeric_limits<int64_t>::max(), int64_t{1}}) {
+    tracer.Start(room);
+    const TraceContext context = tracer.BeginCall({});
+    for (int i = 0; i < 2; ++i) TraceScope scope(context, TraceKind::kWait);
+    const Trace trace = tracer.Read();
+    CHECK_EQ(trace.threads.size(), size_t{1});
+    CHECK_EQ(trace.threads[0].events.size(), room == 1 ? size_t{1} : size_t{0});
+    CHECK_EQ(trace.threads[0].num_dropped, room == 1 ? int64_t{1} : int64_t{2});
+  }
 }
 
 TEST(ThreadsBeyondTheTableAreCounted) {

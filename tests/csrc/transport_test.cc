@@ -163,9 +163,8 @@ TEST(PoisonWakesEverybodyWithTheFirstReason) {
   const auto errors = OnEveryRank(kNumRanks, [&](int rank) {
     if (rank == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(30));
-      communicator.rank(0).Poison(
-          std::make_exception_ptr(CommunicatorError("rank 0 died")));
-      communicator.rank(0).Poison(std::make_exception_ptr(CommunicatorError("later")));
+      communicator.Poison(std::make_exception_ptr(CommunicatorError("rank 0 died")));
+      communicator.Poison(std::make_exception_ptr(CommunicatorError("later")));
       return;
     }
     communicator.rank(rank).Wait(0, 0, Reason(0));

@@ -1,7 +1,6 @@
 #include "engine/cuda/cuda_engine.h"
 
 #include <algorithm>
-#include <span>
 #include <utility>
 
 #include "engine/cuda/multicast_reduce.h"
@@ -49,10 +48,7 @@ void SpoilResults(CudaSlots& slots, const RankCall& call) {
     results.push_back({reinterpret_cast<uint64_t>(tensor.data),
                        static_cast<uint64_t>(tensor.size_bytes())});
   }
-  for (size_t begin = 0; begin < results.size(); begin += kMaxResults) {
-    const size_t count = std::min<size_t>(results.size() - begin, kMaxResults);
-    slots.Spoil(std::span(results).subspan(begin, count));
-  }
+  slots.Spoil(results);
 }
 
 }  // namespace
@@ -112,33 +108,56 @@ void CudaEngine::Enqueue(CudaCallSite& site,
                 std::to_string(ordinal));
   }
   Gpu& gpu = *preparation->gpu;
-  const CallPlan& plan = preparation->plan;
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
   if (IsLocalCall(at)) {
     StreamDevice device(gpu.kit(), stream, at.tuning, preparation->options,
-                        plan.workspace, workspace);
+                        preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);
   }
-  if (binding.communicator) binding.communicator->ThrowIfFailed();
+  if (!binding.communicator) {
+    return EnqueueOnLanes(site, *preparation, binding, stream, call, workspace);
+  }
+  binding.communicator->ThrowIfFailed();
+  try {
+    EnqueueOnLanes(site, *preparation, binding, stream, call, workspace);
+  } catch (const ShapeError&) {
+    throw;  // the workspace is too small, on all ranks alike
+  } catch (...) {
+    // Nothing of a call, or half of it: the peers would wait for the rest.
+    binding.communicator->Poison(std::current_exception());
+    throw;
+  }
+}
+
+// With the context current, and the lanes this call's.
+void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
+                                const Preparation& preparation,
+                                const CudaCallSite::Binding& binding,
+                                CUstream stream,
+                                const RankCall& call,
+                                const DeviceBytes& workspace) {
+  const Attributes& at = site.attributes_;
+  Gpu& gpu = *preparation.gpu;
+  const CallPlan& plan = preparation.plan;
   // A workspace of a program that was lowered elsewhere is the same on all ranks, too.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
-      preparation->by_multicast &&
-      preparation->by_multicast->size_bytes() <= workspace.size_bytes;
+      preparation.by_multicast &&
+      preparation.by_multicast->size_bytes() <= workspace.size_bytes;
   StreamDevice device(
-      gpu.kit(), stream, gpu.lanes().Find(at.tuning), at.tuning, preparation->options,
-      by_multicast ? *preparation->by_multicast : plan.workspace, workspace);
+      gpu.kit(), stream, gpu.lanes().Find(at.tuning), at.tuning, preparation.options,
+      by_multicast ? *preparation.by_multicast : plan.workspace, workspace);
   try {
     if (!binding.communicator) {
       LoneTransport alone(0, 1, 0);
       ExecuteRank(at, call, plan.slots, timeout_s_, alone, device, {});
       device.Gather();
     } else {
-      CudaSlots slots = SlotsOf(*preparation, binding, device);
+      CudaSlots slots = SlotsOf(preparation, binding, device);
       if (call.partition != nullptr) {
         slots.CheckPlace(reinterpret_cast<CUdeviceptr>(call.partition),
-                         preparation->place.partition);
+                         preparation.place.partition);
       }
       if (by_multicast) {
         const auto sum = [&slots](const MulticastRange& range) {
@@ -151,19 +170,16 @@ void CudaEngine::Enqueue(CudaCallSite& site,
       device.Gather();
       SpoilResults(slots, call);
     }
+    device.Join();
   } catch (...) {
-    // Half of a call: the peers would wait for the rest.
-    if (binding.communicator) {
-      binding.communicator->Poison(std::current_exception());
-    }
+    // What has been enqueued still uses XLA's buffers.
     device.Gather();
     device.Join();
     throw;
   }
-  device.Join();
   if (binding.communicator && IsCapturing(driver_, stream)) {
     std::lock_guard site_lock(site.mutex_);
-    site.bindings_[preparation->place.group].captured = true;
+    site.bindings_[preparation.place.group].captured = true;
   }
 }
 
@@ -184,10 +200,7 @@ CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
            .sums = &gpu.sums(),
            .stream = device.stream(kCommunicationLane),
            .copies = device.copies(),
-           .multicast = gpu.multicast()},
-          [communicator](const std::exception_ptr& reason) {
-            communicator->Poison(reason);
-          }};
+           .multicast = gpu.multicast()}};
 }
 
 Gpu& CudaEngine::GpuOf(int ordinal) {

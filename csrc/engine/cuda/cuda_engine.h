@@ -165,6 +165,12 @@ class CudaEngine {
                CUstream stream,
                const RankCall& call,
                const DeviceBytes& workspace);
+  void EnqueueOnLanes(CudaCallSite& site,
+                      const Preparation& preparation,
+                      const CudaCallSite::Binding& binding,
+                      CUstream stream,
+                      const RankCall& call,
+                      const DeviceBytes& workspace);
   CudaSlots SlotsOf(const Preparation& preparation,
                     const CudaCallSite::Binding& binding,
                     StreamDevice& device) const;

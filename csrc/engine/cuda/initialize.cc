@@ -239,6 +239,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
                                                                const SlotPlan& slots) {
   const std::vector<int64_t> devices = DevicesOf(at, group);
   if (auto joined = FindJoined(devices)) return joined;
+  // Destroyed behind the lock: that waits for the devices, which may wait for calls.
+  std::shared_ptr<CudaCommunicator> outgrown;
   std::lock_guard lock(mutex_);
   std::vector<int> ordinals;
   for (const int64_t device : devices) {
@@ -257,12 +259,13 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
   if (newest && newest->slots_bytes() >= need_bytes) return newest;
   // Kernels are loaded before any device can wait for another.
   for (const int ordinal : ordinals) GpuOfLocked(ordinal);
-  newest = CudaCommunicator::Make(
+  auto made = CudaCommunicator::Make(
       driver_, ordinals,
       (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes, "in_process",
       nvls_);
-  all_.push_back(newest);
-  return newest;
+  all_.push_back(made);
+  outgrown = std::exchange(newest, made);
+  return made;
 }
 
 }  // namespace jax_ub

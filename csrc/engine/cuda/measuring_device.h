@@ -55,7 +55,6 @@ class LoneTransport : public Transport {
   void Release(int slot) override {}
   void WaitFree(int peer, int slot, const WaitReason& reason) override {}
   void EndCall() override {}
-  void Poison(const std::exception_ptr& reason) override {}
 
  private:
   const int rank_;

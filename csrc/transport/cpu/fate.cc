@@ -5,6 +5,7 @@
 
 #include "platform/error.h"
 #include "platform/file_descriptor.h"
+#include "transport/process/message.h"
 
 namespace jax_ub {
 
@@ -35,7 +36,7 @@ void Fate::ThrowIfPoisoned() const {
 
 void Fate::SetClosed(int process) {
   std::lock_guard lock(mutex_);
-  SetGone(process, "closed its communicator");
+  SetGone(process, kGoodbyeText);
 }
 
 void Fate::SetLost(int process, const std::string& how) {

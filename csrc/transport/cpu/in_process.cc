@@ -31,9 +31,7 @@ InProcessCommunicator::InProcessCommunicator(int num_ranks,
       areas_[r].flags[slot].arrived.store(first_epoch);
       areas_[r].flags[slot].released.store(first_epoch);
     }
-    ends_.push_back(std::make_unique<SlotEnd>(
-        r, areas_, fate_, [this](const std::exception_ptr& reason) { Poison(reason); },
-        first_epoch));
+    ends_.push_back(std::make_unique<SlotEnd>(r, areas_, fate_, first_epoch));
     ends_.back()->Place(0, num_slots, slot_bytes_);
   }
 }

@@ -30,9 +30,10 @@ class InProcessCommunicator {
   // The end of a rank; lives as long as the communicator.
   Transport& rank(int rank) { return *ends_[rank]; }
 
- private:
+  // Fails every wait of every rank from now on; the first reason holds.
   void Poison(const std::exception_ptr& reason);
 
+ private:
   const int num_slots_;
   const int64_t slot_bytes_;
   std::unique_ptr<std::byte[]> memory_;    // [rank][slot][slot_bytes]

@@ -145,9 +145,7 @@ SharedCommunicator::State::State(Group its_group,
     }
   }
   for (const int rank : group.ranks_of(group.own())) {
-    ends[rank] = std::make_unique<SlotEnd>(
-        rank, areas, fate, [this](const std::exception_ptr& reason) { Poison(reason); },
-        0);
+    ends[rank] = std::make_unique<SlotEnd>(rank, areas, fate, 0);
   }
   std::vector<Peer> connected;
   for (int p = 0; p < group.num_processes(); ++p) {
@@ -162,7 +160,7 @@ SharedCommunicator::State::State(Group its_group,
     }
   }
   peers = std::make_unique<Peers>(std::move(connected));
-  peers->Watch([this](const PeerNews& news) { Hear(news); });
+  peers->Watch(group, [this](const PeerNews& news) { Hear(news); });
 }
 
 SharedCommunicator::State::~State() {

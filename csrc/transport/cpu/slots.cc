@@ -1,7 +1,6 @@
 #include "transport/cpu/slots.h"
 
 #include <cstring>
-#include <utility>
 
 #include "platform/error.h"
 
@@ -22,14 +21,9 @@ std::string ChunkOf(const WaitReason& reason) {
 
 SlotEnd::SlotEnd(int rank,
                  const std::vector<RankArea>& areas,
-                 Fate& fate,
-                 std::function<void(const std::exception_ptr&)> poison,
+                 const Fate& fate,
                  uint32_t first_epoch)
-    : rank_(rank),
-      areas_(areas),
-      fate_(fate),
-      poison_(std::move(poison)),
-      first_epoch_(first_epoch) {}
+    : rank_(rank), areas_(areas), fate_(fate), first_epoch_(first_epoch) {}
 
 void SlotEnd::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;

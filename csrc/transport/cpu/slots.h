@@ -4,8 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -34,11 +32,10 @@ struct RankArea {
 // A rank's end of a communicator. Its epochs count on from call to call.
 class SlotEnd : public Transport {
  public:
-  // `areas` [rank] and `fate` outlive it; `poison` tells everybody.
+  // `areas` [rank] and `fate` outlive it.
   SlotEnd(int rank,
           const std::vector<RankArea>& areas,
-          Fate& fate,
-          std::function<void(const std::exception_ptr&)> poison,
+          const Fate& fate,
           uint32_t first_epoch);
 
   // Where the slots lie from now on, in every rank's memory: num_slots of slot_bytes
@@ -56,7 +53,6 @@ class SlotEnd : public Transport {
   void Release(int slot) override;
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
   void EndCall() override;
-  void Poison(const std::exception_ptr& reason) override { poison_(reason); }
 
  private:
   struct Use {
@@ -80,8 +76,7 @@ class SlotEnd : public Transport {
 
   const int rank_;
   const std::vector<RankArea>& areas_;
-  Fate& fate_;
-  const std::function<void(const std::exception_ptr&)> poison_;
+  const Fate& fate_;
   const uint32_t first_epoch_;
   std::vector<Use> uses_;  // [slot]
   int64_t offset_ = 0;

@@ -121,7 +121,7 @@ CudaCommunicator::State::State(Group its_group,
   }
   peers = std::make_unique<Peers>(std::move(connected));
   if (group.num_processes() > 1) {
-    peers->Watch([this](const PeerNews& news) { Hear(news); });
+    peers->Watch(group, [this](const PeerNews& news) { Hear(news); });
   }
 }
 
@@ -451,8 +451,8 @@ void CudaCommunicator::ThrowIfFailed() {
   if (state_->refuses_calls.load()) throw state_->OwnClose();
   if (!state_->has_closed.load()) return;
   std::lock_guard lock(state_->mutex);
-  throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed +
-                          " closed its communicator");
+  throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed + " " +
+                          kGoodbyeText);
 }
 
 void CudaCommunicator::Poison(const std::exception_ptr& reason) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "gemm/views.h"
 #include "platform/error.h"
@@ -27,15 +26,13 @@ CudaSlots::CudaSlots(int rank,
                      CUdeviceptr error,
                      uint32_t call,
                      const SlotPlaces& slots,
-                     const SlotStream& stream,
-                     PoisonAll poison)
+                     const SlotStream& stream)
     : rank_(rank),
       places_(places),
       words_{places[rank].epoch, places[rank].failed, places[rank].poison, error},
       call_(call),
       slots_(slots),
       stream_(stream),
-      poison_(std::move(poison)),
       is_free_(places.size(), false) {
   if (places.size() > kMaxRanks) {
     throw std::invalid_argument("CudaSlots: " + std::to_string(places.size()) +

@@ -16,8 +16,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <span>
 #include <vector>
 
@@ -75,8 +73,6 @@ struct MulticastRange {
 
 class CudaSlots : public Transport {
  public:
-  using PoisonAll = std::function<void(const std::exception_ptr&)>;
-
   // `places` [rank] outlive it. `error` is the own ErrorRecord's device address, `call`
   // the host's number of the call site, for the record.
   CudaSlots(int rank,
@@ -84,8 +80,7 @@ class CudaSlots : public Transport {
             CUdeviceptr error,
             uint32_t call,
             const SlotPlaces& slots,
-            const SlotStream& stream,
-            PoisonAll poison);
+            const SlotStream& stream);
 
   // Before all else of a call that may run on other devices than it was meant for, or on
   // the same in another order: the rank, and so all its peers, fail on the device unless
@@ -109,7 +104,6 @@ class CudaSlots : public Transport {
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
   // The stream has to be behind everything that read a slot.
   void EndCall() override;
-  void Poison(const std::exception_ptr& reason) override { poison_(reason); }
 
   // This rank's share of the elements: becomes at every rank their sum over all ranks, with
   // the addends. Whole vectors, so that bytes behind the last element change, too.
@@ -129,7 +123,6 @@ class CudaSlots : public Transport {
   const uint32_t call_;
   const SlotPlaces slots_;
   const SlotStream stream_;
-  const PoisonAll poison_;
   std::vector<bool> is_free_;  // [peer]: waited for in this call
 };
 

@@ -27,7 +27,7 @@ PoisonMessage PoisonMessageOf(const std::exception_ptr& reason) {
   }
 }
 
-bool SendMessage(const FileDescriptor& connection,
+Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed) {
@@ -53,12 +53,12 @@ Message ReceiveMessage(const FileDescriptor& connection) {
   return message;
 }
 
-bool SendHello(const FileDescriptor& connection,
+void SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory) {
-  return SendMessage(connection, MessageKind::kHello,
-                     {reinterpret_cast<const char*>(&hello), sizeof(hello)},
-                     memory ? &memory : nullptr);
+  SendMessage(connection, MessageKind::kHello,
+              {reinterpret_cast<const char*>(&hello), sizeof(hello)},
+              memory ? &memory : nullptr);
 }
 
 bool ReadHello(const Message& message, Hello* hello) {

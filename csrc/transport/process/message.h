@@ -22,6 +22,10 @@ enum class MessageKind : uint32_t {
   kStatement,           // "by this call I mean ...", where ranks are on GPUs
 };
 
+// What a process did that said goodbye, in the errors of those who still waited for it.
+inline constexpr char kGoodbyeText[] =
+    "closed its communicator, as ub.destroy_ub and the end of a program do";
+
 // The body of kHello. Of one host, so of one byte order.
 struct Hello {
   static constexpr size_t kMaxSetup = 2048;
@@ -45,15 +49,15 @@ struct PoisonMessage {
 };
 PoisonMessage PoisonMessageOf(const std::exception_ptr& reason);
 
-// False when the peer is gone. Longer bodies are cut.
-bool SendMessage(const FileDescriptor& connection,
+// Longer bodies are cut.
+Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
 // With the descriptor of the sender's memory, if it has one.
-bool SendHello(const FileDescriptor& connection,
+void SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory);
 // False when the message is none.

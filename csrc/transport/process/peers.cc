@@ -1,34 +1,16 @@
 #include "transport/process/peers.h"
 
-#include <pthread.h>
-#include <signal.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <utility>
 
 #include "platform/error.h"
+#include "platform/thread.h"
 
 namespace jax_ub {
 
-namespace {
-
-// Signals are for the threads of the program.
-class BlockedSignals {
- public:
-  BlockedSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
-
-}  // namespace
-
-Peers::Peers(std::vector<Peer> peers) : stop_(NewEvent()) {
+Peers::Peers(std::vector<Peer> peers) {
   for (Peer& peer : peers) {
     Watched watched;
     watched.process = peer.process;
@@ -39,10 +21,18 @@ Peers::Peers(std::vector<Peer> peers) : stop_(NewEvent()) {
   }
 }
 
-void Peers::Watch(std::function<void(const PeerNews&)> tell) {
+void Peers::Watch(const Group& group, std::function<void(const PeerNews&)> tell) {
   tell_ = std::move(tell);
-  const BlockedSignals blocked;
-  thread_ = std::make_unique<std::thread>([this] { Run(); });
+  try {
+    wake_ = NewEvent();
+    thread_ = std::make_unique<std::thread>(NewThread([this] { Run(); }));
+  } catch (const SystemError& error) {
+    const std::string text = group.ErrorPrefix() +
+                             group.Describe(group.own(), getpid()) +
+                             " failed: " + error.what();
+    Say(MessageKind::kPoison, text);
+    throw CommunicatorError(text);
+  }
 }
 
 Peers::~Peers() { Close(); }
@@ -50,16 +40,37 @@ Peers::~Peers() { Close(); }
 void Peers::Say(MessageKind kind, std::string_view body) {
   std::lock_guard lock(mutex_);
   if (is_closed_) return;
-  for (const Watched& peer : watched_) SendMessage(peer.connection, kind, body);
+  bool is_rest = false;
+  for (Watched& peer : watched_) {
+    if (peer.unsent.empty() &&
+        SendMessage(peer.connection, kind, body) != Sent::kFull) {
+      continue;
+    }
+    peer.unsent.emplace_back(kind, body);
+    is_rest = true;
+  }
+  if (is_rest) NotifyEvent(wake_);
+}
+
+void Peers::SendRest(Watched& peer) {
+  std::lock_guard lock(mutex_);
+  while (!peer.unsent.empty()) {
+    const auto& [kind, body] = peer.unsent.front();
+    if (SendMessage(peer.connection, kind, body) == Sent::kFull) return;
+    peer.unsent.pop_front();
+  }
 }
 
 void Peers::Close() {
   if (!thread_) return;
-  NotifyEvent(stop_);
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+  }
+  NotifyEvent(wake_);
   thread_->join();
   thread_.reset();
   std::lock_guard lock(mutex_);
-  is_closed_ = true;
   watched_.clear();
 }
 
@@ -81,21 +92,26 @@ void Peers::Run() noexcept {
 
 void Peers::RunUntilStopped() {
   for (;;) {
-    std::vector<pollfd> polled = {{stop_.get(), POLLIN, 0}};
-    std::vector<size_t> whose;
-    for (size_t i = 0; i < watched_.size(); ++i) {
-      if (watched_[i].has_left) continue;
-      // One of them may be none: poll passes over negative descriptors.
-      polled.push_back({watched_[i].connection.get(), POLLIN, 0});
-      polled.push_back({watched_[i].life.get(), POLLIN, 0});
-      whose.push_back(i);
+    std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}};
+    {
+      std::lock_guard lock(mutex_);
+      if (is_closed_) return;
+      for (const Watched& peer : watched_) {
+        int events = peer.has_left ? 0 : POLLIN;
+        if (!peer.unsent.empty()) events |= POLLOUT;
+        // Poll passes over negative descriptors; `life` may be one.
+        polled.push_back(
+            {events != 0 ? peer.connection.get() : -1, static_cast<short>(events), 0});
+        polled.push_back({peer.has_left ? -1 : peer.life.get(), POLLIN, 0});
+      }
     }
     Poll(polled);
-    if (polled[0].revents != 0) return;
-    for (size_t i = 0; i < whose.size(); ++i) {
+    if (polled[0].revents != 0) ClearEvent(wake_);
+    for (size_t i = 0; i < watched_.size(); ++i) {
       const bool has_news = polled[1 + 2 * i].revents != 0;
       const bool has_died = polled[2 + 2 * i].revents != 0;
-      if (has_news || has_died) Hear(watched_[whose[i]], has_died);
+      if (has_news) SendRest(watched_[i]);
+      if (has_news || has_died) Hear(watched_[i], has_died);
     }
   }
 }

@@ -5,15 +5,18 @@
 
 #include <sys/types.h>
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "platform/file_descriptor.h"
+#include "transport/process/group.h"
 #include "transport/process/message.h"
 
 namespace jax_ub {
@@ -37,13 +40,16 @@ class Peers {
   ~Peers();  // Close
 
   // Once, and before anything else. `tell` is called from the watching thread; of a death
-  // it may hear from several.
-  void Watch(std::function<void(const PeerNews&)> tell);
+  // it may hear from several. Throws CommunicatorError, as the peers are told, where the
+  // system lends no thread or descriptor.
+  void Watch(const Group& group, std::function<void(const PeerNews&)> tell);
 
-  // To every peer; never blocks.
+  // To every peer, in the order in which it is said; never blocks. What a peer does not
+  // read yet is kept for it.
   void Say(MessageKind kind, std::string_view body);
 
-  // Ends the watching and the connections. Not from `tell`. Idempotent.
+  // Ends the watching and the connections; what is still kept is lost. Not from `tell`.
+  // Idempotent.
   void Close();
 
   // In a child of fork: closes the descriptors; the thread is the parent's.
@@ -53,21 +59,22 @@ class Peers {
   struct Watched {
     int process = 0;
     FileDescriptor connection;
-    FileDescriptor life;  // readable when the process has died; may be none
-    bool has_left = false;
+    FileDescriptor life;    // readable when the process has died; may be none
+    bool has_left = false;  // belongs to the thread
+    std::deque<std::pair<MessageKind, std::string>> unsent;  // the connection is full
   };
 
   void Run() noexcept;
   void RunUntilStopped();
+  void SendRest(Watched& peer);
   // Passes on what has come.
   void Hear(Watched& peer, bool has_died);
   void SetLeft(Watched& peer, PeerNews::Kind kind, const std::string& how);
 
   std::function<void(const PeerNews&)> tell_;
-  const FileDescriptor stop_;
-  std::mutex mutex_;  // guards is_closed_, and the connections' lives
+  FileDescriptor wake_;  // the thread looks again
+  std::mutex mutex_;  // guards is_closed_, Watched::unsent and the connections' lives
   bool is_closed_ = false;
-  // Watched::has_left belongs to the thread.
   std::vector<Watched> watched_;
   std::unique_ptr<std::thread> thread_;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <random>
 #include <string>
@@ -227,6 +228,33 @@ TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
   CHECK_EQ(gpus.engine().counters().failed_calls, 0);
 }
 
+// That waits for device 1, which waits for a call of device 2.
+TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
+  Gpus gpus({.num_devices = 3}, 20);
+  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  {
+    GpuCalls small(gpus, at, {}, DType::kF32, 1);
+    small.RunAll();
+    gpus.Synchronize();
+  }
+  GpuCalls large(gpus, at, {1, 3000, 1000, 1}, DType::kF32, 2);
+  GpuCalls others(gpus, at, {}, DType::kF32, 3, {{1, 2}, {}});
+  for (int rank = 0; rank < 2; ++rank) {
+    others.Initialize(rank);
+    others.Workspace(rank);
+  }
+  const int64_t heap_bytes = gpus.engine().counters().heap_bytes;
+  others.Execute(0);
+  const auto growing = std::async(std::launch::async, [&] { large.Initialize(0); });
+  while (gpus.engine().counters().heap_bytes == heap_bytes) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  others.Execute(1);
+  growing.wait();
+  gpus.Synchronize();
+  CheckRight(others);
+}
+
 // Rank 1 comes only when rank 0 has given up.
 TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
@@ -262,6 +290,33 @@ TEST(ARankWhoseSumDoesNotComeInOneExchangeIsNamed) {
   gpus.Synchronize();
   CHECK_EQ(calls.NumNumbers(0), 0);
   CHECK_THROWS(calls.Execute(0), "for all rows of rank 1 in slot 0");
+}
+
+TEST(WhateverTheDriverRefusesOneRankTheOthersAreTold) {
+  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
+  for (const char* function : {"StreamIsCapturing", "EventRecord", "StreamWaitEvent",
+                               "MemcpyAsync", "LaunchKernelEx"}) {
+    bool is_refused = true;
+    for (int nth = 1; is_refused; ++nth) {  // until there are no more of them
+      Gpus gpus({.num_devices = 2});
+      GpuCalls calls(gpus, at, {}, DType::kF32, 1);
+      for (int rank = 0; rank < 2; ++rank) {
+        calls.Initialize(rank);
+        calls.Workspace(rank);
+      }
+      gpus.machine.Fail(function, CUDA_ERROR_UNKNOWN, nth);
+      try {
+        calls.Execute(0);
+        is_refused = false;
+        CHECK(nth > 1);
+      } catch (const SystemError& error) {
+        CHECK_THROWS(calls.Execute(1), error.what());
+      }
+      // The one that was to be refused is rank 1's.
+      if (!is_refused) CHECK_THROWS(calls.Execute(1), "CUDA_ERROR_UNKNOWN");
+      gpus.Synchronize();
+    }
+  }
 }
 
 TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {

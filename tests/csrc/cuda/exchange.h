@@ -48,8 +48,7 @@ class RankOnGpu {
     CudaSlots slots(rank_, communicator_->places(rank_), communicator_->error(rank_),
                     communicator_->NumberOf({kExchangeLabel, {}}),
                     communicator_->Place(communicator_->num_ranks(), kSlotBytes),
-                    {&driver_, &flags_, &sums_, stream_.get(), {}},
-                    [](const std::exception_ptr&) {});
+                    {&driver_, &flags_, &sums_, stream_.get(), {}});
     FillOwn(n);
     const int num_ranks = communicator_->num_ranks();
     for (int d = 1; d < num_ranks; ++d) {

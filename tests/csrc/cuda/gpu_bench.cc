@@ -288,7 +288,7 @@ class Bench {
                          best, layer.most_ratio, false});
   }
 
-  // Within this GPU: a peer's memory is farther away, and no kernel is faster there.
+  // Within this GPU: what a peer's memory takes is not measured here.
   void Copies() {
     constexpr int kCopies = 16;
     for (const int64_t size : {kMiB / 16, kMiB, 32 * kMiB}) {

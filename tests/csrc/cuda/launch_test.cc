@@ -152,8 +152,7 @@ struct End {
               7,
               5,
               {4, 40},
-              {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}},
-              nullptr) {}
+              {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}}) {}
 
   static RankPlace Place(CUdeviceptr base) {
     return {base, base + 4096, base + 8192, base + 12288, base + 12544, base + 12800};
@@ -284,8 +283,7 @@ TEST(any_number_of_results_can_be_spoilt) {
 
 TEST(more_ranks_than_there_are_flags_for_are_refused) {
   const std::vector<RankPlace> places(kMaxRanks + 1);
-  CHECK_THROWS(CudaSlots(0, places, 0, 0, {}, {}, nullptr),
-               "17 ranks, expected at most");
+  CHECK_THROWS(CudaSlots(0, places, 0, 0, {}, {}), "17 ranks, expected at most");
 }
 
 }  // namespace jax_ub

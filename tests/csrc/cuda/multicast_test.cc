@@ -66,8 +66,7 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
                      .flags = own.flags.get(),
                      .stream = own.stream->get(),
                      .copies = {},
-                     .multicast = own.multicast.get()},
-                    [](const std::exception_ptr&) {});
+                     .multicast = own.multicast.get()});
     const auto at = reinterpret_cast<CUdeviceptr>(slots.slot(0));
     const auto meet = [&](int stage) {
       for (int peer = 0; peer < num_ranks; ++peer) {

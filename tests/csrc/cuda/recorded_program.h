@@ -102,8 +102,7 @@ class Recorder {
             error_,
             0,
             {schedule.num_slots, slot_bytes, kRecordedMulticast},
-            stream,
-            nullptr};
+            stream};
   }
 
   PieceId IdOf(const Step& step) {
