@@ -30,8 +30,8 @@ from jax_ub.overlap_config import (
 from jax_ub.overlap_config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub.primitives.mesh import axis_tuple, rank_groups
 from jax_ub.runtime import communicators, cuda, overlaps, settings, tuned
-from jax_ub.runtime.bootstrap.agreement import Agreement
-from jax_ub.runtime.bootstrap.board import check_backend, open_board
+from jax_ub.runtime.bootstrap.board import check_backend
+from jax_ub.runtime.bootstrap.meeting import meet
 from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
 from jax_ub.runtime.place import Place
 
@@ -78,7 +78,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
             or "file:<directory>".
         mesh: the mesh; None takes that of `jax.set_mesh`, else groups of `tp_size`
             consecutive devices.
-        axis_name: the mesh axis of the ranks. Several axes may be alive at once.
+        axis_name: the mesh axis of the ranks. Several axes may be alive at once; those
+            whose groups are the same devices share their memory, which the first makes.
 
     Raises:
         ConfigurationError: if a value, or that of a `JAX_UB_` variable, is out of
@@ -91,14 +92,13 @@ def initialize_ub(  # noqa: PLR0913, pinned
         TimeoutError: if processes were missing when the deadline passed.
     """
     axes, domain = axis_tuple(axis_name), None
-    backend: str | None = None  # JAX's own, where this process refuses another
     refusal: Exception | None = None
     timeout_s = settings.DEFAULT_TIMEOUT_S
     about: dict[str, str] = {}
     devices = jax.devices()
     try:
+        devices = _devices_in_reach(mesh)
         check_backend(bootstrap_backend)
-        backend = bootstrap_backend
         timeout_s = settings.deadline_s()
         settings.check()
         methods.resolve("initialize_ub", None, settings.method())
@@ -106,13 +106,12 @@ def initialize_ub(  # noqa: PLR0913, pinned
         modes = _read_modes(use_fp8, quantization_modes)
         tp_size = _read_size("tp_size", tp_size)
         mesh = _read_mesh(mesh, axes, tp_size)
-        devices = list(mesh.devices.flat)
         domain = _domain(axes, shape, tp_size, modes, dtype, ub_cfgs, mesh)
-        communicators.check_free(domain.groups)
-        about = _about(domain)
+        place = _place(axes, domain, devices)
+        communicators.check_shared(place)
+        about = _about(domain, place)
     except Exception as error:  # The other processes have to learn of any.
         refusal = error
-    # Where the mesh is not known, all processes are told that this one refuses.
     place = _place(axes, domain, devices)
     if place.process not in place.processes:
         raise ConfigurationError(
@@ -120,8 +119,9 @@ def initialize_ub(  # noqa: PLR0913, pinned
             f"{place.process}. Call it on the processes of the mesh only."
         )
     if len(place.processes) > 1:
-        board = open_board(backend, place.name)
-        agreement = Agreement(board, place.process, place.processes, timeout_s)
+        agreement = meet(
+            bootstrap_backend, place.process, place.processes, timeout_s, refusal
+        )
         communicators.connect(place, agreement, about, refusal)
     elif refusal is not None:
         raise refusal
@@ -147,7 +147,9 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     for domain in overlaps.domains():
         if wanted in (None, domain.axis_name):
             overlaps.remove(domain.axis_name)
-            communicators.disconnect(domain.groups)
+            # Another axis may have groups of the same devices.
+            used = {group for other in overlaps.domains() for group in other.groups}
+            communicators.disconnect([g for g in domain.groups if g not in used])
     if not overlaps.domains():
         communicators.release_slots()
 
@@ -193,6 +195,14 @@ def get_ub(
             `KeyError` too.
     """
     return overlaps.get(name, use_fp8, axis_tuple(axis_name) or None)
+
+
+def _devices_in_reach(mesh):
+    """Those that the others have too, whatever else is wrong with the call."""
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+    is_known = isinstance(mesh, Mesh) and not mesh.empty
+    return list(mesh.devices.flat) if is_known else jax.devices()
 
 
 def _check_not_initialized(axes):
@@ -286,9 +296,10 @@ def _place(axes, domain, devices) -> Place:
     )
 
 
-def _about(domain: Domain) -> dict[str, str]:
+def _about(domain: Domain, place: Place) -> dict[str, str]:
     """What all processes must have in common."""
     return {
+        "axis_name": str(domain.axis_name),
         "the version of jax_ub": _version(),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
@@ -300,6 +311,7 @@ def _about(domain: Domain) -> dict[str, str]:
         "quantization_modes": str([mode.name for mode in domain.modes]),
         "the tuned choices": domain.choices.digest if domain.choices else "none",
         "the devices of the ranks": str(domain.groups),
+        "the groups that are connected already": communicators.shared_groups(place),
         **{
             f"ub_cfgs[{name!r}][{key!r}] for {mode.name}": str(value)
             for (name, mode), overlap in domain.overlaps.items()
@@ -331,7 +343,7 @@ def _read_shape(shape):
 
 
 def _read_size(name, value):
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not shapes.is_integer(value):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {value!r} is a {type(value).__name__}, not an "
             "integer. Pass 1 or more."

@@ -15,6 +15,12 @@ from jax_ub import errors
 from jax_ub.errors import CommunicatorError, ConfigurationError
 from jax_ub.runtime import cuda, engine, hosts, settings
 from jax_ub.runtime.bootstrap.agreement import Agreement, Values
+from jax_ub.runtime.bootstrap.meeting import (
+    difference,
+    refusal_of_another,
+    status,
+    tell,
+)
 from jax_ub.runtime.place import Group, Place
 from jax_ub.runtime.wirings import wiring_of
 
@@ -31,8 +37,11 @@ class Connection:
     reason: str | None  # why it is not connected
     communicator: Any = None  # the engine's, where a rank of the group lies here
     generation: int = 0  # counts the communicators that its processes ever agreed on
+    call_bytes: int = 0  # what a rank has for one call
 
 
+# A death is to be known within 2 s.
+_TOLD_WITHIN_S = 1.0
 _CONNECTIONS: dict[Group, Connection] = {}
 _GENERATION = [0]  # the last that this process agreed on
 
@@ -76,18 +85,42 @@ def generation(groups: np.ndarray) -> int:
     return max((one.generation for one in found if one is not None), default=0)
 
 
-def check_free(groups: Sequence[Group]) -> None:
-    """Refuses groups that another axis has connected already.
+def check_shared(place: Place) -> None:
+    """Refuses groups that another axis has connected, if they cannot serve this too.
 
     Raises:
-        ConfigurationError: names the devices.
+        ConfigurationError: names the devices: they have failed, or too little memory.
     """
-    for group in groups:
-        if group in _CONNECTIONS:
+    for group, connection in _connected(place).items():
+        if connection.communicator is None:
+            continue
+        failure = _failure_of(connection)
+        if failure:
             raise ConfigurationError(
                 f"initialize_ub: the devices {list(group)} are connected already, "
-                "under another axis name. Use that one, or call ub.destroy_ub() first."
+                f"under another axis name, and have failed: {failure}. Call "
+                "ub.destroy_ub() first."
             )
+        if connection.call_bytes < place.call_bytes:
+            raise ConfigurationError(
+                f"initialize_ub: the devices {list(group)} are connected already, "
+                "under another axis name, for calls of "
+                f"{connection.call_bytes} bytes a rank, but this shape needs "
+                f"{place.call_bytes}. Initialise the axis of the largest shape first."
+            )
+
+
+def shared_groups(place: Place) -> str:
+    """Names those that are connected already: the processes must not differ in them."""
+    return str(sorted(_connected(place)))
+
+
+def _connected(place):
+    return {g: _CONNECTIONS[g] for g in place.groups if g in _CONNECTIONS}
+
+
+def _unconnected(place, wiring):
+    return [group for group in wiring.groups(place) if group not in _CONNECTIONS]
 
 
 def connect(
@@ -112,13 +145,33 @@ def connect(
     made: list[Connection] = []
     offered: dict[Group, Any] = {}
     wiring = wiring_of(place.platform)
+    try:
+        told = _agree_and_connect(
+            place, wiring, agreement, about, refusal, offered, made
+        )
+    except BaseException:  # an interrupt too: nobody else knows what was made
+        _close(made)
+        # Who keeps the error would keep these, and their memory.
+        offered.clear()
+        made.clear()
+        raise
+    _CONNECTIONS.update((one.group, one) for one in made)
+    if place.platform == "cpu":
+        _share_cores(place, told)
+    _close_at_exit()
+
+
+def _agree_and_connect(  # noqa: PLR0913, of `connect`, and what it may have to close
+    place, wiring, agreement, about, refusal, offered, made
+):
     with agreement:
         if refusal is None:
-            offered, refusal = _offer(place, wiring)
+            refusal = _offer(place, wiring, offered)
         introduction = _introduction(about, refusal, offered, wiring)
-        told = _gather(agreement, introduction, refusal)
-        _GENERATION[0] = _agreed_generation(told)
-        failure = refusal or _first_refusal(told)
+        told = tell(agreement, introduction, refusal)
+        failure = refusal or refusal_of_another(told)
+        if failure is None:
+            _GENERATION[0] = _agreed_generation(told)
         if failure is None and len({one["hash"] for one in told.values()}) > 1:
             failure = _difference(agreement.gather(dict(about)))
         if failure is None:
@@ -128,16 +181,12 @@ def connect(
                 "failed": None if error is None else str(error),
                 "reasons": {_key(one.group): one.reason for one in made if one.reason},
             }
-            done = _gather(agreement, outcome, error, num_deadlines=2)
+            done = tell(agreement, outcome, error, _patience_s(error))
             failure = error or _first_failure(done)
-            made = _with_reasons(made, done)
+            made[:] = _with_reasons(made, done)
     if failure is not None:
-        _close(made)
         raise failure
-    _CONNECTIONS.update((one.group, one) for one in made)
-    if place.platform == "cpu":
-        _share_cores(place, told)
-    _close_at_exit()
+    return told
 
 
 def connect_alone(place: Place) -> None:
@@ -156,32 +205,23 @@ def connect_alone(place: Place) -> None:
         _close_at_exit()
 
 
-def _gather(agreement, value, own_error, num_deadlines=1):
-    try:
-        return agreement.gather(value, num_deadlines)
-    except CommunicatorError as error:
-        # What went wrong here first says more than that others did not come.
-        if own_error is None:
-            raise
-        raise own_error from error
-
-
-def _offer(place, wiring):
+def _offer(place, wiring, offered):
     try:
         # Needed wherever a call runs, so that all learn if it is missing.
         engine.check_isa()
-        own = [g for g in wiring.groups(place) if place.spans(g) and place.is_here(g)]
-        return {group: wiring.offer(place, group) for group in own}, None
+        for group in _unconnected(place, wiring):
+            if place.spans(group) and place.is_here(group):
+                offered[group] = wiring.offer(place, group)
     except Exception as error:
-        return {}, errors.of_engine(error) or CommunicatorError(
-            f"initialize_ub: {error}"
-        )
+        offered.clear()
+        return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
+    return None
 
 
 def _introduction(about, refusal, offered, wiring):
     text = json.dumps(dict(about), sort_keys=True)
     return {
-        "refused": None if refusal is None else str(refusal),
+        **status(refusal),
         "generation": _GENERATION[0] + 1,
         "hash": hashlib.sha256(text.encode()).hexdigest(),
         "host": hosts.identity(),
@@ -201,26 +241,19 @@ def _agreed_generation(told: Values):
     return max((one["generation"] for one in told.values()), default=0)
 
 
-def _first_refusal(told: Values):
-    for process, one in sorted(told.items()):
-        if one["refused"] is not None:
-            return CommunicatorError(
-                f"initialize_ub: process {process} refused: {one['refused']}"
-            )
-    return None
+def _patience_s(error):
+    """How long to wait for what the others say of their connections."""
+    longest_s = 2 * settings.deadline_s()
+    # Those that live hear of an error soon; whom it names may be dead.
+    return longest_s if error is None else min(longest_s, _TOLD_WITHIN_S)
 
 
 def _difference(abouts: Values):
-    first = min(abouts)
-    for process, about in sorted(abouts.items()):
-        for name in dict.fromkeys([*abouts[first], *about]):
-            here, there = abouts[first].get(name), about.get(name)
-            if here != there:
-                return CommunicatorError(
-                    f"initialize_ub: the processes differ in {name}: process {first} "
-                    f"has {here}, process {process} has {there}. Give all processes "
-                    "the same."
-                )
+    for name in dict.fromkeys(name for about in abouts.values() for name in about):
+        values = {process: about.get(name) for process, about in abouts.items()}
+        found = difference(name, values)
+        if found is not None:
+            return found
     return None
 
 
@@ -235,7 +268,7 @@ def _first_failure(done: Values):
 
 def _connect_all(place, wiring, told, offered, made):
     try:
-        for group in wiring.groups(place):
+        for group in _unconnected(place, wiring):
             made.append(_connect(place, wiring, told, offered, group))
     except Exception as error:
         offered.clear()  # so that others find closed sockets instead of waiting
@@ -259,7 +292,8 @@ def _connect(place, wiring, told, offered, group) -> Connection:
         communicator = wiring.connect(place, group, endpoint, introduced, generation)
     except NotImplementedError as error:
         return Connection(group, processes, str(error))
-    return Connection(group, processes, None, communicator, generation)
+    size = place.call_bytes
+    return Connection(group, processes, None, communicator, generation, size)
 
 
 def _with_reasons(made, done: Values):
@@ -326,14 +360,24 @@ def check_communicators() -> None:
         TimeoutError: if a rank waited for its peers until its deadline.
         CommunicatorError: if a rank failed in another way.
     """
-    found = {f"ranks {list(group)}": failure for group, failure in failures()}
+    found = {f"devices {list(group)}": failure for group, failure in failures()}
     for where, failure in {**found, **cuda.failures()}.items():
-        raise errors.of_failure(f"{where}: {failure}")
+        raise errors.of_failure(f"{where}: {_without_kind(failure)}")
 
 
 def failures() -> Iterator[tuple[Group, str]]:
     """The connected groups that have failed, and why."""
     for connection in connections():
-        failure = connection.communicator and connection.communicator.failure
+        failure = _failure_of(connection)
         if failure:
             yield connection.group, failure
+
+
+def _failure_of(connection):
+    failure = connection.communicator and connection.communicator.failure
+    return failure and _without_kind(failure)
+
+
+def _without_kind(failure):
+    # The engines name it, since XLA has no types for it; Python's error is of it.
+    return failure.removeprefix("CommunicatorError: ")

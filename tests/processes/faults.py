@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub.runtime import communicators
 
 ROWS, WIDTH = 8, 16  # of a rank
 
@@ -187,6 +188,12 @@ def is_missing(job):
     job.expect_error(job.initialize)
 
 
+def dies_connecting(job):
+    if job.is_victim:
+        communicators._connect_all = lambda *_: kill_this_process()
+    job.expect_error(job.initialize)
+
+
 def exists_twice(job):
     for _ in range(20):
         job.call()
@@ -215,7 +222,7 @@ def main():
     jnp.zeros(1).block_until_ready()
     job = Job(method)
     before = left()
-    if scenario != "is_missing":
+    if scenario not in ("is_missing", "dies_connecting"):
         job.initialize()
     {
         each.__name__: each
@@ -229,6 +236,7 @@ def main():
             other_shape,
             leaves_a_call_out,
             is_missing,
+            dies_connecting,
             exists_twice,
         )
     }[scenario](job)

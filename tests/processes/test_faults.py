@@ -181,6 +181,16 @@ def test_bootstrap_without_one_process_ends_at_the_deadline():
     job.check_nothing_is_left([0, 1])
 
 
+def test_a_death_while_all_connect_is_reported_at_once():
+    job = run("dies_connecting", JAX_UB_TIMEOUT_S="20")
+    job.check_survivors(
+        [0, 1],
+        at=job.one("dies")["at"],
+        within_s=SOON_S,
+        names=["rank 2", "process 2"],
+    )
+
+
 def test_the_death_of_jax_s_coordinator_ends_all():
     # JAX ends every process then, by itself; ours must not keep any from that.
     begin = time.monotonic()

@@ -1,5 +1,6 @@
 """Run by test_communicators.py: two processes of two devices, and all they agree on."""
 
+import functools
 import os
 import re
 import sys
@@ -120,11 +121,40 @@ def several_axes_are_connected_at_once():
     initialize(size=4, mesh=mesh, axis_name=("outer", "inner"))
     for axis in ("outer", "inner", ("outer", "inner")):
         product(mesh, axis, ub_name="qkv", method="direct")
-    again = Mesh(DEVICES, ("tp",))
-    raises(ValueError, "are connected already", initialize, mesh=again)
     ub.destroy_ub("outer")
     product(mesh, "inner", method="direct")
     ub.destroy_ub()
+
+
+def axes_of_the_same_devices_share_their_memory():
+    mesh = Mesh(DEVICES.reshape(2, 2), ("outer", "inner"))
+    both = ("outer", "inner")
+    initialize(mesh=mesh, axis_name=both)
+    (connection,) = communicators.connections()
+    text = "for calls of .* bytes a rank, but this shape needs"
+    raises(ValueError, text, initialize, (2 * SHAPE[0], SHAPE[1]))
+    half = (SHAPE[0] // 2, SHAPE[1])
+    initialize(half)
+    assert communicators.connections() == (connection,)
+    product(mesh, both, ub_name="qkv")
+    product(MESH, x=X[: half[0]], ub_name="qkv")
+    raises(ValueError, r"shape=\(64, 32\)", product, MESH, ub_name="qkv")
+    first, second = ub.memory_report().axes
+    assert first.shared_bytes == connection.communicator.size_bytes
+    assert (second.shared_bytes, second.shares_with) == (0, both)
+    assert "beside those of axis ('outer', 'inner')" in str(second)
+    ub.destroy_ub(both)
+    (rest,) = ub.memory_report().axes
+    assert (rest.shared_bytes, rest.shares_with) == (first.shared_bytes, None)
+    product(MESH, x=X[: half[0]], method="ring_exchange")
+    # A process that has another axis alive is told apart.
+    if ME == 1:
+        ub.destroy_ub()
+    text = "differ in the groups that are connected already"
+    initialize_again = functools.partial(initialize, half, mesh=mesh, axis_name=both)
+    raises(ub.errors.CommunicatorError, text, initialize_again)
+    ub.destroy_ub()
+    assert not communicators.connections()
 
 
 def the_capacity_is_the_same_on_all_processes():
@@ -157,6 +187,38 @@ def a_refusal_is_told_to_all():
     if ME == 1:
         kind, text = ub.errors.UnknownNameError, "backend = 'nccl' is not one"
     raises(kind, text, initialize, bootstrap_backend="nccl" if ME == 1 else None)
+
+
+def a_backend_that_one_process_has_not_is_told_to_all():
+    folder = os.environ["UB_TEST_FOLDER"]
+    wanting = {
+        "file:/proc": "the directory of bootstrap_backend, '/proc', cannot be used",
+        "mpi": "mpi4py cannot be imported",
+        "file": "needs a directory",
+    }
+    os.environ["JAX_UB_BOOTSTRAP_DIR"] = folder
+    for backend, reason in wanting.items():
+        sys.modules["mpi4py.MPI"] = None
+        if ME == 1 and backend == "file":
+            del os.environ["JAX_UB_BOOTSTRAP_DIR"]
+        mine = f"file:{folder}" if ME == 0 else backend
+        text = reason if ME == 1 else f"process 1 refused: .*{reason}"
+        begin = time.monotonic()
+        raises(ub.errors.UbError, text, initialize, bootstrap_backend=mine)
+        assert time.monotonic() - begin < 10
+    os.environ.pop("JAX_UB_BOOTSTRAP_DIR", None)
+
+
+def processes_that_mean_other_things_learn_it_at_once():
+    begin, error = time.monotonic(), ub.errors.CommunicatorError
+    text = "differ in bootstrap_backend: process 0 has jax, process 1 has file"
+    backend = f"file:{os.environ['UB_TEST_FOLDER']}" if ME == 1 else None
+    raises(error, text, initialize, bootstrap_backend=backend)
+    text = r"in axis_name: process 0 has \('tp',\), process 1 has \('model',\)"
+    mesh = Mesh(DEVICES.reshape(1, 4), ("model", "tp") if ME == 0 else ("tp", "model"))
+    name = "tp" if ME == 0 else "model"
+    raises(error, text, initialize, mesh=mesh, axis_name=name)
+    assert time.monotonic() - begin < 10
 
 
 def a_wrong_environment_variable_is_told_to_all():
@@ -247,7 +309,7 @@ def rounds_do_not_grow():
     after = held()
     assert after[0] <= before[0], (before, after)
     assert after[1] <= before[1] + 8, (before, after)
-    board = JaxService("initialize_ub(axis_name=('tp',))")
+    board = JaxService("any")
     left = dict(board._client.key_value_dir_get("jax_ub/"))
     left.pop("jax_ub/job")  # the job's name stays
     # The other process may be at the next call by now.
@@ -257,8 +319,8 @@ def rounds_do_not_grow():
 def the_doctor_shows_what_is_connected():
     initialize()
     found = {finding.name: finding for finding in doctor.examine()}
-    ranks = f"ranks {[device.id for device in DEVICES]}"
-    assert found[ranks].text == "processes [0, 1]: connected"
+    group = f"devices {[device.id for device in DEVICES]}"
+    assert found[group].text == "processes [0, 1]: connected"
     assert "pipeline (NONE): proj_fprop, fc2_fprop" in found["axis tp"].text
     assert found['method "direct"'].text == "runs on 2 devices"
     ub.destroy_ub()
@@ -291,8 +353,11 @@ for scenario in (
     connected_groups_run_every_method,
     groups_across_processes_keep_their_order,
     several_axes_are_connected_at_once,
+    axes_of_the_same_devices_share_their_memory,
     the_capacity_is_the_same_on_all_processes,
     a_refusal_is_told_to_all,
+    a_backend_that_one_process_has_not_is_told_to_all,
+    processes_that_mean_other_things_learn_it_at_once,
     a_wrong_environment_variable_is_told_to_all,
     differences_are_shown_with_both_sides,
     what_cannot_be_connected_is_told_to_all,

@@ -57,7 +57,7 @@ def refused(**options):
 assert refused(method="direct")
 found = {finding.name: finding for finding in doctor.examine()}
 assert REASON in found["not overlapped"].text
-assert REASON in found[f"ranks {[device.id for device in DEVICES]}"].text
+assert REASON in found[f"devices {[device.id for device in DEVICES]}"].text
 ub.destroy_ub()
 
 ub.initialize_ub(

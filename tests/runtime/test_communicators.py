@@ -1,5 +1,6 @@
 """What initialize_ub connects, in real processes under the launcher."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -97,7 +98,7 @@ class Alone:
     def __exit__(self, *error):
         pass
 
-    def gather(self, value, num_deadlines=1):
+    def gather(self, value, timeout_s=None):
         raise TimeoutError("process 1 did not take part")
 
 
@@ -125,8 +126,30 @@ def test_a_group_that_is_known_serves_calls_unless_it_has_a_reason(monkeypatch):
     assert reason([[0, 2]], [[0, 1]]) is None
     assert reason([[0, 2], [1, 3]], [[0, 1], [0, 1]]) == known[1, 3].reason
     assert "[0, 1], which are not connected" in reason([[2, 0]], [[1, 0]])
-    with pytest.raises(ConfigurationError, match="are connected already"):
-        communicators.check_free([(4, 5), (1, 3)])
+
+
+@dataclasses.dataclass
+class End:
+    """A communicator."""
+
+    failure: str | None = None
+
+
+def test_another_axis_shares_what_has_room_and_has_not_failed(monkeypatch):
+    end, enough = End(), place().call_bytes
+    known = {
+        (0, 1): Connection((0, 1), (0, 0), "no peer access"),
+        (2, 3): Connection((2, 3), (0, 1), None, end, 1, enough),
+    }
+    monkeypatch.setattr(communicators, "_CONNECTIONS", known)
+    communicators.check_shared(place())
+    assert communicators.shared_groups(place()) == "[(0, 1), (2, 3)]"
+    with pytest.raises(ConfigurationError, match=rf"\[2, 3\].*{enough} bytes a rank"):
+        communicators.check_shared(place(capacity=1001))
+    end.failure = "CommunicatorError: process 1 died"
+    with pytest.raises(ConfigurationError, match="have failed: process 1 died"):
+        communicators.check_shared(place())
+    communicators.check_shared(place(groups=((1, 0), (3, 2)), capacity=1001))
 
 
 def test_a_platform_without_an_engine_connects_nothing():

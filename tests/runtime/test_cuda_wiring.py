@@ -55,7 +55,7 @@ class Engine(StandIn):
 
 
 class Agreement:
-    """With a process 1 that says what `said` holds for each round."""
+    """With a process 1 that says what `said` holds for each round, then no more."""
 
     def __init__(self, *said):
         self.said = list(said)
@@ -66,7 +66,9 @@ class Agreement:
     def __exit__(self, *error):
         pass
 
-    def gather(self, value, num_deadlines=1):
+    def gather(self, value, timeout_s=None):
+        if not self.said:
+            raise ub.errors.TimeoutError("process 1 did not take part")
         return {0: value, 1: {**value, **self.said.pop(0)}}
 
 
@@ -161,6 +163,13 @@ def test_a_failure_leaves_nothing_behind(cuda_engine):
     assert not connections()
 
 
+def test_who_does_not_say_that_it_connected_leaves_nothing_behind(cuda_engine):
+    with pytest.raises(ub.errors.TimeoutError, match="did not take part"):
+        connect(introduced())
+    assert [one.closed for one in cuda_engine.made] == [True, True, True]
+    assert not connections()
+
+
 def test_one_process_makes_its_heaps_and_destroys_them(cuda_engine):
     alone = place(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
     communicators.connect_alone(alone)
@@ -177,8 +186,8 @@ def test_one_process_makes_its_heaps_and_destroys_them(cuda_engine):
 def test_failures_are_raised_where_they_are_asked_for(cuda_engine):
     connect(introduced(), {"reasons": {}})
     ub.check_communicators()
-    cuda_engine.made[0].failure = "rank 1 died"
-    with pytest.raises(CommunicatorError, match=r"ranks \[0, 4\]: rank 1 died"):
+    cuda_engine.made[0].failure = "CommunicatorError: rank 1 died"
+    with pytest.raises(CommunicatorError, match=r"^devices \[0, 4\]: rank 1 died"):
         ub.check_communicators()
     cuda_engine.made[0].failure = "rank 0 waited 3 s for rank 1"
     with pytest.raises(ub.errors.TimeoutError, match="waited 3 s"):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jax_ub.errors import CommunicatorError, TimeoutError
+from jax_ub.errors import CommunicatorError, TimeoutError, UbError
 from jax_ub.runtime.bootstrap.board import Board
 
 # Polls get rarer up to this, and with the number of processes that ask one service.
@@ -59,12 +59,12 @@ class Agreement:
 
     def __exit__(self, kind, error, traceback) -> None:
         """Takes the own notes away; if the block failed, the others learn it."""
-        failed = ""
+        failed = {}
         if error is not None and not self._is_told:
-            failed = f"process {self._process} failed: {error!r}"
+            failed = self._failure(error)
         if self._process == self._collector:
             if failed:
-                self._answer({"failed": failed})
+                self._answer(failed)
             self._board.erase("collector")
             return
         if failed and self._repeats:
@@ -73,12 +73,19 @@ class Agreement:
             self._board.erase(str(self._process))
         self._board.erase(f"answer.{self._number}")
 
-    def gather(self, value: Any, num_deadlines: int = 1) -> Values:
+    def _failure(self, error):
+        # Own errors are texts for the user of any process; others say what they are.
+        is_own = isinstance(error, UbError)
+        why = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
+        text = f"initialize_ub: process {self._process} failed: {why}"
+        return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
+
+    def gather(self, value: Any, timeout_s: float | None = None) -> Values:
         """Exchanges one value of JSON's types.
 
         Args:
             value: the own one.
-            num_deadlines: how many times `timeout_s` the others may take to come.
+            timeout_s: how long the others may take to come; None is as of any round.
 
         Returns:
             The values by process, on every process the same.
@@ -90,7 +97,7 @@ class Agreement:
         self._rounds.append(value)
         if not self._others:
             return {self._process: value}
-        timeout_s = num_deadlines * self._timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if self._process == self._collector:
             return self._collect(value, timeout_s)
         return self._follow(timeout_s)
@@ -126,9 +133,9 @@ class Agreement:
             # The new attempt is to hear of it too.
             self._numbers[other], self._answers[other] = note["number"], []
             self._fail(f"initialize_ub: process {other} gave up and began again.")
-        if note["failed"]:
+        if "failed" in note:
             del self._numbers[other]  # it does not listen any more
-            self._fail(f"initialize_ub: {note['failed']}")
+            self._fail(note["failed"], _kind_of(note))
         return note["values"]
 
     def _fail(self, text, kind=CommunicatorError):
@@ -161,8 +168,7 @@ class Agreement:
         answer = answers[-1]
         if "failed" in answer:
             self._is_told = True
-            kind = TimeoutError if answer.get("is_timeout") else CommunicatorError
-            raise kind(answer["failed"])
+            raise _kind_of(answer)(answer["failed"])
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, note):
@@ -180,12 +186,12 @@ class Agreement:
         # If the collector waits for nobody else, it is itself the one that is missing.
         return others or [self._collector]
 
-    def _write_own(self, failed=""):
+    def _write_own(self, failed=None):
         note = {
             "number": self._number,
             "repeats": self._repeats,
             "values": self._rounds,
-            "failed": failed,
+            **(failed or {}),
         }
         self._board.write(str(self._process), json.dumps(note))
 
@@ -212,10 +218,14 @@ def _read(board, key):
     return None if text is None else json.loads(text)
 
 
+def _kind_of(failed):
+    return TimeoutError if failed["is_timeout"] else CommunicatorError
+
+
 def _missing_text(missing, timeout_s):
     who = f"process {missing[0]}" if len(missing) == 1 else f"processes {missing}"
     return (
         f"initialize_ub: {who} did not take part within {timeout_s:g} s. Every process "
-        "of the mesh must call it, with the same axis_name; JAX_UB_TIMEOUT_S is the "
-        "time they have."
+        "of the mesh must call it, with that mesh; JAX_UB_TIMEOUT_S is the time they "
+        "have."
     )

@@ -8,7 +8,8 @@ from jax_ub.runtime.bootstrap.directory import Directory
 from jax_ub.runtime.bootstrap.jax_service import JaxService, job
 from jax_ub.runtime.bootstrap.mpi import Mpi, load_mpi
 
-_BACKENDS = ("jax", "mpi", "file")
+JAX = "jax"
+_BACKENDS = (JAX, "mpi", "file")
 
 
 class Board(Protocol):
@@ -65,8 +66,14 @@ def open_board(backend: str | None, scope: str) -> Board:
     return Mpi(scope) if name == "mpi" else JaxService(scope)
 
 
+def backend_name(backend: str | None) -> str:
+    """Returns "jax", "mpi" or "file"; "jax" for what is none."""
+    name, _ = _split(backend)
+    return name if name in _BACKENDS else JAX
+
+
 def _split(backend):
     if backend is None:
-        return "jax", ""
+        return JAX, ""
     name, _, directory = str(backend).partition(":")
     return name, directory or settings.bootstrap_dir() or ""

@@ -16,12 +16,14 @@ class Directory:
         """Opens the directory, and makes it where it is missing.
 
         Raises:
-            CommunicatorError: if it cannot be made.
+            CommunicatorError: if it cannot be made, or nothing be written there.
         """
         self._folder = pathlib.Path(directory)
         self._scope = scope
         with self._named():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass  # so that a process that may not write here says so at once
 
     def write(self, key: str, text: str) -> None:
         """Leaves a note: whole, or not at all.
@@ -35,9 +37,8 @@ class Directory:
                 with os.fdopen(descriptor, "w") as file:
                     file.write(text)
                 os.replace(draft, self._path(key))
-            except BaseException:
+            finally:
                 pathlib.Path(draft).unlink(missing_ok=True)
-                raise
 
     def read(self, key: str) -> str | None:
         """Returns a note, or None.

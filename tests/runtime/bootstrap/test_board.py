@@ -74,6 +74,11 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         open_board(f"file:{file}", "scope")
 
 
+def test_a_directory_that_takes_no_notes_is_named():
+    with pytest.raises(ub.errors.CommunicatorError, match="'/proc', cannot be used"):
+        open_board("file:/proc", "scope")
+
+
 def test_a_note_that_cannot_be_left_leaves_no_draft(tmp_path, monkeypatch):
     board = Directory(str(tmp_path), "scope")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,107 @@
+"""How the processes of a mesh find each other, and learn who refuses.
+
+All of a job have jax's board. They meet there, and go on where `bootstrap_backend` says
+once all have said that they can: nobody waits on a board that another cannot open.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from jax_ub.errors import CommunicatorError
+from jax_ub.runtime.bootstrap.agreement import Agreement, Values
+from jax_ub.runtime.bootstrap.board import JAX, backend_name, open_board
+
+
+def meet(
+    backend: str | None,
+    process: int,
+    processes: Sequence[int],
+    timeout_s: float,
+    refusal: Exception | None,
+) -> Agreement:
+    """Begins an agreement of all processes of a mesh.
+
+    Args:
+        backend: the `bootstrap_backend` that this process was given.
+        process: its number.
+        processes: the numbers of all that take part.
+        timeout_s: how long a round may last.
+        refusal: why this process cannot go on, or None; on jax's board it is still to
+            be told.
+
+    Raises:
+        CommunicatorError: if another process refused, has another backend, or cannot
+            open its board; the own refusal, where it has been told.
+        TimeoutError: if processes were missing when the deadline passed.
+    """
+    # Of the processes alone, so that one with another axis_name meets the others too.
+    numbers = ",".join(map(str, sorted(processes))).encode()
+    scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
+    on_jax = Agreement(open_board(JAX, scope), process, processes, timeout_s)
+    name = backend_name(backend)
+    if name == JAX:
+        return on_jax
+    board: Any = None
+    with on_jax:
+        if refusal is None:
+            try:
+                board = open_board(backend, scope)
+            except CommunicatorError as error:
+                refusal = error
+        told = tell(on_jax, {**status(refusal), "backend": name}, refusal)
+        failure = refusal or refusal_of_another(told)
+    if failure is not None:
+        raise failure
+    return Agreement(board, process, processes, timeout_s)
+
+
+def status(refusal: Exception | None) -> dict[str, Any]:
+    """What `refusal_of_another` wants to know of a process."""
+    return {"refused": None if refusal is None else str(refusal)}
+
+
+def tell(
+    agreement: Agreement,
+    value: Any,
+    own_error: Exception | None,
+    timeout_s: float | None = None,
+) -> Values:
+    """Gathers a value of every process; the own error goes before that of a round.
+
+    Raises:
+        CommunicatorError: as `Agreement.gather`; the own error.
+        TimeoutError: as `Agreement.gather`.
+    """
+    try:
+        return agreement.gather(value, timeout_s)
+    except CommunicatorError as error:
+        # What went wrong here first says more than that others did not come.
+        if own_error is None:
+            raise
+        raise own_error from error
+
+
+def refusal_of_another(told: Values) -> CommunicatorError | None:
+    """Why the processes cannot go on together, by what each said of itself."""
+    for process, one in sorted(told.items()):
+        if one["refused"] is not None:
+            return CommunicatorError(
+                f"initialize_ub: process {process} refused: {one['refused']}"
+            )
+    # Only those that go on elsewhere name a backend.
+    backends = {process: one.get("backend", JAX) for process, one in told.items()}
+    return difference("bootstrap_backend", backends)
+
+
+def difference(name: str, values: Values) -> CommunicatorError | None:
+    """What the processes differ in, with the values of two of them."""
+    first = min(values)
+    for process, value in sorted(values.items()):
+        if value != values[first]:
+            return CommunicatorError(
+                f"initialize_ub: the processes differ in {name}: process {first} "
+                f"has {values[first]}, process {process} has {value}. Give all "
+                "processes the same."
+            )
+    return None
