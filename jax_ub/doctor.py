@@ -378,7 +378,7 @@ def _connections():
     """How the ranks of each group share memory, and what they would have preferred."""
     failed = dict(communicators.failures())
     for connection in communicators.connections():
-        name = f"ranks {list(connection.group)}"
+        name = f"devices {list(connection.group)}"
         where = f"processes {sorted(set(connection.processes))}"
         if connection.group in failed:
             yield Finding(name, State.FAULT, f"{where}: {failed[connection.group]}")

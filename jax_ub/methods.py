@@ -114,8 +114,8 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
     names = [known.value for known in Method]
     if not isinstance(name, str):
         raise UnknownNameError(
-            f"{op}: {source} = {name!r} is a {type(name).__name__}, not the name of a "
-            f"method. {nearest('', names)}"
+            f"{op}: {source} = {name!r} is of type {type(name).__name__}, not the name "
+            f"of a method. {nearest('', names)}"
         )
     if name not in names:
         raise UnknownNameError(

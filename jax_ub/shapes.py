@@ -6,19 +6,33 @@ Everything here takes arrays or avals and reads `shape` and `dtype` only.
 import math
 
 import jax.numpy as jnp
+import numpy as np
 
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, UnknownNameError
 
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
+def is_integer(value) -> bool:
+    """Whether a size or a number is an integer, NumPy's too, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_flag(op: str, name: str, value) -> None:
+    """Refuses what is neither true nor false, such as a string."""
+    if value not in (True, False):
+        raise UnknownNameError(f"{op}: {name} = {value!r}. Pass True or False.")
+
+
 def check_array(op: str, name: str, array) -> None:
     """Refuses what is no array, such as a number or a list of kernels."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        several = "; several kernels of all_gather_matmul go in a tuple"
+        several = several if name == "w" else ""
         raise ShapeContractError(
             f"{op}: {name} is of type {type(array).__name__}, but the op takes an "
-            "array. Pass one; several kernels of all_gather_matmul go in a tuple."
+            f"array. Pass one{several}."
         )
 
 

@@ -120,8 +120,8 @@ def test_several_processes_compute_together(capfd):
     arguments = ["--processes", "2", "--devices-per-process", "2", "--json"]
     assert main(["doctor", *arguments]) == 0
     found = {one["name"]: one for one in json.loads(capfd.readouterr().out)}
-    (ranks,) = [name for name in found if name.startswith("ranks [0, 1, ")]
-    assert found[ranks]["text"] == "processes [0, 1]: connected"
+    (group,) = [name for name in found if name.startswith("devices [0, 1, ")]
+    assert found[group]["text"] == "processes [0, 1]: connected"
     for method in Method:
         assert found[f'method "{method.value}"']["text"] == "runs on 4 devices"
     # What process 1 finds as well is not said twice.
@@ -180,11 +180,11 @@ def test_connections_and_failures_are_shown(monkeypatch):
     }
     monkeypatch.setattr(communicators, "_CONNECTIONS", known)
     found = findings()
-    assert found["ranks [0, 9]"].text == "processes [0, 1]: connected"
-    assert found["ranks [1, 8]"].state is State.WARNING
-    assert "span the hosts a and b" in found["ranks [1, 8]"].text
-    assert found["ranks [2, 7]"].state is State.FAULT
-    assert "rank 1 died" in found["ranks [2, 7]"].text
+    assert found["devices [0, 9]"].text == "processes [0, 1]: connected"
+    assert found["devices [1, 8]"].state is State.WARNING
+    assert "span the hosts a and b" in found["devices [1, 8]"].text
+    assert found["devices [2, 7]"].state is State.FAULT
+    assert "rank 1 died" in found["devices [2, 7]"].text
 
 
 def test_calls_that_were_not_overlapped_are_counted_by_reason(monkeypatch):

@@ -29,7 +29,7 @@ def test_misspelt_default_names_its_variable():
 
 
 def test_method_of_the_wrong_type_is_refused():
-    with pytest.raises(UnknownNameError, match="method = 3 is a int, not the name"):
+    with pytest.raises(UnknownNameError, match="method = 3 is of type int, not"):
         methods.resolve("op", 3, None)
 
 

@@ -36,16 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
     )
     parser.add_argument("--json", type=output_path, help="write the table there")
-    parser.add_argument("script", help="a program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,  # all that comes, a "--" of the program's own too
+        metavar="script.py",
+        help="a program and its arguments",
+    )
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
     """Runs the program and prints the table."""
-    if not pathlib.Path(given.script).exists():
-        raise ExplainArgumentError(f"explain: there is no script {given.script!r}.")
-    found, status = explain_script(given.script, given.arguments, given.hardware)
+    # Python before 3.13 leaves the "--" there that ends the options of explain.
+    script, *arguments = given.program[given.program[0] == "--" :]
+    if not pathlib.Path(script).exists():
+        raise ExplainArgumentError(f"explain: there is no script {script!r}.")
+    found, status = explain_script(script, arguments, given.hardware)
     if jax.process_index() == 0:
         sys.stdout.write(f"{found}\n")
         if given.json is not None:

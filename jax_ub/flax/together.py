@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import sharded_linear
@@ -46,6 +47,9 @@ def multiply_together(  # noqa: PLR0913, the operands of a linear layer
         ShapeContractError: if the arrays do not fit each other or the mesh, or if a
             main_grad was handed to another call already.
     """
+    shapes.check_array(placement.op, "x", inputs)
+    if residual is not None:
+        shapes.check_array(placement.op, "residual", residual)
     mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
     for kernel in kernels:
         placement.check_contraction(inputs, kernel, num_in)

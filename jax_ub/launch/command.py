@@ -60,8 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="from the signal that ends a process to SIGKILL; default 5",
     )
     add("-m", dest="module", action="store_true", help="run a module, not a script")
-    add("program", metavar="script.py", help="or the name of a module, after -m")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the program")
+    add(
+        "program",
+        nargs=argparse.PARSER,  # all that comes, a "--" of the program's own too
+        metavar="script.py",
+        help="or the name of a module, after -m; and its arguments",
+    )
     parser.set_defaults(run=run)
 
 
@@ -113,16 +117,21 @@ def _check(given):
         value = getattr(given, name)
         if value is not None and not value >= 0:
             raise LaunchError(f"launch: --{name} {value}: give a number of seconds.")
-    if not given.module and not os.path.exists(given.program):
+    program, *_ = _program(given)
+    if not given.module and not os.path.exists(program):
         raise LaunchError(
-            f"launch: there is no script {given.program!r}. To run a module, put -m "
-            "before it."
+            f"launch: there is no script {program!r}. To run a module, put -m before "
+            "it."
         )
 
 
+def _program(given):
+    # Python before 3.13 leaves the "--" there that ends the options of launch.
+    return given.program[given.program[0] == "--" :]
+
+
 def _command(given):
-    program = ["-m", given.program] if given.module else [given.program]
-    return [sys.executable, *program, *given.arguments]
+    return [sys.executable, *(["-m"] if given.module else []), *_program(given)]
 
 
 def _supervise(job):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ub import methods, simulate
+from jax_ub import methods, shapes, simulate
 from jax_ub.errors import ShapeContractError
 from jax_ub.explain import Row, Table
 from jax_ub.methods import Method
@@ -62,8 +62,7 @@ class Sizes:
         """
         for name in ("tokens", "num_ranks"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | np.integer)
-            if value is None or (is_number and value is not True and value > 0):
+            if value is None or (shapes.is_integer(value) and value > 0):
                 continue
             raise ShapeContractError(
                 f"explain: {name} = {value!r} is not a positive integer. Pass one, or "

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+from jax_ub.errors import FusionError
 from jax_ub.ops.operation import Fusion
 
 PASSES = ("joint", "forward", "backward")
@@ -17,6 +18,9 @@ def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
             one that stands for the same basic operations: see
             `ops.operation.fuse_windows`.
         prepend: whether it is tried before those of its pass that are registered.
+
+    Raises:
+        FusionError: if it cannot be called.
     """
     _register("joint", fusion, prepend)
 
@@ -62,5 +66,10 @@ def without_fusions() -> Iterator[None]:
 
 
 def _register(name, fusion, prepend):
+    if not callable(fusion):
+        raise FusionError(
+            f"register_{name}_fusion: fusion = {fusion!r} cannot be called. Pass a "
+            "function that takes and returns a list of operations."
+        )
     if fusion not in _FUSIONS[name]:
         _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)

@@ -13,6 +13,7 @@ from jax_ub.errors import (
     nearest,
 )
 from jax_ub.methods import Method
+from jax_ub.shapes import is_integer
 
 # Transformer Engine's: 32 blocks report one collective to its flags.
 _MOST_SM = 32
@@ -101,31 +102,33 @@ def _flag(value):
     if isinstance(value, bool | np.bool_):
         return bool(value)
     # Megatron's files have 0 and 1.
-    if isinstance(value, int | np.integer) and value in (0, 1):
+    if is_integer(value) and value in (0, 1):
         return bool(value)
     raise TypeError
 
 
 def _integer(value):
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_integer(value):
         raise TypeError
     return int(value)
 
 
 def _whole(low, high):
     def read(value):
-        if not low <= _integer(value) <= high:
+        number = _integer(value)
+        if not low <= number <= high:
             raise ValueError
-        return int(value)
+        return number
 
     return read
 
 
 def _one_of(*values):
     def read(value):
-        if _integer(value) not in values:
+        number = _integer(value)
+        if number not in values:
             raise ValueError
-        return int(value)
+        return number
 
     return read
 

@@ -41,8 +41,8 @@ def from_te(
 
     Raises:
         UnknownNameError: if a name, a key or a method is unknown.
-        ConfigurationError: if a value is out of range, or the file is missing or no
-            YAML.
+        ConfigurationError: if a value is out of range, a key comes twice, or the file
+            is missing or no YAML.
         ConfigurationTypeError: if it is no dictionary of dictionaries.
         ImportError: if YAML is given and PyYAML is not installed.
     """
@@ -101,11 +101,31 @@ def _read_file(path):
 
 def _parse(yaml, text):
     try:
+        _check_keys(yaml, text)
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigurationError(
             f"overlap_config.from_te: this is no YAML: {error}"
         ) from error
+
+
+def _check_keys(yaml, text):
+    """Refuses a key that comes twice, of which PyYAML takes the last in silence."""
+    nodes = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    for node in nodes:
+        lines: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if value not in nodes:  # an anchor's is met again
+                nodes.append(value)
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue  # of several merges none is lost
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ConfigurationError(
+                    f"overlap_config.from_te: line {line} has {key.value!r} again, "
+                    f"after line {lines[key.value]}. Keep one of them."
+                )
+            lines[key.value] = line
 
 
 def _yaml() -> types.ModuleType:

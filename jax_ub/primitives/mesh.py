@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest
 from jax_ub.runtime import communicators
 
 
@@ -27,7 +27,8 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
         ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual.
     """
     axes = axis_tuple(axis_name)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShapeContractError(
             f"{op}: axis_name = {axis_name!r} is not the name of a mesh axis. Pass the "
@@ -38,6 +39,11 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
             f"{op}: axis_name = {axis_name!r} names a mesh axis twice. Name each once."
         )
     missing = [axis for axis in axes if axis not in manual]
+    if manual and missing and missing[0] not in mesh.axis_names:
+        raise ShapeContractError(
+            f"{op}: axis_name = {axis_name!r}, but the mesh of this jax.shard_map has "
+            f"no axis {missing[0]!r}. {nearest(missing[0], mesh.axis_names)}"
+        )
     if missing:
         here = f"only {tuple(manual)} are" if manual else "no axis is manual here"
         raise ShapeContractError(

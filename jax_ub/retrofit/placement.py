@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub import methods
+from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 
 AnyMesh = Mesh | AbstractMesh
@@ -64,8 +64,10 @@ class Placement:
         ub_name: the layer's name: in errors, and in `initialize_ub`.
 
     Raises:
-        UnknownNameError: if there is no such `parallel` or `method`.
-        ShapeContractError: if `mesh` is none.
+        UnknownNameError: if there is no such `parallel` or `method`, or
+            `sequence_parallel` is neither true nor false.
+        ShapeContractError: if `mesh` is none, `axis_name` is not one name, or
+            `data_axes` are no names.
     """
 
     parallel: str | None
@@ -77,14 +79,25 @@ class Placement:
     ub_name: str | None = None
 
     def __post_init__(self):
-        """Checks the names and makes the data axes hashable."""
+        """Checks names and flags, and makes the data axes hashable."""
         if self.parallel is not None:
             kind = resolve_kind(self.op, self.parallel)
             object.__setattr__(self, "parallel", kind)
+        if not isinstance(self.axis_name, str):
+            raise ShapeContractError(
+                f"{self.op}: axis_name = {self.axis_name!r} is not the name of one "
+                'mesh axis. Pass the axis of the ranks, for example axis_name="tp".'
+            )
         if self.data_axes is not None:
             names = self.data_axes
-            names = (names,) if isinstance(names, str) else tuple(names)
+            names = (names,) if not isinstance(names, tuple | list) else tuple(names)
+            if not all(isinstance(name, str) for name in names):
+                raise ShapeContractError(
+                    f"{self.op}: data_axes = {self.data_axes!r} are not names of mesh "
+                    'axes. Pass a tuple of them, for example data_axes=("dp",).'
+                )
             object.__setattr__(self, "data_axes", names)
+        shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
         if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
             raise ShapeContractError(
                 f"{self.op}: mesh = {self.mesh!r} is of type "

@@ -159,6 +159,8 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
     kernel_spec = placement.kernel_spec
     specs = (x_spec, kernel_spec, placement.bias_spec, kernel_spec, y_spec)
+    shown = _shown_axes(placement, mesh, x.shape)
+    _, out_spec = _activation_specs(placement, shown, x.ndim)
     # The axes whose ranks hold other tokens for the same part of the kernel.
     replicas = data_axes
     if placement.parallel is None and placement.sequence_parallel:
@@ -170,7 +172,7 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
             main_grad = jax.tree.map(on_first, main_grad)
         return _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual)
 
-    return on_shards(local, mesh, specs, y_spec, *operands)
+    return on_shards(local, mesh, specs, out_spec, *operands)
 
 
 def on_shards(local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs, *operands):
@@ -230,7 +232,14 @@ def data_axes_of(
     placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> tuple[str, ...]:
     """Returns the axes of more than one rank that shard the leading axis of x."""
+    axes = _shown_axes(placement, mesh, x_shape)
+    return tuple(name for name in axes if mesh.shape[name] > 1)
+
+
+def _shown_axes(placement, mesh, x_shape):
+    """Returns those, and explicit axes of one rank, which types name as any other."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    explicit = _explicit_axes(mesh)
     chosen = placement.data_axes
     names = mesh.axis_names if chosen is None else chosen
     for name in names:
@@ -242,7 +251,9 @@ def data_axes_of(
     axes = tuple(
         name
         for name in names
-        if name != placement.axis_name and name not in manual and mesh.shape[name] > 1
+        if name != placement.axis_name
+        and name not in manual
+        and (mesh.shape[name] > 1 or name in explicit)
     )
     if chosen is not None:
         return axes
@@ -273,14 +284,18 @@ def _place(mesh, operand, spec):
     `shard_map` moves its operands by itself over automatic axes, and refuses operands
     that lie otherwise over explicit ones.
     """
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in types if kind == AxisType.Explicit}
+    explicit = _explicit_axes(mesh)
     if not explicit:
         return operand
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     kept = (tuple(name for name in entry if name in explicit) for entry in entries)
     layout = NamedSharding(mesh, P(*(entry or None for entry in kept)))
     return jax.tree.map(lambda array: jax.sharding.reshard(array, layout), operand)
+
+
+def _explicit_axes(mesh):
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == AxisType.Explicit}
 
 
 def _on_first_replica(main_grad, axes):

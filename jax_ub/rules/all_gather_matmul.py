@@ -76,12 +76,14 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     Raises:
         ShapeContractError: if the operands do not fit each other, the mesh, or the
             capacity of `initialize_ub`.
-        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
-            of that `ub_name`.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
+            of that `ub_name`, or a flag is neither true nor false.
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
     site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_flag(site.label, "return_gathered", return_gathered)
+    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
     return all_gather_matmul_at(
         site,

@@ -35,6 +35,7 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
         UnsupportedOverlapError: if `jax.shard_map` leaves mesh axes to XLA.
     """
     site = open_site(OP, axis_name, None, None)
+    shapes.check_array(site.label, "x", x)
     shapes.check_float(site.label, x=x)
     shapes.check_not_empty(site.label, "x", x)
     return _all_reduce(site, promote(x, site.axes(x)))

@@ -39,6 +39,7 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
             f"{OP}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "
             f"{w.shape[1]}. Kernels are [K, N], as in the forward; pass w untransposed."
         )
+    shapes.check_array(OP, "residual", residual)
     shapes.check_float(OP, residual=residual)
     wanted = (*dy.shape[:-1], w.shape[0])
     shapes.check_shape(OP, "residual", residual, wanted, "[..., K] with dy's rows")

@@ -93,10 +93,12 @@ def linear(  # noqa: PLR0913, pinned
             leaves mesh axes to XLA.
     """
     _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
-    op, product = _FUSED.get((parallel, sequence_parallel), (OP, _whole_rows_at))
-    if product is _whole_rows_at:
+    fused = _FUSED.get((parallel, sequence_parallel))
+    if fused is None:
+        product = _whole_rows_at
         site = _open_whole_rows(axis_name if parallel else None, ub_name, method)
     else:
+        op, product = fused
         called = f"{OP} (parallel = {parallel!r}): {op}"
         site = open_site(called, axis_name, ub_name, method, like=op)
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed, bias_name="b")
@@ -119,10 +121,8 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
             f"{OP}: parallel = {parallel!r} needs the mesh axis that the kernel is "
             'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
         )
-    if sequence_parallel not in (True, False):
-        raise UnknownNameError(
-            f"{OP}: sequence_parallel = {sequence_parallel!r}. Pass True or False."
-        )
+    shapes.check_flag(OP, "sequence_parallel", sequence_parallel)
+    shapes.check_flag(OP, "rhs_transposed", rhs_transposed)
     if parallel == "row" and rhs_transposed:
         raise UnsupportedOverlapError(
             f'{OP}: rhs_transposed with parallel = "row". Pass w.T, which is a copy; '

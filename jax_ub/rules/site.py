@@ -147,8 +147,8 @@ class Site:
     @property
     def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
-        site = self.over_ranks(Method.BULK)
-        return site | {"is_chosen": site["is_chosen"] or self.method is Method.AUTO}
+        where = self.over_ranks(Method.BULK)
+        return where | {"is_chosen": where["is_chosen"] or self.method is Method.AUTO}
 
     @property
     def alone(self) -> dict[str, Any]:

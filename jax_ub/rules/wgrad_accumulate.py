@@ -32,6 +32,8 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
     """
     site = open_local_site(OP)
     shapes.check_rank(OP, "x", x, 1)
+    for name, array in (("dy", dy), ("main_grad", main_grad)):
+        shapes.check_array(OP, name, array)
     shapes.check_float(OP, x=x, dy=dy, main_grad=main_grad)
     shapes.check_dtypes(OP, x=x, dy=dy)
     for name, array in (("x", x), ("dy", dy)):

@@ -64,7 +64,7 @@ def measure(
     contenders: list[Contender] = []
     refused = []
     for index, choice in enumerate(choices):
-        contender = operands.contender(str(index), case, choice)
+        contender = operands.contender(str(index), choice)
         try:
             contender()  # compiles it
         except UbError as error:

@@ -65,6 +65,7 @@ class Operands:
 
     def __init__(self, case: Case):
         """Draws them."""
+        self._case = case
         self._layout = layout = _LAYOUTS[case.op]
         self._ranks = Ranks(case.num_ranks)
         dtypes = [np.dtype(case.dtype)] * len(layout.operands)
@@ -75,14 +76,14 @@ class Operands:
         self._drawn = [normal(i, *one) for i, one in enumerate(drawn)]
         self._placed = [*map(self._place, range(len(self._drawn)))]
 
-    def contender(self, name: str, case: Case, choice: Choice) -> Contender:
+    def contender(self, name: str, choice: Choice) -> Contender:
         """The program of one candidate, ready to be timed."""
         layout, operands = self._layout, list(self._placed)
         last = len(operands) - 1
         if layout.adds:
             operands[last] = self._place(last)
         program = self._ranks.program(
-            _function(case, choice),
+            _function(self._case, choice),
             layout.in_specs,
             layout.out_specs,
             donate=(last,) if layout.adds else (),

@@ -126,6 +126,8 @@ def test_barriers_are_timed_until_the_communicator_is_closed():
     )
     assert communicator.barrier_seconds(10) > 0
     for count in (0, -1):
-        with pytest.raises(ValueError, match="closed, or no barriers asked for"):
+        with pytest.raises(ValueError, match=f"count is {count}, expected at least 1"):
             communicator.barrier_seconds(count)
     communicator.close()
+    with pytest.raises(RuntimeError, match="closed its communicator"):
+        communicator.barrier_seconds(1)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from jax_ub import __main__
 
 SCRIPT = """
@@ -53,6 +55,18 @@ def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     )
     assert done.returncode == 3, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--",)])
+def test_a_script_has_all_its_arguments(tmp_path, options):
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = ["-m", "jax_ub", "explain", *options, str(script), "--", "--json", "x"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "['--', '--json', 'x']" in done.stdout
 
 
 def test_hardware_is_refused_before_the_script_runs(tmp_path, capsys):

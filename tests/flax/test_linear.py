@@ -120,6 +120,16 @@ def test_a_plain_layer_keeps_tokens_where_they_are(sequence_parallel):
     )
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (1, 1)])
+def test_types_of_an_explicit_mesh_name_axes_of_one_rank_too(dp, tp, parallel):
+    layout = {"column": P("dp", None, "tp")}.get(parallel, P("dp", "tp", None))
+    with jax.set_mesh(mesh_of(dp, tp, "explicit")):
+        model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
+        y = jax.eval_shape(model, jnp.zeros((4, 8, 16)))
+    assert y.sharding.spec == layout
+
+
 def test_a_plain_layer_needs_no_mesh():
     x = normal(0, (8, 16))
     model, flax = (kind(16, 32, rngs=nnx.Rngs(0)) for kind in (Linear, nnx.Linear))

@@ -46,6 +46,26 @@ def layer(*sizes, parallel="column", **options):
             "linear(parallel='column'): mesh = 4 is of type int. Pass a jax.sharding.M",
         ),
         (
+            lambda: layer(axis_name=None),
+            ShapeContractError,
+            "linear(parallel='column'): axis_name = None is not the name of one mesh a",
+        ),
+        (
+            lambda: layer(axis_name=("dp", "tp")),
+            ShapeContractError,
+            "axis_name = ('dp', 'tp') is not the name of one mesh axis. Pass the axis",
+        ),
+        (
+            lambda: layer(data_axes=3),
+            ShapeContractError,
+            "data_axes = 3 are not names of mesh axes. Pass a tuple of them, for exam",
+        ),
+        (
+            lambda: layer(sequence_parallel="no"),
+            UnknownNameError,
+            "linear(parallel='column'): sequence_parallel = 'no'. Pass True or False.",
+        ),
+        (
             lambda: layer(method="ring_exchang"),
             UnknownNameError,
             "method = 'ring_exchang' is not a method. Did you mean 'ring_exchange'?",
@@ -61,6 +81,20 @@ def layer(*sizes, parallel="column", **options):
 def test_a_layer_that_cannot_be_is_refused(make, error, text):
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(error, match=re.escape(text)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "text"),
+    [
+        (None, None, "linear(parallel='row'): x is of type NoneType, but the op takes"),
+        (jnp.ones((8, 16)), 1.0, "linear(parallel='row'): residual is of type float, "),
+    ],
+)
+def test_what_is_no_array_is_refused(x, residual, text):
+    with jax.set_mesh(mesh_of(2, 4)):
+        model = layer(parallel="row")
+        with pytest.raises(ShapeContractError, match=re.escape(text)):
+            model(x, residual=residual)
 
 
 @pytest.mark.parametrize(

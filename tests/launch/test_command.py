@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -123,6 +124,15 @@ sys.stderr.write("four\\n")
         words = ["one", "two --flag value", "three"]
         assert lines == [f"[{process}] {word}" for word in words]
     assert sorted(err.splitlines()) == ["[0] four", "[1] four"]
+
+
+@pytest.mark.parametrize("options", [(), ("--",)])
+def test_a_program_has_all_its_arguments(script, options):
+    path = script("import sys; print(sys.argv[1:])")
+    given = ("--", "two words", "-n", "", "--", "x\ny")
+    status, out, _ = launch("-n", 1, *options, path, *given)
+    assert status == 0
+    assert out == f"[0] {list(given)}\n"
 
 
 def test_runs_a_module():
@@ -274,8 +284,10 @@ def test_an_output_that_does_not_block_gets_everything(script):
         stdout=writing,
         env=ENVIRONMENT,
     )
+    while select.select([], [writing], [], 0)[1]:  # until the pipe is full
+        assert process.poll() is None
+        time.sleep(0.01)
     os.close(writing)
-    time.sleep(1)
     with open(reading) as output:
         assert sum(1 for _ in output) == lines
     assert process.wait(60) == 0

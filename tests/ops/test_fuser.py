@@ -79,6 +79,13 @@ def test_prepended_fusion_comes_first():
         assert names(fuser.backward_ops) == ["Bias", "GELU", "ReLU"]
 
 
+@pytest.mark.parametrize("name", registry.PASSES)
+def test_a_fusion_that_cannot_be_called_is_refused(name):
+    with pytest.raises(ub.errors.FusionError, match=f"register_{name}_fusion.*None"):
+        getattr(ops, f"register_{name}_fusion")(None)
+    assert None not in registry.fusions(name)
+
+
 def test_result_must_expand_to_the_same_operations():
     fuser = ops.OperationFuser([ops.Bias(4), ops.GELU()])
     for wrong in (lambda ops: ops[:1], lambda ops: ops[::-1], lambda ops: [*ops, *ops]):

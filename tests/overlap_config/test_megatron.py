@@ -115,6 +115,28 @@ def test_what_is_no_yaml_is_refused():
         from_te("qkv_fprop: {method: [}")
 
 
+def test_a_key_that_comes_twice_is_refused_with_its_lines(tmp_path):
+    twice = "qkv_fprop:\n  num_sm: 2\n  method: external\n  num_sm: 4\n"
+    text = "line 4 has 'num_sm' again, after line 2"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        from_te(twice)
+    with pytest.raises(ub.errors.ConfigurationError, match="line 1 has 'use_ce' again"):
+        from_te("qkv_fprop: {use_ce: 1, use_ce: 0}")
+    path = tmp_path / "twice.yaml"
+    path.write_text("qkv_fprop: {}\n\nproj_fprop: {}\nqkv_fprop: {method: external}\n")
+    text = "line 4 has 'qkv_fprop' again, after line 1"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        from_te(path)
+
+
+def test_a_merged_mapping_may_be_overridden():
+    text = """
+qkv_dgrad: &shared {method: bulk, num_sm: 4}
+fc1_dgrad: {<<: *shared, num_sm: 8}
+"""
+    assert from_te(text)["fc1_dgrad"] == {"method": "bulk", "num_sm": 8}
+
+
 def test_another_type_is_refused():
     with pytest.raises(ub.errors.ConfigurationTypeError, match="7 is a int"):
         from_te(7)

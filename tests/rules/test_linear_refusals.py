@@ -96,6 +96,15 @@ def test_sequence_parallel_is_true_or_false():
     refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
 
 
+@pytest.mark.parametrize("flag", ["return_gathered", "rhs_transposed"])
+def test_flags_of_a_gather_are_true_or_false(flag):
+    def call(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", **{flag: "yes"})
+
+    message = f"all_gather_matmul: {flag} = 'yes'. Pass True or False"
+    refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
+
+
 def test_main_grad_that_is_no_array():
     refuses(
         ShapeContractError,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, tp_mesh
 from refusals import refuses, trace, zeros
@@ -109,11 +109,27 @@ class TestEveryGemm:
     def test_axis_that_is_not_there(self, op):
         refuses(
             ShapeContractError,
-            r"axis_name = 'pt' is not a manual mesh axis; only \('tp',\) are. Call it",
+            rf"{op.__name__}: axis_name = 'pt', but the mesh of this jax.shard_map has "
+            "no axis 'pt'. Known: 'tp'",
             lambda x, w: op(x, w, axis_name="pt"),
             zeros(8, 6),
             zeros(6, 8),
         )
+
+    def test_axis_that_is_left_to_xla(self, op):
+        mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+        program = jax.shard_map(
+            lambda x, w: op(x, w, axis_name="dp"),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+            axis_names={"tp"},
+        )
+        text = (
+            r"axis_name = 'dp' is not a manual mesh axis; only \('tp',\) are. Call it"
+        )
+        with pytest.raises(ShapeContractError, match=text):
+            jax.eval_shape(program, zeros(8, 6), zeros(6, 8))
 
     @pytest.mark.parametrize("axis_name", [None, (), 4])
     def test_axis_that_is_no_name(self, op, axis_name):
@@ -276,6 +292,23 @@ def test_axis_name_that_is_no_name(axis_name):
         ((),),
         zeros(8),
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: ub.all_reduce(None, axis_name="tp"), "all_reduce: x is of type N"),
+        (lambda x: ub.dgrad_add(x, x, None), "dgrad_add: residual is of type NoneType"),
+        (lambda x: ub.wgrad_accumulate(x, None, x), "wgrad_accumulate: dy is of type"),
+        (lambda x: ub.wgrad_accumulate(x, x, None), "main_grad is of type NoneType"),
+        (
+            lambda x: ub.matmul_reduce_scatter(x, x, residual=0.0, axis_name="tp"),
+            r"residual is of type float, but the op takes an array\. Pass one\.",
+        ),
+    ],
+)
+def test_an_operand_that_is_no_array_is_named(call, text):
+    refuses(ShapeContractError, text, call, zeros(8, 8))
 
 
 def test_integers_are_not_reduced():

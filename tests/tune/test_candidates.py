@@ -33,7 +33,7 @@ def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     case = Case(op, ranks, 64, 32, 48, "bfloat16")
     operands = Operands(case)
     for choice in candidates(case, True, DGRAD):
-        contender = operands.contender("", case, choice)
+        contender = operands.contender("", choice)
         # The engine plans it, to know the size of its workspace.
         text = cuda_text(contender.program, *contender.operands)
         if choice.method is Method.XLA:

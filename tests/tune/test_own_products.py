@@ -222,5 +222,5 @@ def test_candidates_of_a_product_compute_it(op):
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_what_is_timed_is_what_a_choice_is_looked_up_for(op):
     case = Case(op, 1, 24, 40, 32, "bfloat16")
-    operands = Operands(case).contender("", case, SECOND).operands
+    operands = Operands(case).contender("", SECOND).operands
     assert case_of(call_of(case), operands) == case

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
@@ -100,7 +99,7 @@ class BasicLinear(BasicOperation):
             )
         for name in ("in_features", "out_features"):
             size = getattr(self, name)
-            if not isinstance(size, int | np.integer) or size < 1:
+            if not shapes.is_integer(size) or size < 1:
                 raise ShapeContractError(
                     f"{self.label}: {name} = {size!r} is not a positive integer. Pass "
                     "the global size."

@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import numpy as np
+
 from jax_ub import shapes
+from jax_ub.errors import ShapeContractError
 from jax_ub.ops.operation import BasicOperation
 
 
@@ -17,6 +20,20 @@ class ConstantScale(BasicOperation):
     """
 
     scale: float
+
+    def __post_init__(self):
+        """Keeps the number as Python's, which hashes and widens nothing.
+
+        Raises:
+            ShapeContractError: if it is none.
+        """
+        if not isinstance(self.scale, int | float | np.number):
+            raise ShapeContractError(
+                f"{self.label}: scale = {self.scale!r} is of type "
+                f"{type(self.scale).__name__}, not a number that is known before "
+                "anything runs. Pass a Python number, for example float(scale)."
+            )
+        object.__setattr__(self, "scale", float(self.scale))
 
     def saved(self, needs):
         """Nothing."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_ub.errors import ShapeContractError
 from jax_ub.ops.operation import BasicOperation
+from jax_ub.shapes import is_integer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -23,8 +24,18 @@ class Reshape(BasicOperation):
     shape: tuple[int, ...]
 
     def __post_init__(self):
-        """Keeps the shape as a tuple, which hashes."""
-        object.__setattr__(self, "shape", tuple(self.shape))
+        """Keeps the shape as a tuple, which hashes.
+
+        Raises:
+            ShapeContractError: if it is none of sizes.
+        """
+        shape = self.shape
+        if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
+            raise ShapeContractError(
+                f"{self.label}: shape = {shape!r} is not a tuple of sizes. Pass one, "
+                "for example (-1, 128)."
+            )
+        object.__setattr__(self, "shape", tuple(shape))
 
     def saved(self, needs):
         """Where x's shape is remembered."""

@@ -279,3 +279,21 @@ def test_wrong_operands_are_refused():
     for op in (ops.GELU(), ops.ConstantScale(2.0), ops.Quantize()):
         with pytest.raises(error, match=f"{op.label}: x is int32, but the op takes"):
             call(op, jnp.ones((4, 6), int))
+
+
+@pytest.mark.parametrize("scale", ["2", None, jnp.float32(2)])
+def test_a_scale_is_known_before_anything_runs(scale):
+    with pytest.raises(error, match=r"ConstantScale: scale = .*Pass a Python number"):
+        ops.ConstantScale(scale)
+
+
+def test_a_scale_of_numpy_widens_nothing():
+    scaled = ops.Sequential(ops.ConstantScale(np.float32(0.5)))
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    assert scaled((({}),), x).dtype == x.dtype
+
+
+@pytest.mark.parametrize("shape", [128, "a", (2, "a"), None])
+def test_a_shape_is_a_tuple_of_sizes(shape):
+    with pytest.raises(error, match=r"Reshape: shape = .*is not a tuple of sizes"):
+        ops.Reshape(shape)
