@@ -122,6 +122,36 @@ TEST(NobodyWaitsWhenSomeWantDifferentThings) {
   });
   for (const std::string& text : processes.Join()) {
     CHECK(Contains(text, "CommunicatorError: jax_ub.tp: rank "));
+    CHECK(Contains(text, "halves of 8192 bytes"));
+    CHECK(Contains(text, "halves of 4096 bytes"));
+  }
+}
+
+// It finds no listener of the one that failed before, but what that one said.
+TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
+  for (const int first : {0, 1}) {
+    Bulletin bulletin;
+    Processes processes(3, [&](int process) {
+      auto endpoint = std::make_unique<Endpoint>();
+      bulletin.Publish(process, endpoint->address());
+      const auto peers = bulletin.Read(3);
+      if (process == 2) return;
+      if (process != first) bulletin.WaitForWord(1);
+      try {
+        AtOnce([&] {
+          SharedCommunicator::Connect(std::move(endpoint), {{0, 1, 2}, process, "tp"},
+                                      peers, 4096, 60);
+        });
+      } catch (...) {
+        ++bulletin.word();
+        throw;
+      }
+    });
+    const std::vector<std::string> texts = processes.Join();
+    for (const int p : {0, 1}) {
+      CHECK(Contains(texts[p], "CommunicatorError: jax_ub.tp: rank 2 (process 2"));
+      CHECK(Contains(texts[p], "failed or ended before it connected"));
+    }
   }
 }
 

@@ -62,6 +62,8 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailOverdue(deadline.timeout_s());
     const bool dialed = DialAll();
+    // Who lost a process hears first what others, or that one itself, said before.
+    const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_strangers = strangers_.size();
     for (const FileDescriptor& stranger : strangers_) {
@@ -72,8 +74,12 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
       const int descriptor = partner.has_left ? -1 : partner.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
-    Poll(polled, dialed ? deadline.time()
-                        : std::min(deadline.time(), Deadline::Clock::now() + kRedial));
+    const auto now = Deadline::Clock::now();
+    const bool is_heard =
+        Poll(polled, is_lost  ? now
+                     : dialed ? deadline.time()
+                              : std::min(deadline.time(), now + kRedial));
+    if (is_lost && !is_heard) Fail(loss_);
     for (int place = 0; place < num_processes; ++place) {
       if (polled[1 + num_strangers + place].revents != 0) HearPartner(place);
     }
@@ -102,7 +108,8 @@ void Handshake::DialOne(int place) {
     case DialResult::kBusy:
       return;
     case DialResult::kNobody:
-      Fail(group_.Describe(place, 0) + " failed or ended before it connected");
+      Lose(place, " failed or ended before it connected");
+      return;
     case DialResult::kConnected:
       break;
   }
@@ -145,12 +152,18 @@ void Handshake::HearStranger(size_t index) {
   const std::vector<int>& numbers = group_.numbers();
   const auto place = static_cast<int>(
       std::find(numbers.begin(), numbers.end(), hello.process) - numbers.begin());
-  if (!is_hello || hello.token != endpoint_.address().token || place <= group_.own() ||
+  if (!is_hello || hello.token != endpoint_.address().token || place == group_.own() ||
       place >= group_.num_processes() || !IsWaited(place)) {
     ++num_refused_;
     return;
   }
   Partner& partner = partners_[place];
+  if (place < group_.own()) {
+    // It is dialed, and greets only to say why it failed.
+    partner.connection = std::move(connection);
+    stages_[place] = Stage::kLifeline;
+    return;
+  }
   partner.seen_pid = PeerCredentials(connection).pid;
   partner.connection = std::move(connection);
   stages_[place] = Stage::kGreeted;
@@ -169,7 +182,8 @@ void Handshake::HearPartner(int place) {
                       : stages_[place] == Stage::kGreeted
                           ? " refused this process, failed or ended before it connected"
                           : " failed or ended before it connected";
-    Fail(group_.Describe(place, partner.pid) + how);
+    Lose(place, how);
+    return;
   }
   switch (message.kind) {
     case MessageKind::kPoison:
@@ -224,10 +238,25 @@ Hello Handshake::HelloTo(int place) const {
   return hello;
 }
 
-// To those that know this process, and to those that only hold a lifeline to it.
+void Handshake::Lose(int place, const std::string& how) {
+  if (loss_.empty()) loss_ = group_.Describe(place, partners_[place].pid) + how;
+  partners_[place].connection = {};
+  stages_[place] = Stage::kLost;
+}
+
+// To those that know this process, those that only hold a lifeline to it, and those that
+// will not find it any more: these hear it from the lifeline that was dialed to them.
 void Handshake::TellFailure(MessageKind kind, const std::string& text) {
-  for (const Partner& partner : partners_) {
-    if (partner.connection) SendMessage(partner.connection, kind, text);
+  for (int place = 0; place < group_.num_processes(); ++place) {
+    const FileDescriptor& connection = partners_[place].connection;
+    if (!connection) continue;
+    if (stages_[place] == Stage::kLifeline) SendHello(connection, HelloTo(place), {});
+    SendMessage(connection, kind, text);
+  }
+  try {
+    AcceptAll();
+  } catch (const SystemError&) {
+    // Those that could not be accepted find a closed connection.
   }
   for (const FileDescriptor& stranger : strangers_) SendMessage(stranger, kind, text);
 }

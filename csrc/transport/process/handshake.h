@@ -8,7 +8,8 @@
 //
 // Each one also dials those behind it, and says nothing: the kernel closes such a
 // *lifeline* when the endpoint there closes, so that a process that died before it
-// connected is not waited for. Whoever fails tells those that it knows.
+// connected is not waited for. Whoever fails tells all before its endpoint closes, those
+// on its lifelines after a Hello; so who loses a process hears first if anyone said why.
 #pragma once
 
 #include <sys/types.h>
@@ -54,8 +55,8 @@ class Handshake {
 
  private:
   // Lower places are dialed and then greeted; higher ones have a lifeline until they
-  // dial. All end as connected.
-  enum class Stage { kUndialed, kLifeline, kGreeted, kConnected };
+  // dial. All end as connected, or one is lost.
+  enum class Stage { kUndialed, kLifeline, kGreeted, kConnected, kLost };
 
   std::vector<Partner> RunUntil(const Deadline& deadline);
   bool DialAll();
@@ -72,6 +73,8 @@ class Handshake {
   bool IsWaited(int place) const {
     return IsReached(place) && stages_[place] != Stage::kConnected;
   }
+  // The process there is gone without a word, as far as one has been heard.
+  void Lose(int place, const std::string& how);
   void TellFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
   [[noreturn]] void FailOverdue(double timeout_s) const;
@@ -85,6 +88,7 @@ class Handshake {
   std::vector<Stage> stages_;              // [place]
   std::vector<Partner> partners_;          // [place]
   std::vector<FileDescriptor> strangers_;  // accepted, have said nothing yet
+  std::string loss_;                       // of the first that was lost
   int num_refused_ = 0;
 };
 
