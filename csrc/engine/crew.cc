@@ -12,8 +12,10 @@ namespace jax_ub {
 namespace {
 
 // An idle thread looks this often before it sleeps: long enough for the next call of a
-// chain of small ones, and every look yields its core to whoever can use it.
-constexpr int kLooks = 50;
+// chain of small ones. Every look yields its core to whoever can use it, and where that is
+// another idle thread, of a process that has the same core, both are in the way of those
+// that work.
+constexpr int kLooks = 5;
 
 }  // namespace
 

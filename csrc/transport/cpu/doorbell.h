@@ -43,9 +43,10 @@ inline void Pause() {
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
   // A peer on another core answers within a few hundred looks; one that needs this core
-  // gets it by the yields; beyond that, sleeping costs less than it takes from others.
+  // gets it by the yields. Beyond a few of them, those who wait on one core only hand it
+  // to each other, while the one with work waits for its turn: sleeping costs less.
   constexpr int kSpins = 200;
-  constexpr int kYields = 50;
+  constexpr int kYields = 5;
   for (int i = 0; i < kSpins; ++i) {
     if (ready()) return true;
     Pause();
