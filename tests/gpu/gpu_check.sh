@@ -108,7 +108,8 @@ print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
 # what the ranks print at their end says that they were right.
 memcheck() {
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
-  tool="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+  JAX_UB_TIMEOUT_S=45 \
+    tool="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
     --require-cuda-init no --report-api-errors no --kernel-name kernel_substring=jax_ub" \
     ranks 2 --rounds 1 --dtypes 1 --calls 2 --methods ring_exchange 2>&1 |
     tee "$out/memcheck.log" || return 1
@@ -125,7 +126,10 @@ parts() {
 
 export -f ub ranks captured eager multicast memcheck parts machine build_all \
   build_target
-export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}" JAX_UB_TIMEOUT_S=60
+export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
+# A wait that hangs says whom it waited for before its step's time is over. Ranks come to a
+# call within seconds of each other: they compile the same programs.
+export JAX_UB_TIMEOUT_S=20
 # Where JAX finds no GPU it would run on the CPU, and all would be right.
 export JAX_PLATFORMS=cuda
 
@@ -138,7 +142,7 @@ main() {
   step 70 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
   # Figures before what only repeats with more processes: those may be slow.
   step 60 "the engine's parts" bash -c parts
-  step 120 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
+  step 150 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
     --ops gemm,dgrad_add,wgrad_accumulate --variants nn --shapes 8192x8192x8192 \
     --rounds 9 --json "$out/bench.json"'
   step 50 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'

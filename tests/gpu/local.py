@@ -11,6 +11,7 @@ a CPU, where the same programs must be right.
 """
 
 import argparse
+import faulthandler
 import functools
 import statistics
 import sys
@@ -29,6 +30,7 @@ SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")
 CHAIN = 64
 SIDE = 128
+STUCK_AFTER_S = 45
 COMMUNICATING = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
 
@@ -36,6 +38,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
     short = parser.parse_args().short
+    # Where the host hangs, before the GPU check ends the step.
+    faulthandler.dump_traceback_later(STUCK_AFTER_S)
     failures = [
         text
         for dtype in DTYPES[: 1 if short else None]

@@ -11,6 +11,7 @@ to fail with its devices in another order.
 """
 
 import argparse
+import faulthandler
 import sys
 
 import jax
@@ -25,10 +26,13 @@ from jax_ub.runtime import cuda
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
 METHODS = ("auto", "ring_exchange", "pipeline", "external")
+STUCK_AFTER_S = 45
 
 
 def main():
     given = read_arguments()
+    # Where the host hangs, before the GPU check ends the step.
+    faulthandler.dump_traceback_later(STUCK_AFTER_S)
     # Where processes share a GPU, each has it as its device 0.
     jax.distributed.initialize(local_device_ids=[0] if given.share_gpu else None)
     mesh = Mesh(np.array(jax.devices()), ("tp",))
