@@ -160,6 +160,9 @@ class CudaEngine {
   std::shared_ptr<CudaCommunicator> FindCommunicator(const Attributes& attributes,
                                                      int group,
                                                      const SlotPlan& slots);
+  // Of devices that all are this process's.
+  std::vector<int> OrdinalsOf(const Attributes& attributes,
+                              const std::vector<int64_t>& devices);
   void Enqueue(CudaCallSite& site,
                int ordinal,
                CUstream stream,
@@ -190,7 +193,8 @@ class CudaEngine {
   std::atomic<int64_t> num_failed_{0};
   std::atomic<int64_t> num_sites_{0};  // without a channel
 
-  std::mutex mutex_;  // guards all below
+  std::mutex making_mutex_;  // held while a heap is made; comes before `mutex_`
+  std::mutex mutex_;         // guards all below
   std::map<int, int64_t> local_devices_;
   std::map<int, std::unique_ptr<Gpu>> gpus_;
   std::vector<Joined> joined_;

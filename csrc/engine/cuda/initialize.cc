@@ -239,10 +239,33 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
                                                                const SlotPlan& slots) {
   const std::vector<int64_t> devices = DevicesOf(at, group);
   if (auto joined = FindJoined(devices)) return joined;
-  // Destroyed behind the lock: that waits for the devices, which may wait for calls.
-  std::shared_ptr<CudaCommunicator> outgrown;
+  const std::vector<int> ordinals = OrdinalsOf(at, devices);
+  const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
+  // Making a heap and giving one back wait for the devices, which may wait for calls that
+  // are not enqueued yet: all but those that need another heap go on meanwhile.
+  std::shared_ptr<CudaCommunicator> outgrown;  // given back behind the locks
+  std::lock_guard making(making_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
+    if (newest && newest->slots_bytes() >= need_bytes) return newest;
+    // Kernels are loaded before any device can wait for another.
+    for (const int ordinal : ordinals) GpuOfLocked(ordinal);
+  }
+  auto made = CudaCommunicator::Make(
+      driver_, ordinals,
+      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes, "in_process",
+      nvls_);
   std::lock_guard lock(mutex_);
+  all_.push_back(made);
+  outgrown = std::exchange(in_process_[ordinals], made);
+  return made;
+}
+
+std::vector<int> CudaEngine::OrdinalsOf(const Attributes& at,
+                                        const std::vector<int64_t>& devices) {
   std::vector<int> ordinals;
+  std::lock_guard lock(mutex_);
   for (const int64_t device : devices) {
     const int ordinal = OrdinalOf(device);
     if (ordinal < 0) {
@@ -254,18 +277,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
     }
     ordinals.push_back(ordinal);
   }
-  const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
-  std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
-  if (newest && newest->slots_bytes() >= need_bytes) return newest;
-  // Kernels are loaded before any device can wait for another.
-  for (const int ordinal : ordinals) GpuOfLocked(ordinal);
-  auto made = CudaCommunicator::Make(
-      driver_, ordinals,
-      (need_bytes + kHeapStepBytes - 1) / kHeapStepBytes * kHeapStepBytes, "in_process",
-      nvls_);
-  all_.push_back(made);
-  outgrown = std::exchange(newest, made);
-  return made;
+  return ordinals;
 }
 
 }  // namespace jax_ub

@@ -255,6 +255,27 @@ TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
   CheckRight(others);
 }
 
+// That waits for device 0, which waits for a call of device 1.
+TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
+  Gpus gpus({.num_devices = 2, .memory_calls_synchronize = true}, 20);
+  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  GpuCalls small(gpus, at, {}, DType::kF32, 1);
+  GpuCalls large(gpus, at, {1, 3000, 1000, 1}, DType::kF32, 2);
+  for (int rank = 0; rank < 2; ++rank) small.Workspace(rank);
+  small.Initialize(0);
+  small.Execute(0);
+  const int64_t num_records = gpus.machine.NumCalls("MemHostAlloc");
+  const auto growing = std::async(std::launch::async, [&] { large.Initialize(0); });
+  while (gpus.machine.NumCalls("MemHostAlloc") == num_records) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  small.Initialize(1);
+  small.Execute(1);
+  growing.wait();
+  gpus.Synchronize();
+  CheckRight(small);
+}
+
 // Rank 1 comes only when rank 0 has given up.
 TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
