@@ -121,3 +121,14 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
     assert steps[0] == "machine"
     for name in steps:  # where it would have run, and in the summary
         assert len(re.findall(f"^no time .* {re.escape(name)}$", log, re.M)) == 2
+
+
+def test_a_check_of_some_steps_runs_no_others(tmp_path):
+    only = "GPU_CHECK_ONLY=memcheck|8 processes"
+    env = ("env", f"OUT={tmp_path}", "GPU_CHECK_S=0", only, f"PYTHON={sys.executable}")
+    log = run(*env, "bash", HERE / "gpu_check.sh").stdout
+    # Those that would have run had no time; each is told twice.
+    wanted = ("machine", "build from source", "memcheck")
+    wanted += ("8 processes on one GPU, captured", "verdicts")
+    assert set(re.findall(r"^no time +\d+ s  (.+)$", log, re.M)) == set(wanted)
+    assert len(re.findall(r"^not run +\d+ s  ", log, re.M)) == 2 * 9
