@@ -80,12 +80,13 @@ build_target() {
 
 ub() { "$python" -m jax_ub "$@"; }
 
-# ranks N [OPTION...]: so many processes on this one GPU; under $tool, if it is set.
+# ranks N [OPTION...]: so many processes on this one GPU; under $tool, if it is set. XLA
+# times nothing there, and no process's compiler waits for what another one's has found.
 ranks() {
   local n=$1
   shift
   # shellcheck disable=SC2086  # a command with its options
-  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" \
+  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0 --xla_gpu_shard_autotuning=false" \
     XLA_PYTHON_CLIENT_PREALLOCATE=false \
     ${tool:-} "$python" -m jax_ub launch -n "$n" --timeout 110 tests/gpu/ranks.py \
     --share-gpu "$@"
