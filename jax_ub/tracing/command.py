@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """Records or reads a trace, writes what was asked for, says what is in it."""
+    # Python before 3.13 leaves the "--" there that ends the options of trace.
+    given.program = given.program[given.program[:1] == ["--"] :]
     _check(given)
     status = 0
     if given.merge:

@@ -100,6 +100,16 @@ def test_a_script_s_processes_do_not_depend_on_the_ranks_of_an_op(tmp_path, capf
     assert __main__.main(["trace", *options, str(script)]) == 0, capfd.readouterr().err
 
 
+@pytest.mark.parametrize("options", [(), ("--",), ("--processes", "1", "--")])
+def test_a_script_has_all_its_arguments(tmp_path, capsys, monkeypatch, options):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    assert __main__.main(["trace", *options, str(script), "--", "--json", "x"]) == 0
+    assert "['--', '--json', 'x']" in capsys.readouterr().out
+
+
 def test_unknown_options_show_the_usage_of_their_command(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["trace", "--bogus"])
@@ -126,6 +136,7 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     ("arguments", "text"),
     [
         ([], "give one of a script, --op or --merge"),
+        (["--"], "give one of a script, --op or --merge"),
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
         (["no_such.py"], "there is no script 'no_such.py'"),
