@@ -91,12 +91,15 @@ def initialize_ub(  # noqa: PLR0913, pinned
             for the buffers, or the directory of a "file" backend cannot be used.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    axes, domain = axis_tuple(axis_name), None
+    axes = axis_tuple(axis_name)
+    domain: Domain | None = None
+    place: Place | None = None
     refusal: Exception | None = None
     timeout_s = settings.DEFAULT_TIMEOUT_S
     about: dict[str, str] = {}
     devices = jax.devices()
     try:
+        mesh = jax.sharding.get_mesh() if mesh is None else mesh
         devices = _devices_in_reach(mesh)
         check_backend(bootstrap_backend)
         timeout_s = settings.deadline_s()
@@ -112,7 +115,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         about = _about(domain, place)
     except Exception as error:  # The other processes have to learn of any.
         refusal = error
-    place = _place(axes, domain, devices)
+    place = place or _place(axes, domain, devices)
     if place.process not in place.processes:
         raise ConfigurationError(
             f"initialize_ub: none of the mesh's devices belongs to this process, "
@@ -199,8 +202,6 @@ def get_ub(
 
 def _devices_in_reach(mesh):
     """Those that the others have too, whatever else is wrong with the call."""
-    if mesh is None:
-        mesh = jax.sharding.get_mesh()
     is_known = isinstance(mesh, Mesh) and not mesh.empty
     return list(mesh.devices.flat) if is_known else jax.devices()
 
@@ -369,15 +370,13 @@ def _read_dtype(dtype):
 
 
 def _read_mesh(mesh, axes, tp_size) -> Mesh:
-    if mesh is None:
-        mesh = jax.sharding.get_mesh()
-        if mesh.empty:
-            return _consecutive(axes, tp_size)
     if not isinstance(mesh, Mesh):
         raise ConfigurationTypeError(
             f"initialize_ub: mesh = {mesh!r} is a {type(mesh).__name__}, but the "
             "devices must be known. Pass a jax.sharding.Mesh."
         )
+    if mesh.empty:
+        return _consecutive(axes, tp_size)
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:
         raise ConfigurationError(
