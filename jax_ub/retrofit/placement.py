@@ -67,7 +67,7 @@ class Placement:
         UnknownNameError: if there is no such `parallel` or `method`, or
             `sequence_parallel` is neither true nor false.
         ShapeContractError: if `mesh` is none, `axis_name` is not one name, or
-            `data_axes` are no names.
+            `data_axes` are no names of other axes, each once.
     """
 
     parallel: str | None
@@ -89,14 +89,7 @@ class Placement:
                 'mesh axis. Pass the axis of the ranks, for example axis_name="tp".'
             )
         if self.data_axes is not None:
-            names = self.data_axes
-            names = (names,) if not isinstance(names, tuple | list) else tuple(names)
-            if not all(isinstance(name, str) for name in names):
-                raise ShapeContractError(
-                    f"{self.op}: data_axes = {self.data_axes!r} are not names of mesh "
-                    'axes. Pass a tuple of them, for example data_axes=("dp",).'
-                )
-            object.__setattr__(self, "data_axes", names)
+            object.__setattr__(self, "data_axes", self._read_data_axes())
         shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
         if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
             raise ShapeContractError(
@@ -105,6 +98,28 @@ class Placement:
                 "that of jax.set_mesh or of the arrays."
             )
         methods.resolve(self.op, self.method, None)
+
+    def _read_data_axes(self):
+        given = self.data_axes
+        names = tuple(given) if isinstance(given, tuple | list) else (given,)
+        if not all(isinstance(name, str) for name in names):
+            raise ShapeContractError(
+                f"{self.op}: data_axes = {given!r} are not names of mesh "
+                'axes. Pass a tuple of them, for example data_axes=("dp",).'
+            )
+        if self.axis_name in names:
+            others = tuple(name for name in names if name != self.axis_name)
+            raise ShapeContractError(
+                f"{self.op}: data_axes = {names} has axis_name = {self.axis_name!r}, "
+                "whose ranks share the tokens and features of the same examples. Pass "
+                f"data_axes={others}, or another axis_name."
+            )
+        if len(set(names)) < len(names):
+            raise ShapeContractError(
+                f"{self.op}: data_axes = {names} names a mesh axis twice. Name each "
+                "once."
+            )
+        return names
 
     @property
     def op(self) -> str:

@@ -61,6 +61,19 @@ def layer(*sizes, parallel="column", **options):
             "data_axes = 3 are not names of mesh axes. Pass a tuple of them, for exam",
         ),
         (
+            lambda: layer(data_axes=("dp", "tp")),
+            ShapeContractError,
+            "linear(parallel='column'): data_axes = ('dp', 'tp') has axis_name = 'tp', "
+            "whose ranks share the tokens and features of the same examples. Pass "
+            "data_axes=('dp',), or another axis_name.",
+        ),
+        (lambda: layer(data_axes="tp"), ShapeContractError, "Pass data_axes=(), or an"),
+        (
+            lambda: layer(data_axes=("dp", "dp")),
+            ShapeContractError,
+            "data_axes = ('dp', 'dp') names a mesh axis twice. Name each once.",
+        ),
+        (
             lambda: layer(sequence_parallel="no"),
             UnknownNameError,
             "linear(parallel='column'): sequence_parallel = 'no'. Pass True or False.",
