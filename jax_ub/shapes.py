@@ -19,6 +19,20 @@ def is_integer(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_number(value) -> bool:
+    """Whether a value is a number that is known before anything runs."""
+    return isinstance(value, int | float | np.number)
+
+
+def check_rate(op: str, name: str, value) -> None:
+    """Refuses what is no probability below 1, of an element to be dropped."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ShapeContractError(
+            f"{op}: {name} = {value!r}, but it is the probability of a zero. Pass a "
+            f"number, 0 <= {name} < 1."
+        )
+
+
 def check_flag(op: str, name: str, value) -> None:
     """Refuses what is neither true nor false, such as a string."""
     if value not in (True, False):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ub import shapes
 from jax_ub.flax.core_attention import CoreAttention
 from jax_ub.flax.heads import check_sizes, project
 from jax_ub.flax.linear import (
@@ -82,10 +83,11 @@ class MultiHeadAttention(nnx.Module):
             **options: further arguments of `Linear`.
 
         Raises:
-            ShapeContractError: if heads do not divide into the ranks, or features or
-                query heads not into heads.
+            ShapeContractError: if heads do not divide into the ranks, features or
+                query heads not into heads, or `dropout_rate` is no probability below 1.
             UnknownNameError: if there is no such method or axis.
         """
+        shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
         num_kv_heads = num_kv_heads or num_heads
         qkv_features = qkv_features or in_features
         in_kv_features = in_kv_features or in_features

@@ -7,6 +7,7 @@ from typing import Unpack
 import jax
 from flax import nnx
 
+from jax_ub import shapes
 from jax_ub.flax.dropout import drop
 from jax_ub.flax.layer_norm_linear import make_norm, normalize
 from jax_ub.flax.layer_norm_mlp import LayerNormMLP
@@ -75,10 +76,13 @@ class TransformerLayer(nnx.Module):
             **options: further arguments of `Linear`.
 
         Raises:
-            ShapeContractError: if heads or features do not divide into the ranks, or
-                features or query heads not into heads.
+            ShapeContractError: if heads or features do not divide into the ranks,
+                features or query heads not into heads, or a dropout is no probability
+                below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
+        shapes.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
+        shapes.check_rate("TransformerLayer", "attention_dropout", attention_dropout)
         self.attention_norm = make_norm(
             "TransformerLayer",
             normalization,

@@ -70,6 +70,22 @@ REFUSED = {
         "linear(parallel=None): axis = (0, 2) of inputs of 3 dimensions, but the last "
         "ones are contracted. Use axis = (-2, -1), and jnp.moveaxis before it.",
     ),
+    "hidden dropout": (
+        linen.TransformerLayer(16, 32, 4, hidden_dropout="0.1"),
+        ShapeContractError,
+        "TransformerLayer: hidden_dropout = '0.1', but it is the probability of a zero",
+    ),
+    "attention dropout": (
+        linen.TransformerLayer(16, 32, 4, attention_dropout=1.5, deterministic=True),
+        ShapeContractError,
+        "TransformerLayer: attention_dropout = 1.5, but it is the probability of a zer",
+    ),
+    "dropout": (
+        linen.MultiHeadAttention(4, dropout_rate=-0.1),
+        ShapeContractError,
+        "MultiHeadAttention: dropout_rate = -0.1, but it is the probability of a zero. "
+        "Pass a number, 0 <= dropout_rate < 1.",
+    ),
     "method": (
         linen.TransformerLayer(16, 32, 4, method="dircet"),
         UnknownNameError,

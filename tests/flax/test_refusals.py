@@ -8,11 +8,19 @@ from flax_models import mesh_of
 from jax.sharding import PartitionSpec as P
 
 from jax_ub.errors import ShapeContractError, UnknownNameError
-from jax_ub.flax import Linear, MultiHeadAttention
+from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer
 
 
 def layer(*sizes, parallel="column", **options):
     return Linear(*sizes or (16, 32), parallel=parallel, rngs=nnx.Rngs(0), **options)
+
+
+def attention(*sizes, **options):
+    return MultiHeadAttention(*sizes or (4, 16), rngs=nnx.Rngs(0), **options)
+
+
+def transformer(*sizes, **options):
+    return TransformerLayer(*sizes or (16, 32, 4), rngs=nnx.Rngs(0), **options)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,22 @@ def layer(*sizes, parallel="column", **options):
             lambda: layer(data_axes=("dp", "dp")),
             ShapeContractError,
             "data_axes = ('dp', 'dp') names a mesh axis twice. Name each once.",
+        ),
+        (
+            lambda: transformer(hidden_dropout="0.1"),
+            ShapeContractError,
+            "TransformerLayer: hidden_dropout = '0.1', but it is the probability of a "
+            "zero. Pass a number, 0 <= hidden_dropout < 1.",
+        ),
+        (
+            lambda: transformer(attention_dropout=1.5),
+            ShapeContractError,
+            "TransformerLayer: attention_dropout = 1.5, but it is the probability",
+        ),
+        (
+            lambda: attention(dropout_rate=-0.1),
+            ShapeContractError,
+            "MultiHeadAttention: dropout_rate = -0.1, but it is the probability",
         ),
         (
             lambda: layer(sequence_parallel="no"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 from flax import linen as nn
 
+from jax_ub import shapes
 from jax_ub.flax.core_attention import CoreAttention
 from jax_ub.flax.heads import check_sizes, project
 from jax_ub.flax.linear import overlap_name
@@ -84,11 +85,12 @@ class MultiHeadAttention(TensorParallel):
             deterministic: whether nothing is dropped, where the module does not say it.
 
         Raises:
-            ShapeContractError: if heads do not divide into the ranks, or features or
-                query heads not into heads.
+            ShapeContractError: if heads do not divide into the ranks, features or
+                query heads not into heads, or `dropout_rate` is no probability below 1.
             UnsupportedOverlapError: for rotary embeddings of two different inputs.
             UnknownNameError: if there is no such method or axis.
         """
+        shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
         in_features = inputs_q.shape[-1]
         qkv_features = self.qkv_features or in_features
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads or self.num_heads

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 from flax import linen as nn
 
+from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.dropout import drop
 from jax_ub.flax.linen.layer_norm_linear import make_norm
@@ -86,10 +87,13 @@ class TransformerLayer(TensorParallel):
             deterministic: whether nothing is dropped, where the module does not say it.
 
         Raises:
-            ShapeContractError: if heads or features do not divide into the ranks, or
-                features or query heads not into heads.
+            ShapeContractError: if heads or features do not divide into the ranks,
+                features or query heads not into heads, or a dropout is no probability
+                below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
+        for name in ("hidden_dropout", "attention_dropout"):
+            shapes.check_rate("TransformerLayer", name, getattr(self, name))
         keeps = True
         if self.hidden_dropout > 0 or self.attention_dropout > 0:
             keeps = nn.merge_param("deterministic", self.deterministic, deterministic)

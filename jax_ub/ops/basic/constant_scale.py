@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import numpy as np
-
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.ops.operation import BasicOperation
@@ -27,7 +25,7 @@ class ConstantScale(BasicOperation):
         Raises:
             ShapeContractError: if it is none.
         """
-        if not isinstance(self.scale, int | float | np.number):
+        if not shapes.is_number(self.scale):
             raise ShapeContractError(
                 f"{self.label}: scale = {self.scale!r} is of type "
                 f"{type(self.scale).__name__}, not a number that is known before "

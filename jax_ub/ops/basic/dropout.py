@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import mesh, varying
 
@@ -42,11 +41,7 @@ class Dropout(BasicOperation):
         Raises:
             ShapeContractError: if it is no probability below 1.
         """
-        if not 0 <= self.rate < 1:
-            raise ShapeContractError(
-                f"{self.label}: rate = {self.rate}, but it is the probability of a "
-                "zero. Pass 0 <= rate < 1."
-            )
+        shapes.check_rate(self.label, "rate", self.rate)
 
     def saved(self, needs):
         """What was kept."""

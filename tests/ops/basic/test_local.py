@@ -274,11 +274,16 @@ def test_wrong_operands_are_refused():
         call(ops.GEGLU(glu_interleave_size=4), x)
     with pytest.raises(error, match="has 6 features, but the parameters are for 8"):
         call(ops.RMSNorm(8), x, params={"scale": jnp.ones(8)})
-    with pytest.raises(error, match="rate = 1.0, but it is the probability"):
-        ops.Dropout(1.0)
     for op in (ops.GELU(), ops.ConstantScale(2.0), ops.Quantize()):
         with pytest.raises(error, match=f"{op.label}: x is int32, but the op takes"):
             call(op, jnp.ones((4, 6), int))
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1, "0.1", None, float("nan")])
+def test_a_rate_is_a_probability_below_one(rate):
+    text = f"Dropout: rate = {rate!r}, but it is the probability of a zero. Pass a numb"
+    with pytest.raises(error, match=text):
+        ops.Dropout(rate)
 
 
 @pytest.mark.parametrize("scale", ["2", None, jnp.float32(2)])
