@@ -24,6 +24,23 @@ def is_number(value) -> bool:
     return isinstance(value, int | float | np.number)
 
 
+def check_size(op: str, name: str, value) -> None:
+    """Refuses a global size that is no positive integer."""
+    if not is_integer(value) or value < 1:
+        raise ShapeContractError(
+            f"{op}: {name} = {value!r} is not a positive integer. Pass the global size."
+        )
+
+
+def check_epsilon(op: str, name: str, value) -> None:
+    """Refuses what a norm cannot add to a variance before its root."""
+    if not is_number(value) or not value >= 0:
+        raise ShapeContractError(
+            f"{op}: {name} = {value!r} is not a number of 0 or more. Pass one, for "
+            "example 1e-6."
+        )
+
+
 def check_rate(op: str, name: str, value) -> None:
     """Refuses what is no probability below 1, of an element to be dropped."""
     if not is_number(value) or not 0 <= value < 1:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jax_ub import shapes
 from jax_ub.errors import FusionError, ShapeContractError
 from jax_ub.ops import registry
 from jax_ub.ops.channels import Port, describe, find_routes
@@ -130,6 +131,7 @@ class OperationFuser:
             UnsupportedOverlapError: if a method that was named cannot run here.
         """
         dealt = self._split(params)
+        shapes.check_array("OperationFuser", "x", x)
         keys = self._keys(key, deterministic)
         self._check_extra_inputs(extra_inputs)
         for op, own in zip(self.basic_ops, dealt, strict=True):
@@ -219,3 +221,5 @@ class OperationFuser:
                 f"take {wanted}: {', '.join(takers) or 'none'}. Pass one for each, in "
                 "their order, after x."
             )
+        for i, array in enumerate(extra_inputs):
+            shapes.check_array("OperationFuser", f"extra input {i}", array)

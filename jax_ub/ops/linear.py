@@ -10,7 +10,7 @@ from jax.nn import initializers
 
 from jax_ub.ops.basic.basic_linear import BasicLinear, default_kernel_init
 from jax_ub.ops.basic.bias import Bias
-from jax_ub.ops.operation import Operation, constructor_call
+from jax_ub.ops.operation import Operation, check_params, constructor_call
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -104,6 +104,7 @@ class Linear(Operation):
 
     def split(self, params):
         """The kernel and its main_grad, and the bias."""
+        check_params("Linear", params)
         if not self.use_bias:
             return (params,)
         bias = {name: v for name, v in params.items() if name == "bias"}

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 
 Params = Mapping[str, jax.Array]
@@ -118,6 +119,7 @@ class BasicOperation(Operation):
 
     def split(self, params: Params) -> tuple[Params, ...]:
         """The parameters themselves."""
+        check_params(self.label, params)
         return (params,)
 
     def claim(self, params: Params) -> None:  # noqa: B027, most have nothing to claim
@@ -352,6 +354,22 @@ def constructor_call(op) -> str:
         if getattr(op, field.name) != field.default
     ]
     return f"{type(op).__name__}({', '.join(shown)})"
+
+
+def check_params(label: str, params: Any) -> None:
+    """Refuses parameters of one operation that are not by name.
+
+    Raises:
+        ShapeContractError: if they are no dictionary of arrays.
+    """
+    if not isinstance(params, Mapping):
+        raise ShapeContractError(
+            f"{label}: params is of type {type(params).__name__}, but the parameters "
+            "of an operation are a dictionary by name, {} where it has none. Pass what "
+            "init(key) returns."
+        )
+    for name, array in params.items():
+        shapes.check_array(label, name, array)
 
 
 def num_ranks(axis_name: str | None) -> int | None:

@@ -45,6 +45,7 @@ def test_operations_are_immutable_and_say_what_they_are(name):
     assert kind.__dataclass_params__.frozen
     assert "Transformer Engine" in kind.__doc__
     sizes = {"BasicLinear": (4, 4), "Linear": (4, 4), "Reshape": ((4,),)}
+    sizes |= dict.fromkeys(("Bias", "LayerNorm", "RMSNorm"), (4,))
     num_sizes = sum(
         field.default is dataclasses.MISSING
         for field in dataclasses.fields(kind)

@@ -1,5 +1,7 @@
 """A list of operations, called one after another."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,40 @@ def test_a_sequential_may_be_an_entry_of_another():
         ub.errors.ShapeContractError, match="Sequential: params is a dict"
     ):
         seq(({}, down), x)
+
+
+ONES = np.ones((4, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("operation", "params", "inputs", "text"),
+    [
+        (ops.Linear(4, 4), None, (ONES,), "Linear: params is of type NoneType, but "),
+        (ops.GELU(), None, (ONES,), "GELU: params is of type NoneType, but the para"),
+        (
+            ops.Linear(4, 4),
+            {"kernel": None, "bias": ONES[0]},
+            (ONES,),
+            "Linear: kernel is of type NoneType, but the op takes an array. Pass one.",
+        ),
+        (
+            ops.LayerNorm(4),
+            {"scale": ONES[0], "bias": ONES[0, :1]},
+            (ONES,),
+            "LayerNorm: bias has shape (1,), but here it is the scale's shape, (4,).",
+        ),
+        (ops.GELU(), {}, (None,), "OperationFuser: x is of type NoneType, but the op "),
+        (
+            ops.AddExtraInput(),
+            {},
+            (ONES, None),
+            "OperationFuser: extra input 0 is of type NoneType, but the op takes an ar",
+        ),
+    ],
+)
+def test_what_is_no_array_is_refused(operation, params, inputs, text):
+    with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
+        ops.Sequential(operation)((params,), *inputs)
 
 
 def test_empty_one_returns_its_input():

@@ -97,6 +97,19 @@ class GatedActivation(Activation):
     _: dataclasses.KW_ONLY
     glu_interleave_size: int | None = None
 
+    def __post_init__(self):
+        """Checks the size of the blocks.
+
+        Raises:
+            ShapeContractError: if it is no positive integer.
+        """
+        size = self.glu_interleave_size
+        if size is not None and (not shapes.is_integer(size) or size < 1):
+            raise ShapeContractError(
+                f"{self.label}: glu_interleave_size = {size!r} is not a positive "
+                "integer. Pass the features of a block, or None for [gate | up]."
+            )
+
     def activation(self, gate: jax.Array) -> jax.Array:
         """The function of the gate."""
         raise NotImplementedError
@@ -109,12 +122,11 @@ class GatedActivation(Activation):
         """
         block = self.glu_interleave_size
         pair = 2 if block is None else 2 * block
-        if x.ndim < 1 or pair < 1 or x.shape[-1] % pair:
+        if x.ndim < 1 or x.shape[-1] % pair:
             raise ShapeContractError(
                 f"{self.label}: x has shape {x.shape}, whose features do not divide "
                 f"into gate and up of {'equal' if block is None else block} size. Let "
-                f"the layer before it have a multiple of {max(pair, 2)} features on "
-                "every rank."
+                f"the layer before it have a multiple of {pair} features on every rank."
             )
         return super().forward(params, x, extra_inputs, saves)
 

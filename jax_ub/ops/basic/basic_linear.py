@@ -87,7 +87,8 @@ class BasicLinear(BasicOperation):
         """Checks what can be checked without a mesh.
 
         Raises:
-            UnknownNameError: if there is no such mode, or no such option.
+            UnknownNameError: if there is no such mode, or no such option, or a flag is
+                neither true nor false.
             ShapeContractError: if a size is no positive integer, or an option does not
                 fit.
         """
@@ -98,12 +99,9 @@ class BasicLinear(BasicOperation):
                 f"a kernel. {nearest(str(mode), MODES)} None does not shard it."
             )
         for name in ("in_features", "out_features"):
-            size = getattr(self, name)
-            if not shapes.is_integer(size) or size < 1:
-                raise ShapeContractError(
-                    f"{self.label}: {name} = {size!r} is not a positive integer. Pass "
-                    "the global size."
-                )
+            shapes.check_size(self.label, name, getattr(self, name))
+        for name in ("sequence_parallel", "accumulate_into_main_grad"):
+            shapes.check_flag(self.label, name, getattr(self, name))
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)
 

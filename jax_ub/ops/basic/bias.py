@@ -37,6 +37,14 @@ class Bias(BasicOperation):
     param_dtype: Any = jnp.float32
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
+    def __post_init__(self):
+        """Checks the size.
+
+        Raises:
+            ShapeContractError: if it is no positive integer.
+        """
+        shapes.check_size(self.label, "size", self.size)
+
     def init(self, key):
         """Creates the global bias, `[size]`."""
         return {"bias": self.bias_init(key, (self.size,), self.param_dtype)}

@@ -41,6 +41,18 @@ class Normalization(BasicOperation):
     param_dtype: Any = jnp.float32
     scale_init: Callable[..., jax.Array] | None = None
 
+    def __post_init__(self):
+        """Checks what can be checked without an input.
+
+        Raises:
+            ShapeContractError: if the size is no positive integer, or `eps` is no
+                number of 0 or more.
+            UnknownNameError: if `zero_centered_gamma` is neither true nor false.
+        """
+        shapes.check_size(self.label, "normalized_shape", self.normalized_shape)
+        shapes.check_epsilon(self.label, "eps", self.eps)
+        shapes.check_flag(self.label, "zero_centered_gamma", self.zero_centered_gamma)
+
     def init(self, key):
         """Creates "scale", `[normalized_shape]`."""
         default = initializers.zeros if self.zero_centered_gamma else initializers.ones
@@ -79,7 +91,9 @@ class Normalization(BasicOperation):
         statistics = self.statistics(x.astype(jnp.float32))
         y = _normalized(x, statistics) * self._gain(scale, x.ndim)
         if "bias" in params:
-            y = y + with_rank(params["bias"].astype(jnp.float32), y.ndim)
+            bias, wanted = params["bias"], scale.shape
+            shapes.check_shape(self.label, "bias", bias, wanted, "the scale's shape")
+            y = y + with_rank(bias.astype(jnp.float32), y.ndim)
         residuals = {"x": x, "scale": scale, **statistics}
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 

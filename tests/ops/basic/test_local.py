@@ -286,6 +286,47 @@ def test_a_rate_is_a_probability_below_one(rate):
         ops.Dropout(rate)
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ops.LayerNorm(16, eps="a"), "LayerNorm: eps = 'a' is not a number of"),
+        (lambda: ops.RMSNorm(16, eps=-1), "RMSNorm: eps = -1 is not a number of 0 or"),
+        (lambda: ops.RMSNorm((16,)), r"normalized_shape = \(16,\) is not a positive i"),
+        (lambda: ops.LayerNorm(0), "normalized_shape = 0 is not a positive integer. P"),
+        (lambda: ops.Bias("16"), "Bias: size = '16' is not a positive integer. Pass"),
+        (
+            lambda: ops.SwiGLU(glu_interleave_size=0),
+            "SwiGLU: glu_interleave_size = 0 is not a positive integer. Pass the featu",
+        ),
+    ],
+)
+def test_sizes_and_epsilons_are_numbers(make, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: ops.RMSNorm(16, zero_centered_gamma="no"),
+            "RMSNorm: zero_centered_gamma = 'no'. Pass True or False.",
+        ),
+        (
+            lambda: ops.Linear(4, 4, sequence_parallel="no"),
+            "BasicLinear: sequence_parallel = 'no'. Pass True or False.",
+        ),
+        (
+            lambda: ops.Linear(4, 4, accumulate_into_main_grad="no"),
+            "BasicLinear: accumulate_into_main_grad = 'no'. Pass True or False.",
+        ),
+    ],
+)
+def test_flags_are_true_or_false(make, text):
+    with pytest.raises(ub.errors.UnknownNameError, match=text):
+        make()
+
+
 @pytest.mark.parametrize("scale", ["2", None, jnp.float32(2)])
 def test_a_scale_is_known_before_anything_runs(scale):
     with pytest.raises(error, match=r"ConstantScale: scale = .*Pass a Python number"):
