@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.flax.dropout import own_key, varying_axes
 from jax_ub.flax.rotary import rotate
@@ -89,7 +90,7 @@ class CoreAttention:
             dropout_key: the same on every rank; None drops nothing.
 
         Raises:
-            ShapeContractError: if the mask or the positions do not fit.
+            ShapeContractError: if the mask or the positions are no arrays that fit.
         """
         *lead, num_tokens, num_heads, _ = q.shape
         if mask is not None:
@@ -173,6 +174,7 @@ def _split(array, entries):
 
 def _fitted(name, array, whole):
     """Gives an array the missing leading axes, over which it is broadcast."""
+    shapes.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)
     if any(size not in (1, full) for size, full in sizes):

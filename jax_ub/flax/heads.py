@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 
@@ -49,23 +50,57 @@ def project(
 def check_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Refuses features or query heads that do not divide into heads."""
+    """Refuses what is no size, and features or query heads that do not divide."""
+    op = "MultiHeadAttention"
+    shapes.check_size(op, "num_heads", num_heads)
+    shapes.check_size(op, "num_kv_heads", num_kv_heads)
+    shapes.check_size(op, "qkv_features", qkv_features)
     if num_heads % num_kv_heads:
         raise ShapeContractError(
-            f"MultiHeadAttention: num_heads = {num_heads} is no multiple of "
-            f"num_kv_heads = {num_kv_heads}. Every key has an equal number of queries: "
-            f"give num_heads = {-(-num_heads // num_kv_heads) * num_kv_heads}."
+            f"{op}: num_heads = {num_heads} is no multiple of num_kv_heads = "
+            f"{num_kv_heads}. Every key has an equal number of queries: give num_heads "
+            f"= {-(-num_heads // num_kv_heads) * num_kv_heads}."
         )
     if qkv_features % num_heads:
         raise ShapeContractError(
-            f"MultiHeadAttention: qkv_features = {qkv_features} is no multiple of "
-            f"num_heads = {num_heads}. Give qkv_features = "
+            f"{op}: qkv_features = {qkv_features} is no multiple of num_heads = "
+            f"{num_heads}. Give qkv_features = "
             f"{-(-qkv_features // num_heads) * num_heads}."
         )
-    head_dim = qkv_features // num_heads
-    if rotary_base is not None and head_dim % 2:
+    if rotary_base is None:
+        return
+    if not shapes.is_number(rotary_base) or not rotary_base > 0:
         raise ShapeContractError(
-            f"MultiHeadAttention: qkv_features = {qkv_features} gives {num_heads} "
-            f"heads of {head_dim} features, but rotary embeddings take features in "
-            f"pairs. Give qkv_features = {num_heads * (head_dim + 1)}."
+            f"{op}: rotary_base = {rotary_base!r} is not a positive number. Pass one, "
+            "for example 10000.0, or None for no rotary embeddings."
+        )
+    head_dim = qkv_features // num_heads
+    if head_dim % 2:
+        raise ShapeContractError(
+            f"{op}: qkv_features = {qkv_features} gives {num_heads} heads of "
+            f"{head_dim} features, but rotary embeddings take features in pairs. Give "
+            f"qkv_features = {num_heads * (head_dim + 1)}."
+        )
+
+
+def check_layer_sizes(
+    hidden_size: int,
+    num_attention_heads: int,
+    num_gqa_groups: int | None,
+    kv_channels: int | None,
+) -> None:
+    """The same for a transformer layer, which has other names for them."""
+    op = "TransformerLayer"
+    shapes.check_size(op, "hidden_size", hidden_size)
+    shapes.check_size(op, "num_attention_heads", num_attention_heads)
+    if num_gqa_groups is not None:
+        shapes.check_size(op, "num_gqa_groups", num_gqa_groups)
+    if kv_channels is not None:
+        shapes.check_size(op, "kv_channels", kv_channels)
+    elif hidden_size % num_attention_heads:
+        padded = -(-hidden_size // num_attention_heads) * num_attention_heads
+        raise ShapeContractError(
+            f"{op}: hidden_size = {hidden_size} is no multiple of num_attention_heads "
+            f"= {num_attention_heads}. Give hidden_size = {padded}, or kv_channels, "
+            "the features of a head."
         )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.linear import Linear, LinearOptions
 
@@ -27,7 +28,9 @@ def make_norm(
 
     Raises:
         UnknownNameError: if there is no norm of that name.
+        ShapeContractError: if `epsilon` is no number of 0 or more.
     """
+    shapes.check_epsilon(op, "epsilon", epsilon)
     norm = normalizations.resolve(op, normalization, NORMS)
     return norm(
         num_features,
@@ -90,9 +93,11 @@ class LayerNormLinear(nnx.Module):
             UnknownNameError: if there is no such norm, `parallel`, method or axis.
             UnsupportedOverlapError: if `parallel` is "row", where no rank has all
                 features of a token.
-            ShapeContractError: if a sharded dimension does not divide into the ranks.
+            ShapeContractError: if a size is no positive integer, a sharded dimension
+                does not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
         normalizations.check_parallel("LayerNormLinear", parallel)
+        shapes.check_size("LayerNormLinear", "in_features", in_features)
         self.norm = make_norm(
             "LayerNormLinear",
             normalization,

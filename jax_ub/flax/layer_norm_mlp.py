@@ -6,6 +6,7 @@ from typing import Unpack
 import jax
 from flax import nnx
 
+from jax_ub import shapes
 from jax_ub.flax import activation as activations
 from jax_ub.flax.layer_norm_linear import make_norm, normalize
 from jax_ub.flax.linear import (
@@ -58,9 +59,12 @@ class LayerNormMLP(nnx.Module):
 
         Raises:
             UnknownNameError: if there is no such activation, norm, method or axis.
-            ShapeContractError: if `ffn_hidden_size` does not divide into the ranks.
+            ShapeContractError: if a size is no positive integer, `ffn_hidden_size` does
+                not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
         op = "LayerNormMLP"
+        shapes.check_size(op, "hidden_size", hidden_size)
+        shapes.check_size(op, "ffn_hidden_size", ffn_hidden_size)
         self.activation, is_gated = activations.resolve(op, activation)
         self.norm = make_norm(
             op, normalization, hidden_size, epsilon=epsilon, rngs=rngs, options=options

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
 from jax_ub.flax.main_grad import MainGrad
-from jax_ub.flax.together import multiply_together, sizes_of
+from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import lay_out
 
@@ -126,13 +126,15 @@ class Linear(nnx.Module):
 
         Raises:
             UnknownNameError: if there is no such `parallel`, `method` or axis.
-            ShapeContractError: if a sharded dimension does not divide into the ranks,
-                or the kernel's metadata shards the other one.
+            ShapeContractError: if a size is no positive integer, a sharded dimension
+                does not divide into the ranks, or the kernel's metadata shards the
+                other one.
         """
         self.placement = Placement(
             parallel, axis_name, mesh, data_axes, sequence_parallel, method, ub_name
         )
-        ins, outs = sizes_of(in_features), sizes_of(out_features)
+        ins = read_sizes(self.placement.op, "in_features", in_features)
+        outs = read_sizes(self.placement.op, "out_features", out_features)
         known = self.placement.find_mesh()
         if known is not None:
             self.placement.check_features((ins[0], outs[0]), known)

@@ -88,9 +88,10 @@ class MultiHeadAttention(nnx.Module):
             UnknownNameError: if there is no such method or axis.
         """
         shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
-        num_kv_heads = num_kv_heads or num_heads
-        qkv_features = qkv_features or in_features
-        in_kv_features = in_kv_features or in_features
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        qkv_features = in_features if qkv_features is None else qkv_features
+        in_kv_features = in_features if in_kv_features is None else in_kv_features
+        out_features = in_features if out_features is None else out_features
         check_sizes(num_heads, num_kv_heads, qkv_features, rotary_base)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = qkv_features // num_heads
@@ -127,7 +128,7 @@ class MultiHeadAttention(nnx.Module):
             self.query_ln, self.key_ln = norm(), norm()
         self.out = Linear(
             (num_heads, self.head_dim),
-            out_features or in_features,
+            out_features,
             parallel="row",
             ub_name=overlap_name("proj", options),
             rngs=rngs,

@@ -115,6 +115,21 @@ def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(features) if isinstance(features, Sequence) else (features,)
 
 
+def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
+    """The same, of what a layer is made with.
+
+    Raises:
+        ShapeContractError: if one is no positive integer, or there is none.
+    """
+    sizes = sizes_of(features)
+    if not sizes or not all(shapes.is_integer(size) and size > 0 for size in sizes):
+        raise ShapeContractError(
+            f"{op}: {name} = {features!r} is neither a positive integer nor several. "
+            "Pass the global size, or a tuple with one for each dimension."
+        )
+    return sizes
+
+
 def _matrices(kernels, num_in):
     return tuple(
         w if w.ndim == 2 else w.reshape(math.prod(w.shape[:num_in]), -1)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_ub import shapes
 from jax_ub.flax.dropout import drop
+from jax_ub.flax.heads import check_layer_sizes
 from jax_ub.flax.layer_norm_linear import make_norm, normalize
 from jax_ub.flax.layer_norm_mlp import LayerNormMLP
 from jax_ub.flax.linear import LinearOptions
@@ -81,6 +82,7 @@ class TransformerLayer(nnx.Module):
                 below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
+        check_layer_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         shapes.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
         shapes.check_rate("TransformerLayer", "attention_dropout", attention_dropout)
         self.attention_norm = make_norm(
@@ -91,7 +93,7 @@ class TransformerLayer(nnx.Module):
             rngs=rngs,
             options=options,
         )
-        features = kv_channels and kv_channels * num_attention_heads
+        features = None if kv_channels is None else kv_channels * num_attention_heads
         self.attention = MultiHeadAttention(
             num_attention_heads,
             hidden_size,

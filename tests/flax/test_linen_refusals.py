@@ -70,6 +70,42 @@ REFUSED = {
         "linear(parallel=None): axis = (0, 2) of inputs of 3 dimensions, but the last "
         "ones are contracted. Use axis = (-2, -1), and jnp.moveaxis before it.",
     ),
+    "features of a layer": (
+        linen.TransformerLayer(18, 32, 4),
+        ShapeContractError,
+        "TransformerLayer: hidden_size = 18 is no multiple of num_attention_heads = 4. "
+        "Give hidden_size = 20, or kv_channels, the features of a head.",
+    ),
+    "no heads": (
+        linen.MultiHeadAttention(0),
+        ShapeContractError,
+        "MultiHeadAttention: num_heads = 0 is not a positive integer.",
+    ),
+    "no groups": (
+        linen.MultiHeadAttention(4, num_kv_heads=0),
+        ShapeContractError,
+        "MultiHeadAttention: num_kv_heads = 0 is not a positive integer.",
+    ),
+    "channels": (
+        linen.TransformerLayer(16, 32, 4, kv_channels=0),
+        ShapeContractError,
+        "TransformerLayer: kv_channels = 0 is not a positive integer.",
+    ),
+    "size": (
+        linen.LayerNormMLP(16, None),
+        ShapeContractError,
+        "LayerNormMLP: ffn_hidden_size = None is not a positive integer.",
+    ),
+    "out features": (
+        linen.Linear("16"),
+        ShapeContractError,
+        "linear(parallel=None): features = '16' is neither a positive integer nor",
+    ),
+    "epsilon": (
+        linen.LayerNormLinear(32, epsilon="a"),
+        ShapeContractError,
+        "LayerNormLinear: epsilon = 'a' is not a number of 0 or more. Pass one, for e",
+    ),
     "hidden dropout": (
         linen.TransformerLayer(16, 32, 4, hidden_dropout="0.1"),
         ShapeContractError,

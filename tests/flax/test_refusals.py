@@ -8,7 +8,13 @@ from flax_models import mesh_of
 from jax.sharding import PartitionSpec as P
 
 from jax_ub.errors import ShapeContractError, UnknownNameError
-from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer
+from jax_ub.flax import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiHeadAttention,
+    TransformerLayer,
+)
 
 
 def layer(*sizes, parallel="column", **options):
@@ -98,6 +104,56 @@ def transformer(*sizes, **options):
             "MultiHeadAttention: dropout_rate = -0.1, but it is the probability",
         ),
         (
+            lambda: layer("16", 32),
+            ShapeContractError,
+            "linear(parallel='column'): in_features = '16' is neither a positive "
+            "integer nor several. Pass the global size, or a tuple with one for each",
+        ),
+        (lambda: layer(16, ()), ShapeContractError, "out_features = () is neither a p"),
+        (
+            lambda: attention(0, 16),
+            ShapeContractError,
+            "MultiHeadAttention: num_heads = 0 is not a positive integer. Pass the glo",
+        ),
+        (lambda: attention(4, 16, 0), ShapeContractError, "qkv_features = 0 is not a"),
+        (
+            lambda: attention(num_kv_heads=0),
+            ShapeContractError,
+            "MultiHeadAttention: num_kv_heads = 0 is not a positive integer.",
+        ),
+        (
+            lambda: attention(rotary_base=0),
+            ShapeContractError,
+            "MultiHeadAttention: rotary_base = 0 is not a positive number. Pass one, f",
+        ),
+        (
+            lambda: transformer(18, 32, 4),
+            ShapeContractError,
+            "TransformerLayer: hidden_size = 18 is no multiple of num_attention_heads "
+            "= 4. Give hidden_size = 20, or kv_channels, the features of a head.",
+        ),
+        (
+            lambda: transformer(16, 32, 0),
+            ShapeContractError,
+            "TransformerLayer: num_attention_heads = 0 is not a positive integer.",
+        ),
+        (lambda: transformer(kv_channels=0), ShapeContractError, "kv_channels = 0 is"),
+        (
+            lambda: transformer(num_gqa_groups=0),
+            ShapeContractError,
+            "TransformerLayer: num_gqa_groups = 0 is not a positive integer.",
+        ),
+        (
+            lambda: LayerNormMLP(16, None, rngs=nnx.Rngs(0)),
+            ShapeContractError,
+            "LayerNormMLP: ffn_hidden_size = None is not a positive integer.",
+        ),
+        (
+            lambda: LayerNormLinear(16, 32, epsilon="a", rngs=nnx.Rngs(0)),
+            ShapeContractError,
+            "LayerNormLinear: epsilon = 'a' is not a number of 0 or more. Pass one, ",
+        ),
+        (
             lambda: layer(sequence_parallel="no"),
             UnknownNameError,
             "linear(parallel='column'): sequence_parallel = 'no'. Pass True or False.",
@@ -132,6 +188,16 @@ def test_what_is_no_array_is_refused(x, residual, text):
         model = layer(parallel="row")
         with pytest.raises(ShapeContractError, match=re.escape(text)):
             model(x, residual=residual)
+
+
+@pytest.mark.parametrize("name", ["mask", "positions"])
+def test_a_mask_and_positions_are_arrays(name):
+    model = attention(rotary_base=10.0)
+    with (
+        jax.set_mesh(mesh_of(2, 4)),
+        pytest.raises(ShapeContractError, match=f"attention: {name} is of type list, "),
+    ):
+        model(jnp.ones((2, 8, 16)), **{name: [[1] * 8] * 8})
 
 
 @pytest.mark.parametrize(

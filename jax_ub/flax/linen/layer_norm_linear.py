@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.linen.linear import Linear
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
@@ -23,8 +24,11 @@ def make_norm(
 
     Raises:
         UnknownNameError: if there is no norm of that name.
+        ShapeContractError: if `epsilon` is no number of 0 or more.
     """
-    norm = normalizations.resolve(type(module).__name__, normalization, NORMS)
+    op = type(module).__name__
+    shapes.check_epsilon(op, "epsilon", epsilon)
+    norm = normalizations.resolve(op, normalization, NORMS)
     dtypes = {"dtype": module.dtype, "param_dtype": module.param_dtype}
     return norm(epsilon=epsilon, name=name, **dtypes)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 from flax import linen as nn
 
+from jax_ub import shapes
 from jax_ub.flax import activation as activations
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.linear import overlap_name
@@ -56,9 +57,12 @@ class LayerNormMLP(TensorParallel):
 
         Raises:
             UnknownNameError: if there is no such activation, norm, method or axis.
-            ShapeContractError: if the inputs have another number of features, or
-                `ffn_hidden_size` does not divide into the ranks.
+            ShapeContractError: if a size is no positive integer, the inputs have
+                another number of features, `ffn_hidden_size` does not divide into the
+                ranks, or `epsilon` is no number of 0 or more.
         """
+        for name in ("hidden_size", "ffn_hidden_size"):
+            shapes.check_size("LayerNormMLP", name, getattr(self, name))
         activation, is_gated = activations.resolve("LayerNormMLP", self.activation)
         normalizations.check_features("LayerNormMLP", self.hidden_size, inputs)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)

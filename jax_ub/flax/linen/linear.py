@@ -11,7 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
-from jax_ub.flax.together import multiply_together, sizes_of
+from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
 from jax_ub.retrofit.placement import Placement
 
 
@@ -77,7 +77,8 @@ class Linear(TensorParallel):
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Creates or finds kernel, bias and main_grad for inputs of `[..., *in]`."""
-        placement, out_sizes = self.placement, sizes_of(self.features)
+        placement = self.placement
+        out_sizes = read_sizes(placement.op, "features", self.features)
         if placement.is_local() and placement.parallel == "column":
             mesh = jax.sharding.get_abstract_mesh()
             placement.check_features((in_sizes[0], out_sizes[0]), mesh)

@@ -92,12 +92,14 @@ class MultiHeadAttention(TensorParallel):
         """
         shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
         in_features = inputs_q.shape[-1]
-        qkv_features = self.qkv_features or in_features
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        qkv_features, out_features = self.qkv_features, self.out_features
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        qkv_features = in_features if qkv_features is None else qkv_features
         check_sizes(num_heads, num_kv_heads, qkv_features, self.rotary_base)
         options = self.linear_options()
         out = Linear(
-            self.out_features or in_features,
+            in_features if out_features is None else out_features,
             axis=(-2, -1),
             parallel="row",
             ub_name=overlap_name("proj", options),

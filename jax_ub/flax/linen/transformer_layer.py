@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.dropout import drop
+from jax_ub.flax.heads import check_layer_sizes
 from jax_ub.flax.linen.layer_norm_linear import make_norm
 from jax_ub.flax.linen.layer_norm_mlp import LayerNormMLP
 from jax_ub.flax.linen.multi_head_attention import MultiHeadAttention
@@ -92,6 +93,8 @@ class TransformerLayer(TensorParallel):
                 below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
+        heads = self.num_attention_heads, self.num_gqa_groups
+        check_layer_sizes(self.hidden_size, *heads, self.kv_channels)
         for name in ("hidden_dropout", "attention_dropout"):
             shapes.check_rate("TransformerLayer", name, getattr(self, name))
         keeps = True
@@ -123,10 +126,10 @@ class TransformerLayer(TensorParallel):
 
     @nn.nowrap
     def _attention(self):
-        channels = self.kv_channels
+        heads, channels = self.num_attention_heads, self.kv_channels
         return MultiHeadAttention(
-            self.num_attention_heads,
-            channels and channels * self.num_attention_heads,
+            heads,
+            None if channels is None else channels * heads,
             self.hidden_size,
             self.num_gqa_groups,
             is_causal=self.is_causal,
