@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import jax
 
+from jax_ub import shapes
 from jax_ub.errors import (
     ShapeContractError,
     UnknownNameError,
@@ -41,7 +42,8 @@ def check_parallel(op: str, parallel: str | None) -> None:
 
 
 def check_features(op: str, num: int, inputs: jax.Array) -> None:
-    """Refuses inputs that have another number of features than the norm."""
+    """Refuses inputs that have another number of features than the norm, or none."""
+    shapes.check_array(op, "inputs", inputs)
     if inputs.shape[-1:] != (num,):
         raise ShapeContractError(
             f"{op}: inputs have shape {inputs.shape}, but the norm is for {num} "

@@ -139,6 +139,27 @@ def test_a_module_that_cannot_be_is_refused(module, error, text):
         module.init(jax.random.key(0), jnp.ones(X))
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (linen.Linear(32, parallel="column"), "linear(parallel='column'): x"),
+        (linen.LayerNormLinear(32), "LayerNormLinear: inputs"),
+        (linen.LayerNormMLP(16, 32), "LayerNormMLP: inputs"),
+        (linen.MultiHeadAttention(4), "MultiHeadAttention: inputs_q"),
+        (linen.TransformerLayer(16, 32, 4), "TransformerLayer: inputs"),
+    ],
+)
+def test_what_is_no_array_is_refused(module, name):
+    text = f"{name} is of type NoneType, but the op takes an array. Pass one."
+    with pytest.raises(ShapeContractError, match=re.escape(text)):
+        module.init(jax.random.key(0), None)
+
+
+def test_inputs_without_features_are_refused():
+    with pytest.raises(ShapeContractError, match=r"x has shape \(\), but the op takes"):
+        linen.Linear(32).init(jax.random.key(0), jnp.float32(1))
+
+
 def test_rotary_embeddings_of_other_inputs_are_refused():
     layer = linen.MultiHeadAttention(4, rotary_base=10.0)
     with pytest.raises(

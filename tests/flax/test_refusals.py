@@ -201,6 +201,20 @@ def test_a_mask_and_positions_are_arrays(name):
 
 
 @pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        (lambda: LayerNormLinear(16, 32, rngs=nnx.Rngs(0)), "LayerNormLinear"),
+        (lambda: LayerNormMLP(16, 32, rngs=nnx.Rngs(0)), "LayerNormMLP"),
+        (transformer, "TransformerLayer"),
+    ],
+)
+def test_inputs_of_a_norm_are_an_array(make, op):
+    text = f"{op}: inputs is of type NoneType, but the op takes an array. Pass one."
+    with pytest.raises(ShapeContractError, match=text):
+        make()(None)
+
+
+@pytest.mark.parametrize(
     ("options", "shape", "text"),
     [
         (

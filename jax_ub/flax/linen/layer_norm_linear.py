@@ -68,8 +68,10 @@ class LayerNormLinear(TensorParallel):
             UnknownNameError: if there is no such norm, `parallel`, method or axis.
             UnsupportedOverlapError: if `parallel` is "row", where no rank has all
                 features of a token.
+            ShapeContractError: if the inputs are no array with features.
         """
         normalizations.check_parallel("LayerNormLinear", self.parallel)
+        shapes.check_rank("LayerNormLinear", "inputs", inputs, 1)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
         linear = Linear(
             self.features,

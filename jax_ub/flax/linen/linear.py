@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from jax_ub import shapes
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
@@ -68,6 +69,7 @@ class Linear(TensorParallel):
 
         Raises:
             UnsupportedOverlapError: if `axis` is not that of the last dimensions.
+            ShapeContractError: if the inputs are no array with features.
         """
         (y,) = call_together((self,), inputs, residual)
         return y
@@ -124,6 +126,7 @@ def call_together(
         residual: `[..., tokens, *out]` or None, for one layer.
     """
     first = layers[0]
+    shapes.check_rank(first.placement.op, "x", inputs, 1)
     num_in = first.num_in(inputs.ndim)
     lead, in_sizes = inputs.shape[:-num_in], inputs.shape[-num_in:]
     parameters = [layer.parameters(in_sizes) for layer in layers]

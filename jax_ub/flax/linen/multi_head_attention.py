@@ -91,6 +91,7 @@ class MultiHeadAttention(TensorParallel):
             UnknownNameError: if there is no such method or axis.
         """
         shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
+        shapes.check_rank("MultiHeadAttention", "inputs_q", inputs_q, 1)
         in_features = inputs_q.shape[-1]
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         qkv_features, out_features = self.qkv_features, self.out_features
