@@ -201,6 +201,26 @@ def test_inside_a_shard_map_over_data_axes_only_the_layer_takes_the_rest():
     assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_gradients_go_through_a_shard_map_over_data_axes_only(parallel):
+    model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        apply = jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            in_specs=(P(), P("dp")),
+            out_specs=P("dp"),
+            axis_names={"dp"},
+            check_vma=False,  # jax 0.10.2 cannot lower the gradient otherwise
+        )
+        gradients = jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(apply(*given)))))(
+            state, x
+        )
+    expected = nnx.grad(loss)(nnx.Linear(16, 32, rngs=nnx.Rngs(0)), x)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+
+
 def test_the_mesh_may_be_an_argument_or_the_kernels_own():
     mesh, x = mesh_of(2, 2), normal(0, (4, 8, 16))
     expected = nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x)
