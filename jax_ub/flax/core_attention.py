@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, UnknownNameError
 from jax_ub.flax.dropout import own_key, varying_axes
 from jax_ub.flax.rotary import rotate
 from jax_ub.retrofit.placement import Placement
@@ -38,6 +38,9 @@ class CoreAttention:
         rotary_base: of rotary embeddings of queries and keys; None for none.
         dropout_rate: the share of attention weights that is dropped.
         broadcast_dropout: whether all sequences and heads drop the same weights.
+
+    Raises:
+        UnknownNameError: if `attention_fn` is no function.
     """
 
     placement: Placement
@@ -46,6 +49,15 @@ class CoreAttention:
     rotary_base: float | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = True
+
+    def __post_init__(self):
+        """Checks the function, which may be mistaken for the name of one."""
+        if self.attention_fn is not None and not callable(self.attention_fn):
+            raise UnknownNameError(
+                f"attention: attention_fn = {self.attention_fn!r} is no function. Pass "
+                "one, for example functools.partial(jax.nn.dot_product_attention, "
+                'implementation="cudnn").'
+            )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
         """Refuses heads that do not divide into the ranks of the mesh, if it is known.

@@ -85,7 +85,8 @@ class MultiHeadAttention(nnx.Module):
         Raises:
             ShapeContractError: if heads do not divide into the ranks, features or
                 query heads not into heads, or `dropout_rate` is no probability below 1.
-            UnknownNameError: if there is no such method or axis.
+            UnknownNameError: if there is no such method or axis, or `attention_fn` is
+                no function.
         """
         shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -81,6 +81,11 @@ REFUSED = {
         ShapeContractError,
         "MultiHeadAttention: num_heads = 0 is not a positive integer.",
     ),
+    "function": (
+        linen.MultiHeadAttention(4, attention_fn="cudnn"),
+        UnknownNameError,
+        "attention: attention_fn = 'cudnn' is no function. Pass one, for example",
+    ),
     "no groups": (
         linen.MultiHeadAttention(4, num_kv_heads=0),
         ShapeContractError,

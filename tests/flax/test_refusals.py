@@ -127,6 +127,12 @@ def transformer(*sizes, **options):
             "MultiHeadAttention: rotary_base = 0 is not a positive number. Pass one, f",
         ),
         (
+            lambda: attention(attention_fn="cudnn"),
+            UnknownNameError,
+            "attention: attention_fn = 'cudnn' is no function. Pass one, for example "
+            'functools.partial(jax.nn.dot_product_attention, implementation="cudnn")',
+        ),
+        (
             lambda: transformer(18, 32, 4),
             ShapeContractError,
             "TransformerLayer: hidden_size = 18 is no multiple of num_attention_heads "

@@ -88,7 +88,8 @@ class MultiHeadAttention(TensorParallel):
             ShapeContractError: if heads do not divide into the ranks, features or
                 query heads not into heads, or `dropout_rate` is no probability below 1.
             UnsupportedOverlapError: for rotary embeddings of two different inputs.
-            UnknownNameError: if there is no such method or axis.
+            UnknownNameError: if there is no such method or axis, or `attention_fn` is
+                no function.
         """
         shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
         shapes.check_rank("MultiHeadAttention", "inputs_q", inputs_q, 1)
