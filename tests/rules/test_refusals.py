@@ -289,7 +289,7 @@ def test_axis_name_that_is_no_name(axis_name):
         ShapeContractError,
         f"AllReduce: {message}",
         ops.Sequential(ops.AllReduce(axis_name)),
-        ((),),
+        ({},),
         zeros(8),
     )
 
