@@ -112,14 +112,17 @@ inline std::string TextOf(const std::exception_ptr& reason) {
   }
 }
 
-// That failure() comes, at once.
+// Why the communicator failed. Until its host hears of that, failure() may say no more
+// than that the device of a peer told of a failure.
 inline std::string FailureOf(CudaCommunicator& communicator) {
   const auto begin = std::chrono::steady_clock::now();
-  while (SecondsSince(begin) < 10) {
-    if (const std::exception_ptr reason = communicator.failure()) return TextOf(reason);
+  std::string text;
+  do {
+    text = TextOf(communicator.failure());
+    if (!text.empty() && !Contains(text, " failed, and told ")) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return "";
+  } while (SecondsSince(begin) < 10);
+  return text;
 }
 
 inline std::string Describe(const std::vector<StepDown>& steps) {
