@@ -39,6 +39,7 @@ class CountedJob : public WaitedJob {
     }
     ++runs_[unit];
     if (unit == failing_unit) throw std::runtime_error("unit failed");
+    if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     --num_busy_;
   }
 
@@ -51,6 +52,7 @@ class CountedJob : public WaitedJob {
   int most_busy() const { return most_busy_.load(); }
 
   int64_t failing_unit = -1;
+  int delay_us = 0;  // of every unit
 
  private:
   std::vector<std::atomic<int>> runs_;
@@ -181,6 +183,8 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
   Crew& crew = NewCrew(2);
   auto job = std::make_shared<CountedJob>(100000);
   job->failing_unit = 3;
+  // Or another thread does them all before the one that failed gets to say so.
+  job->delay_us = 200;
   CHECK_THROWS(crew.RunAndWait(job), "unit failed");
   CHECK(!job->EveryUnitRanOnce());
   auto inline_job = std::make_shared<CountedJob>(10);
