@@ -142,7 +142,7 @@ TEST(CallSitesAndRunsAndGroupsDoNotMix) {
 }
 
 TEST(AMissingRankEndsTheOthersAtTheDeadline) {
-  Engine& engine = NewEngine(0.1);
+  Engine& engine = NewEngine(1);  // for two ranks to come, on a busy machine
   CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 3));
   Arrays arrays(1);
   const auto calls = MakeCalls(site.attributes(), {}, arrays);
@@ -153,10 +153,10 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
   CHECK_EQ(third.Wait(), text);
   const std::chrono::duration<double> elapsed_s =
       std::chrono::steady_clock::now() - begin;
-  CHECK(elapsed_s.count() >= 0.1);
+  CHECK(elapsed_s.count() >= 1);
   CHECK(
       text.starts_with("CommunicatorError: jax_ub.all_reduce (ub_name 'test'): op "
-                       "all_reduce of group 0 waited 0.1 s for rank(s) 1 of 3; "
+                       "all_reduce of group 0 waited 1 s for rank(s) 1 of 3; "
                        "waiting: rank(s) 0, 2 (run 1, execution 0)"));
   // The late one fails at once, and touches nothing.
   CHECK_EQ(Submit(engine, site, 1, 101, calls[1]).Wait(), text);
@@ -164,6 +164,7 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
   // Other calls of that run and group fail too, other groups and the next run do not.
   CallSite next(MakeAttributes(Op::kAllGather, Method::kBulk, 3));
   CHECK_EQ(Submit(engine, next, 1, 100, calls[0]).Wait().empty(), false);
+  engine.board().set_timeout_s(kLongS);
   for (const std::string& outcome : RunAll(engine, site, 2, calls)) {
     CHECK_EQ(outcome, "");
   }
@@ -185,6 +186,7 @@ TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
   }
   const std::string text = Submit(engine, site, 2, 100, calls[0]).Wait();
   CHECK(text.find("waited 0.2 s for rank(s) 1") != std::string::npos);
+  engine.board().set_timeout_s(kLongS);
   for (const std::string& end : RunAll(engine, site, 3, calls)) CHECK_EQ(end, "");
 }
 
