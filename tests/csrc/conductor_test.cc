@@ -260,27 +260,22 @@ TEST(LocalRanksThatDisagreeFailTheOthers) {
 }
 
 TEST(ALocalRankThatDoesNotComeFailsEveryProcess) {
-  InProcesses(
-      {0, 1, 0},
-      [](Member& member) {
-        CallSite site(Sum(3));
-        Arrays arrays(1);
-        const auto calls = MakeCalls(site.attributes(), {}, arrays);
-        const bool is_leader = member.conductor().communicator().is_leader();
-        // Rank 2 is missing; the other process's deadline is later.
-        if (!is_leader) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        }
-        Outcome outcome = Submit(member.engine(), site, 1, is_leader ? 100 : 101,
-                                 calls[is_leader ? 0 : 1]);
-        const std::string text = outcome.Wait();
-        Has(text,
-            "all_reduce of group 0 waited 0.3 s for rank(s) 2 of 3; waiting: "
-            "rank(s) 0 (run 1, execution 0)");
-        if (!is_leader) return;
-        CHECK_EQ(Submit(member.engine(), site, 1, 102, calls[2]).Wait(), text);
-      },
-      0.3);
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    // Rank 2 is missing; the other process's deadline is later.
+    Member member(process, bulletin, {0, 1, 0}, process == 0 ? 0.3 : kLongS);
+    CallSite site(Sum(3));
+    Arrays arrays(1);
+    const auto calls = MakeCalls(site.attributes(), {}, arrays);
+    const std::string text =
+        Submit(member.engine(), site, 1, 100 + process, calls[process]).Wait();
+    Has(text,
+        "all_reduce of group 0 waited 0.3 s for rank(s) 2 of 3; waiting: "
+        "rank(s) 0 (run 1, execution 0)");
+    if (process != 0) return;
+    CHECK_EQ(Submit(member.engine(), site, 1, 102, calls[2]).Wait(), text);
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
 TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
@@ -308,29 +303,34 @@ TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
   }
 }
 
+// The one whose deadline comes first says what it knows.
 TEST(ACallThatDoesNotComeIsNamedWithWhatCame) {
-  InProcesses(
-      {0, 1},
-      [](Member& member) {
-        Attributes at = Sum(2);
-        const bool is_leader = member.conductor().communicator().is_leader();
-        at.channel = is_leader ? "jit_a/2" : "jit_b/2";
-        CallSite site(at);
-        Arrays arrays(1);
-        const std::string text =
-            member.Begin(site, 1, MakeCalls(at, {}, arrays))[0].Wait();
-        if (text.find("but here only") == std::string::npos) {
-          Has(text, "waited 0.3 s for rank 1 (process 1");  // the leader was first
-        } else {
-          Has(text,
-              "waited 0.3 s for its part in call 0, which the leader runs (call "
-              "site ");
-          Has(text,
-              "run 1, execution 0), but here only all_reduce (ub_name 'test') "
-              "(jit_b/2) came");
-        }
-      },
-      0.3);
+  for (const int first : {0, 1}) {
+    Bulletin bulletin;
+    Processes processes(2, [&](int process) {
+      Member member(process, bulletin, {0, 1}, process == first ? 0.3 : kLongS);
+      Attributes at = Sum(2);
+      at.channel = process == 0 ? "jit_a/2" : "jit_b/2";
+      CallSite site(at);
+      Arrays arrays(1);
+      const auto calls = MakeCalls(at, {}, arrays);
+      if (process == 1)
+        bulletin.WaitForWord(1);  // until the leader has said which call
+      Outcome outcome = member.Begin(site, 1, calls)[0];
+      ++bulletin.word();
+      const std::string text = outcome.Wait();
+      if (first == 0) {
+        Has(text, "waited 0.3 s for rank 1 (process 1");
+        return;
+      }
+      Has(text,
+          "waited 0.3 s for its part in call 0, which the leader runs (call site ");
+      Has(text,
+          "run 1, execution 0), but here only all_reduce (ub_name 'test') (jit_b/2) "
+          "came");
+    });
+    for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+  }
 }
 
 TEST(AProcessThatDiesFailsTheOthersAtOnce) {
