@@ -133,9 +133,11 @@ TEST(BehindACallThatFailedNothingIsOverwritten) {
 
 // They run the rest of programs, whose host callbacks may start processes.
 TEST(ThreadsThatStartByAFailureTakeSignals) {
-  InProcesses({0, 1}, [](Member& member) {
-    if (!member.conductor().communicator().is_leader()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    Member member(process, bulletin, {0, 1});
+    if (process == 1) {
+      bulletin.WaitForWord(1);  // until all calls are there: later ones are refused
       member.conductor().Fail(std::make_exception_ptr(CommunicatorError("it failed")));
       return;
     }
@@ -155,9 +157,11 @@ TEST(ThreadsThatStartByAFailureTakeSignals) {
                                done->count_down();
                              });
     }
+    ++bulletin.word();
     done->wait();
     CHECK_EQ(num_blocking->load(), 0);
   });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
 TEST(ARankThatDiedBeforeACallIsNamedByTheCall) {
