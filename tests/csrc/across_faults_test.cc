@@ -209,20 +209,22 @@ TEST(ARankThatDiedBehindItsLastCallDoesNoHarm) {
 TEST(AStoppedRankIsNamedAtTheDeadlineAndFailsToo) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
-    Member member(process, bulletin, {0, 1}, 0.5);
+    Member member(process, bulletin, {0, 1}, 2);
     ++bulletin.word();
     CallSite site(Scatter(2));
-    throw std::runtime_error(RunUntilFailure(member, site, 5));
+    const std::string text = RunUntilFailure(member, site, kAtOnceS);
+    ++bulletin.word();
+    throw std::runtime_error(text);
   });
   bulletin.WaitForWord(2);
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   processes.Signal(1, SIGSTOP);
   waitpid(processes.pid(1), nullptr, WUNTRACED);
-  std::this_thread::sleep_for(std::chrono::milliseconds(800));
+  bulletin.WaitForWord(3);  // process 0 has failed
   processes.Signal(1, SIGCONT);
   const std::vector<std::string> texts = processes.Join();
   CHECK_EQ(texts[0], "CommunicatorError: jax_ub." + kLabel + ": " +
-                         NameOf(0, processes.pid(0)) + " waited 0.5 s for " +
+                         NameOf(0, processes.pid(0)) + " waited 2 s for " +
                          NameOf(1, processes.pid(1)) +
                          " (it is stopped). JAX_UB_TIMEOUT_S sets the seconds.");
   CHECK_EQ(texts[1], texts[0]);
