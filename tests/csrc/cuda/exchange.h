@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -18,6 +19,14 @@
 namespace jax_ub {
 
 inline const std::string kExchangeLabel = "exchange (ub_name 'qkv')";
+
+// The seconds of "... waited 0.0534 s for ...": on a busy machine more than the wait was
+// given, and never less. 0 where the text does not say.
+inline double SecondsWaited(const std::string& text) {
+  const std::string before = " waited ";
+  const size_t at = text.find(before);
+  return at == std::string::npos ? 0 : std::atof(text.c_str() + at + before.size());
+}
 
 class RankOnGpu {
  public:
