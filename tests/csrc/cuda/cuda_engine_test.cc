@@ -369,9 +369,9 @@ TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
   CheckRight(calls);
 }
 
-// Rank 1 does not come, so that closing waits for the deadline of rank 0.
+// Rank 1 does not come, so that closing waits for rank 0, until that is told to end.
 TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
-  Gpus gpus({.num_devices = 2}, 2);
+  Gpus gpus({.num_devices = 2});
   const auto communicator =
       CudaCommunicator::Make(gpus.driver, {0, 1}, 64 << 10, "test");
   gpus.engine().Join(communicator, {0, 1});
@@ -401,6 +401,7 @@ TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
   local.Execute(0);
   CHECK_THROWS(joined.Execute(1), "it closed its communicator");
   CHECK(!has_left);
+  communicator->Poison(std::make_exception_ptr(Error("rank 1 does not come")));
   leaving.join();
   gpus.Synchronize();
 }
