@@ -55,14 +55,19 @@ TEST(APeerThatDoesNotShareIsNamedAtTheDeadline) {
         Hang();
       };
     }
-    ConnectOn(process, meeting,
-              {.process_of_rank = {0, 1}, .timeout_s = 0.5, .driver = &driver});
+    try {
+      ConnectOn(process, meeting,
+                {.process_of_rank = {0, 1}, .timeout_s = 2, .driver = &driver});
+    } catch (...) {
+      ++meeting.bulletin.word();
+      throw;
+    }
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  meeting.bulletin.WaitForWord(1);
   processes.Signal(1, SIGKILL);
   const std::string text = processes.Join()[0];
   CHECK(Contains(
-      text, " waited 0.5 s for " + NameOf(1, processes.pid(1)) + " to share memory"));
+      text, " waited 2 s for " + NameOf(1, processes.pid(1)) + " to share memory"));
 }
 
 TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
@@ -202,7 +207,7 @@ TEST(AClosedPeerIsNoFailureButNoMoreCalls) {
       } else {
         std::string text;
         const auto begin = std::chrono::steady_clock::now();
-        while (text.empty() && SecondsSince(begin) < 10) {
+        while (text.empty() && SecondsSince(begin) < kAtOnceS) {
           try {
             communicator->ThrowIfFailed();
           } catch (const CommunicatorError& error) {
@@ -226,19 +231,19 @@ TEST(ClosingDoesNotWaitForTheDeadAndForTheStoppedNotForEver) {
     Processes processes(2, [&](int process) {
       EmulatedMachine machine({.first_device = process});
       auto communicator =
-          ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 0.5});
+          ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 2});
       ++meeting.bulletin.word();
       if (process == 1) Hang();
       meeting.bulletin.WaitForWord(3);
       AtOnce([&] { communicator->Close(); });
+      ++meeting.bulletin.word();
       communicator.reset();
       CHECK_EQ(machine.Complaints(), "");
     });
     meeting.bulletin.WaitForWord(2);
     processes.Signal(1, signal);
     ++meeting.bulletin.word();
-    std::this_thread::sleep_for(
-        std::chrono::milliseconds(signal == SIGSTOP ? 1000 : 0));
+    meeting.bulletin.WaitForWord(4);  // process 0 has closed
     processes.Signal(1, SIGKILL);
     CHECK_EQ(processes.Join()[0], "");
   }
