@@ -69,21 +69,24 @@ Processes RunTwo(Meeting& meeting, const std::function<void(GpuMember&)>& functi
   return RunOnGpus(meeting, {{0, 1}}, {}, function);
 }
 
-// Runs the call, if it may, and initializes it until that fails, which is soon.
+// Runs the call, if it may, and initializes it until that fails with a reason, which is
+// soon. That the device of its peer failed, a device may hear before its host hears why.
 std::string FailureOf(Gpus& gpus, GpuCalls& calls) {
   const int rank = calls.local_ranks()[0];
   const auto begin = std::chrono::steady_clock::now();
+  bool has_run = false;
   std::string text;
-  try {
-    calls.Initialize(rank);
-    calls.Execute(rank);
-    while (SecondsSince(begin) < 10) {
+  do {
+    try {
       calls.Initialize(rank);
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (!has_run) calls.Execute(rank);
+      has_run = true;
+    } catch (const std::exception& error) {
+      text = error.what();
+      if (!Contains(text, " failed, and told ")) break;
     }
-  } catch (const std::exception& error) {
-    text = error.what();
-  }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } while (SecondsSince(begin) < kAtOnceS);
   gpus.Synchronize();
   return text;
 }
