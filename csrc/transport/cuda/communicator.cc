@@ -50,6 +50,7 @@ struct CudaCommunicator::State {
   ~State();
 
   std::string NameOf(int rank) const;
+  std::string NameAndStateOf(int rank) const;
   std::exception_ptr FaultOfDevices();
   std::exception_ptr Failure();
   void Poison(const std::exception_ptr& reason);
@@ -136,7 +137,12 @@ CudaCommunicator::State::~State() {
 std::string CudaCommunicator::State::NameOf(int rank) const {
   if (group.num_processes() == 1) return "rank " + std::to_string(rank);
   const int place = group.place_of_rank(rank);
-  return group.DescribeRank(rank, pids[place]) + DescribeIfStopped(seen_pids[place]);
+  return group.DescribeRank(rank, pids[place]);
+}
+
+// With what it is doing at this moment, as seen from here: for the messages of a wait.
+std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
+  return NameOf(rank) + DescribeIfStopped(seen_pids[group.place_of_rank(rank)]);
 }
 
 // What the local devices recorded: a rank's own reason rather than that of a peer.
@@ -154,7 +160,7 @@ std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
     std::lock_guard lock(mutex);
     if (found->call < sites.size()) site = sites[found->call];
   }
-  return DescribeFault(*found, site, [this](int rank) { return NameOf(rank); });
+  return DescribeFault(*found, site, [this](int rank) { return NameAndStateOf(rank); });
 }
 
 std::exception_ptr CudaCommunicator::State::Failure() {

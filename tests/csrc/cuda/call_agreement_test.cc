@@ -2,6 +2,9 @@
 // several, on the emulated driver.
 #include "transport/cuda/call_agreement.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+
 #include <chrono>
 #include <functional>
 #include <string>
@@ -143,6 +146,35 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
       CHECK(Contains(texts[0], one.second));
     }
   }
+}
+
+// Or the two would say different things.
+TEST(WhetherAProcessIsStoppedIsNotWhatItMeans) {
+  Meeting meeting;
+  Processes processes = RunTwo(meeting, [&](GpuMember& member) {
+    const int process = member.process();
+    const Method method = process == 0 ? Method::kRingExchange : Method::kExternal;
+    GpuCalls calls(member.gpus(), GatherMatmul(method), {}, DType::kF32, 1,
+                   member.placement());
+    if (process == 1) {
+      calls.Initialize(1);
+      ++meeting.bulletin.word();
+      Hang();
+    }
+    meeting.bulletin.WaitForWord(2);  // process 1 is stopped
+    const std::string text = FailureOf(member.gpus(), calls);
+    ++meeting.bulletin.word();
+    throw Error(text);
+  });
+  meeting.bulletin.WaitForWord(1);
+  processes.Signal(1, SIGSTOP);
+  waitpid(processes.pid(1), nullptr, WUNTRACED);
+  ++meeting.bulletin.word();
+  meeting.bulletin.WaitForWord(3);
+  processes.Signal(1, SIGKILL);
+  CHECK(Contains(processes.Join()[0], NameOf(0, processes.pid(0)) + " and " +
+                                          NameOf(1, processes.pid(1)) +
+                                          " do not agree: "));
 }
 
 TEST(ARefusalOfOneProcessReachesTheOther) {
