@@ -17,6 +17,7 @@ import jax_ub
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+HANGS_S = 300  # nothing takes so long, however busy the machine
 
 # Says that it runs, starts a process of its own, and waits to be ended.
 WAITING = """
@@ -41,8 +42,8 @@ def start(*arguments):
     )
 
 
-def end_of(process, timeout=60):
-    out, err = process.communicate(timeout=timeout)
+def end_of(process):
+    out, err = process.communicate(timeout=HANGS_S)
     return process.returncode, out, err
 
 
@@ -67,8 +68,8 @@ def is_rank(words):
     return words[1].endswith(b"script.py")
 
 
-def wait_until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition):
+    deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -157,15 +158,21 @@ finally:
     assert re.search(r"launch: process 1 \(pid \d+\) ended with exit status 1", err)
 
 
-def test_the_reason_is_repeated_below_what_others_wrote(script):
+def test_the_reason_is_repeated_below_what_others_wrote(script, tmp_path):
+    # Process 1 fails when the other one is ready to answer the signal.
     text = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
+ready = pathlib.Path(sys.argv[1])
 if os.environ["SLURM_PROCID"] == "1":
+    while not ready.exists():
+        time.sleep(0.01)
     sys.exit("this is why")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("other words"))
+ready.touch()
 time.sleep(300)
 """
-    status, _, err = launch("-n", 2, "--linger", 0.5, script(text))
+    words = tmp_path / "ready"
+    status, _, err = launch("-n", 2, "--grace", 60, script(text), words)
     assert status == 1
     assert err.index("other words") < err.rindex("this is why")
     assert err.splitlines()[-1] == "launch:   this is why"
@@ -232,7 +239,7 @@ def test_no_process_is_left_whoever_is_killed(waiting, victims):
     ends = is_rank if victims == "both" else lambda _: True
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    process.wait(60)
+    process.wait(HANGS_S)
     wait_until(lambda: not any(map(ends, processes_with(token).values())))
 
 
@@ -252,7 +259,7 @@ def shell(redirection, *arguments):
         ["sh", "-c", f'exec "$@" {redirection}', "sh", *command(*arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
         env=ENVIRONMENT,
     )
 
@@ -290,7 +297,7 @@ def test_an_output_that_does_not_block_gets_everything(script):
     os.close(writing)
     with open(reading) as output:
         assert sum(1 for _ in output) == lines
-    assert process.wait(60) == 0
+    assert process.wait(HANGS_S) == 0
 
 
 @pytest.mark.parametrize("option", ["--timeout", "--linger", "--grace"])
@@ -319,7 +326,7 @@ print(jax.process_index(), jax.process_count(), len(mine), sum(mine))
 
 def test_jax_finds_the_other_processes_without_arguments(script):
     status, out, err = launch(
-        "-n", 3, "--devices-per-process", 2, "--timeout", 120, script(JAX)
+        "-n", 3, "--devices-per-process", 2, "--timeout", 200, script(JAX)
     )
     assert status == 0, err
     wanted = [f"[{process}] {process} 3 6 2" for process in range(3)]
