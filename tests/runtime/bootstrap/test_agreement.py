@@ -8,6 +8,7 @@ import time
 import pytest
 
 import jax_ub as ub
+from jax_ub.runtime.bootstrap import agreement as bootstrap_agreement
 from jax_ub.runtime.bootstrap.agreement import Agreement
 from jax_ub.runtime.bootstrap.directory import Directory
 
@@ -65,6 +66,34 @@ def together(*functions):
         thread.join(60)
         assert not thread.is_alive()
     return results
+
+
+class Clock:
+    """The time of agreements: it stands still until a test says that it passes."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.sleep = time.sleep
+
+    def monotonic(self):
+        return self.now_s
+
+    def pass_when_collector_waits_for(self, board, processes, seconds):
+        """Lets so much time pass as soon as all others have come."""
+
+        def run():
+            while json.loads(board.read("collector") or "[0, 0]")[1] != processes:
+                time.sleep(0.001)  # for ever: together() gives up
+            self.now_s += seconds
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bootstrap_agreement, "time", clock)
+    return clock
 
 
 def member(board, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
@@ -127,11 +156,12 @@ def test_late_processes_are_waited_for():
     assert found == [[{0: "a", 1: "b"}]] * 2
 
 
-def test_missing_processes_are_named_on_all_others():
+def test_missing_processes_are_named_on_all_others(clock):
     board = Notes()
-    found = together(
+    *found, _ = together(
         member(board, 0, (0, 1, 2, 3), ["a"], timeout_s=0.3),
         member(board, 2, (0, 1, 2, 3), ["c"], timeout_s=5),
+        clock.pass_when_collector_waits_for(board, [1, 3], 1.0),
     )
     for error in found:
         assert isinstance(error, ub.errors.TimeoutError)
@@ -144,11 +174,12 @@ def test_a_missing_collector_is_named():
     assert "process 0 did not take part within 0.2 s" in str(error)
 
 
-def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less():
+def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less(clock):
     board = Notes()
-    found = together(
+    *found, _ = together(
         member(board, 0, (0, 1, 2), ["a"], timeout_s=3),
         member(board, 1, (0, 1, 2), ["b"], timeout_s=0.5),
+        clock.pass_when_collector_waits_for(board, [2], 1.0),
     )
     text = "process 2 did not take part within 0.5 s"
     assert str(found[1]).startswith(f"initialize_ub: {text}")
@@ -235,18 +266,26 @@ def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
     assert isinstance(found[1], ub.errors.CommunicatorError)
 
 
-def test_a_round_may_last_several_deadlines():
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_round_may_last_several_deadlines(late, clock):
     board = Notes()
 
-    def run(process, after_s):
+    def other_is_in_the_second_round():
+        if late == 0:
+            return len(json.loads(board.read("1"))["values"]) == 2
+        return json.loads(board.read("collector"))[1] == [1]
+
+    def run(process):
         with Agreement(board, process, (0, 1), 0.3) as agreement:
             agreement.gather("connect")
-            time.sleep(after_s)
+            if process == late:
+                while not other_is_in_the_second_round():
+                    time.sleep(0.001)
+                clock.now_s += 0.6
             return agreement.gather("done", 6)
 
-    for delays in ((0.6, 0), (0, 0.6)):
-        found = together(*(lambda p=p, s=s: run(p, s) for p, s in enumerate(delays)))
-        assert found == [{0: "done", 1: "done"}] * 2
+    found = together(*(lambda p=p: run(p) for p in range(2)))
+    assert found == [{0: "done", 1: "done"}] * 2
 
 
 def test_several_attempts_at_once_do_not_mix():
