@@ -1,5 +1,6 @@
 """A rank that never comes: an error within the deadline, and the process goes on."""
 
+import contextlib
 import time
 
 import jax
@@ -16,12 +17,13 @@ from jax_ub.runtime import engine
 METHODS = ("direct", "ring_exchange", "pipeline", "external")
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def short_deadline():
-    engine.register_targets()
     engine.load().set_timeout_s(1.0)
-    yield
-    engine.load().set_timeout_s(120.0)
+    try:
+        yield
+    finally:
+        engine.load().set_timeout_s(120.0)
 
 
 def program(method):
@@ -37,16 +39,17 @@ def program(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_missing_rank_fails_the_others_within_the_deadline(method, short_deadline):
+def test_missing_rank_fails_the_others_within_the_deadline(method):
     run = program(method)
     x, w = small_integers(0, (8, 6)), small_integers(1, (6, 12))
     everyone = jnp.ones(4, bool)
     assert_equal(run(x, w, everyone), x @ w)
     begin = time.monotonic()
     timeout = pytest.raises(ub.errors.TimeoutError, match=r"all_gather_matmul.*rank")
-    with timeout, ub.errors.raised():
+    # Only of the call that is to meet it: ranks that are busy elsewhere come late.
+    with short_deadline(), timeout, ub.errors.raised():
         jax.block_until_ready(run(x, w, everyone.at[2].set(False)))
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 60
     # The process goes on, with the same program and with others.
     assert_equal(run(x, w, everyone), x @ w)
     assert_equal(program("auto")(x, w, everyone), x @ w)
