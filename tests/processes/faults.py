@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub.runtime import communicators
+from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
 
@@ -216,6 +217,20 @@ def left():
     }
 
 
+# In these the victim does not come to the end of `main`.
+LOSING = (
+    coordinator_dies,
+    dies_before,
+    dies_inside,
+    dies_after,
+    raises,
+    is_missing,
+    dies_connecting,
+)
+KEEPING = (stops, other_shape, leaves_a_call_out, exists_twice)
+SCENARIOS = {scenario.__name__: scenario for scenario in (*LOSING, *KEEPING)}
+
+
 def main():
     scenario, method = sys.argv[1], (sys.argv[2] if sys.argv[2:] else "direct")
     jax.distributed.initialize()
@@ -224,36 +239,28 @@ def main():
     before = left()
     if scenario not in ("is_missing", "dies_connecting"):
         job.initialize()
-    {
-        each.__name__: each
-        for each in (
-            coordinator_dies,
-            dies_before,
-            dies_inside,
-            dies_after,
-            stops,
-            raises,
-            other_shape,
-            leaves_a_call_out,
-            is_missing,
-            dies_connecting,
-            exists_twice,
-        )
-    }[scenario](job)
+    SCENARIOS[scenario](job)
     begin = time.monotonic()
     ub.destroy_ub()
     seconds = time.monotonic() - begin
-    deadline = time.monotonic() + 2  # XLA may still hold the last results
+    deadline = time.monotonic() + 30  # XLA may still hold the last results
     while left()["mappings"] > before["mappings"] and time.monotonic() < deadline:
         time.sleep(0.01)
     say("left", before=before, after=left(), seconds=seconds)
-    end()
+    end(jax.process_count() - (SCENARIOS[scenario] in LOSING))
 
 
-def end():
-    """Ends without JAX's farewell, which waits for the dead."""
-    if jax.process_index() == 0:
-        time.sleep(1)  # its coordinator goes last
+def end(num_processes):
+    """Ends without JAX's farewell, which waits for the dead; its coordinator last."""
+    board = JaxService("ends")
+    if jax.process_index():
+        board.write(str(jax.process_index()), str(os.getpid()))
+        os._exit(0)
+    for process in range(1, num_processes):
+        while (pid := board.read(str(process))) is None or os.path.exists(
+            f"/proc/{pid}"
+        ):
+            time.sleep(0.01)
     os._exit(0)
 
 

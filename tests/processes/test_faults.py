@@ -12,19 +12,21 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-DEADLINE_S = 4.0
-# From a death to the error of the last peer, and what a busy machine adds to that.
-SOON_S = 2.0
+# Where a test waits for the deadline: what processes of a busy machine may be apart.
+DEADLINE_S = 10.0
+# Elsewhere nothing waits for it, and "at once" is far below it, on a busy machine too.
+NEVER_S = 120.0
+SOON_S = 30.0
 
 pytestmark = pytest.mark.slow
 
 
-def start(scenario, method="direct", num_processes=3, prefix=(), **environment):
+def start(scenario, method="direct", num_processes=3, prefix=(), deadline_s=NEVER_S):
     return subprocess.Popen(
         [
             *prefix,
             *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
-            *("--linger", "30", "--grace", "1", "--timeout", "120"),
+            *("--linger", str(NEVER_S), "--grace", "1", "--timeout", "300"),
             *(str(HERE / "faults.py"), scenario, method),
         ],
         stdout=subprocess.PIPE,
@@ -33,8 +35,7 @@ def start(scenario, method="direct", num_processes=3, prefix=(), **environment):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "JAX_UB_TIMEOUT_S": str(DEADLINE_S),
-            **environment,
+            "JAX_UB_TIMEOUT_S": str(deadline_s),
         },
     )
 
@@ -79,7 +80,7 @@ class Outcome:
         for end in ends:
             for kind, number in end["after"].items():
                 assert number <= end["before"][kind], end
-            assert end["seconds"] < SOON_S
+            assert end["seconds"] < DEADLINE_S
 
 
 def by_process(said):
@@ -112,7 +113,7 @@ def test_a_death_is_reported_at_once(scenario, method):
 
 
 def test_a_process_that_stopped_is_reported_at_the_deadline():
-    process = start("stops")
+    process = start("stops", deadline_s=DEADLINE_S)
     # It goes on when the others have given up on it.
     lines = []
     while sum('"error"' in line for line in lines) < 4:
@@ -123,17 +124,18 @@ def test_a_process_that_stopped_is_reported_at_the_deadline():
     job = Outcome(process, lines)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 0, 1, 1, 2, 2]
+    # Who reaches the deadline tells the other one, which may have begun later.
+    begin = min(errors[0]["began"], errors[2]["began"])
     for first, second in (errors[:2], errors[2:4]):
         assert "rank 2" in first["text"]
-        waited = first["at"] - first["began"]
-        assert DEADLINE_S - 0.5 < waited < DEADLINE_S + SOON_S
-        assert second["at"] - second["began"] < SOON_S
+        assert DEADLINE_S - 0.5 < first["at"] - begin < DEADLINE_S + SOON_S
+        assert second["at"] - second["began"] < DEADLINE_S
     assert "TimeoutError" in {errors[0]["kind"], errors[2]["kind"]}
     job.check_nothing_is_left([0, 1, 2])
 
 
 def test_an_exception_of_one_process_is_an_error_of_the_others():
-    job = run("raises")
+    job = run("raises", deadline_s=DEADLINE_S)
     job.check_survivors(
         [0, 1],
         at=job.one("raises")["at"],
@@ -172,7 +174,7 @@ def test_a_call_that_one_process_left_out_is_no_matter_of_the_next_communicator(
 
 
 def test_bootstrap_without_one_process_ends_at_the_deadline():
-    job = run("is_missing")
+    job = run("is_missing", deadline_s=DEADLINE_S)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 1], job.text
     for error in errors:
@@ -182,7 +184,7 @@ def test_bootstrap_without_one_process_ends_at_the_deadline():
 
 
 def test_a_death_while_all_connect_is_reported_at_once():
-    job = run("dies_connecting", JAX_UB_TIMEOUT_S="20")
+    job = run("dies_connecting")
     job.check_survivors(
         [0, 1],
         at=job.one("dies")["at"],
@@ -193,11 +195,10 @@ def test_a_death_while_all_connect_is_reported_at_once():
 
 def test_the_death_of_jax_s_coordinator_ends_all():
     # JAX ends every process then, by itself; ours must not keep any from that.
-    begin = time.monotonic()
     job = run("coordinator_dies")
     assert job.status == 128 + signal.SIGKILL
     assert not job.of("left")
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - job.one("dies")["at"] < NEVER_S
 
 
 def test_needs_no_space_in_dev_shm():
