@@ -27,6 +27,7 @@ X, W = (
 )
 SHAPE = X.shape
 DIRECT = {"method": "direct"}
+SOON_S = 30  # far below JAX_UB_TIMEOUT_S
 
 
 def raises(kind, text, function, *arguments, **options):
@@ -205,7 +206,7 @@ def a_backend_that_one_process_has_not_is_told_to_all():
         text = reason if ME == 1 else f"process 1 refused: .*{reason}"
         begin = time.monotonic()
         raises(ub.errors.UbError, text, initialize, bootstrap_backend=mine)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < SOON_S
     os.environ.pop("JAX_UB_BOOTSTRAP_DIR", None)
 
 
@@ -218,7 +219,7 @@ def processes_that_mean_other_things_learn_it_at_once():
     mesh = Mesh(DEVICES.reshape(1, 4), ("model", "tp") if ME == 0 else ("tp", "model"))
     name = "tp" if ME == 0 else "model"
     raises(error, text, initialize, mesh=mesh, axis_name=name)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < SOON_S
 
 
 def a_wrong_environment_variable_is_told_to_all():
@@ -235,7 +236,7 @@ def a_wrong_environment_variable_is_told_to_all():
             os.environ[name] = value
         begin = time.monotonic()
         raises(kind, text, initialize)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < SOON_S
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
@@ -275,11 +276,9 @@ def what_cannot_be_connected_is_told_to_all():
     wirings.engine = type("module", (), {"load": staticmethod(Broken)})
     text = "no memory is left" if ME == 1 else "process 1"
     mesh = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
-    os.environ["JAX_UB_TIMEOUT_S"] = "3"
     begin = time.monotonic()
     raises(ub.errors.CommunicatorError, text, initialize, size=2, mesh=mesh)
-    assert time.monotonic() - begin < 30
-    os.environ["JAX_UB_TIMEOUT_S"] = "20"
+    assert time.monotonic() - begin < SOON_S
     wirings.engine = engine
     assert not communicators.connections()
     initialize(size=2, mesh=mesh)
@@ -335,13 +334,17 @@ def threads_are_shared():
 
 
 def a_missing_process_is_named_and_may_come_later():
+    board = JaxService("test")
     if ME == 0:
+        before = os.environ["JAX_UB_TIMEOUT_S"]
         os.environ["JAX_UB_TIMEOUT_S"] = "1"
         text = "process 1 did not take part within 1 s"
         raises(ub.errors.TimeoutError, text, initialize)
-        os.environ["JAX_UB_TIMEOUT_S"] = "20"
+        os.environ["JAX_UB_TIMEOUT_S"] = before
+        board.write("missed", "")
     else:
-        time.sleep(2)
+        while board.read("missed") is None:
+            time.sleep(0.01)
     initialize()
     product(MESH, **DIRECT)
     ub.destroy_ub()

@@ -27,11 +27,11 @@ def launched(program, *options, **variables):
         + ["2", *options, str(HERE / program)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "JAX_UB_TIMEOUT_S": "20",
+            "JAX_UB_TIMEOUT_S": "120",
             **variables,
         },
     )
