@@ -15,7 +15,7 @@ def launch(devices, *arguments):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jax_ub", "launch", "-n", "2"),
-            *("--devices-per-process", str(devices), "--timeout", "120"),
+            *("--devices-per-process", str(devices), "--timeout", "600"),
             *(HERE / "matching.py", *map(str, arguments)),
         ],
         capture_output=True,
@@ -23,7 +23,7 @@ def launch(devices, *arguments):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "JAX_UB_TIMEOUT_S": "20",
+            "JAX_UB_TIMEOUT_S": "120",
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
