@@ -25,7 +25,7 @@ def test_the_code_of_the_readme_runs():
         [sys.executable, "-W", "error", "-c", usage + is_it_on],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     shards, on = ran.stdout.splitlines()

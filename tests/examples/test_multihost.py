@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def launch(*arguments):
     return subprocess.run(
         [
-            *(sys.executable, "-m", "jax_ub", "launch", "--timeout", "200"),
+            *(sys.executable, "-m", "jax_ub", "launch", "--timeout", "600"),
             *map(str, arguments),
         ],
         capture_output=True,
@@ -74,7 +74,7 @@ def test_tasks_of_a_slurm_step_find_each_other():
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COORD")}
     tasks = [
         subprocess.Popen(
-            ["timeout", "200", sys.executable, *map(str, SMALL)],
+            ["timeout", "600", sys.executable, *map(str, SMALL)],
             stdout=subprocess.PIPE,
             text=True,
             env={**inherited, **step, "SLURM_PROCID": task, "SLURM_LOCALID": task},

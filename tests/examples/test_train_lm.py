@@ -130,7 +130,7 @@ def run_script(flags):
         [sys.executable, str(ROOT / "examples/train_lm.py"), *flags.split()],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=environment,
     )
 

@@ -16,7 +16,7 @@ FLAGS = [
     *("--d-model", "32", "--d-ff", "64", "--layers", "1", "--heads", "4"),
     *("--seq-len", "32", "--dtype", "f32", "--steps", str(STEPS), "--no-compare"),
 ]
-LAUNCH = ["-m", "jax_ub", "launch", "--timeout", "250"]
+LAUNCH = ["-m", "jax_ub", "launch", "--timeout", "550"]
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def losses(tmp_path, method, tp, *launch):
         [sys.executable, *launch, *script],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={
             **{k: v for k, v in os.environ.items() if k not in own},
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),

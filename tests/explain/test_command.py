@@ -35,7 +35,7 @@ def test_a_script_is_run_and_explained(tmp_path):
         [sys.executable, "-m", "jax_ub", "explain", *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
@@ -51,7 +51,7 @@ def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     script.write_text(f"{SCRIPT}\nsys.exit(3)")
     command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120
+        [sys.executable, *command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 3, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
@@ -63,7 +63,7 @@ def test_a_script_has_all_its_arguments(tmp_path, options):
     script.write_text("import sys; print(sys.argv[1:])")
     command = ["-m", "jax_ub", "explain", *options, str(script), "--", "--json", "x"]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120
+        [sys.executable, *command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "['--', '--json', 'x']" in done.stdout

@@ -16,7 +16,7 @@ def run_python(program, **environment):
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
     )
 

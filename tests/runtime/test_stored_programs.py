@@ -55,7 +55,7 @@ def run(program, *arguments):
         [sys.executable, "-W", "error", "-c", PROGRAM + program, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -57,7 +57,7 @@ def test_a_script_is_recorded_with_its_arguments(tmp_path):
     script.write_text(SCRIPT.format(script=script))
     command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script), "--flag"]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120
+        [sys.executable, *command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "3 " in done.stdout.splitlines()[1]
@@ -70,7 +70,7 @@ def test_a_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
     script.write_text(SCRIPT.format(script=script) + "\nsys.exit(3)")
     command = ["-m", "jax_ub", "trace", str(script), "--flag"]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120
+        [sys.executable, *command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 3, done.stderr
     assert "direct, P = 2" in done.stdout
