@@ -46,6 +46,16 @@ def test_some_variants_of_the_gemm_are_compared(tmp_path):
     assert names == {"tn+add", "nn"}
 
 
+def test_slots_of_a_method_are_counted_as_memory(tmp_path):
+    asked = ("--ops", "matmul_reduce_scatter", "--dtypes", "f32", "--devices", "2")
+    held = {
+        method: run(tmp_path, *asked, "--method", method)["results"][0]["memory"]
+        for method in ("ring_exchange", "direct")
+    }
+    assert held["ring_exchange"]["workspace_bytes"] > 0
+    assert held["direct"]["workspace_bytes"] == 0
+
+
 def test_the_goals_of_a_run_are_in_its_json(tmp_path):
     found = run(tmp_path, "--ops", "all_gather_matmul", "--dtypes", "bf16")
     measures = {verdict["measure"] for verdict in found["verdicts"]}
