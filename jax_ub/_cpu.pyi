@@ -34,6 +34,7 @@ class TracedCall(TypedDict):
     label: str
     op: str
     method: str
+    variant: str
     num_ranks: int
     num_splits: int
     devices: list[int]
@@ -57,6 +58,7 @@ class Step:
         split: which piece of the chunk.
         peer: the other rank, or -1.
         slot: the slot, the peer's for ``put``, ``publish`` and ``wait_free``, or -1.
+        num_chunks: of a product: so many chunks, out of as many slots, from these on.
     """
 
     @property
@@ -71,6 +73,8 @@ class Step:
     def peer(self) -> int: ...
     @property
     def slot(self) -> int: ...
+    @property
+    def num_chunks(self) -> int: ...
 
 xla_ffi_api_version: tuple[int, int]
 
