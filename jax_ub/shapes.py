@@ -96,12 +96,12 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
     return dtype
 
 
-def check_operands(op: str, x, w, *, x_name: str = "x", w_name: str = "w") -> None:
+def check_operands(op: str, x, w, *, x_name: str = "x") -> None:
     """Checks what every GEMM asks of its two operands but their sizes."""
-    check_array(op, w_name, w)
-    check_float(op, **{x_name: x, w_name: w})
-    check_dtypes(op, **{x_name: x, w_name: w})
-    check_kernel(op, w_name, w)
+    check_array(op, "w", w)
+    check_float(op, **{x_name: x, "w": w})
+    check_dtypes(op, **{x_name: x, "w": w})
+    check_kernel(op, "w", w)
     check_not_empty(op, x_name, x)
 
 
@@ -219,8 +219,6 @@ def check_addends(
 
 def check_main_grad(op: str, main_grad, w) -> None:
     """Checks that main_grad is f32 and as large as its kernel."""
-    if main_grad is None:
-        return
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:
         raise ShapeContractError(

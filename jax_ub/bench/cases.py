@@ -114,11 +114,6 @@ class Place:
         """P."""
         return self.ranks.num_ranks
 
-    @property
-    def one(self) -> Ranks:
-        """One device, for the limits."""
-        return Ranks(1)
-
     def arrays(
         self, shapes: Sequence[tuple[int, int]], specs: Sequence[Spec], ranks: Ranks
     ) -> list[jax.Array]:

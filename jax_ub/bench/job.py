@@ -20,6 +20,8 @@ from jax_ub.runtime import engine
 
 # A barrier needs no memory; this is the least that a communicator takes.
 _PAGE_BYTES = 4096
+# Rounds in which the fastest way is looked for.
+_TRIALS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +84,18 @@ class Job:
         chosen = np.asarray([index], np.int32)
         return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
-    def fastest(self, ways: Sequence[Contender], rounds: int = 2) -> Contender:
+    def fastest(self, ways: Sequence[Contender]) -> Contender:
         """The fastest of several ways to write the same program, for all processes."""
         if len(ways) == 1:
             return ways[0]
         seconds = []
-        for timed in range(1 + rounds):
+        for timed in range(1 + _TRIALS):
             for way in ways:
                 self.meet()
                 taken = way.seconds()
                 if timed:  # the first call compiles
                     seconds.append(taken)
-        best = self.slowest(seconds).reshape(rounds, len(ways)).min(axis=0)
+        best = self.slowest(seconds).reshape(_TRIALS, len(ways)).min(axis=0)
         return ways[int(np.argmin(best))]
 
     def interleave(

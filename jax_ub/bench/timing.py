@@ -12,6 +12,8 @@ from jax_ub.bench.elsewhere import Elsewhere
 
 # A way that is this much slower than the best one after a single call is not tried on.
 _HOPELESS = 1.5
+# The rounds of the others.
+_TRIALS = 4
 # A round is disturbed where others had more of the cores than this.
 _CALM = 0.05
 
@@ -87,7 +89,7 @@ def _count_calm(run):
     return sum(share <= _CALM for share, _ in run)
 
 
-def fastest(ways: Sequence[Contender], rounds: int = 4) -> Contender:
+def fastest(ways: Sequence[Contender]) -> Contender:
     """Finds the fastest of several ways to write the same program.
 
     The order in which they are named decides between equals. Each is called once to
@@ -103,5 +105,5 @@ def fastest(ways: Sequence[Contender], rounds: int = 4) -> Contender:
     renamed = [
         dataclasses.replace(way, name=str(index)) for index, way in enumerate(hopeful)
     ]
-    times = interleave(renamed, rounds).seconds
+    times = interleave(renamed, _TRIALS).seconds
     return min(zip(hopeful, times.values(), strict=True), key=lambda p: min(p[1]))[0]

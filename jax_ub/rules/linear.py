@@ -180,8 +180,7 @@ def _whole_rows_at(site, x, w, *, bias, main_grad):
     )
     site = site.with_dtypes(x.dtype, x.dtype)
     axes = site.axes(x, w, bias, main_grad)
-    if main_grad is not None:
-        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
     own = frozenset(site.axis_name)
     is_replicated = site.is_tracked and not own & varying.axes_of(x)
     x = promote(x, axes - own if is_replicated else axes)

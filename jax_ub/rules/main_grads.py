@@ -19,7 +19,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 def prepare(
     op: str, main_grad: jax.Array | None, w: jax.Array, axes
 ) -> jax.Array | None:
-    """Checks one main_grad and claims it for this call.
+    """Checks one main_grad, if there is one, and claims it for this call.
 
     Args:
         op: the op's label.

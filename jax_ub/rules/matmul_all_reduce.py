@@ -91,8 +91,7 @@ def matmul_all_reduce_at(
     site = site.with_dtypes(x.dtype, out_dtype)
     _check_replicated(site, **{site.bias_name: bias, "residual": residual})
     axes = site.axes(x, w, bias, residual, main_grad)
-    if main_grad is not None:
-        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
     x, w = promote((x, w), axes)
     bias, residual = promote((bias, residual), axes - frozenset(site.axis_name))
     return _row(site, x, w, bias, residual, main_grad)

@@ -82,8 +82,7 @@ def matmul_reduce_scatter_at(
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, w, bias, residual, main_grad)
-    if main_grad is not None:
-        main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
     x, w, bias, residual = promote((x, w, bias, residual), axes)
     return _row(site, x, w, bias, residual, main_grad)
 

@@ -27,7 +27,7 @@ def draw(
     _bars(bars, rows)
     workload = workload_of(shown.layer, shown.M, shown.num_ranks)
     times = plan.timeline(workload, machine, shown.plan.method, shown.plan.knobs)
-    _lanes(lanes, shown, times, machine)
+    _lanes(lanes, shown, times)
     figure.suptitle(
         f"{rows[0].model} on {rows[0].num_ranks} x {machine.name}, M = {rows[0].M}, "
         "bf16, forward: simulated",
@@ -102,7 +102,7 @@ def _bars(axes: Any, rows: Sequence[LayerRow]) -> None:
     )
 
 
-def _lanes(axes: Any, row: LayerRow, times: Timeline, machine: Hardware) -> None:
+def _lanes(axes: Any, row: LayerRow, times: Timeline) -> None:
     limits = row.bounds
     _in_turn(axes, row)
     names = [name for name in ("wire", "gemm", "sum", "rank") if _has(times, name)]

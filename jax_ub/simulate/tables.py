@@ -72,17 +72,15 @@ class LayerRow:
         }
 
 
-def workload_of(layer: Layer, M: int, num_ranks: int, itemsize: int = 2) -> Workload:
-    """A layer's forward."""
-    return Workload(
-        layer.op, M, layer.K, layer.N, num_ranks, itemsize, partial_itemsize=itemsize
-    )
+def workload_of(layer: Layer, M: int, num_ranks: int) -> Workload:
+    """A layer's forward in bf16."""
+    return Workload(layer.op, M, layer.K, layer.N, num_ranks)
 
 
 def layer_row(
     model: Model, layer: Layer, M: int, num_ranks: int, machine: Hardware
 ) -> LayerRow:
-    """Bounds and best plan of one layer in bf16."""
+    """Bounds and best plan of one layer."""
     workload = workload_of(layer, M, num_ranks)
     return LayerRow(
         model.name,
