@@ -156,6 +156,9 @@ def _linear(op, name, window, reasons, sizes) -> Row:
             ranks,
         )
     reason = _reason(site, is_on, reasons)
+    if is_on and not scatter and not op.sequence_parallel:
+        reason = "a call is refused: overlapped are gathers and scatters of rows, "
+        reason += "with sequence_parallel=True"
     row = Row("", _targets(steps), not reason, site.method.value, reason)
     return _predicted(row, steps, site, sizes, op.dtype, ranks)
 

@@ -102,6 +102,22 @@ def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method
     assert mlp().explain(64, num_ranks=2).rows[1].method == "auto"
 
 
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
+    linear = ops.Linear(
+        64, 64, tensor_parallel_mode=mode, userbuffers_options={"comm_name": "fc1"}
+    )
+    forward, backward = ops.Sequential(linear).explain().rows
+    assert not forward.overlapped
+    assert not backward.overlapped
+    assert forward.reason == backward.reason
+    assert "refused" in forward.reason
+    assert "sequence_parallel=True" in forward.reason
+    behind = ops.ReduceScatter()
+    plain = dataclasses.replace(linear, tensor_parallel_mode=None, use_bias=False)
+    assert ops.Sequential(plain, behind).explain().overlapped
+
+
 def test_calls_that_fell_back_are_not_on(monkeypatch):
     label = "UserbuffersForwardLinear (ub_name 'fc1')"
     record = methods.Fallback(label, "no engine for cuda")
