@@ -5,7 +5,6 @@ is made, and all processes agree on the outcome, so that a call that fails leave
 nothing behind on any of them.
 """
 
-import importlib.metadata
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -301,7 +300,7 @@ def _about(domain: Domain, place: Place) -> dict[str, str]:
     """What all processes must have in common."""
     return {
         "axis_name": str(domain.axis_name),
-        "the version of jax_ub": _version(),
+        "the version of jax_ub": tuned.version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
@@ -319,13 +318,6 @@ def _about(domain: Domain, place: Place) -> dict[str, str]:
             for key, value in overlap.config.items()
         },
     }
-
-
-def _version():
-    try:
-        return importlib.metadata.version("jax_ub")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source tree"
 
 
 def _read_shape(shape):

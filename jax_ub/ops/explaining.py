@@ -17,6 +17,7 @@ from jax_ub.ops.basic.all_reduce import AllReduce
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
 from jax_ub.ops.channels import describe
+from jax_ub.ops.fused.userbuffers_linear import LIKE
 from jax_ub.ops.operation import FusedOperation, Op, num_ranks
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.mesh import axis_tuple
@@ -26,14 +27,18 @@ from jax_ub.runtime import overlaps
 if TYPE_CHECKING:
     from jax_ub.ops.fuser import OperationFuser
 
-# The function whose communication is overlapped as a mode's.
-_LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
 _COLLECTIVES = {
     AllReduce: ("all_reduce", ""),
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
 Step = tuple[str, int, int]  # a target, its contracting size, its features
+# Targets that communicate nothing here.
+_PRODUCTS = ("matmul", "wgrad")
+_REFUSED = (
+    "a call is refused: overlapped are gathers and scatters of rows, with "
+    "sequence_parallel=True"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,30 +148,22 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
     site = _planned(op, axis_name, mode, ranks, type(window).__name__)
     site = site if name == "forward" else _backward_site(op, mode, site, sizes)
-    steps = _steps(op, mode, name, is_on, site)
-    communicates = [step for step in steps if step[0] not in ("matmul", "wgrad")]
-    if not communicates:
-        row = Row("", _targets(steps), True, site.method.value)
-        return _predicted(
-            dataclasses.replace(row, note="no communication"),
-            steps,
-            site,
-            sizes,
-            op.dtype,
-            ranks,
-        )
-    reason = _reason(site, is_on, reasons)
-    if is_on and not scatter and not op.sequence_parallel:
-        reason = "a call is refused: overlapped are gathers and scatters of rows, "
-        reason += "with sequence_parallel=True"
-    row = Row("", _targets(steps), not reason, site.method.value, reason)
+    if name == "forward":
+        steps = _forward_steps(op, mode, is_on)
+    else:
+        steps = _backward_steps(op, mode, is_on, site)
+    reason, note = "", "no communication"
+    if any(target not in _PRODUCTS for target, _, _ in steps):
+        is_refused = is_on and not scatter and not op.sequence_parallel
+        reason, note = _REFUSED if is_refused else _reason(site, is_on, reasons), ""
+    row = Row("", _targets(steps), not reason, site.method.value, reason, note=note)
     return _predicted(row, steps, site, sizes, op.dtype, ranks)
 
 
 def _planned(op, axis_name, mode, ranks, name) -> Site:
     axes = () if mode is None else axis_tuple(axis_name)
     method = dict(op.userbuffers_options or ()).get("method", op.method)
-    like = _LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
+    like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
     # What a name is configured with counts on an axis of known size only.
     configured = op.comm_name if ranks is not None else None
     site = plan_site(name, axes, ranks or 1, configured, method, like=like)
@@ -194,17 +191,11 @@ def _reason(site, is_on, reasons):
     return fallen.get(site.label, "")
 
 
-def _steps(op, mode, name, is_on, site) -> list[Step]:
-    """The targets that one pass of a linear runs, with their sizes."""
+def _forward_steps(op, mode, is_on) -> list[Step]:
+    """The targets that the forward of a linear runs, with their sizes."""
     k, n = op.in_features, op.out_features
-    if name == "forward":
-        return _forward_steps(op, mode, is_on, k, n)
-    return _backward_steps(op, mode, is_on, site, k, n)
-
-
-def _forward_steps(op, mode, is_on, k, n) -> list[Step]:
     if is_on:
-        return [(_LIKE[mode], k, n)]
+        return [(LIKE[mode], k, n)]
     if mode == "row":
         reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
         return [("matmul", k, n), (reduction, n, n)]
@@ -212,7 +203,9 @@ def _forward_steps(op, mode, is_on, k, n) -> list[Step]:
     return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
 
 
-def _backward_steps(op, mode, is_on, site, k, n) -> list[Step]:  # noqa: PLR0913
+def _backward_steps(op, mode, is_on, site) -> list[Step]:
+    """The same of its backward."""
+    k, n = op.in_features, op.out_features
     if is_on and mode == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
     if is_on and site.communicates_beside:

@@ -17,7 +17,7 @@ _PACKAGES = ("jax", "jaxlib", "jax_ub")
 def maker() -> Maker:
     """The devices and libraries of this process."""
     device = jax.local_devices()[0]
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version_of(name) for name in _PACKAGES}
     if cuda.is_cuda(device):
         versions["CUDA"] = device.client.platform_version.splitlines()[-1]
         name = device.device_kind
@@ -74,7 +74,8 @@ def read(path: str) -> Choices:
     return tuned.choices(path, maker())
 
 
-def _version(package):
+def version_of(package: str) -> str:
+    """The version of an installed package, in words where it is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jax_ub import shapes
 from jax_ub.ops.operation import BasicOperation, compute_dtype
 from jax_ub.reference import with_rank
+from jax_ub.rules.bias import row_sum
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,6 +73,5 @@ class Bias(BasicOperation):
         """dy, and its sum over all tokens in f32."""
         d_params = {}
         if needs.params:
-            rows = tuple(range(dy.ndim - 1))
-            d_params["bias"] = jnp.sum(dy, axis=rows, dtype=jnp.float32)
+            d_params["bias"] = row_sum(dy)
         return dy if needs.x else None, d_params, ()

@@ -40,8 +40,8 @@ class ForwardLinearBiasAdd(FusedOperation):
             y, residuals = self._alone(params, x, extras)
         else:
             y, residuals = self._overlapped(found.basic_ops, params, x, extras)
-        rest = len(self.basic_ops) - 1
-        return y, ((),) * (rest + 1), (residuals, *({},) * rest)
+        num = len(self.basic_ops)
+        return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     def _alone(self, params, x, extras):
         linear, *bias, add = self.basic_ops

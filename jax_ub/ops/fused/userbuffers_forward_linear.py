@@ -92,8 +92,8 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
     def forward(self, params, x, extra_inputs, saves):
         """One call; residuals are those of the `BasicLinear`."""
         y, residuals = run_window(self.basic_ops, params, x)
-        rest = len(self.basic_ops) - 1
-        return y, ((), *((),) * rest), (residuals, *({},) * rest)
+        num = len(self.basic_ops)
+        return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     @classmethod
     def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
