@@ -97,8 +97,8 @@ class CallSite {
 // only wait for it.
 class Board {
  public:
-  // `complete` starts a completion on a thread of its own.
-  explicit Board(std::function<void(std::function<void()>)> start, double timeout_s);
+  // `start` runs a completion on a thread of its own.
+  Board(std::function<void(std::function<void()>)> start, double timeout_s);
   ~Board() = delete;  // its watchdog never ends
 
   // Adds a rank's call. Returns the gang to the last of its ranks, whose index in it is

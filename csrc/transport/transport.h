@@ -6,10 +6,10 @@
 // number of calls that used it. The epochs live with the buffers and only grow; they
 // are compared by signed difference and may wrap around.
 //
-// Memory order: what a rank wrote before Put or Publish is visible to the peer after
-// its Wait, and what the peer read before Release happens before the next Put returns
-// from WaitFree. Every wait ends: with its condition, with CommunicatorError when some
-// rank failed (at once, with that rank's reason), or with DeadlineError.
+// Memory order: what a rank wrote before Signal is visible to the peer after its Wait,
+// and what the peer read before Release happens before WaitFree returns. Every wait ends:
+// with its condition, with CommunicatorError when some rank failed (at once, with that
+// rank's reason), or with DeadlineError.
 #pragma once
 
 #include <cstddef>

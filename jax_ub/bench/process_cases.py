@@ -27,7 +27,7 @@ from jax_ub.bench.workloads import Shape
 
 _ROWS, _COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
 _NARROW_AND_WIDE = (False, True)
-# x, w, y of each op; its XLA collectives; as people write it.
+# How x and w, and y, of each op are sharded.
 _LAYOUTS = {
     "all_gather_matmul": ((_ROWS, _COLUMNS), _COLUMNS),
     "matmul_reduce_scatter": ((_COLUMNS, _ROWS), _ROWS),

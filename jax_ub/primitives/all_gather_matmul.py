@@ -105,7 +105,7 @@ def all_gather_matmul(  # noqa: PLR0913
         return_gathered: whether the gathered `x` is a result too.
         scale: factor of the products, before anything is added to them.
         out_dtype: dtype of the products.
-        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+        **where: the fields of `Call`: on which ranks, by which method, under what name.
 
     Returns:
         The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.

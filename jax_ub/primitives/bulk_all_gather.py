@@ -64,7 +64,7 @@ def bulk_all_gather(
         ws: kernels, `[K, N_i]`.
         shard: what is gathered, `[..., m, H]`: this rank's rows.
         partial_dtype: dtype of the partial dgrad.
-        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+        **where: the fields of `Call`: on which ranks, by which method, under what name.
 
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.

@@ -81,7 +81,7 @@ def bulk_reduce_scatter(
         partial: what is summed over the ranks, `[..., P*m, H]`.
         dw_dtype: dtype of the kernels' gradients.
         scattered_dtype: dtype of the scattered sum.
-        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+        **where: the fields of `Call`: on which ranks, by which method, under what name.
 
     Returns:
         `[K, N_i]` for every gradient, and the own rows of the sum, `[..., m, H]`.

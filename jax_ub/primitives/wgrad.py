@@ -96,7 +96,7 @@ def wgrad(
         gather: which operand's rows lie with the peers.
         scale: factor of the sum, before it is added.
         out_dtype: dtype of the results.
-        **where: `axis_name`, `num_ranks`, `method`, `num_splits` and `label` of `Call`.
+        **where: the fields of `Call`: on which ranks, by which method, under what name.
 
     Returns:
         `[K, N_i]` for every gradient.

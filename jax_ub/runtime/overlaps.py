@@ -1,6 +1,6 @@
 """The registry of named overlaps: what `initialize_ub` made, by mesh axis.
 
-The library's only mutable module state besides the connections between processes.
+Only `initialize_ub` and `destroy_ub` change it.
 """
 
 import dataclasses

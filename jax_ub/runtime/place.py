@@ -9,13 +9,13 @@ Group = tuple[int, ...]  # global device ids, in the order of the ranks
 # partial sums and f32 results; and room for the starts of slots to be aligned.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
+_SLOT_ALIGNMENT_BYTES = 256
 # What a rank sends in an all-reduce of few tokens on GPUs, in one exchange: up to this
 # much to all peers together, where nothing was tuned. Two exchanges send 2 (P - 1) / P
 # of the sum's bytes, one P - 1 times those, and saves a handshake: 6 us, `handshake_s`
 # of the simulator, in which NVLink moves this much at 450 GB/s (H100). Neither was
 # measured here.
 ONE_SHOT_BYTES = 2_700_000
-_SLOT_ALIGNMENT_BYTES = 256
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
@@ -35,8 +35,8 @@ class Place:
     capacity: int  # elements of a call, at most
     num_slots: int  # of a rank, at most
     name: str  # for errors
+    # By global device id, of GPUs in this process.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    # by global device id, of GPUs in this process
 
     @property
     def processes(self) -> list[int]:
