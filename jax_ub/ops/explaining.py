@@ -160,14 +160,14 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     return _predicted(row, steps, site, sizes, op.dtype, ranks)
 
 
-def _planned(op, axis_name, mode, ranks, name) -> Site:
+def _planned(op, axis_name, mode, ranks, window_name) -> Site:
     axes = () if mode is None else axis_tuple(axis_name)
     method = dict(op.userbuffers_options or ()).get("method", op.method)
     like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
     # What a name is configured with counts on an axis of known size only.
     configured = op.comm_name if ranks is not None else None
-    site = plan_site(name, axes, ranks or 1, configured, method, like=like)
-    return dataclasses.replace(site, label=label_of(name, op.comm_name))
+    site = plan_site(window_name, axes, ranks or 1, configured, method, like=like)
+    return dataclasses.replace(site, label=label_of(window_name, op.comm_name))
 
 
 def _backward_site(op, mode, site, sizes):

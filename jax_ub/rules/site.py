@@ -25,7 +25,6 @@ from jax_ub.runtime import cuda, overlaps, settings, tuned
 class Site:
     """One call of a public function: hashable, the same on every rank."""
 
-    op: str
     label: str
     axis_name: tuple[str, ...]  # empty for a local op
     num_ranks: int
@@ -229,7 +228,7 @@ def plan_site(
     choices = None
     if automatic:
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
-    site = Site(op, label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
+    site = Site(label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
     if method is not None or not found:
         return site
     ways = ways_of(like or op, label, found)

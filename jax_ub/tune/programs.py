@@ -129,7 +129,6 @@ def call_of(case: Case) -> Call:
 def _column_gradients(case, choice):
     dtype = jnp.dtype(case.dtype)
     site = Site(
-        op="tune",
         label=f"tune {case.op}",
         axis_name=(AXIS,),
         num_ranks=case.num_ranks,

@@ -267,8 +267,7 @@ def _check_addends(site, mode, dy, x, w, main_grad, residual):
             "it out where no gradient of the input is computed."
         )
     shapes.check_float(site.label, residual=residual)
-    rows = dy.shape[-2] // site.num_ranks if mode == "column" else (
-        dy.shape[-2] * site.num_ranks
-    )  # fmt: skip
+    rows, ranks = dy.shape[-2], site.num_ranks
+    rows = rows // ranks if mode == "column" else rows * ranks
     wanted = (*dy.shape[:-2], rows, w.shape[0])
     shapes.check_shape(site.label, "residual", residual, wanted, "the input's shape")
