@@ -154,7 +154,7 @@ def _by_sharding(layers, axis_name) -> dict[str, str]:
         if kind is not None:
             kinds[path] = kind
     if not kinds:
-        path = next(iter(layers), "layers.0.up")
+        path = next(iter(layers))
         raise ShapeContractError(
             f"overlap: none of the model's {len(layers)} linear layers has a kernel "
             f'sharded over {axis_name!r}, so that rules="auto" finds nothing to do. '

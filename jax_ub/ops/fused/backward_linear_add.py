@@ -61,13 +61,8 @@ class BackwardLinearAdd(FusedOperation):
     @classmethod
     def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
         """Why linears behind an extra output stay as they are."""
-        reasons = {}
-        for i in range(1, len(ops)):
-            if isinstance(ops[i - 1], MakeExtraOutput):
-                reason = _refusal(ops[i - 1], ops[i])
-                if reason:
-                    reasons[i] = reason
-        return reasons
+        found = {i: _refusal(ops[i - 1], ops[i]) for i in range(1, len(ops))}
+        return {i: reason for i, reason in found.items() if reason}
 
     @classmethod
     def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
@@ -83,7 +78,7 @@ def _match(ops):
 
 
 def _refusal(extra, linear):
-    """Why two operations are no window; "" where they do not look like one."""
+    """Why two operations are no window, "" if they do not look like one; or None."""
     mode: str | None = None
     if isinstance(linear, UserbuffersBackwardLinear):
         mode = Window.of(linear.basic_ops).mode

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jax_ub.ops.basic.add_extra_input import AddExtraInput
+from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.fused import linear_windows
 from jax_ub.ops.fused.userbuffers_forward_linear import (
     OP,
@@ -81,7 +82,7 @@ def _match(ops):
     elif not linear_windows.is_unreduced(linear):
         return None
     # The biases before a scatter are in its window already.
-    bias = linear_windows.bias_behind(ops, 1)
+    bias = tuple(op for op in ops[1:2] if isinstance(op, Bias))
     behind = ops[1 + len(bias) : 2 + len(bias)]
     if not behind or not isinstance(behind[0], AddExtraInput) or not behind[0].in_place:
         return None

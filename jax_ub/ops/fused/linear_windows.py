@@ -20,11 +20,6 @@ def is_unreduced(op: Op) -> bool:
     return isinstance(op, BasicLinear) and op.tensor_parallel_mode != "row"
 
 
-def bias_behind(ops: Sequence[Op], place: int) -> tuple[Bias, ...]:
-    """The `Bias` at a place of a list, or nothing."""
-    return tuple(op for op in ops[place : place + 1] if isinstance(op, Bias))
-
-
 def forward(  # noqa: PLR0913
     linear: BasicLinear,
     bias: Bias | None,
