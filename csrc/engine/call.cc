@@ -63,6 +63,9 @@ class Contract {
     Expect(got, name, want);
   }
 
+  // What may be of any shape and dtype.
+  void NotEmpty(const Tensor& got, const char* name) const { Expect(got, name, got); }
+
   void Divides(const char* what, int64_t size) const {
     if (size % attributes_.num_ranks != 0) {
       std::ostringstream text;
@@ -108,7 +111,7 @@ void CheckAllGatherMatmul(const Attributes& at,
   const size_t n = at.num_kernels;
   contract.Count(1 + n * (1 + at.has_bias + at.has_residual), n + at.return_gathered);
   const Tensor& x = call.operands[0];
-  contract.Operand(0, "x", x);
+  contract.NotEmpty(x, "x");
   const int64_t rows = at.num_ranks * x.rows;
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = OutOf(at, call.operands[1 + i]);
@@ -159,7 +162,7 @@ void CheckWgrads(const Attributes& at,
                  int64_t dy_rows) {
   const size_t n = at.num_kernels;
   const Tensor& x = call.operands[0];
-  contract.Operand(0, "x", x);
+  contract.NotEmpty(x, "x");
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = call.operands[1 + i].features;
     contract.Operand(1 + i, "dy", {x.dtype, x.batch, dy_rows, out, nullptr});
@@ -190,7 +193,7 @@ void CheckMoved(const Attributes& at,
                 const Contract& contract,
                 int gather,
                 int scatter) {
-  contract.Sized(from, "the operand that is communicated", from);
+  contract.NotEmpty(from, "the operand that is communicated");
   if (scatter > 1) contract.Divides("the operand", from.rows);
   Tensor want = from;
   want.rows = from.rows * gather / scatter;

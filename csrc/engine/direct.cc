@@ -10,6 +10,29 @@ namespace {
 
 using Calls = std::vector<RankCall>;
 
+// An operand of every call that is added to the segments [batch][call] of the result.
+AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
+  AddendView addend{calls[0].operands[index].dtype, {}};
+  for (int64_t b = 0; b < batch; ++b) {
+    for (const RankCall& call : calls) {
+      const Tensor& tensor = call.operands[index];
+      addend.segments.push_back({tensor.At(b, 0), tensor.features});
+    }
+  }
+  return addend;
+}
+
+// The same of a vector, which is added to every row.
+AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
+  AddendView bias{calls[0].operands[index].dtype, {}};
+  for (int64_t b = 0; b < batch; ++b) {
+    for (const RankCall& call : calls) {
+      bias.segments.push_back({call.operands[index].data, 0});
+    }
+  }
+  return bias;
+}
+
 // y_i = gathered x times w_i, for all ranks at once: rows lie with the peers, columns
 // belong to the ranks. For P = 4 and one batch:
 //
@@ -42,20 +65,10 @@ GemmProblem AllGatherMatmul(const Attributes& at, const Parties& calls, int i) {
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   if (at.has_bias) {
-    AddendView bias{own[0].operands[1 + at.num_kernels + i].dtype, {}};
-    for (const RankCall& call : own) {
-      bias.segments.push_back({call.operands[1 + at.num_kernels + i].data, 0});
-    }
-    problem.addends.push_back(std::move(bias));
+    problem.addends.push_back(BiasOf(own, 1 + at.num_kernels + i));
   }
   if (at.has_residual) {
-    const size_t index = FirstResidual(at) + i;
-    AddendView residual{own[0].operands[index].dtype, {}};
-    for (const RankCall& call : own) {
-      const Tensor& tensor = call.operands[index];
-      residual.segments.push_back({tensor.data, tensor.features});
-    }
-    problem.addends.push_back(std::move(residual));
+    problem.addends.push_back(AddendOf(own, FirstResidual(at) + i));
   }
   return problem;
 }
@@ -90,25 +103,8 @@ void AddBiasAndResidual(const Attributes& at,
   const size_t residual_at = FirstResidual(at);
   const bool scattered = at.op == Op::kMatmulReduceScatter;
   const int64_t batch = scattered ? calls[0].results[0].batch : 1;
-  if (at.has_bias) {
-    AddendView bias{calls[0].operands[residual_at - 1].dtype, {}};
-    for (int64_t b = 0; b < batch; ++b) {
-      for (const RankCall& call : calls) {
-        bias.segments.push_back({call.operands[residual_at - 1].data, 0});
-      }
-    }
-    problem.addends.push_back(std::move(bias));
-  }
-  if (at.has_residual) {
-    AddendView residual{calls[0].operands[residual_at].dtype, {}};
-    for (int64_t b = 0; b < batch; ++b) {
-      for (const RankCall& call : calls) {
-        const Tensor& tensor = call.operands[residual_at];
-        residual.segments.push_back({tensor.At(b, 0), tensor.features});
-      }
-    }
-    problem.addends.push_back(std::move(residual));
-  }
+  if (at.has_bias) problem.addends.push_back(BiasOf(calls, residual_at - 1, batch));
+  if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
 // Rows [batch][owner][m] of the product go to y[owner][batch].
@@ -151,12 +147,7 @@ void AddMainGrads(const Attributes& at,
                   int i,
                   GemmProblem& problem) {
   if (!at.accumulate) return;
-  const size_t index = 1 + at.num_kernels + i;
-  AddendView view{calls[0].operands[index].dtype, {}};
-  for (const RankCall& call : calls) {
-    view.segments.push_back({call.operands[index].data, call.operands[index].features});
-  }
-  problem.addends.push_back(std::move(view));
+  problem.addends.push_back(AddendOf(calls, 1 + at.num_kernels + i));
 }
 
 // dw_i[q] = x^T dy_i[q] over all tokens; x lies with the peers, in [batch][rank]
