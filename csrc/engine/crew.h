@@ -25,6 +25,9 @@
 
 namespace jax_ub {
 
+// Work below this is done by the thread that has it: waking one costs about as much.
+inline constexpr double kInlineUs = 50;
+
 class Job {
  public:
   virtual ~Job() = default;

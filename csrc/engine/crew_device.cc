@@ -12,9 +12,6 @@ namespace {
 // quarter of the communication can hide.
 constexpr int kDefaultSplits = 4;
 
-// Below this a job is not worth waking others for.
-constexpr double kInlineUs = 50;
-
 }  // namespace
 
 int CrewDevice::DefaultSplits(Pattern pattern) const { return kDefaultSplits; }

@@ -10,14 +10,6 @@
 
 namespace jax_ub {
 
-namespace {
-
-// Work below this is done by the last rank to arrive: waking a thread costs about as
-// much.
-constexpr double kInlineUs = 50;
-
-}  // namespace
-
 // One gang as a job: its units, and afterwards the completion of every rank.
 class Engine::GangJob : public Job {
  public:
@@ -176,7 +168,7 @@ void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
       PlanDirect(*gang->attributes, {gang->calls, gang->calls}, crew_->num_threads());
   work.set_trace(gang->trace, {});
   const auto job = NewJob(std::move(work), gang, last_rank);
-  if (job->estimated_us() < kInlineUs) {
+  if (job->estimated_us() < kInlineUs) {  // here, in the last rank to arrive
     crew_->RunInline(*job);
   } else {
     crew_->Help(job);

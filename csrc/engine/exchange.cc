@@ -47,15 +47,6 @@ Pattern PatternOf(const Attributes& at) {
   return Pattern::kAllGather;
 }
 
-bool IsGather(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
-}
-
-bool HasProduct(Pattern pattern) {
-  return pattern != Pattern::kAllGather && pattern != Pattern::kReduceScatter &&
-         pattern != Pattern::kAllReduce;
-}
-
 bool IsBulk(Op op) { return op == Op::kBulkAllGather || op == Op::kBulkReduceScatter; }
 
 std::vector<Exchange> ExchangesOf(const Attributes& at, const RankCall& call) {

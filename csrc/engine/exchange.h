@@ -40,8 +40,6 @@ inline Piece PackedPiece(const Piece& like, const std::byte* data) {
 
 Pattern PatternOf(const Attributes& attributes);
 
-bool IsGather(Pattern pattern);
-bool HasProduct(Pattern pattern);
 bool IsBulk(Op op);
 
 // The tensors of one pass of a schedule.

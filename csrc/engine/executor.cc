@@ -270,9 +270,8 @@ class RankExecution {
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
-    const bool is_sent = (schedule_.pattern == Pattern::kMatmulAllReduce ||
-                          schedule_.pattern == Pattern::kAllReduce) &&
-                         schedule_.variant != Variant::kOneShot;
+    const bool is_sent =
+        IsAllReduce(schedule_.pattern) && schedule_.variant != Variant::kOneShot;
     Point& made = MadeAt(Payload::kSum, step.chunk, step.split);
     if (is_sent) made = lanes_.Record(lane);
     readers_[lane] = {true, made};
@@ -316,9 +315,13 @@ void MultiplyInTurn(const Attributes& at,
 
 }  // namespace
 
+bool IsLocalCall(const Attributes& at) {
+  return at.ranks.empty() || at.op == Op::kMatmul ||
+         (at.op == Op::kWgrad && at.gather == Gather::kNone);
+}
+
 bool UsesSlots(const Attributes& at) {
-  if (at.method == Method::kDirect || at.ranks.empty()) return false;
-  return at.op != Op::kMatmul && (at.op != Op::kWgrad || at.gather != Gather::kNone);
+  return at.method != Method::kDirect && !IsLocalCall(at);
 }
 
 SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& device) {

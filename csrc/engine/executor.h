@@ -22,7 +22,10 @@ struct SlotPlan {
   DType partial_dtype = DType::kF32;  // of sums of products that are sent
 };
 
-// False where nothing is communicated, and for the method direct.
+// Whether nothing is communicated.
+bool IsLocalCall(const Attributes& attributes);
+
+// False for those, and for the method direct.
 bool UsesSlots(const Attributes& attributes);
 
 // Throws UnsupportedError when the op does not run by that method.

@@ -25,12 +25,6 @@ constexpr std::array<std::string_view, kNumStepKinds> kStepKindNames = {
 
 constexpr std::array<std::string_view, 3> kPayloadNames = {"operand", "partial", "sum"};
 
-bool HasProduct(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul ||
-         pattern == Pattern::kMatmulReduceScatter ||
-         pattern == Pattern::kMatmulAllReduce;
-}
-
 void AppendPattern(ScheduleBuilder& builder,
                    Pattern pattern,
                    Method method,
@@ -39,7 +33,7 @@ void AppendPattern(ScheduleBuilder& builder,
   // external keeps the product apart: behind the gather, or before the scatter.
   const bool apart = method == Method::kExternal;
   const bool multiply = HasProduct(pattern) && !apart;
-  if (pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather) {
+  if (IsGather(pattern)) {
     AppendAllGather(builder, method, Payload::kOperand,
                     multiply ? StepKind::kMultiply : StepKind::kCopy,
                     /*consume_own=*/true);
@@ -49,7 +43,7 @@ void AppendPattern(ScheduleBuilder& builder,
   if (HasProduct(pattern) && apart) builder.MultiplyAll();
   if (variant == Variant::kOneShot) return AppendOneShot(builder, multiply);
   AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
-  if (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) {
+  if (IsAllReduce(pattern)) {
     // The sums, which the reduction left in their rows of the result, go to all.
     AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
                     /*consume_own=*/false);
@@ -68,6 +62,20 @@ std::string_view VariantName(Variant variant) {
 
 std::string_view PatternName(Pattern pattern) {
   return kPatternNames[static_cast<size_t>(pattern)];
+}
+
+bool IsGather(Pattern pattern) {
+  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
+}
+
+bool IsAllReduce(Pattern pattern) {
+  return pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce;
+}
+
+bool HasProduct(Pattern pattern) {
+  return pattern == Pattern::kAllGatherMatmul ||
+         pattern == Pattern::kMatmulReduceScatter ||
+         pattern == Pattern::kMatmulAllReduce;
 }
 
 std::string_view StepKindName(StepKind kind) {
@@ -126,8 +134,7 @@ bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) 
               pattern == Pattern::kMatmulAllReduce) &&
              method == Method::kPipeline;
     case Variant::kOneShot:
-      return (pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce) &&
-             method == Method::kRingExchange;
+      return IsAllReduce(pattern) && method == Method::kRingExchange;
   }
   return false;
 }

@@ -43,6 +43,12 @@ inline constexpr int kNumPatterns = 6;
 
 std::string_view PatternName(Pattern pattern);
 
+// Operands travel; partial sums do otherwise.
+bool IsGather(Pattern pattern);
+// All ranks get all sums, not each those of its rows.
+bool IsAllReduce(Pattern pattern);
+bool HasProduct(Pattern pattern);
+
 enum class StepKind : uint8_t {
   kMultiply,  // the GEMM of a piece, or of everything (chunk kAllChunks)
   kCopy,      // a piece, own or from a slot, into the gathered result

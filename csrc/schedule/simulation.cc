@@ -16,20 +16,6 @@ std::string Describe(const Step& step) {
   return text.str();
 }
 
-bool IsAllReduce(Pattern pattern) {
-  return pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce;
-}
-
-bool IsGather(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
-}
-
-bool HasProduct(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul ||
-         pattern == Pattern::kMatmulReduceScatter ||
-         pattern == Pattern::kMatmulAllReduce;
-}
-
 }  // namespace
 
 Simulation::Simulation(const std::vector<Collective>& calls)

@@ -110,7 +110,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   Gpu& gpu = *preparation->gpu;
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
-  if (IsLocalCall(at)) {
+  if (IsLocalCall(at)) {  // on XLA's own stream
     StreamDevice device(gpu.kit(), stream, at.tuning, preparation->options,
                         preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);

@@ -113,9 +113,4 @@ void CheckRunsOnCuda(const Attributes& at) {
   }
 }
 
-bool IsLocalCall(const Attributes& at) {
-  return at.ranks.empty() || at.op == Op::kMatmul ||
-         (at.op == Op::kWgrad && at.gather == Gather::kNone);
-}
-
 }  // namespace jax_ub

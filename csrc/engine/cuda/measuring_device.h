@@ -83,7 +83,4 @@ WorkspacePlan PlanByMulticast(const Attributes& attributes,
 // Throws UnsupportedError for what does not run on CUDA: "direct".
 void CheckRunsOnCuda(const Attributes& attributes);
 
-// A call that communicates nothing: it runs on XLA's own stream.
-bool IsLocalCall(const Attributes& attributes);
-
 }  // namespace jax_ub
