@@ -27,7 +27,7 @@ def launch(num_processes, devices, *program):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "JAX_UB_TIMEOUT_S": "60",
+            "JAX_UB_TIMEOUT_S": "300",
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -65,7 +65,7 @@ def run_tests(num_processes, layout, part, paths=SAME):
             "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path]),
             "UB_TEST_LAYOUT": layout,
             "UB_TEST_PART": part,
-            "JAX_UB_TIMEOUT_S": "60",
+            "JAX_UB_TIMEOUT_S": "300",
         },
     )
     assert done.returncode == 0, first_failure(done)
