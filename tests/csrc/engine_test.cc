@@ -364,14 +364,12 @@ std::vector<std::string> TextsWithoutRank2(const Attributes& at) {
 TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
   Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
   std::vector<std::string> texts = TextsWithoutRank2(at);
-  CHECK(texts[0].find("rank 0 waited 1 s for chunk 2 of rank 2") !=
-        std::string::npos);
+  CHECK(texts[0].find("rank 0 waited 1 s for chunk 2 of rank 2") != std::string::npos);
   CHECK_EQ(texts[1], texts[0]);
   at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 3);
   at.variant = Variant::kOneShot;
   texts = TextsWithoutRank2(at);
-  CHECK(texts[0].find("rank 0 waited 1 s for all rows of rank 2") !=
-        std::string::npos);
+  CHECK(texts[0].find("rank 0 waited 1 s for all rows of rank 2") != std::string::npos);
 }
 
 TEST(ManyIndependentCallsFromFewThreadsEnd) {
