@@ -228,6 +228,7 @@ void AtOnce(const Wait& wait) {
     CHECK(SecondsSince(begin) < kAtOnceS);
     throw;
   }
+  CHECK(SecondsSince(begin) < kAtOnceS);
 }
 
 }  // namespace jax_ub

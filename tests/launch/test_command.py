@@ -159,7 +159,8 @@ finally:
 
 
 def test_the_reason_is_repeated_below_what_others_wrote(script, tmp_path):
-    # Process 1 fails when the other one is ready to answer the signal.
+    # Process 1 fails when the other one is ready to answer the signal; if that never
+    # comes, end_of() gives up.
     text = """
 import os, pathlib, signal, sys, time
 ready = pathlib.Path(sys.argv[1])

@@ -260,7 +260,7 @@ def end(num_processes):
         while (pid := board.read(str(process))) is None or os.path.exists(
             f"/proc/{pid}"
         ):
-            time.sleep(0.01)
+            time.sleep(0.01)  # for ever, if it does not end: the launcher gives up
     os._exit(0)
 
 

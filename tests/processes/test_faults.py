@@ -17,6 +17,8 @@ DEADLINE_S = 10.0
 # Elsewhere nothing waits for it, and "at once" is far below it, on a busy machine too.
 NEVER_S = 120.0
 SOON_S = 30.0
+# From a death to the error of the last peer, on a machine that does not hold them up.
+TOLD_S = 2.0
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +112,16 @@ def test_a_death_is_reported_at_once(scenario, method):
         names=["rank 2", "process 2", "died"],
     )
     assert job.status == 128 + signal.SIGKILL
+
+
+def test_a_death_is_reported_within_two_seconds():
+    # A busy machine holds up one job or another; what waits in the code, every one.
+    def seconds():
+        job = run("dies_inside")
+        return max(error["at"] for error in job.of("error")) - job.one("dies")["at"]
+
+    tries = (seconds() for _ in range(3))
+    assert any(took < TOLD_S for took in tries)
 
 
 def test_a_process_that_stopped_is_reported_at_the_deadline():

@@ -344,7 +344,7 @@ def a_missing_process_is_named_and_may_come_later():
         board.write("missed", "")
     else:
         while board.read("missed") is None:
-            time.sleep(0.01)
+            time.sleep(0.01)  # for ever, if it is not missed: the test gives up
     initialize()
     product(MESH, **DIRECT)
     ub.destroy_ub()

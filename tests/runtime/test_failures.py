@@ -49,7 +49,7 @@ def test_missing_rank_fails_the_others_within_the_deadline(method):
     # Only of the call that is to meet it: ranks that are busy elsewhere come late.
     with short_deadline(), timeout, ub.errors.raised():
         jax.block_until_ready(run(x, w, everyone.at[2].set(False)))
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 30
     # The process goes on, with the same program and with others.
     assert_equal(run(x, w, everyone), x @ w)
     assert_equal(program("auto")(x, w, everyone), x @ w)

@@ -94,7 +94,8 @@ class CudaCommunicator {
   void Declare(const CallStatement& statement);
 
   // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
-  // words; poison; a process that died; Close. A peer that closed in order is none. Cheap.
+  // words; poison; a process that died; Close. A peer that closed in order is none. While
+  // a device has heard of a peer's failure and this process not yet why, only that. Cheap.
   std::exception_ptr failure();
   // The same for every call, which also needs all peers.
   void ThrowIfFailed();

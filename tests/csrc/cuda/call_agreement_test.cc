@@ -73,7 +73,7 @@ Processes RunTwo(Meeting& meeting, const std::function<void(GpuMember&)>& functi
 }
 
 // Runs the call, if it may, and initializes it until that fails with a reason, which is
-// soon. That the device of its peer failed, a device may hear before its host hears why.
+// soon.
 std::string FailureOf(Gpus& gpus, GpuCalls& calls) {
   const int rank = calls.local_ranks()[0];
   const auto begin = std::chrono::steady_clock::now();
@@ -86,7 +86,7 @@ std::string FailureOf(Gpus& gpus, GpuCalls& calls) {
       has_run = true;
     } catch (const std::exception& error) {
       text = error.what();
-      if (!Contains(text, " failed, and told ")) break;
+      if (SaysWhy(text)) break;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } while (SecondsSince(begin) < kAtOnceS);

@@ -172,7 +172,9 @@ TEST(ProcessesThatWantDifferentHeapsAreToldBoth) {
     EmulatedMachine machine({.first_device = process});
     AtOnce([&] {
       ConnectOn(process, meeting,
-                {.process_of_rank = {0, 1}, .slots_bytes = 4096 * (process + 1)});
+                {.process_of_rank = {0, 1},
+                 .slots_bytes = 4096 * (process + 1),
+                 .timeout_s = 60});
     });
   });
   for (const std::string& text : processes.Join()) {

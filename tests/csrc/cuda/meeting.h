@@ -112,14 +112,19 @@ inline std::string TextOf(const std::exception_ptr& reason) {
   }
 }
 
-// Why the communicator failed. Until its host hears of that, failure() may say no more
-// than that the device of a peer told of a failure.
+// Whether a failure says why: not only that the device of a peer told of it, which a
+// device may hear before its host hears the reason.
+inline bool SaysWhy(const std::string& text) {
+  return !text.empty() && !Contains(text, " failed, and told ");
+}
+
+// Why the communicator failed.
 inline std::string FailureOf(CudaCommunicator& communicator) {
   const auto begin = std::chrono::steady_clock::now();
   std::string text;
   do {
     text = TextOf(communicator.failure());
-    if (!text.empty() && !Contains(text, " failed, and told ")) break;
+    if (SaysWhy(text)) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } while (SecondsSince(begin) < 10);
   return text;

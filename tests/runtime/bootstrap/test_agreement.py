@@ -78,15 +78,21 @@ class Clock:
     def monotonic(self):
         return self.now_s
 
+    def pass_when(self, condition, seconds):
+        """Lets so much time pass as soon as the condition is met."""
+        while not condition():
+            time.sleep(0.001)  # for ever, if it is not: together() gives up
+        self.now_s += seconds
+
     def pass_when_collector_waits_for(self, board, processes, seconds):
-        """Lets so much time pass as soon as all others have come."""
+        """The same as a function for `together`: when all others have come."""
+        return lambda: self.pass_when(lambda: waited_for(board) == processes, seconds)
 
-        def run():
-            while json.loads(board.read("collector") or "[0, 0]")[1] != processes:
-                time.sleep(0.001)  # for ever: together() gives up
-            self.now_s += seconds
 
-        return run
+def waited_for(board):
+    """Whom the collector waits for, None before it has said so."""
+    note = board.read("collector")
+    return note and json.loads(note)[1]
 
 
 @pytest.fixture
@@ -273,15 +279,13 @@ def test_a_round_may_last_several_deadlines(late, clock):
     def other_is_in_the_second_round():
         if late == 0:
             return len(json.loads(board.read("1"))["values"]) == 2
-        return json.loads(board.read("collector"))[1] == [1]
+        return waited_for(board) == [1]
 
     def run(process):
         with Agreement(board, process, (0, 1), 0.3) as agreement:
             agreement.gather("connect")
             if process == late:
-                while not other_is_in_the_second_round():
-                    time.sleep(0.001)
-                clock.now_s += 0.6
+                clock.pass_when(other_is_in_the_second_round, 0.6)
             return agreement.gather("done", 6)
 
     found = together(*(lambda p=p: run(p) for p in range(2)))
