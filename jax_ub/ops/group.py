@@ -16,7 +16,7 @@ from jax_ub.ops.operation import (
     expand,
 )
 from jax_ub.rules.fused_group import fit, like_if
-from jax_ub.rules.site import placeholder, save
+from jax_ub.rules.vjp import placeholder, save
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,14 @@ from jax_ub.primitives.all_gather_matmul import all_gather_matmul as fused
 from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
-from jax_ub.rules.site import (
-    Site,
+from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.vjp import (
     compiled,
     is_zero,
     keep_if,
     kept,
     needs,
     needs_dw,
-    open_site,
     promote,
     save,
     value_of,

@@ -7,7 +7,8 @@ import jax
 from jax_ub import shapes
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce as reduced
-from jax_ub.rules.site import open_site, promote
+from jax_ub.rules.site import open_site
+from jax_ub.rules.vjp import promote
 
 OP = "all_reduce"
 

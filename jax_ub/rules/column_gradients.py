@@ -13,7 +13,8 @@ from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules.layer import accumulation
-from jax_ub.rules.site import Site, is_zero
+from jax_ub.rules.site import Site
+from jax_ub.rules.vjp import is_zero
 
 
 def column_gradients(

@@ -7,7 +7,8 @@ import jax
 from jax_ub import reference, shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.primitives.matmul import matmul
-from jax_ub.rules.site import open_local_site, promote
+from jax_ub.rules.site import open_local_site
+from jax_ub.rules.vjp import promote
 
 OP = "dgrad_add"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub.primitives import varying
-from jax_ub.rules.site import compiled, is_placeholder, is_zero, placeholder
+from jax_ub.rules.vjp import compiled, is_placeholder, is_zero, placeholder
 from jax_ub.runtime import overlaps
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_ub.rules.bias import bias_gradient
 from jax_ub.rules.main_grads import mapped_alike
-from jax_ub.rules.site import (
+from jax_ub.rules.vjp import (
     compiled,
     is_zero,
     keep_if,

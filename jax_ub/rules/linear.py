@@ -22,7 +22,8 @@ from jax_ub.rules.all_gather_matmul import all_gather_matmul_at
 from jax_ub.rules.layer import accumulation, layer
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce_at
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
-from jax_ub.rules.site import open_local_site, open_site, promote
+from jax_ub.rules.site import open_local_site, open_site
+from jax_ub.rules.vjp import promote
 
 OP = "linear"
 _KINDS = ("column", "row")

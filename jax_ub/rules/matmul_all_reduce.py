@@ -12,7 +12,8 @@ from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import accumulation, layer
-from jax_ub.rules.site import Site, open_site, promote
+from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.vjp import promote
 
 OP = "matmul_all_reduce"
 

@@ -8,7 +8,8 @@ from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fus
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import layer
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import Site, open_site, promote
+from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.vjp import promote
 
 OP = "matmul_reduce_scatter"
 

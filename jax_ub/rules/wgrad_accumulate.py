@@ -6,7 +6,8 @@ import jax
 
 from jax_ub import reference, shapes
 from jax_ub.primitives.wgrad import wgrad
-from jax_ub.rules.site import open_local_site, promote
+from jax_ub.rules.site import open_local_site
+from jax_ub.rules.vjp import promote
 
 OP = "wgrad_accumulate"
 

@@ -14,7 +14,8 @@ from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.rules.bias import row_sum
 from jax_ub.rules.column_gradients import column_gradients
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import Site, promote
+from jax_ub.rules.site import Site
+from jax_ub.rules.vjp import promote
 
 OP = "UserbuffersBackwardLinear"
 

@@ -20,7 +20,8 @@ from jax_ub.primitives.all_gather_matmul import all_gather_matmul
 from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.rules.fused_group import like
-from jax_ub.rules.site import Site, promote
+from jax_ub.rules.site import Site
+from jax_ub.rules.vjp import promote
 
 OP = "UserbuffersForwardLinear"
 
