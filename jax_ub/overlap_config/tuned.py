@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
 from jax_ub.methods import Method, Variant
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuning import Tuning
 
 # Raised where a key changes its meaning.
@@ -62,27 +63,6 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """How a case runs: by which method, and with what settings of it."""
-
-    method: Method
-    num_splits: int = 0
-    tuning: Tuning = Tuning()
-
-    def apply(self, call: Any) -> Any:
-        """The same call, a dataclass with fields of these names, done this way."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(call, **fields)
-
-    def __str__(self) -> str:
-        """Writes it as tables show it: "pipeline, num_splits 4"."""
-        settings = {} if not self.num_splits else {"num_splits": self.num_splits}
-        settings |= _differences(self.tuning)
-        words = [f"{name} {value}" for name, value in settings.items()]
-        return ", ".join([self.method.value, *words])
-
-
-@dataclasses.dataclass(frozen=True)
 class Maker:
     """What a tuning was made with: times elsewhere say little."""
 
@@ -102,6 +82,11 @@ class Choices:
     source: str  # the file
     digest: str  # the same where all choices are the same
     by_case: Mapping[Case, Choice] = dataclasses.field(compare=False, repr=False)
+
+    def find(self, case: Case) -> Choice | None:
+        """How a case runs, though nobody asked for it; None if it was not tuned."""
+        found = self.by_case.get(case)
+        return None if found is None else dataclasses.replace(found, is_asked=False)
 
 
 Tunings = dict[Maker, dict[Case, tuple[Choice, dict[str, float]]]]
@@ -212,15 +197,6 @@ def _entry(case, choice, times_us):
         **dataclasses.asdict(case),
         "method": choice.method.value,
         "num_splits": choice.num_splits,
-        "tuning": _differences(choice.tuning),
+        "tuning": choice.tuning.differences(),
         "times_us": {name: round(us, 3) for name, us in times_us.items()},
-    }
-
-
-def _differences(tuning):
-    default = dataclasses.asdict(Tuning())
-    return {
-        name: value.value if isinstance(value, Variant) else value
-        for name, value in dataclasses.asdict(tuning).items()
-        if value != default[name]
     }

@@ -47,6 +47,14 @@ class Tuning:
         del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
 
+    def differences(self) -> dict[str, bool | int | str]:
+        """What is not as it is by default, by name, as files and tables have it."""
+        return {
+            field.name: value.value if isinstance(value, Variant) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
 
 def tuning_of(config: OverlapConfig) -> Tuning:
     """Reads what acts on a GPU from the configuration of a named overlap.

@@ -20,8 +20,8 @@ from jaxlib.mlir import ir
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import Choices
-from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import exported, lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, check_manual, find_ranks
@@ -42,17 +42,19 @@ class Call:
 
     axis_name: tuple[str, ...] = ()  # empty for a local op
     num_ranks: int = 1
-    method: Method
-    num_splits: int = 0  # chunks a shard for the pipeline; 0 is the engine's choice
-    tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
-    choices: Choices | None = None  # what to take instead, where the sizes are known
-    is_chosen: bool = False  # the method is by "auto": nobody asked for it
+    choice: Choice
+    tuned: Choices | None = None  # what to take instead, where the sizes are known
     label: str
 
     def __init_subclass__(cls):
         """Makes the primitive of a subclass that names a target."""
         if "target" in vars(cls):
             cls.primitive = _make_primitive(cls.target)
+
+    @property
+    def method(self) -> Method:
+        """By which method it runs."""
+        return self.choice.method
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every result."""
@@ -112,14 +114,11 @@ class Call:
 
     def _tuned(self, operands):
         """The same call as it was the fastest, where that was found out."""
-        if self.choices is None:
+        if self.tuned is None:
             return self
-        call = dataclasses.replace(self, choices=None)
-        case = case_of(call, operands)
-        choice = None if case is None else self.choices.by_case.get(case)
-        if choice is None:
-            return call
-        return dataclasses.replace(choice.apply(call), is_chosen=True)
+        case = case_of(self, operands)
+        found = None if case is None else self.tuned.find(case)
+        return dataclasses.replace(self, choice=found or self.choice, tuned=None)
 
     def _promote(self, operands):
         axes = varying.axes_of(*operands)
@@ -165,7 +164,7 @@ def _check_capacity(call, operands):
     domain = overlaps.on_axis(call.axis_name, call.num_ranks)
     if domain is not None:
         pipelines = call.method is Method.PIPELINE
-        num_splits = (call.num_splits or DEFAULT_SPLITS) if pipelines else 1
+        num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
         shape = call.communicated(*operands)
         domain.check_capacity(call.label, shape, num_splits)
 
@@ -248,7 +247,7 @@ def _lower_elsewhere(ctx, *operands, call):
 
 
 def _lower_to_reference(ctx, operands, call, reason):
-    if call.method is not Method.AUTO and not call.is_chosen:
+    if not call.choice.falls_back:
         raise UnsupportedOverlapError(
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'
@@ -267,8 +266,8 @@ def _attributes(call: Call, ranks: Ranks) -> dict[str, object]:
     return {
         "method": np.int64(call.method.code),
         "num_ranks": np.int64(call.num_ranks),
-        "num_splits": np.int64(call.num_splits),
-        "variant": np.int64(call.tuning.variant.code),
+        "num_splits": np.int64(call.choice.num_splits),
+        "variant": np.int64(call.choice.tuning.variant.code),
         "ranks": ranks.table,
         "label": call.label,
         **options,

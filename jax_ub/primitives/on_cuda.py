@@ -46,8 +46,8 @@ def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
     into.
     """
     chooses = call.replicates and _chooses(call)
-    if not chooses and call.tuning.variant is not Variant.ONE_SHOT:
-        return call.tuning.variant
+    if not chooses and call.choice.tuning.variant is not Variant.ONE_SHOT:
+        return call.choice.tuning.variant
     num_elements = math.prod(call.communicated(*operands))
     most = ONE_SHOT_BYTES if chooses else heap_bytes("cuda", num_elements)
     sent = (call.num_ranks - 1) * num_elements * _summed_itemsize(call, operands)
@@ -108,7 +108,7 @@ def lower(
     numbers = {
         "method": method_of(call).code,
         "variant": variant_of(call, ctx.avals_in).code,
-        **call.tuning.attributes(),
+        **call.choice.tuning.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
     attributes = attributes | {name: np.int64(n) for name, n in numbers.items()}

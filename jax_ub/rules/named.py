@@ -8,13 +8,12 @@
 | linear, column, not sequence parallel | local | RS | local |
 """
 
-import dataclasses
-
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method
 from jax_ub.overlap_config import CommOverlapType
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
-from jax_ub.overlap_config.tuning import Tuning, tuning_of
+from jax_ub.overlap_config.tuning import tuning_of
 from jax_ub.runtime.overlaps import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
@@ -27,17 +26,7 @@ _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How one pass of a call runs."""
-
-    method: Method
-    num_splits: int = 0  # 0 is the engine's choice
-    tuning: Tuning = Tuning()  # the schedule's variant, and what acts on a GPU
-    is_default: bool = False  # Transformer Engine's: the user has configured nothing
-
-
-def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
+def choices_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Choice]:
     """Reads how the passes of a call run from the overlaps of its name.
 
     Args:
@@ -51,7 +40,7 @@ def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
     Raises:
         UnsupportedOverlapError: if the op cannot run what its name is configured for.
     """
-    ways = {}
+    choices = {}
     for direction, possible in _COMMUNICATES.get(op, {}).items():
         overlap = found.get(direction)
         if overlap is None:
@@ -60,13 +49,13 @@ def ways_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Way]:
         # A wgrad that nobody configured goes along with its dgrad.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
-            ways[direction] = Way(
+            choices[direction] = Choice(
                 Method(config.method),
                 config.num_splits,
                 tuning_of(config),
-                is_default=not overlap.is_configured,
+                is_asked=overlap.is_configured,
             )
-    return ways
+    return choices
 
 
 def _check(label, op, direction, possible, overlap: Overlap):

@@ -9,11 +9,11 @@ import numpy as np
 from jax_ub import methods, shapes
 from jax_ub.errors import UnknownNameError
 from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.overlap_config.tuned import Case, Choices
-from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives import mesh, varying
-from jax_ub.rules.named import Way, ways_of
+from jax_ub.rules.named import choices_of
 from jax_ub.runtime import cuda, overlaps, settings, tuned
 
 
@@ -24,17 +24,13 @@ class Site:
     label: str
     axis_name: tuple[str, ...]  # empty for a local op
     num_ranks: int
-    method: Method
+    choice: Choice  # how it runs
     is_tracked: bool  # whether shard_map types values by the axes they vary over
     dtype: np.dtype | None = None  # of the operands
     out_dtype: np.dtype | None = None  # of the result
-    num_splits: int = 0  # pieces of a shard in the pipeline; 0 is the engine's choice
-    tuning: Tuning = Tuning()  # the schedule's variant, and how it runs on a GPU
-    choices: Choices | None = None  # of tuned methods, for "auto"
-    is_chosen: bool = False  # the method is one of those: nobody asked for it
-    is_default: bool = False  # it is that of the name, which nobody has configured
-    dgrad_way: Way | None = None  # as its name is configured; None is as the forward
-    wgrad_way: Way | None = None  # None is as the dgrad
+    tuned: Choices | None = None  # what "auto" takes, where the sizes are known
+    dgrad_choice: Choice | None = None  # of its name's; None is as the forward
+    wgrad_choice: Choice | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
     bias_name: str = "bias"  # what the call's argument is called, in errors
@@ -58,23 +54,15 @@ class Site:
     @property
     def dgrad(self) -> "Site":
         """The same call, as the gradient of its activations runs."""
-        return self._as(self.dgrad_way)
+        return self._as(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "Site":
         """The same call, as the gradient of its kernel runs on its own."""
-        return self._as(self.wgrad_way or self.dgrad_way)
+        return self._as(self.wgrad_choice or self.dgrad_choice)
 
-    def _as(self, way):
-        if way is None:
-            return self
-        return dataclasses.replace(
-            self,
-            method=way.method,
-            num_splits=way.num_splits,
-            tuning=way.tuning,
-            is_default=way.is_default,
-        )
+    def _as(self, choice):
+        return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_dw_dtype(self, dtype) -> "Site":
         """The same call, for a gradient of the kernel of this dtype."""
@@ -85,13 +73,11 @@ class Site:
 
         The file's choices are the same on every rank, and so are the global sizes.
         """
-        if self.method is not Method.AUTO or self.choices is None:
+        if self.method is not Method.AUTO or self.tuned is None:
             return self
-        case = Case(op, self.num_ranks, M, K, N, str(self.dtype))
-        choice = self.choices.by_case.get(case)
-        if choice is None:
-            return self
-        return dataclasses.replace(choice.apply(self), is_chosen=True)
+        return self._as(
+            self.tuned.find(Case(op, self.num_ranks, M, K, N, str(self.dtype)))
+        )
 
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""
@@ -103,13 +89,15 @@ class Site:
         return {
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
-            "method": method,
-            "num_splits": self.num_splits if method is Method.PIPELINE else 0,
-            "tuning": self.tuning,
-            "choices": self.choices if method is Method.AUTO else None,
-            "is_chosen": self.is_chosen or self.is_default,
+            "choice": self.choice.by(method),
+            "tuned": self.tuned if method is Method.AUTO else None,
             "label": self.label,
         }
+
+    @property
+    def method(self) -> Method:
+        """By which method it runs."""
+        return self.choice.method
 
     @property
     def copies_operands(self) -> bool:
@@ -142,8 +130,7 @@ class Site:
     @property
     def bulk(self) -> dict[str, Any]:
         """Where communication beside an independent GEMM runs."""
-        where = self.over_ranks(Method.BULK)
-        return where | {"is_chosen": where["is_chosen"] or self.method is Method.AUTO}
+        return self.over_ranks(Method.BULK)
 
     @property
     def alone(self) -> dict[str, Any]:
@@ -154,14 +141,13 @@ class Site:
     def local(self) -> dict[str, Any]:
         """Where a GEMM without communication runs.
 
-        Beside communication that was tuned it has a choice of its own, unless that is
-        plain JAX: all of it was timed.
+        Where nobody asked for a method it is as it was tuned on its own, unless it lies
+        beside communication that is plain JAX: then all of it was timed.
         """
-        chosen = self.is_chosen and self.method is not Method.XLA
+        is_tuned = self.choice.falls_back and self.method is not Method.XLA
         return {
-            "method": self.method.alone,
-            "choices": self.choices if chosen or self.method is Method.AUTO else None,
-            "is_chosen": self.is_chosen,
+            "choice": Choice(self.method.alone, is_asked=self.choice.is_asked),
+            "tuned": self.tuned if is_tuned else None,
             "label": self.label,
         }
 
@@ -224,18 +210,15 @@ def plan_site(
     choices = None
     if automatic:
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
-    site = Site(label, axes, num_ranks, chosen, is_tracked=False, choices=choices)
+    own = Choice(chosen)
+    site = Site(label, axes, num_ranks, own, is_tracked=False, tuned=choices)
     if method is not None or not found:
         return site
-    ways = ways_of(like or op, label, found)
-    forward = ways.get(FPROP, Way(chosen))
+    configured = choices_of(like or op, label, found)
     return dataclasses.replace(
         site,
-        method=forward.method,
-        num_splits=forward.num_splits,
-        tuning=forward.tuning,
-        is_default=forward.is_default,
         # A pass without a configuration keeps what the call would do without a name.
-        dgrad_way=ways.get(DGRAD, Way(chosen)),
-        wgrad_way=ways.get(WGRAD),
+        choice=configured.get(FPROP, own),
+        dgrad_choice=configured.get(DGRAD, own),
+        wgrad_choice=configured.get(WGRAD),
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jax_ub.methods import Method, Variant, has_pairs
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, Case
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import heap_bytes
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from jax_ub.bench.timing import Contender, interleave
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.tune.programs import Operands
 
 

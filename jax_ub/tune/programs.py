@@ -10,7 +10,8 @@ import numpy as np
 from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.timing import Contender
 from jax_ub.methods import Method
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.primitives.all_gather_matmul import AllGatherMatmul
 from jax_ub.primitives.call import Call
 from jax_ub.primitives.matmul import Matmul
@@ -97,14 +98,14 @@ class Operands:
 def _function(case: Case, choice: Choice) -> Callable[..., Any]:
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
-    call = choice.apply(call_of(case))
+    call = dataclasses.replace(call_of(case), choice=choice)
     return lambda *operands: call(*operands)[0]
 
 
 def call_of(case: Case) -> Call:
     """A call of the case's op, for one kernel."""
     shared: dict[str, Any] = {
-        "method": Method.AUTO,
+        "choice": Choice(Method.AUTO),
         "label": f"tune {case.op}",
         "scale": 1.0,
         "out_dtype": jnp.dtype(case.dtype),
@@ -132,10 +133,8 @@ def _column_gradients(case, choice):
         label=f"tune {case.op}",
         axis_name=(AXIS,),
         num_ranks=case.num_ranks,
-        method=choice.method,
+        choice=choice,
         is_tracked=True,
-        num_splits=choice.num_splits,
-        tuning=choice.tuning,
     ).with_dtypes(dtype, dtype)
 
     def gradients(x, w, dy):

@@ -13,7 +13,8 @@ from jax_ub import methods, ops
 from jax_ub.methods import Method
 from jax_ub.ops import explaining
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.runtime.tuned import maker
 
 

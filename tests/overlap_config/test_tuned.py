@@ -7,7 +7,8 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError, UnknownNameError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice, Maker
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Maker
 from jax_ub.overlap_config.tuning import Tuning
 
 HERE = Maker("cpu avx2, 2 cores", (("jax", "0.10.2"),))

@@ -14,6 +14,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
@@ -29,7 +30,7 @@ def product(xs, ws, bias, residual, *, num_ranks, method, out_dtype, **options):
         residual,
         axis_name=("tp",),
         num_ranks=num_ranks,
-        method=method,
+        choice=Choice(method),
         label="test",
         out_dtype=out_dtype,
         **options,

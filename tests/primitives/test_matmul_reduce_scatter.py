@@ -16,6 +16,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
@@ -31,7 +32,7 @@ def product(xs, ws, bias, residual, *, num_ranks, method, out_dtype, **options):
         residual,
         axis_name=("tp",),
         num_ranks=num_ranks,
-        method=method,
+        choice=Choice(method),
         label="test",
         out_dtype=out_dtype,
         **options,

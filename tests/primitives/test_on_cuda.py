@@ -25,6 +25,7 @@ from programs import dp_tp_mesh, on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method, Variant
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
@@ -161,7 +162,7 @@ def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
     assert variant(cuda_text(row(tp_mesh(2)), *operands)) is Variant.PLAIN
 
 
-def summed(tokens, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16, **done):
+def summed(tokens, choice, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16):
     """The variant of an all-reduce of so many tokens of 1024 features."""
     call = MatmulAllReduce(
         num_pairs=num_pairs,
@@ -172,7 +173,7 @@ def summed(tokens, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16, **done):
         axis_name=("tp",),
         num_ranks=num_ranks,
         label="test",
-        **done,
+        choice=choice,
     )
     x = jax.ShapeDtypeStruct((tokens, 4), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16)
@@ -181,34 +182,31 @@ def summed(tokens, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16, **done):
 
 def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
     most = ONE_SHOT_BYTES // (7 * 2048)
-    auto = {"method": Method.AUTO}
+    auto = Choice(Method.AUTO)
     for wider, tokens in (
         ({}, most),
         ({"num_pairs": 2}, most // 2),
         ({"out_dtype": jnp.float32}, most // 2),
     ):
-        assert summed(tokens, **auto, **wider) is Variant.ONE_SHOT
-        assert summed(tokens + 1, **auto, **wider) is Variant.PLAIN
+        assert summed(tokens, auto, **wider) is Variant.ONE_SHOT
+        assert summed(tokens + 1, auto, **wider) is Variant.PLAIN
 
 
 def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
-    tuned = {
-        "method": Method.RING_EXCHANGE,
-        "tuning": Tuning(variant=Variant.ONE_SHOT),
-    }
+    tuned = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
     # Any number of tokens where the slots need no more than the capacity's 8 bytes.
-    assert summed(8192, num_ranks=5, **tuned) is Variant.ONE_SHOT
-    assert summed(8192, num_ranks=5, num_pairs=2, **tuned) is Variant.PLAIN
+    assert summed(8192, tuned, num_ranks=5) is Variant.ONE_SHOT
+    assert summed(8192, tuned, num_ranks=5, num_pairs=2) is Variant.PLAIN
     most = ONE_SHOT_BYTES // (7 * 2048)
-    assert summed(most, **tuned) is Variant.ONE_SHOT
-    assert summed(most + 1, **tuned) is Variant.PLAIN
-    assert summed(8, method=Method.RING_EXCHANGE) is Variant.PLAIN
+    assert summed(most, tuned) is Variant.ONE_SHOT
+    assert summed(most + 1, tuned) is Variant.PLAIN
+    assert summed(8, Choice(Method.RING_EXCHANGE)) is Variant.PLAIN
 
 
 def test_a_collective_on_its_own_has_no_method_to_choose(engine):
     def function(x):
         where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        return all_gather(x, method=Method.DIRECT, **where)
+        return all_gather(x, choice=Choice(Method.DIRECT), **where)
 
     run = on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
     _, call = the_call(cuda_text(run, shape(8, 6)))
@@ -218,7 +216,7 @@ def test_a_collective_on_its_own_has_no_method_to_choose(engine):
 @pytest.mark.parametrize("method", [Method.AUTO, Method.DIRECT])
 def test_a_local_product_is_the_engines_too(engine, method):
     def function(xs, ws):
-        where = {"label": "test", "method": method}
+        where = {"label": "test", "choice": Choice(method)}
         return matmul(xs, ws, None, None, out_dtype="float32", **where)
 
     text = cuda_text(jax.jit(function), (shape(4, 6),), (shape(6, 8),))
@@ -229,7 +227,7 @@ def test_a_local_product_is_the_engines_too(engine, method):
 def test_bulk_stays_bulk(engine):
     def function(dy, w, x):
         where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        return bulk_all_gather((dy,), (w,), x, method=Method.BULK, **where)
+        return bulk_all_gather((dy,), (w,), x, choice=Choice(Method.BULK), **where)
 
     specs = (P(None, "tp"), P(None, "tp"), P("tp"))
     run = on_ranks(function, tp_mesh(2), specs, (P(), P()), check_vma=False)

@@ -9,7 +9,8 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import cuda
 from jax_ub.runtime.tuned import maker

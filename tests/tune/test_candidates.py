@@ -4,7 +4,8 @@ import pytest
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import cuda
 from jax_ub.tune.candidates import candidates

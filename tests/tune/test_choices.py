@@ -9,7 +9,8 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import communicators
 from jax_ub.runtime.tuned import maker

@@ -6,7 +6,8 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.runtime.tuned import maker, on_axis

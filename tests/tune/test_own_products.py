@@ -11,12 +11,12 @@ import jax_ub as ub
 from jax_ub.bench.workloads import Shape
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import (
     COLUMN_GRADIENTS,
     LOCAL_OPS,
     OPS,
     Case,
-    Choice,
 )
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.sizes import case_of
@@ -117,10 +117,10 @@ def test_a_call_that_names_its_method_takes_the_first(engine, file_of, method):
     assert found == ([("matmul", 0)] if method == "pipeline" else [])
 
 
-def row_gradients(mesh):
+def row_gradients(mesh, ub_name=None):
     def function(x, w, dy):
         def forward(x, w):
-            return ub.matmul_reduce_scatter(x, w, axis_name="tp")
+            return ub.matmul_reduce_scatter(x, w, axis_name="tp", ub_name=ub_name)
 
         return jax.vjp(forward, x, w)[1](dy)
 
@@ -140,6 +140,20 @@ def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
         ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=mesh)
     found = algorithms(row_gradients(mesh), shape(M, K), shape(K, N), shape(M, N))
     assert ("wgrad", 1) in found and ("all_gather_matmul", 0) in found
+
+
+@pytest.mark.parametrize(("ub_cfgs", "expected"), [(None, 1), ("asked", 0)])
+def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
+    engine, file_of, monkeypatch, ub_cfgs, expected
+):
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
+    mesh = tp_mesh(2)
+    asked = {"proj_dgrad": {"method": "ring_exchange"}}
+    ub.initialize_ub((16, 16), 2, ub_cfgs=ub_cfgs and asked, mesh=mesh)
+    run = row_gradients(mesh, "proj")
+    found = algorithms(run, shape(M, K), shape(K, N), shape(M, N))
+    assert ("wgrad", expected) in found
 
 
 @pytest.mark.parametrize(
