@@ -23,7 +23,7 @@ class Group(Protocol):
         """Returns the results, and residuals for the `needs`, by name.
 
         The tree of the residuals depends on the operands only. In the place of what is
-        not needed is a `site.placeholder`.
+        not needed is a `vjp.placeholder`.
         """
 
     def backward(self, residuals: dict[str, Any], cotangents: Any, needs: Any) -> Any:
