@@ -1,0 +1,54 @@
+"""Instructions of the flag kernels: where tests run these, others stand for them."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+CSRC = pathlib.Path(__file__).parents[1] / "csrc"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """By kernel: its accesses of memory that others see, and its barriers, in order."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc here")
+    path = tmp_path_factory.mktemp("ptx") / "flag_kernels.ptx"
+    source = CSRC / "transport/cuda/flag_kernels.cu"
+    options = ("-ptx", "-std=c++20", "-arch=compute_80", f"-I{CSRC}", "-o", path)
+    subprocess.run([nvcc, *options, source], check=True)
+    return {
+        name: re.findall(r"\b(?:(?:ld|st|atom|red)\S*global\S*|bar\.\S+)", body)
+        for name, body in re.findall(
+            r"\.entry (\w+)\(.*?\n\{\n(.*?)\n\}", path.read_text(), re.S
+        )
+    }
+
+
+def test_flags_are_acquired_from_and_released_to_the_whole_system(kernels):
+    flags = {"ld.acquire.sys.global.u64", "st.release.sys.global.u64"}
+    # Before the first of them, and behind the last, nothing of a signal is seen.
+    assert set(kernels["jax_ub_signal"]) == flags
+    for name in ("jax_ub_wait", "jax_ub_end"):
+        words = {found for found in kernels[name] if found.endswith("64")}
+        # The claim is of one device's own word. How long a wait took is in its record.
+        assert flags <= words <= flags | {"atom.global.cas.b64", "st.global.u64"}
+
+
+def test_a_record_is_whole_when_its_code_is_seen(kernels):
+    for name in ("jax_ub_wait", "jax_ub_end", "jax_ub_check_place"):
+        _, *failures = " ".join(kernels[name]).split("atom.global.cas.b64")
+        assert failures
+        for stores in failures:
+            record, code, behind = stores.partition("st.release.sys.global.u32")
+            assert code and "st.global" in record and "st.global" not in behind
+    assert "ld.acquire.sys.global.u32" in kernels["jax_ub_wait"]  # the host's poison
+
+
+def test_all_lanes_have_read_the_epoch_before_one_raises_it(kernels):
+    found = kernels["jax_ub_end"]
+    barrier = found.index("bar.warp.sync")
+    assert found[barrier:].count("ld.acquire.sys.global.u64") == 0
