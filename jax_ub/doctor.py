@@ -300,6 +300,11 @@ def _gpus():
         )
         yield Finding(f"GPU {one['ordinal']}", State.FINE, text)
     yield _peers([one["ordinal"] for one in devices])
+    text = (
+        "in heaps of jax_ub's own, by the first of vmm, fabric and ipc that all can "
+        "use; not by XLA's communicators and windows (docs/gpu.md says why)"
+    )
+    yield Finding("shared memory", State.NOTE, text)
 
 
 def _peers(ordinals):

@@ -241,6 +241,10 @@ def test_gpus_and_what_drives_them_are_shown(gpus):
     assert found["GPU 0"].text.endswith(", multicast")
     assert found["peer access"].state is State.WARNING
     assert found["peer access"].text == "none from GPU 1 to 0"
+    assert found["shared memory"].text == (
+        "in heaps of jax_ub's own, by the first of vmm, fabric and ipc that all can "
+        "use; not by XLA's communicators and windows (docs/gpu.md says why)"
+    )
 
 
 def test_why_gpus_are_not_used_is_a_fault(gpus):
