@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import re
 import sys
 import time
@@ -14,8 +15,12 @@ from jax.sharding import Mesh
 
 import jax_ub as ub
 from jax_ub import doctor
+from jax_ub.methods import Method
+from jax_ub.overlap_config import tuned
+from jax_ub.overlap_config.tuned import Case, Choice
 from jax_ub.runtime import communicators, engine, overlaps, wirings
 from jax_ub.runtime.bootstrap.jax_service import JaxService
+from jax_ub.runtime.tuned import maker
 
 jax.distributed.initialize()
 ME = jax.process_index()
@@ -259,6 +264,26 @@ def differences_are_shown_with_both_sides():
     assert not ub.is_ub_initialized()
 
 
+def tuned_choices_are_the_same_on_all_processes():
+    def tuned_to(num_splits, name):
+        folder = pathlib.Path(os.environ["UB_TEST_FOLDER"]).parent
+        case = Case("all_gather_matmul", 4, *X.shape, W.shape[1], "float32")
+        path = folder / f"{name}.{ME}.json"
+        tuned.write(path, {maker(): {case: (Choice(Method.PIPELINE, num_splits), {})}})
+        return str(path)
+
+    error, text = ub.errors.CommunicatorError, "differ in the tuned choices"
+    others = tuned_to(2 + ME, "others")
+    raises(error, text, initialize, ub_cfgs=others)
+    os.environ["JAX_UB_TUNED"] = others
+    raises(error, text, initialize)
+    del os.environ["JAX_UB_TUNED"]
+    # Each has its own file, and all say the same.
+    initialize(ub_cfgs=tuned_to(2, "same"))
+    product(MESH)
+    ub.destroy_ub()
+
+
 def what_cannot_be_connected_is_told_to_all():
     load = engine.load
 
@@ -363,6 +388,7 @@ for scenario in (
     processes_that_mean_other_things_learn_it_at_once,
     a_wrong_environment_variable_is_told_to_all,
     differences_are_shown_with_both_sides,
+    tuned_choices_are_the_same_on_all_processes,
     what_cannot_be_connected_is_told_to_all,
     files_serve_as_well,
     rounds_do_not_grow,
