@@ -55,9 +55,14 @@ inline std::vector<Attributes> CallsOfPeers(int num_ranks) {
 // A process with GPUs, an engine on them, and the streams that XLA would have.
 class Gpus {
  public:
-  explicit Gpus(EmulatedOptions options, double timeout_s = kLongS)
-      : machine(options),
-        engine_(new CudaEngine(driver, EmulatedCublasLt(), timeout_s)) {
+  // `its_driver` and `library` are the emulated ones, and may note what they are asked.
+  explicit Gpus(EmulatedOptions options,
+                double timeout_s = kLongS,
+                const Driver& its_driver = EmulatedDriver(),
+                const CublasLt& library = EmulatedCublasLt())
+      : driver(its_driver),
+        machine(options),
+        engine_(new CudaEngine(driver, library, timeout_s)) {
     for (int ordinal = 0; ordinal < options.num_devices; ++ordinal) {
       contexts_.emplace_back(driver, ordinal);
       const ScopedContext current(driver, contexts_.back().get());
@@ -106,7 +111,7 @@ class Gpus {
     for (int ordinal = 0; ordinal < num_devices(); ++ordinal) Synchronize(ordinal);
   }
 
-  const Driver& driver = EmulatedDriver();
+  const Driver& driver;
   EmulatedMachine machine;
 
  private:
