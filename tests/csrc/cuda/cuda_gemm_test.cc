@@ -423,6 +423,7 @@ TEST(threads_share_the_plans_of_a_device) {
     threads.emplace_back([&, i] {
       const ScopedContext current(EmulatedDriver(), context);
       const Stream stream(EmulatedDriver());
+      fixture.gemm().Prepare(problems[i], {}, workspaces[i]);
       for (int call = 0; call < 20; ++call) {
         fixture.gemm().Enqueue(problems[i], {}, workspaces[i], stream.get());
       }

@@ -1,0 +1,72 @@
+// Threads that enqueue calls on one device, as where several of a program dispatch to it:
+// lanes, and the events that order them, are one call's at a time.
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda/cuda_calls.h"
+#include "engine/cuda/cuda_engine.h"
+
+namespace jax_ub {
+namespace {
+
+// What each reads on XLA's stream is behind its own call.
+TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
+  constexpr int kTimes = 200;
+  Driver driver = EmulatedDriver();
+  driver.EventRecord = [](CUevent event, CUstream stream) {
+    const CUresult result = EmulatedDriver().EventRecord(event, stream);
+    // The other thread comes before the waits for it.
+    std::this_thread::sleep_for(std::chrono::microseconds(10));
+    return result;
+  };
+  Gpus gpus({.num_devices = 1, .seed = 2, .max_delay_us = 30}, kLongS, driver);
+  std::vector<std::unique_ptr<GpuCalls>> calls;
+  std::vector<DeviceMemory> found;
+  for (const Op op : {Op::kAllGatherMatmul, Op::kWgrad}) {
+    Attributes at = MakeAttributes(op, Method::kRingExchange, 1);
+    if (op == Op::kWgrad) at.gather = Gather::kX;  // whose product waits for a copy
+    calls.push_back(
+        std::make_unique<GpuCalls>(gpus, at, jax_ub_test::Sizes{}, DType::kF32, 1));
+    calls.back()->Initialize(0);
+    calls.back()->Workspace(0);
+    const int64_t size_bytes = calls.back()->on_device(0).results[0].size_bytes();
+    found.push_back(gpus.New(0, kTimes * size_bytes));
+  }
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const ScopedContext current(gpus.driver, gpus.context(0));
+      const Tensor& result = calls[i]->on_device(0).results[0];
+      const auto data = reinterpret_cast<CUdeviceptr>(result.data);
+      const int64_t size_bytes = result.size_bytes();
+      for (int n = 0; n < kTimes; ++n) {
+        gpus.driver.MemsetD8Async(data, 0xff, size_bytes, gpus.stream(0));
+        calls[i]->Execute(0);
+        gpus.driver.MemcpyAsync(found[i].get() + n * size_bytes, data, size_bytes,
+                                gpus.stream(0));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  gpus.Synchronize();
+  for (size_t i = 0; i < calls.size(); ++i) {
+    CheckRight(*calls[i]);
+    const Tensor& result = calls[i]->on_device(0).results[0];
+    const auto* const copies = reinterpret_cast<const std::byte*>(found[i].get());
+    int num_wrong = 0;
+    for (int n = 0; n < kTimes; ++n) {
+      num_wrong += std::memcmp(copies + n * result.size_bytes(), result.data,
+                               result.size_bytes()) != 0;
+    }
+    CHECK_EQ(num_wrong, 0);
+  }
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
