@@ -459,6 +459,13 @@ TEST(WorkspacesAreKnownWithoutADevice) {
                MakeAttributes(Op::kAllReduce, Method::kBulk, 2),
                {{Tensor{DType::kF32, 1, 1, 8}}, {Tensor{DType::kF32, 1, 1, 8}}}),
            0);
+  // Two rows, of chunks 2 and 4: rank 0 multiplies both on one lane, rank 3 on two.
+  const Attributes few = MakeAttributes(Op::kMatmulAllReduce, Method::kRingExchange, 5);
+  const RankCall rows = {{Tensor{DType::kF32, 1, 2, 8}, Tensor{DType::kF32, 1, 8, 3}},
+                         {Tensor{DType::kF32, 1, 2, 3}}};
+  const int64_t most_bytes = PlanCall(few, rows, 3).workspace.size_bytes();
+  CHECK(PlanCall(few, rows, 0).workspace.size_bytes() < most_bytes);
+  CHECK_EQ(CudaEngine::WorkspaceBytes(few, rows), most_bytes);
 }
 
 }  // namespace
