@@ -1,12 +1,15 @@
-// What a plan of a product asks cuBLASLt's heuristics for.
+// What a plan of a product tells cuBLASLt.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 
 #include "check.h"
 #include "cuda/emulated_cublaslt.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/emulated_gpu.h"
 #include "gemm/cuda/gemm_plan_cache.h"
+#include "platform/cuda/owners.h"
 
 namespace jax_ub {
 namespace {
@@ -40,6 +43,37 @@ TEST(PartialSumsAreNeverRoundedToADtypeOf16Bits) {
   const EmulatedGpu gpu;
   CHECK(SchemesFor(DType::kBF16) == lt::ReductionScheme::kComputeType);
   CHECK(SchemesFor(DType::kF32) == lt::ReductionScheme::kAll);
+}
+
+TEST(EachProductOfABatchHasItsOwnBias) {
+  const EmulatedMachine machine;
+  const EmulatedGpu gpu;
+  constexpr int64_t kSize = 4, kMatrix = kSize * kSize, kBiasStride = 8;
+  MatmulKey key;
+  key.m = key.n = key.k = kSize;
+  key.batch = 2;
+  key.a = key.b = key.c = key.d = {kSize, kMatrix, 64};
+  key.has_bias = true;
+  key.bias = {0, kBiasStride, 32};
+  const DeviceMemory memory(EmulatedDriver(), 6 * kMatrix * sizeof(float));
+  auto* const operands = reinterpret_cast<float*>(memory.get());
+  float* const biases = operands + 2 * kMatrix;
+  float* const results = operands + 4 * kMatrix;
+  std::fill_n(operands, 2 * kMatrix, 0.0f);
+  std::iota(biases, biases + 2 * kBiasStride, 1.0f);
+  MatmulArguments arguments;
+  arguments.a = arguments.b = operands;
+  arguments.bias = biases;
+  arguments.c = arguments.d = results;
+  GemmPlanCache plans(EmulatedCublasLt());
+  const Stream stream(EmulatedDriver());
+  plans.Find(key).Enqueue(arguments, 0, stream.get());
+  EmulatedGpu::Synchronize(stream.get());
+  for (int64_t b = 0; b < key.batch; ++b) {
+    for (int64_t i = 0; i < kMatrix; ++i) {  // column by column
+      CHECK_EQ(results[b * kMatrix + i], biases[b * kBiasStride + i % kSize]);
+    }
+  }
 }
 
 }  // namespace
