@@ -102,9 +102,10 @@ def _case(place, shape, op, variant, public=None):
         build.best(),
         build.contender(cases.NAIVE, build.naive()),
     ]
-    gemm_of = _onednn(build, place)
+    # A library of CPUs.
+    gemm_of = _onednn(build, place) if place.ranks.platform == "cpu" else None
     notes = [gemm_of] if isinstance(gemm_of, str) else []
-    if op == "gemm" and not notes:
+    if op == "gemm" and isinstance(gemm_of, Contender):
         contenders.append(gemm_of)
     if op != "gemm":
         plain = own_gemm(place.method, build.layout, build.out_dtype)

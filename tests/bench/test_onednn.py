@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 
-from jax_ub.bench import onednn
-from jax_ub.bench.dots import LAYOUTS
+from jax_ub.bench import gemm_cases, onednn
+from jax_ub.bench.cases import ONEDNN, Place
+from jax_ub.bench.devices import Ranks
+from jax_ub.bench.dots import LAYOUTS, FastestDots
 from jax_ub.bench.gemm_cases import local_shapes
 from jax_ub.bench.workloads import Shape
 
@@ -35,3 +37,12 @@ def test_a_missing_gemm_is_named():
     if onednn._library() is None:
         pytest.skip("oneDNN is not installed")
     assert "no GEMM for float16" in onednn.find("float16", "nn")
+
+
+def test_it_is_no_peer_of_gpus(monkeypatch):
+    monkeypatch.setattr(Ranks, "platform", "gpu")
+    monkeypatch.setattr(onednn, "find", lambda dtype, layout: pytest.fail("asked for"))
+    place = Place(Ranks(1), "float32", "auto", FastestDots(), ("nn",))
+    (case,) = gemm_cases.gemm(place, Shape(16, 16, 16))
+    assert ONEDNN not in [contender.name for contender in case.contenders]
+    assert not case.notes
