@@ -6,11 +6,13 @@
 #include <utility>
 
 #include "check.h"
+#include "cuda/emulated_driver.h"
 #include "cuda/emulated_kernels.h"
 #include "random_gemm.h"
 #include "reduce/cuda/sum_params.h"
 #include "reduce/reduce.h"
 #include "transport/cuda/flag_params.h"
+#include "transport/cuda/multicast_params.h"
 
 namespace jax_ub {
 
@@ -398,6 +400,18 @@ TEST(results_are_spoilt_only_if_the_rank_failed) {
       }
     }
   }
+}
+
+// What it has is wrong, and the peers may still read what lies where the sums would.
+TEST(a_rank_that_has_failed_sums_nothing_by_multicast) {
+  const EmulatedMachine machine;  // no address is one of multicast
+  uint64_t failed = 0;
+  MulticastSumParams params = {};
+  params.own.failed = AddressOf(&failed);
+  params.end = 1;
+  CHECK_THROWS(Launch(kMulticastSumKernel, params, 1, 32), "no multicast address");
+  failed = 1;
+  Launch(kMulticastSumKernel, params, 1, 32);
 }
 
 TEST(there_are_no_other_kernels) {
