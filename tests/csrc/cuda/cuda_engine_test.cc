@@ -56,6 +56,29 @@ TEST(ManyCallsInAnyOrderAreExact) {
   }
 }
 
+// Of the driver: no memory, stream, event or module.
+TEST(ACallThatIsInitializedMakesNothing) {
+  Gpus gpus({.num_devices = 3});
+  const auto num_made = [&] {
+    int64_t num = 0;
+    for (const char* function :
+         {"EventCreate", "LibraryLoadData", "MemAlloc", "MemAllocAsync", "MemCreate",
+          "MemHostAlloc", "StreamCreateWithPriority"}) {
+      num += gpus.machine.NumCalls(function);
+    }
+    return num;
+  };
+  ForEachVariant(3, [&](const Attributes& at) {
+    GpuCalls calls(gpus, at, {}, DType::kF32, 1);
+    for (const int rank : calls.local_ranks()) calls.Initialize(rank);
+    for (const int rank : calls.local_ranks()) calls.Workspace(rank);
+    const int64_t before = num_made();
+    for (const int rank : calls.local_ranks()) calls.Execute(rank);
+    CHECK_EQ(num_made(), before);
+    gpus.Synchronize();
+  });
+}
+
 TEST(TuningChangesNoResult) {
   Gpus gpus({.num_devices = 3, .seed = 9, .max_delay_us = 30});
   for (const Tuning& tuning : {Tuning{.use_ce = false, .num_sm = 2, .cga_size = 2},
