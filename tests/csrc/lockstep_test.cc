@@ -119,13 +119,13 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
   for (const int p : {0, 2}) {
     CHECK_THROWS(group.ends[p]->Barrier(0, 0, Reason(0)), "waited");
   }
-  group.fates[1]->SetClosed(3);
-  group.fates[1]->SetLost(3, "died");
+  group.fates[1]->SetGone(3, "");
+  group.fates[1]->SetGone(3, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 3 closed its communicator, as ub.destroy_ub and the end of a "
                "program do; process 1 waited for process 3");
   // It had come; but it may be why the other one closed.
-  group.fates[1]->SetLost(2, "died");
+  group.fates[1]->SetGone(2, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 2 died; process 1 waited for process 3");
   CHECK_THROWS(group.ends[3]->Barrier(0, 0, Reason(0)), "nothing was thrown");

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "check.h"
+#include "ends.h"
 #include "no_thread_starts.h"
-#include "platform/unix_socket.h"
 #include "transport/process/group.h"
 #include "transport/process/message.h"
 
@@ -26,17 +26,6 @@ std::string Statement(int number) {
   return std::to_string(number) + std::string(300, '.');
 }
 
-// Both ends of a connection.
-struct Ends {
-  Ends() {
-    const std::string name = "jax_ub-test-" + std::to_string(RandomBits());
-    const FileDescriptor listener = ListenAt(name);
-    CHECK(Dial(name, &one) == DialResult::kConnected);
-    other = Accept(listener);
-  }
-  FileDescriptor one, other;
-};
-
 std::vector<Peer> PeerAt(FileDescriptor connection) {
   std::vector<Peer> peers;
   peers.push_back({.process = 1, .connection = std::move(connection), .pid = 0});
@@ -44,13 +33,6 @@ std::vector<Peer> PeerAt(FileDescriptor connection) {
 }
 
 Group Own() { return Group({.process_of_rank = {0, 1}, .process = 0, .name = "tp"}); }
-
-// The next one; kNothing where none comes.
-Message Await(const FileDescriptor& connection) {
-  std::vector<pollfd> polled = {{connection.get(), POLLIN, 0}};
-  if (!Poll(polled, Deadline::After(20).time())) return {};
-  return ReceiveMessage(connection);
-}
 
 // A process that is stopped, or whose cores are busy, reads late.
 TEST(APeerThatReadsLateHearsAllInItsOrder) {
@@ -72,7 +54,7 @@ TEST(PeersThatSayMuchAtOnceHearEachOther) {
   Ends ends;
   std::atomic<int> num_heard{0};
   const auto count = [&](const PeerNews& news) {
-    if (news.kind == PeerNews::kStated) ++num_heard;
+    if (news.kind == MessageKind::kStatement) ++num_heard;
   };
   Peers one(PeerAt(std::move(ends.one)));
   Peers other(PeerAt(std::move(ends.other)));
@@ -96,8 +78,9 @@ TEST(APeerThatNeverReadsHindersNobody) {
     Ends ends;
     std::atomic<int> num_lost{0};
     Peers peers(PeerAt(std::move(ends.one)));
-    peers.Watch(
-        Own(), [&](const PeerNews& news) { num_lost += news.kind == PeerNews::kLost; });
+    peers.Watch(Own(), [&](const PeerNews& news) {
+      num_lost += news.kind == MessageKind::kObituary;
+    });
     for (int i = 0; i < kMany; ++i) peers.Say(MessageKind::kStatement, Statement(i));
     if (leaves) {
       ends.other.reset();

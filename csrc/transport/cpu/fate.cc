@@ -25,30 +25,18 @@ bool Fate::Poison(const std::exception_ptr& reason) {
   return true;
 }
 
-std::exception_ptr Fate::poison() const {
-  std::lock_guard lock(mutex_);
-  return poison_;
-}
-
 void Fate::ThrowIfPoisoned() const {
-  if (poisoned_.load()) std::rethrow_exception(poison());
-}
-
-void Fate::SetClosed(int process) {
+  if (!poisoned_.load()) return;
   std::lock_guard lock(mutex_);
-  SetGone(process, kGoodbyeText);
+  std::rethrow_exception(poison_);
 }
 
-void Fate::SetLost(int process, const std::string& how) {
-  std::lock_guard lock(mutex_);
-  if (first_lost_ == kNobody && !IsGone(process)) first_lost_ = process;
-  SetGone(process, how);
-}
-
-// The mutex is held.
 void Fate::SetGone(int process, const std::string& how) {
+  std::lock_guard lock(mutex_);
   if (IsGone(process)) return;
-  hows_.push_back(std::make_unique<const std::string>(how));
+  const bool has_closed = how.empty();
+  if (!has_closed && first_lost_ == kNobody) first_lost_ = process;
+  hows_.push_back(std::make_unique<const std::string>(has_closed ? kGoodbyeText : how));
   gone_[process].store(hows_.back().get());
 }
 

@@ -35,16 +35,11 @@ class Fate {
 
   // Fails all waits from now on. The first reason holds: true for that one.
   bool Poison(const std::exception_ptr& reason);
-  // nullptr while there is none.
-  std::exception_ptr poison() const;
   void ThrowIfPoisoned() const;
 
-  // That a process closed in order, or how it was lost: "died". What comes first holds.
-  void SetClosed(int process);
-  void SetLost(int process, const std::string& how);
+  // How a process was lost: "died"; or "", it closed in order. What comes first holds.
+  void SetGone(int process, const std::string& how);
   bool IsGone(int process) const { return gone_[process].load() != nullptr; }
-  // "rank 2 (process 1, pid 123) died".
-  std::string DescribeGone(int process) const;
 
   const std::string& name(int process) const { return members_[process].name; }
   // " (it is stopped)" or nothing: for the messages of a wait.
@@ -69,7 +64,8 @@ class Fate {
   }
 
  private:
-  void SetGone(int process, const std::string& how);
+  // "rank 2 (process 1, pid 123) died".
+  std::string DescribeGone(int process) const;
   [[noreturn]] void Throw(int gone,
                           const WaitReason& reason,
                           const Waiting& waiting) const;

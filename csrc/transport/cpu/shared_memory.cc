@@ -1,25 +1,17 @@
 #include "transport/cpu/shared_memory.h"
 
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <mutex>
 #include <utility>
 
 #include "platform/error.h"
 #include "platform/shared_mapping.h"
 #include "transport/cpu/fate.h"
 #include "transport/cpu/slots.h"
+#include "transport/process/group_failure.h"
 #include "transport/process/handshake.h"
-#include "transport/process/message.h"
-#include "transport/process/peers.h"
 
 namespace jax_ub {
 
 namespace {
-
-constexpr std::string_view kErrorBegins = "CommunicatorError: ";
 
 // Slots begin on cache lines of their own.
 constexpr int64_t kSlotAlignment = 64;
@@ -33,18 +25,10 @@ struct SharedCommunicator::State {
         std::vector<Partner> its_partners);
   ~State();
 
-  void Hear(const PeerNews& news);
-  void Poison(const std::exception_ptr& reason);
-  std::function<void()> FailWaits(const std::exception_ptr& reason);
-  void Lose(int process, const std::string& how);
-  std::function<void()> SetFailure(const std::exception_ptr& reason);
+  void EndWaits(const std::exception_ptr& poison);
+  void SetGone(int process, const std::string& how);
   void WakeOwn();
-  void Close();
 
-  // In a child of fork, which has no part in this: its parent goes on.
-  bool IsCopy() const { return getpid() != owner; }
-
-  const pid_t owner = getpid();
   const Group group;
   const Layout layout;
   std::vector<SharedMapping> memories;  // [process]
@@ -52,14 +36,8 @@ struct SharedCommunicator::State {
   Lockstep lockstep;
   std::vector<RankArea> areas;                 // [rank]
   std::vector<std::unique_ptr<SlotEnd>> ends;  // [rank]; none of other processes
-  std::atomic<bool> is_closed{false};
 
-  std::mutex saying_mutex;   // held from what peers are told to what follows from it
-  mutable std::mutex mutex;  // guards the two below
-  std::exception_ptr failure;
-  std::function<void(const std::exception_ptr&)> on_poison;
-
-  std::unique_ptr<Peers> peers;  // the last: its thread uses what is above
+  GroupFailure failure;  // the last: its thread uses what is above
 };
 
 namespace {
@@ -78,9 +56,7 @@ std::vector<Fate::Member> MembersOf(const Group& group,
                                     const std::vector<Partner>& partners) {
   std::vector<Fate::Member> members;
   for (int p = 0; p < group.num_processes(); ++p) {
-    const bool is_own = p == group.own();
-    members.push_back(
-        {group.Describe(p, is_own ? getpid() : partners[p].pid), partners[p].seen_pid});
+    members.push_back({group.Describe(p, partners[p].pid), partners[p].seen_pid});
   }
   return members;
 }
@@ -131,9 +107,12 @@ SharedCommunicator::State::State(Group its_group,
       fate(MembersOf(group, its_partners)),
       lockstep(HeadersOf(layout, memories), group.own(), fate),
       areas(group.num_ranks()),
-      ends(group.num_ranks()) {
+      ends(group.num_ranks()),
+      failure(group,
+              {.end_waits = [this](const auto& poison) { EndWaits(poison); },
+               .set_gone = [this](int p, const auto& how) { SetGone(p, how); },
+               .hear_statement = {}}) {  // a call is announced in shared memory
   for (int p = 0; p < group.num_processes(); ++p) {
-    const pid_t pid = p == group.own() ? getpid() : its_partners[p].pid;
     const std::vector<int>& ranks = group.ranks_of(p);
     for (int n = 0; n < static_cast<int>(ranks.size()); ++n) {
       std::byte* memory = memories[p].data();
@@ -141,126 +120,34 @@ SharedCommunicator::State::State(Group its_group,
                          .flags = layout.area(memory, n)->flags,
                          .memory = layout.halves(memory, n),
                          .process = p,
-                         .name = group.DescribeRank(ranks[n], pid)};
+                         .name = group.DescribeRank(ranks[n], its_partners[p].pid)};
     }
   }
   for (const int rank : group.ranks_of(group.own())) {
     ends[rank] = std::make_unique<SlotEnd>(rank, areas, fate, 0);
   }
-  std::vector<Peer> connected;
-  for (int p = 0; p < group.num_processes(); ++p) {
-    if (p == group.own()) continue;
-    if (its_partners[p].has_left) {
-      fate.SetClosed(p);
-    } else {
-      // A process that is its own peer, in tests, does not outlive itself.
-      const pid_t seen = its_partners[p].seen_pid;
-      connected.push_back(
-          {p, std::move(its_partners[p].connection), seen == owner ? 0 : seen});
-    }
-  }
-  peers = std::make_unique<Peers>(std::move(connected));
-  peers->Watch(group, [this](const PeerNews& news) { Hear(news); });
+  failure.Watch(its_partners);
 }
 
 SharedCommunicator::State::~State() {
-  Close();
-  if (!IsCopy()) return;
-  peers->Forget();
+  failure.Close();
+  if (!failure.IsCopy()) return;
   for (SharedMapping& memory : memories) memory.Forget();
+}
+
+void SharedCommunicator::State::EndWaits(const std::exception_ptr& poison) {
+  fate.Poison(poison);
+  WakeOwn();
+}
+
+void SharedCommunicator::State::SetGone(int process, const std::string& how) {
+  fate.SetGone(process, how);
+  WakeOwn();
 }
 
 void SharedCommunicator::State::WakeOwn() {
   lockstep.WakeOwn();
   for (const int rank : group.ranks_of(group.own())) Ring(*areas[rank].doorbell);
-}
-
-void SharedCommunicator::State::Hear(const PeerNews& news) {
-  switch (news.kind) {
-    case PeerNews::kPoisoned:
-      return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
-    case PeerNews::kPoisonedByDeadline:
-      return Poison(std::make_exception_ptr(DeadlineError(news.text)));
-    case PeerNews::kStated:
-      return;  // here a call says it in shared memory
-    case PeerNews::kClosed:
-      fate.SetClosed(news.process);
-      return WakeOwn();
-    case PeerNews::kLost:
-      return Lose(news.process, news.text);
-  }
-}
-
-// Of poison and of deaths everybody is told before any own wait fails, whoever noticed
-// first: so whoever leaves because of it has said why before, and no peer takes that for
-// the reason.
-void SharedCommunicator::State::Poison(const std::exception_ptr& reason) {
-  if (IsCopy()) return;
-  std::function<void()> call_back;
-  {
-    std::lock_guard saying(saying_mutex);
-    if (fate.poison()) return;
-    PoisonMessage told = PoisonMessageOf(reason);
-    if (!told.text.starts_with(kErrorBegins)) {
-      told.text =
-          group.ErrorPrefix() + fate.name(group.own()) + " failed: " + told.text;
-    }
-    peers->Say(told.kind, told.text);
-    call_back = FailWaits(reason);
-  }
-  WakeOwn();
-  call_back();
-}
-
-std::function<void()> SharedCommunicator::State::FailWaits(
-    const std::exception_ptr& reason) {
-  std::lock_guard lock(mutex);
-  fate.Poison(reason);
-  return SetFailure(reason);
-}
-
-void SharedCommunicator::State::Lose(int process, const std::string& how) {
-  std::function<void()> call_back;
-  {
-    std::lock_guard saying(saying_mutex);
-    // What a peer says of others may be old, or nonsense.
-    if (process < 0 || process >= group.num_processes() || process == group.own() ||
-        fate.IsGone(process)) {
-      return;
-    }
-    peers->Say(MessageKind::kObituary, std::to_string(process));
-    std::lock_guard lock(mutex);
-    fate.SetLost(process, how);
-    call_back = SetFailure(std::make_exception_ptr(
-        CommunicatorError(group.ErrorPrefix() + fate.DescribeGone(process))));
-  }
-  WakeOwn();
-  call_back();
-}
-
-// With the mutex held, so that whoever has seen its wait fail finds the failure here.
-// What it returns is to be called without.
-std::function<void()> SharedCommunicator::State::SetFailure(
-    const std::exception_ptr& reason) {
-  if (failure) return [] {};
-  failure = reason;
-  if (!on_poison) return [] {};
-  return [reason, callback = std::move(on_poison)] { callback(reason); };
-}
-
-void SharedCommunicator::State::Close() {
-  // A child of fork has its parent's connections, and must not say goodbye for it.
-  if (getpid() != owner || is_closed.exchange(true)) return;
-  std::function<void()> call_back;
-  {
-    std::lock_guard saying(saying_mutex);
-    peers->Say(MessageKind::kGoodbye, "");
-    call_back = FailWaits(std::make_exception_ptr(CommunicatorError(
-        group.ErrorPrefix() + fate.name(group.own()) + " closed its communicator")));
-  }
-  WakeOwn();
-  call_back();
-  peers->Close();
 }
 
 std::shared_ptr<SharedCommunicator> SharedCommunicator::Connect(
@@ -355,28 +242,18 @@ Transport& SharedCommunicator::rank(int local_rank,
 }
 
 void SharedCommunicator::Poison(const std::exception_ptr& reason) {
-  state_->Poison(reason);
+  state_->failure.Poison(reason);
 }
 
 std::exception_ptr SharedCommunicator::poison() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->failure;
+  return state_->failure.reason();
 }
 
 void SharedCommunicator::OnPoison(
     std::function<void(const std::exception_ptr&)> callback) {
-  std::exception_ptr reason;
-  {
-    std::lock_guard lock(state_->mutex);
-    reason = state_->failure;
-    if (!reason) {
-      state_->on_poison = std::move(callback);
-      return;
-    }
-  }
-  callback(reason);
+  state_->failure.OnReason(std::move(callback));
 }
 
-void SharedCommunicator::Close() { state_->Close(); }
+void SharedCommunicator::Close() { state_->failure.Close(); }
 
 }  // namespace jax_ub

@@ -1,30 +1,25 @@
 #include "transport/cuda/communicator.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
-#include <string_view>
 #include <utility>
 
 #include "platform/deadline.h"
 #include "platform/error.h"
 #include "platform/file_descriptor.h"
 #include "transport/cuda/group_heaps.h"
+#include "transport/process/group_failure.h"
 #include "transport/process/handshake.h"
 #include "transport/process/message.h"
 #include "transport/process/notes.h"
-#include "transport/process/peers.h"
 
 namespace jax_ub {
 
 namespace {
-
-constexpr std::string_view kErrorBegins = "CommunicatorError: ";
 
 // How long Close waits for peers after a failure.
 constexpr double kFailedCloseS = 5;
@@ -53,17 +48,12 @@ struct CudaCommunicator::State {
   std::string NameAndStateOf(int rank) const;
   std::exception_ptr FaultOfDevices();
   std::exception_ptr Failure();
-  void Poison(const std::exception_ptr& reason);
-  void Fail(const std::exception_ptr& reason);
+  void EndWaits();
+  void SetGone(int place, const std::string& how);
   void Add(const CallStatement& statement);
-  void Hear(const PeerNews& news);
-  void Lose(int place, const std::string& how);
-  void Leave(int place, bool in_order);
-  CommunicatorError OwnClose() const;
+  void HearStatement(const PeerNews& news);
   void Close();
 
-  // In a child of fork, which has no part in this: its parent goes on.
-  bool IsCopy() const { return getpid() != owner; }
   ErrorRecord& record(int n) const { return heaps.devices().record(n); }
   int OwnIndexOf(int rank) const {
     const std::vector<int>& own = group.ranks_of(group.own());
@@ -71,29 +61,24 @@ struct CudaCommunicator::State {
   }
   int num_own() const { return heaps.devices().num_ranks(); }
 
-  const pid_t owner = getpid();
   const Group group;
   const HeapLayout layout;
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  std::vector<pid_t> pids;       // [place], as they know themselves
-  std::vector<pid_t> seen_pids;  // [place], as seen from here; 0: it is not
+  std::vector<Partner> partners;  // [place]; their connections are given away
   std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
-  std::atomic<bool> has_failed{false};  // there is a `failure`
 
-  std::mutex saying_mutex;   // held from what peers are told to what follows from it
-  mutable std::mutex mutex;  // guards what follows
-  std::exception_ptr failure;
-  std::vector<bool> is_gone;            // [place]: closed or lost
+  std::mutex mutex;                     // guards what follows
+  int num_connected = 0;                // peers that have not gone
+  std::condition_variable gone;         // one has
   std::string who_closed;               // the first peer that did
   std::atomic<bool> has_closed{false};  // there is one
-  std::condition_variable gone;
-  std::vector<SiteName> sites;  // [number]
+  std::vector<SiteName> sites;          // [number]
   CallAgreement agreement;
 
-  std::unique_ptr<Peers> peers;  // the last: its thread uses what is above
+  GroupFailure failure;  // the last: its thread uses what is above
 };
 
 CudaCommunicator::State::State(Group its_group,
@@ -106,43 +91,32 @@ CudaCommunicator::State::State(Group its_group,
       timeout_s(its_timeout_s),
       heaps(std::move(its_heaps)),
       size_bytes(heaps.size_bytes()),
-      pids(group.num_processes(), 0),
-      seen_pids(group.num_processes(), 0),
-      is_gone(group.num_processes(), true),
-      agreement(group.num_ranks()) {
-  std::vector<Peer> connected;
-  for (int place = 0; place < group.num_processes(); ++place) {
-    Partner& partner = its_partners[place];
-    pids[place] = place == group.own() ? getpid() : partner.pid;
-    if (!partner.connection) continue;
-    // A process that is its own peer, in tests, does not outlive itself.
-    seen_pids[place] = partner.seen_pid == owner ? 0 : partner.seen_pid;
-    is_gone[place] = false;
-    connected.push_back({place, std::move(partner.connection), seen_pids[place]});
-  }
-  peers = std::make_unique<Peers>(std::move(connected));
-  if (group.num_processes() > 1) {
-    peers->Watch(group, [this](const PeerNews& news) { Hear(news); });
-  }
+      partners(std::move(its_partners)),
+      agreement(group.num_ranks()),
+      failure(group,
+              {.end_waits = [this](const auto&) { EndWaits(); },
+               .set_gone = [this](int place, const auto& how) { SetGone(place, how); },
+               .hear_statement = [this](const auto& news) { HearStatement(news); }}) {
+  for (const Partner& partner : partners) num_connected += partner.connection ? 1 : 0;
+  failure.Watch(partners);
 }
 
 CudaCommunicator::State::~State() {
   Close();
-  if (!IsCopy()) return;
+  if (!failure.IsCopy()) return;
   // The driver does not work here, and what it lent is the parent's.
-  peers->Forget();
   static_cast<void>(new GroupHeaps(std::move(heaps)));
 }
 
 std::string CudaCommunicator::State::NameOf(int rank) const {
   if (group.num_processes() == 1) return "rank " + std::to_string(rank);
   const int place = group.place_of_rank(rank);
-  return group.DescribeRank(rank, pids[place]);
+  return group.DescribeRank(rank, partners[place].pid);
 }
 
 // With what it is doing at this moment, as seen from here: for the messages of a wait.
 std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
-  return NameOf(rank) + DescribeIfStopped(seen_pids[group.place_of_rank(rank)]);
+  return NameOf(rank) + DescribeIfStopped(partners[group.place_of_rank(rank)].seen_pid);
 }
 
 // What the local devices recorded: a rank's own reason rather than that of a peer.
@@ -164,10 +138,7 @@ std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
 }
 
 std::exception_ptr CudaCommunicator::State::Failure() {
-  if (has_failed.load()) {
-    std::lock_guard lock(mutex);
-    return failure;
-  }
+  if (const std::exception_ptr reason = failure.reason()) return reason;
   if (is_closed.load()) return nullptr;  // Close is at it
   const std::exception_ptr fault = FaultOfDevices();
   if (!fault) return nullptr;
@@ -177,41 +148,30 @@ std::exception_ptr CudaCommunicator::State::Failure() {
   }
   // A peer that failed says why, as soon as it looks: that shall be the reason.
   if (!is_own) return fault;
-  Poison(fault);
-  std::lock_guard lock(mutex);
-  return failure;
+  failure.Poison(fault);
+  return failure.reason();
 }
 
-// Everybody is told before any own wait fails, so that whoever leaves because of it has
-// said why before.
-void CudaCommunicator::State::Poison(const std::exception_ptr& reason) {
-  if (IsCopy()) return;
-  std::lock_guard saying(saying_mutex);
-  if (has_failed.load()) return;
-  PoisonMessage told = PoisonMessageOf(reason);
-  if (!told.text.starts_with(kErrorBegins)) {
-    told.text = group.ErrorPrefix() + group.Describe(group.own(), owner) +
-                " failed: " + told.text;
-  }
-  peers->Say(told.kind, told.text);
-  Fail(reason);
-}
-
-void CudaCommunicator::State::Fail(const std::exception_ptr& reason) {
-  {
-    std::lock_guard lock(mutex);
-    if (failure) return;
-    failure = reason;
-    has_failed.store(true);
-  }
+void CudaCommunicator::State::EndWaits() {
   for (int n = 0; n < num_own(); ++n) SetPoisoned(record(n));
 }
 
+void CudaCommunicator::State::SetGone(int place, const std::string& how) {
+  if (!how.empty()) EndWaits();
+  std::lock_guard lock(mutex);
+  --num_connected;
+  gone.notify_all();
+  if (!how.empty() || has_closed.load()) return;
+  who_closed = group.Describe(place, partners[place].pid);
+  has_closed.store(true);
+}
+
 void CudaCommunicator::State::Add(const CallStatement& statement) {
+  if (failure.reason()) return;
   std::optional<CallStatement> other;
   {
     std::lock_guard lock(mutex);
-    if (!failure) other = agreement.Add(statement);
+    other = agreement.Add(statement);
   }
   if (!other) return;
   // In one order, so that all say the same.
@@ -228,70 +188,23 @@ void CudaCommunicator::State::Add(const CallStatement& statement) {
             NameOf((is_first ? second : first).rank) +
             " is ready for: " + refused.call + ": " + refused.refusal;
   }
-  Poison(std::make_exception_ptr(CommunicatorError(text)));
+  failure.Poison(std::make_exception_ptr(CommunicatorError(text)));
 }
 
-void CudaCommunicator::State::Hear(const PeerNews& news) {
-  switch (news.kind) {
-    case PeerNews::kStated: {
-      const auto statement = CallStatement::Unpack(news.text);
-      // Of a rank of its own: what a peer says may be nonsense.
-      if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
-          group.place_of_rank(statement->rank) == news.process) {
-        Add(*statement);
-      }
-      return;
-    }
-    case PeerNews::kPoisoned:
-      return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
-    case PeerNews::kPoisonedByDeadline:
-      return Poison(std::make_exception_ptr(DeadlineError(news.text)));
-    case PeerNews::kClosed:
-      return Leave(news.process, true);
-    case PeerNews::kLost:
-      return Lose(news.process, news.text);
+void CudaCommunicator::State::HearStatement(const PeerNews& news) {
+  const auto statement = CallStatement::Unpack(news.text);
+  // Of a rank of its own: what a peer says may be nonsense.
+  if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
+      group.place_of_rank(statement->rank) == news.process) {
+    Add(*statement);
   }
-}
-
-void CudaCommunicator::State::Lose(int place, const std::string& how) {
-  // What a peer says of others may be old, or nonsense.
-  if (place < 0 || place >= group.num_processes() || place == group.own()) return;
-  {
-    std::lock_guard saying(saying_mutex);
-    {
-      std::lock_guard lock(mutex);
-      if (is_gone[place]) return;
-    }
-    peers->Say(MessageKind::kObituary, std::to_string(place));
-    Fail(std::make_exception_ptr(CommunicatorError(
-        group.ErrorPrefix() + group.Describe(place, pids[place]) + " " + how)));
-  }
-  Leave(place, false);
-}
-
-void CudaCommunicator::State::Leave(int place, bool in_order) {
-  std::lock_guard lock(mutex);
-  is_gone[place] = true;
-  if (in_order && !has_closed.load()) {
-    who_closed = group.Describe(place, pids[place]);
-    has_closed.store(true);
-  }
-  gone.notify_all();
-}
-
-CommunicatorError CudaCommunicator::State::OwnClose() const {
-  return CommunicatorError(
-      group.ErrorPrefix() +
-      (group.num_processes() == 1 ? "it" : group.Describe(group.own(), owner)) +
-      " closed its communicator");
 }
 
 // Whoever says goodbye has done all that it was given, and writes to nobody any more.
 // Memory by virtual memory management lives as long as somebody has it mapped, so that
 // only a peer that opened it by cuIpc can be harmed by not being waited for.
 void CudaCommunicator::State::Close() {
-  // A child of fork has its parent's connections, and must not say goodbye for it.
-  if (IsCopy() || is_closed.exchange(true)) return;
+  if (failure.IsCopy() || is_closed.exchange(true)) return;
   const Driver& driver = heaps.devices().driver();
   for (const Context& context : heaps.devices().contexts()) {
     try {
@@ -302,19 +215,16 @@ void CudaCommunicator::State::Close() {
       continue;
     }
   }
-  peers->Say(MessageKind::kGoodbye, "");
+  failure.SayGoodbye();
   const double patience_s =
-      has_failed.load() ? std::min(kFailedCloseS, timeout_s) : timeout_s;
+      failure.reason() ? std::min(kFailedCloseS, timeout_s) : timeout_s;
   {
     std::unique_lock lock(mutex);
-    const bool all_gone =
-        gone.wait_until(lock, Deadline::After(patience_s).time(), [&] {
-          return std::find(is_gone.begin(), is_gone.end(), false) == is_gone.end();
-        });
+    const bool all_gone = gone.wait_until(lock, Deadline::After(patience_s).time(),
+                                          [&] { return num_connected == 0; });
     if (!all_gone) heaps.Abandon();
   }
-  peers->Close();
-  Fail(std::make_exception_ptr(OwnClose()));
+  failure.Close();
   heaps.GiveBack();
 }
 
@@ -443,8 +353,8 @@ uint32_t CudaCommunicator::NumberOf(const SiteName& site) {
 }
 
 void CudaCommunicator::Declare(const CallStatement& statement) {
-  if (state_->IsCopy() || state_->has_failed.load()) return;
-  state_->peers->Say(MessageKind::kStatement, statement.Pack());
+  if (state_->failure.IsCopy() || state_->failure.reason()) return;
+  state_->failure.Say(MessageKind::kStatement, statement.Pack());
   state_->Add(statement);
 }
 
@@ -454,7 +364,7 @@ void CudaCommunicator::ThrowIfFailed() {
   if (const std::exception_ptr reason = state_->Failure()) {
     std::rethrow_exception(reason);
   }
-  if (state_->refuses_calls.load()) throw state_->OwnClose();
+  if (state_->refuses_calls.load()) throw state_->failure.OwnClose();
   if (!state_->has_closed.load()) return;
   std::lock_guard lock(state_->mutex);
   throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed + " " +
@@ -462,7 +372,7 @@ void CudaCommunicator::ThrowIfFailed() {
 }
 
 void CudaCommunicator::Poison(const std::exception_ptr& reason) {
-  state_->Poison(reason);
+  state_->failure.Poison(reason);
 }
 
 void CudaCommunicator::RefuseCalls() { state_->refuses_calls.store(true); }

@@ -32,7 +32,9 @@ Handshake::Handshake(const Endpoint& endpoint,
       memory_(memory),
       take_(std::move(take)),
       stages_(group.num_processes(), Stage::kUndialed),
-      partners_(group.num_processes()) {}
+      partners_(group.num_processes()) {
+  partners_[group.own()].pid = getpid();
+}
 
 std::vector<Partner> Handshake::Run(double timeout_s) {
   const Deadline deadline = Deadline::After(timeout_s);

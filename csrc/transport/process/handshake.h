@@ -50,7 +50,8 @@ class Handshake {
             const FileDescriptor& memory,
             Take take);
 
-  // Returns [place], empty for the own one and those left out. Throws CommunicatorError and DeadlineError.
+  // Returns [place], the own one and those left out without a connection. Throws
+  // CommunicatorError and DeadlineError.
   std::vector<Partner> Run(double timeout_s);
 
  private:

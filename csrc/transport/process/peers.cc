@@ -85,7 +85,8 @@ void Peers::Run() noexcept {
     RunUntilStopped();
   } catch (const SystemError& error) {
     for (Watched& peer : watched_) {
-      SetLeft(peer, PeerNews::kLost, std::string("is out of sight: ") + error.what());
+      SetLeft(peer, MessageKind::kObituary,
+              std::string("is out of sight: ") + error.what());
     }
   }
 }
@@ -122,35 +123,24 @@ void Peers::Hear(Watched& peer, bool has_died) {
     Message message = ReceiveMessage(peer.connection);
     if (message.arrival == Arrival::kEnd ||
         (message.arrival == Arrival::kNothing && has_died)) {
-      SetLeft(peer, PeerNews::kLost, "died");
+      SetLeft(peer, MessageKind::kObituary, "died");
       return;
     }
     if (message.arrival == Arrival::kNothing) return;
     switch (message.kind) {
-      case MessageKind::kPoison:
-        tell_({peer.process, PeerNews::kPoisoned, std::move(message.body)});
-        break;
-      case MessageKind::kDeadlinePoison:
-        tell_({peer.process, PeerNews::kPoisonedByDeadline, std::move(message.body)});
-        break;
       case MessageKind::kObituary:
-        tell_({std::atoi(message.body.c_str()), PeerNews::kLost, "died"});
-        break;
-      case MessageKind::kStatement:
-        tell_({peer.process, PeerNews::kStated, std::move(message.body)});
+        tell_({std::atoi(message.body.c_str()), message.kind, "died"});
         break;
       case MessageKind::kGoodbye:
-        SetLeft(peer, PeerNews::kClosed, "");
+        SetLeft(peer, message.kind, "");
         break;
-      case MessageKind::kHello:
-      case MessageKind::kNote:
-      case MessageKind::kNotePassed:
-        break;
+      default:
+        tell_({peer.process, message.kind, std::move(message.body)});
     }
   }
 }
 
-void Peers::SetLeft(Watched& peer, PeerNews::Kind kind, const std::string& how) {
+void Peers::SetLeft(Watched& peer, MessageKind kind, const std::string& how) {
   if (peer.has_left) return;
   peer.has_left = true;
   tell_({peer.process, kind, how});

@@ -28,10 +28,9 @@ struct Peer {
 };
 
 struct PeerNews {
-  enum Kind { kPoisoned, kPoisonedByDeadline, kStated, kClosed, kLost };
-  int process = 0;
-  Kind kind = kLost;
-  std::string text;  // the poison's reason; the statement; or how it was lost
+  int process = 0;  // who says it, or of whom it is an obituary
+  MessageKind kind = MessageKind::kObituary;
+  std::string text;  // of an obituary: how it was lost
 };
 
 class Peers {
@@ -69,7 +68,7 @@ class Peers {
   void SendRest(Watched& peer);
   // Passes on what has come.
   void Hear(Watched& peer, bool has_died);
-  void SetLeft(Watched& peer, PeerNews::Kind kind, const std::string& how);
+  void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
   std::function<void(const PeerNews&)> tell_;
   FileDescriptor wake_;  // the thread looks again

@@ -1,0 +1,263 @@
+// How a failure travels, seen from one process of three whose peers are the test.
+#include "transport/process/group_failure.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "ends.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+namespace {
+
+std::exception_ptr Boom() { return std::make_exception_ptr(Error("boom")); }
+
+std::string TextOf(const std::exception_ptr& reason) {
+  return reason ? PoisonMessageOf(reason).text : "nothing";
+}
+
+bool WaitUntil(const std::function<bool()>& condition) {
+  const Deadline deadline = Deadline::After(20);
+  while (!condition()) {
+    if (deadline.Expired()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+// Process 0; the other ends of its connections are peers[1] and peers[2]. Keeps in order
+// what its hooks were told.
+class Own {
+ public:
+  explicit Own(std::function<void()> while_waits_end = [] {})
+      : while_waits_end_(std::move(while_waits_end)), failure(group, HooksOf()) {
+    std::vector<Partner> partners(3);
+    partners[0].pid = getpid();
+    for (const int p : {1, 2}) {
+      Ends ends;
+      partners[p].connection = std::move(ends.one);
+      partners[p].pid = 10 + p;
+      peers[p] = std::move(ends.other);
+    }
+    failure.Watch(partners);
+  }
+
+  std::string log() {
+    std::lock_guard lock(mutex_);
+    return log_;
+  }
+  bool HasLogged(const std::string& text) {
+    return WaitUntil([&] { return log() == text; });
+  }
+
+  const std::string name = "rank 0 (process 0, pid " + std::to_string(getpid()) + ")";
+  FileDescriptor peers[3];
+  const Group group{{.process_of_rank = {0, 1, 2}, .process = 0, .name = "tp"}};
+
+ private:
+  GroupFailure::Hooks HooksOf() {
+    return {.end_waits =
+                [this](const auto& poison) {
+                  Log("end(" + TextOf(poison) + ")");
+                  while_waits_end_();
+                },
+            .set_gone =
+                [this](int process, const auto& how) {
+                  Log("gone(" + std::to_string(process) + how + ")");
+                  while_waits_end_();
+                },
+            .hear_statement =
+                [this](const auto& news) { Log("heard(" + news.text + ")"); }};
+  }
+  void Log(const std::string& text) {
+    std::lock_guard lock(mutex_);
+    log_ += text;
+  }
+
+  const std::function<void()> while_waits_end_;
+  std::mutex mutex_;
+  std::string log_;
+
+ public:
+  GroupFailure failure;  // the last: its thread uses what is above
+};
+
+void CheckHears(const FileDescriptor& peer, MessageKind kind, const std::string& text) {
+  const Message heard = Await(peer);
+  CHECK(heard.arrival == Arrival::kMessage);
+  CHECK(heard.kind == kind);
+  CHECK_EQ(heard.body, text);
+}
+
+bool HearsNothing(const FileDescriptor& peer) {
+  return ReceiveMessage(peer).arrival == Arrival::kNothing;
+}
+
+TEST(PeersAreToldBeforeOwnWaitsEndAndWhoeverWaitedFindsTheReason) {
+  std::thread waiter;
+  Own* all = nullptr;
+  Own own([&] {
+    for (const int p : {1, 2}) {
+      CheckHears(all->peers[p], MessageKind::kPoison,
+                 "CommunicatorError: jax_ub.tp: " + all->name + " failed: boom");
+    }
+    waiter = std::thread([&] { CHECK_EQ(TextOf(all->failure.reason()), "boom"); });
+  });
+  all = &own;
+  own.failure.Poison(Boom());
+  waiter.join();
+}
+
+TEST(TheFirstPoisonHoldsAndKeepsItsTextAndType) {
+  Own own;
+  const std::string text = "CommunicatorError: jax_ub.tp: rank 1 waited";
+  SendMessage(own.peers[1], MessageKind::kDeadlinePoison, text);
+  CHECK(own.HasLogged("end(" + text + ")"));
+  own.failure.Poison(Boom());
+  for (const int p : {1, 2}) {
+    CheckHears(own.peers[p], MessageKind::kDeadlinePoison, text);
+    CHECK(HearsNothing(own.peers[p]));
+  }
+  CHECK(PoisonMessageOf(own.failure.reason()).kind == MessageKind::kDeadlinePoison);
+  CHECK_EQ(own.log(), "end(" + text + ")");
+}
+
+TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
+  const std::string reason =
+      "CommunicatorError: jax_ub.tp: rank 1 (process 1, pid 11) died";
+  std::atomic<const FileDescriptor*> who_hears_first{nullptr};
+  Own own([&] {
+    const FileDescriptor* const peer = who_hears_first.exchange(nullptr);
+    if (peer != nullptr) CheckHears(*peer, MessageKind::kObituary, "1");
+  });
+  who_hears_first = &own.peers[2];
+  own.peers[1].reset();
+  CHECK(WaitUntil([&] { return own.failure.reason() != nullptr; }));
+  CHECK_EQ(TextOf(own.failure.reason()), reason);
+  // What is old, and nonsense.
+  for (const char* who : {"1", "0", "3", "-1"}) {
+    SendMessage(own.peers[2], MessageKind::kObituary, who);
+  }
+  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  CHECK(own.HasLogged("gone(1died)heard(behind)"));
+  CHECK(HearsNothing(own.peers[2]));
+  // Who waits for others than the dead one is ended by poison alone.
+  own.failure.Poison(Boom());
+  CHECK(own.HasLogged("gone(1died)heard(behind)end(boom)"));
+  CheckHears(own.peers[2], MessageKind::kPoison,
+             "CommunicatorError: jax_ub.tp: " + own.name + " failed: boom");
+  CHECK_EQ(TextOf(own.failure.reason()), reason);
+}
+
+TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
+  Own own;
+  SendMessage(own.peers[2], MessageKind::kObituary, "1");
+  CHECK(own.HasLogged("gone(1died)"));
+  own.peers[1].reset();
+  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  CHECK(own.HasLogged("gone(1died)heard(behind)"));
+  CheckHears(own.peers[2], MessageKind::kObituary, "1");
+  CHECK(HearsNothing(own.peers[2]));
+}
+
+TEST(AGoodbyeIsNoReason) {
+  Own own;
+  SendMessage(own.peers[1], MessageKind::kGoodbye, "");
+  CHECK(own.HasLogged("gone(1)"));
+  own.peers[1].reset();
+  SendMessage(own.peers[2], MessageKind::kObituary, "1");
+  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  CHECK(own.HasLogged("gone(1)heard(behind)"));
+  CHECK(!own.failure.reason());
+  CHECK(HearsNothing(own.peers[2]));
+}
+
+TEST(WhoHadLeftDuringTheHandshakeIsGone) {
+  const Group group({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
+  std::string log;
+  GroupFailure failure(group, {.end_waits = [](const auto&) {},
+                               .set_gone =
+                                   [&](int process, const auto& how) {
+                                     log += std::to_string(process) + how;
+                                   },
+                               .hear_statement = {}});
+  Ends ends;
+  std::vector<Partner> partners(2);
+  partners[1].connection = std::move(ends.one);
+  partners[1].has_left = true;
+  failure.Watch(partners);
+  failure.Poison(Boom());
+  CHECK_EQ(log, "1");
+  CHECK(HearsNothing(ends.other));
+}
+
+TEST(WhoAskedIsCalledOnceWithoutALock) {
+  Own own;
+  int num_calls = 0;
+  own.failure.OnReason([&](const std::exception_ptr& reason) {
+    ++num_calls;
+    CHECK_EQ(TextOf(reason), "boom");
+    CHECK_EQ(TextOf(own.failure.reason()), "boom");
+    own.failure.Poison(std::make_exception_ptr(Error("again")));
+    own.failure.OnReason([&](const std::exception_ptr&) { ++num_calls; });
+  });
+  own.failure.Poison(Boom());
+  CHECK_EQ(num_calls, 2);
+  own.failure.Close();
+  CHECK_EQ(num_calls, 2);
+}
+
+TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
+  for (const bool says_before : {false, true}) {
+    Own own;
+    const std::string reason =
+        "CommunicatorError: jax_ub.tp: " + own.name + " closed its communicator";
+    if (says_before) {
+      own.failure.SayGoodbye();
+      CHECK(!own.failure.reason());
+    }
+    own.failure.Close();
+    own.failure.Close();
+    own.failure.Poison(Boom());
+    CHECK_EQ(own.log(), "end(" + reason + ")");
+    CHECK_EQ(TextOf(own.failure.reason()), reason);
+    for (const int p : {1, 2}) {
+      CheckHears(own.peers[p], MessageKind::kGoodbye, "");
+      CHECK(Await(own.peers[p]).arrival == Arrival::kEnd);
+    }
+  }
+}
+
+TEST(ACopyByForkTellsNobody) {
+  Own own;
+  const pid_t child = fork();
+  if (child == 0) {
+    own.failure.Poison(Boom());
+    own.failure.Close();
+    const bool is_untouched = own.failure.IsCopy() && own.log().empty();
+    own.failure.~GroupFailure();
+    _exit(is_untouched ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+  CHECK(!own.failure.reason());
+  own.failure.Say(MessageKind::kStatement, "here");
+  for (const int p : {1, 2}) CheckHears(own.peers[p], MessageKind::kStatement, "here");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
