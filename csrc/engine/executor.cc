@@ -173,7 +173,7 @@ class RankExecution {
 
   void Put(const Step& step) {
     lanes_.Await(kCommunicationLane, MadeAt(step.payload, step.chunk, step.split));
-    transport_.Write(step.peer, step.slot, 0, Source(step).rows());
+    transport_.Write(step.peer, step.slot, Source(step).rows());
     transport_.Signal(step.peer, step.slot);
   }
 

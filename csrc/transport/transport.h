@@ -42,10 +42,9 @@ class Transport {
 
   // The own slot's memory: to be read between Wait and Release.
   virtual const std::byte* slot(int index) const = 0;
-  virtual int64_t slot_bytes() const = 0;
 
-  // Only after WaitFree. Appends `rows` to what is in the peer's slot behind `offset`.
-  virtual void Write(int peer, int slot, int64_t offset, const Rows& rows) = 0;
+  // Only after WaitFree. `rows` lie one behind the other in the peer's slot.
+  virtual void Write(int peer, int slot, const Rows& rows) = 0;
   // Tells the peer that its slot is filled.
   virtual void Signal(int peer, int slot) = 0;
 

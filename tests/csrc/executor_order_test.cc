@@ -218,9 +218,8 @@ class OrderTransport : public Transport {
   const std::byte* slot(int index) const override {
     return slots_.data() + index * slot_bytes_;
   }
-  int64_t slot_bytes() const override { return slot_bytes_; }
 
-  void Write(int peer, int slot, int64_t offset, const Rows& rows) override {
+  void Write(int peer, int slot, const Rows& rows) override {
     memory_.Begin(kCommunicationLane);
     for (int64_t row = 0; row < rows.num_rows; ++row) {
       memory_.Read(kCommunicationLane, rows.data + row * rows.stride_bytes,

@@ -37,7 +37,7 @@ int64_t WrongReads(Transport& transport, const Schedule& schedule, int64_t call)
     const int64_t value = call * 1000 + transport.rank();
     if (step.kind == StepKind::kPut) {
       transport.Write(
-          step.peer, step.slot, 0,
+          step.peer, step.slot,
           {reinterpret_cast<const std::byte*>(&value), 1, sizeof(value), 0});
       transport.Signal(step.peer, step.slot);
     } else if (step.kind == StepKind::kWait) {

@@ -66,7 +66,7 @@ int64_t WrongReads(InProcessCommunicator& communicator,
     for (const Step& step : schedule.steps) {
       const int64_t value = call * 1000 + rank;
       if (step.kind == StepKind::kPut) {
-        transport.Write(step.peer, step.slot, 0, OneRow(value));
+        transport.Write(step.peer, step.slot, OneRow(value));
         transport.Signal(step.peer, step.slot);
       } else if (step.kind == StepKind::kWait) {
         transport.Wait(step.peer, step.slot, Reason(step.chunk));
@@ -123,7 +123,7 @@ TEST(RowsArrivePacked) {
   InProcessCommunicator communicator(2, 1, 6);
   const char source[] = "ab..cd..ef..";
   const auto* data = reinterpret_cast<const std::byte*>(source);
-  communicator.rank(0).Write(1, 0, 0, {data, 3, 2, 4});
+  communicator.rank(0).Write(1, 0, {data, 3, 2, 4});
   communicator.rank(0).Signal(1, 0);
   communicator.rank(1).Wait(0, 0, Reason(0));
   CHECK_EQ(std::memcmp(communicator.rank(1).slot(0), "abcdef", 6), 0);
@@ -132,7 +132,7 @@ TEST(RowsArrivePacked) {
 TEST(APieceThatDoesNotFitIsRefused) {
   InProcessCommunicator communicator(2, 1, 64);
   std::vector<std::byte> data(65);
-  CHECK_THROWS(communicator.rank(0).Write(1, 0, 0, {data.data(), 1, 65, 65}),
+  CHECK_THROWS(communicator.rank(0).Write(1, 0, {data.data(), 1, 65, 65}),
                "65 bytes does not fit into a slot of 64");
 }
 

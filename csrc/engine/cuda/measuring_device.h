@@ -48,8 +48,7 @@ class LoneTransport : public Transport {
   int num_ranks() const override { return num_ranks_; }
   // An address that nothing has.
   const std::byte* slot(int index) const override;
-  int64_t slot_bytes() const override { return slot_bytes_; }
-  void Write(int peer, int slot, int64_t offset, const Rows& rows) override {}
+  void Write(int peer, int slot, const Rows& rows) override {}
   void Signal(int peer, int slot) override {}
   void Wait(int peer, int slot, const WaitReason& reason) override {}
   void Release(int slot) override {}

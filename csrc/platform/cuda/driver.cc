@@ -60,7 +60,6 @@ constexpr Symbol kSymbols[] = {
     {offsetof(Driver, EventSynchronize), "cuEventSynchronize", 2000},
     {offsetof(Driver, EventElapsedTime), "cuEventElapsedTime", 2000},
     {offsetof(Driver, EventDestroy), "cuEventDestroy", 4000},
-    {offsetof(Driver, MemGetInfo), "cuMemGetInfo", 3020},
     {offsetof(Driver, MemAlloc), "cuMemAlloc", 3020},
     {offsetof(Driver, MemFree), "cuMemFree", 3020},
     {offsetof(Driver, MemAllocAsync), "cuMemAllocAsync", 11020},

@@ -47,7 +47,6 @@ struct Driver {
   decltype(&cuEventElapsedTime) EventElapsedTime;
   decltype(&cuEventDestroy) EventDestroy;
 
-  decltype(&cuMemGetInfo) MemGetInfo;
   decltype(&cuMemAlloc) MemAlloc;
   decltype(&cuMemFree) MemFree;
   decltype(&cuMemAllocAsync) MemAllocAsync;

@@ -17,12 +17,11 @@ Fate::Fate(std::vector<Member> members)
   }
 }
 
-bool Fate::Poison(const std::exception_ptr& reason) {
+void Fate::Poison(const std::exception_ptr& reason) {
   std::lock_guard lock(mutex_);
-  if (poison_) return false;
+  if (poison_) return;
   poison_ = reason;
   poisoned_.store(true);
-  return true;
 }
 
 void Fate::ThrowIfPoisoned() const {

@@ -33,8 +33,8 @@ class Fate {
 
   explicit Fate(std::vector<Member> members);
 
-  // Fails all waits from now on. The first reason holds: true for that one.
-  bool Poison(const std::exception_ptr& reason);
+  // Fails all waits from now on. The first reason holds.
+  void Poison(const std::exception_ptr& reason);
   void ThrowIfPoisoned() const;
 
   // How a process was lost: "died"; or "", it closed in order. What comes first holds.

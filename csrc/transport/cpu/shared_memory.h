@@ -43,8 +43,6 @@ class SharedCommunicator {
  public:
   // A call may have this many slots; flags for them lie in each area.
   static constexpr int kMaxSlots = AreaHeader::kMaxSlots;
-  // Longer texts are cut.
-  static constexpr size_t kMaxAnnouncementBytes = AnnouncementRecord::kMaxBytes;
 
   // Exchanges memory with every other process of the group. `peers` by process number;
   // the own one may be left out. Throws DeadlineError, which names the processes that
@@ -85,7 +83,7 @@ class SharedCommunicator {
   Order WaitOrder(int64_t call, const WaitReason& reason);
 
   // What peers shall compare, before Barrier(call, 0); readable from there to the next
-  // call's Barrier(call + 1, 0).
+  // call's Barrier(call + 1, 0). Texts longer than AnnouncementRecord's are cut.
   void Announce(int64_t call, uint64_t signature, std::string_view text);
   Announcement announcement(int process, int64_t call) const;
 

@@ -34,13 +34,13 @@ void SlotEnd::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
   }
 }
 
-void SlotEnd::Write(int peer, int slot, int64_t offset, const Rows& rows) {
-  const int64_t end = offset + rows.num_rows * rows.row_bytes;
-  if (end > slot_bytes_) {
-    throw Error("jax_ub: a piece of " + std::to_string(end) +
+void SlotEnd::Write(int peer, int slot, const Rows& rows) {
+  const int64_t size_bytes = rows.num_rows * rows.row_bytes;
+  if (size_bytes > slot_bytes_) {
+    throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
                 " bytes does not fit into a slot of " + std::to_string(slot_bytes_));
   }
-  std::byte* to = SlotOf(peer, slot) + offset;
+  std::byte* to = SlotOf(peer, slot);
   for (int64_t row = 0; row < rows.num_rows; ++row) {
     std::memcpy(to + row * rows.row_bytes, rows.data + row * rows.stride_bytes,
                 rows.row_bytes);

@@ -53,16 +53,16 @@ const std::byte* CudaSlots::slot(int index) const {
   return reinterpret_cast<const std::byte*>(SlotOf(rank_, index));
 }
 
-void CudaSlots::Write(int peer, int slot, int64_t offset, const Rows& rows) {
+void CudaSlots::Write(int peer, int slot, const Rows& rows) {
   const int64_t size_bytes = rows.num_rows * rows.row_bytes;
-  if (offset + size_bytes > slots_.slot_bytes) {
-    throw Error("jax_ub: a piece of " + std::to_string(offset + size_bytes) +
+  if (size_bytes > slots_.slot_bytes) {
+    throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
                 " bytes does not fit into a slot of " +
                 std::to_string(slots_.slot_bytes));
   }
   EnqueueCopy(*stream_.driver, *stream_.sums, stream_.stream,
               {.from = AddressOf(rows.data),
-               .to = SlotOf(peer, slot) + offset,
+               .to = SlotOf(peer, slot),
                .num_rows = rows.num_rows,
                .row_bytes = rows.row_bytes,
                .from_stride = rows.stride_bytes,

@@ -92,11 +92,10 @@ class CudaSlots : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return static_cast<int>(places_.size()); }
-  int64_t slot_bytes() const override { return slots_.slot_bytes; }
   // A device address.
   const std::byte* slot(int index) const override;
 
-  void Write(int peer, int slot, int64_t offset, const Rows& rows) override;
+  void Write(int peer, int slot, const Rows& rows) override;
   void Signal(int peer, int slot) override;
   void Wait(int peer, int slot, const WaitReason& reason) override;
   void Release(int slot) override {}

@@ -99,14 +99,6 @@ CUresult MemFreeAsync(CUdeviceptr pointer, CUstream stream) {
   });
 }
 
-CUresult MemGetInfo(size_t* free_bytes, size_t* total_bytes) {
-  return RunInContext("MemGetInfo", [&](Call& call) {
-    *total_bytes = call.machine.options.device_memory_bytes;
-    *free_bytes = FreeBytes(call.machine, call.device());
-    return CUDA_SUCCESS;
-  });
-}
-
 CUresult MemHostAlloc(void** pointer, size_t size_bytes, unsigned flags) {
   return RunInContext("MemHostAlloc", [&](Call& call) {
     constexpr unsigned kKnown = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP |
@@ -146,7 +138,6 @@ CUresult MemFreeHost(void* pointer) {
 }  // namespace
 
 void FillMemory(Driver& driver) {
-  driver.MemGetInfo = MemGetInfo;
   driver.MemAlloc = MemAlloc;
   driver.MemFree = MemFree;
   driver.MemAllocAsync = MemAllocAsync;

@@ -63,7 +63,7 @@ class RankOnGpu {
     for (int d = 1; d < num_ranks; ++d) {
       const int peer = (rank_ + d) % num_ranks;
       slots.WaitFree(peer, rank_, {kExchangeLabel, -1, timeout_s});
-      slots.Write(peer, rank_, 0,
+      slots.Write(peer, rank_,
                   {reinterpret_cast<const std::byte*>(own_.device()), 1, kSlotBytes,
                    kSlotBytes});
       slots.Signal(peer, rank_);

@@ -171,13 +171,13 @@ const WaitReason kReason{kLabel, 9, 1.5};
 
 TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
   End end;
-  end.slots.Write(2, 3, 8, {nullptr, 1, 32, 0});
-  end.slots.Write(2, 3, 0, {nullptr, 4, 8, 8});
-  end.slots.Write(2, 3, 0, {nullptr, 2, 8, 24});
-  end.slots.Write(2, 3, 0, {nullptr, 2, 0, 24});  // nothing
+  end.slots.Write(2, 3, {nullptr, 1, 32, 0});
+  end.slots.Write(2, 3, {nullptr, 4, 8, 8});
+  end.slots.Write(2, 3, {nullptr, 2, 8, 24});
+  end.slots.Write(2, 3, {nullptr, 2, 0, 24});  // nothing
   CHECK_EQ(end.operations.size(), 4u);
   const CUdeviceptr slot = end.places[2].slots + 3 * 256;
-  CHECK_EQ(end.operations[0].writes[0].slots, slot + 8);
+  CHECK_EQ(end.operations[0].writes[0].slots, slot);
   CHECK_EQ(end.operations[0].writes[0].size_bytes, 32);
   CHECK_EQ(end.operations[1].writes[0].size_bytes, 32);  // rows without gaps
   // Rows with gaps: one by one, since a graph's copies have one dimension.
@@ -185,13 +185,13 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
     CHECK_EQ(end.operations[2 + row].writes[0].slots, slot + 8 * row);
     CHECK_EQ(end.operations[2 + row].writes[0].size_bytes, 8);
   }
-  CHECK_THROWS(end.slots.Write(2, 3, 16, {nullptr, 1, 32, 0}),
+  CHECK_THROWS(end.slots.Write(2, 3, {nullptr, 1, 48, 0}),
                "a piece of 48 bytes does not fit into a slot of 40");
 }
 
 TEST(many_rows_with_gaps_go_by_sms) {
   End end;
-  end.slots.Write(2, 3, 0, {nullptr, 65, 0, 24});
+  end.slots.Write(2, 3, {nullptr, 65, 0, 24});
   CHECK(end.operations.empty());
   std::vector<Operation> operations;
   const SumKernels sums(Recording(), kHopper);
@@ -204,11 +204,11 @@ TEST(many_rows_with_gaps_go_by_sms) {
 
 TEST(pieces_go_by_sms_when_copy_engines_are_not_to_be_used) {
   End end(/*use_ce=*/false);
-  end.slots.Write(0, 1, 8, {nullptr, 2, 8, 24});
+  end.slots.Write(0, 1, {nullptr, 2, 8, 24});
   const Operation& copy = end.operations.at(0);
   CHECK_EQ(copy.kernel->name, kCopyKernel);
   CHECK_EQ(copy.num_blocks, 3u);
-  CHECK_EQ(ParamsOf<CopyParams>(copy).to, end.places[0].slots + 256 + 8);
+  CHECK_EQ(ParamsOf<CopyParams>(copy).to, end.places[0].slots + 256);
   CHECK_EQ(ParamsOf<CopyParams>(copy).from_stride, 24);
   CHECK_EQ(ParamsOf<CopyParams>(copy).to_stride, 8);
 }

@@ -38,7 +38,7 @@ class Recorder {
     CudaSlots slots = SlotsOf(schedule, slot_bytes, nullptr);
     held_.clear();
     const size_t first_read = program_.beside.size();
-    for (const Step& step : schedule.steps) Take(step, schedule, slots);
+    for (const Step& step : schedule.steps) Take(step, schedule, slots, slot_bytes);
     const size_t end = program_.lane.size();
     slots.EndCall();
     for (size_t i = end; i < program_.lane.size(); ++i) {
@@ -114,11 +114,13 @@ class Recorder {
         .first->second;
   }
 
-  Content ContentOf(int slot, PieceId piece, const CudaSlots& slots) const {
-    return {reinterpret_cast<CUdeviceptr>(slots.slot(slot)), slots.slot_bytes(), piece};
-  }
-
-  void Take(const Step& step, const Schedule& schedule, CudaSlots& slots) {
+  void Take(const Step& step,
+            const Schedule& schedule,
+            CudaSlots& slots,
+            int64_t slot_bytes) {
+    const auto content_of = [&](int slot, PieceId piece) -> Content {
+      return {reinterpret_cast<CUdeviceptr>(slots.slot(slot)), slot_bytes, piece};
+    };
     static const std::string label = "call";
     const WaitReason reason{label, step.chunk, 0};
     std::vector<Operation>& lane = program_.lane;
@@ -132,10 +134,10 @@ class Recorder {
       case StepKind::kPut: {
         const PieceId piece = PutOf(step, schedule.rank);
         const size_t copy = lane.size();
-        slots.Write(step.peer, step.slot, 0, {nullptr, 1, slots.slot_bytes(), 0});
+        slots.Write(step.peer, step.slot, {nullptr, 1, slot_bytes, 0});
         lane[copy].writes[0].piece = piece;
         if (const auto held = held_.find(piece); held != held_.end()) {
-          lane[copy].reads = {ContentOf(held->second, piece, slots)};
+          lane[copy].reads = {content_of(held->second, piece)};
         } else if (step.payload == Payload::kSum) {
           lane[copy].needs = 1u << (program_.beside.size() - 1);  // the sum itself
         }
@@ -147,7 +149,7 @@ class Recorder {
         for (int i = 0; i < step.num_chunks; ++i) {
           const auto held = held_.find(IdOf(ChunkOf(step, i)));
           if (held == held_.end()) return;  // reads own operands only
-          product.reads.push_back(ContentOf(held->second, held->first, slots));
+          product.reads.push_back(content_of(held->second, held->first));
         }
         program_.beside.push_back(product);
         return;
@@ -158,7 +160,7 @@ class Recorder {
           if (peer == schedule.rank) continue;
           const PieceId part =
               IdOf({call_, Payload::kPartial, step.chunk, step.split, peer});
-          sum.reads.push_back(ContentOf(held_.at(part), part, slots));
+          sum.reads.push_back(content_of(held_.at(part), part));
         }
         program_.beside.push_back(sum);
         return;
