@@ -5,6 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "engine/hash.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -297,9 +298,8 @@ void CheckCall(const Attributes& at, const RankCall& call) {
 }
 
 uint64_t Signature(const Attributes& at, const RankCall& call) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3u; };
-  for (const char c : at.label) add(static_cast<unsigned char>(c));
+  uint64_t hash = Mix(kHashBegin, at.label);
+  const auto add = [&](uint64_t value) { hash = Mix(hash, value); };
   add(static_cast<uint64_t>(at.op));
   add(static_cast<uint64_t>(at.method));
   add(static_cast<uint64_t>(at.variant));

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine/conductor.h"
+#include "engine/hash.h"
 #include "platform/error.h"
 #include "platform/thread.h"
 
@@ -41,16 +42,6 @@ std::string OverdueText(const Gang& gang) {
        << "). The missing devices died, hang or took another branch. "
           "JAX_UB_TIMEOUT_S sets the seconds.";
   return text.str();
-}
-
-constexpr uint64_t kHashBegin = 0xcbf29ce484222325u;
-
-uint64_t Mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x100000001b3u; }
-
-uint64_t KeyOf(const std::string& channel, uint64_t ordinal) {
-  uint64_t hash = kHashBegin;
-  for (const char c : channel) hash = Mix(hash, static_cast<unsigned char>(c));
-  return Mix(hash, ordinal);
 }
 
 uint64_t NextId() {
@@ -95,7 +86,7 @@ void CheckAgreement(const Gang& gang) {
 CallSite::CallSite(Attributes attributes, uint64_t ordinal)
     : attributes_(std::move(attributes)),
       id_(NextId()),
-      key_(KeyOf(attributes_.channel, ordinal)),
+      key_(Mix(Mix(kHashBegin, attributes_.channel), ordinal)),
       places_(PlacesOf(attributes_)) {
   for (size_t place = 0; place < attributes_.ranks.size(); ++place) {
     if (place % attributes_.num_ranks == 0) group_keys_.push_back(kHashBegin);
