@@ -17,6 +17,7 @@ from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
 from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.wgrad import wgrad
 
@@ -30,7 +31,8 @@ def own_gemm(
 
     Without `out_dtype` the result has the dtype of the accumulator, or the operands'.
     """
-    where: dict[str, Any] = {"method": Method(method), "label": f"bench {layout}"}
+    choice = Choice(Method(method))
+    where: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
 
     def program(a, b, bias, addend):
         if layout == "tn":

@@ -17,7 +17,8 @@ import jax_ub as ub
 from jax_ub import doctor
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import Case, Choice
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.tuned import Case
 from jax_ub.runtime import communicators, engine, overlaps, wirings
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 from jax_ub.runtime.tuned import maker
