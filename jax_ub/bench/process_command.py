@@ -17,7 +17,7 @@ from jax_ub.bench.process_cases import Bench, capacity
 from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
-from jax_ub.launch.parts import run_parts
+from jax_ub.launch.parts import ends_at_once, run_parts
 
 _OPS = (*process_cases.OPS, "latency", "barrier")
 
@@ -105,7 +105,12 @@ def _job(number, told):
 
 def part(text: str) -> int:
     """What every process of a job does."""
-    told = json.loads(text)
+    with ends_at_once():
+        _take_part(json.loads(text))
+    return 0
+
+
+def _take_part(told):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize()
@@ -130,7 +135,6 @@ def part(text: str) -> int:
         pathlib.Path(told["path"]).write_text(json.dumps(document))
     job.meet()
     initialize.destroy_ub()
-    return 0
 
 
 def _measure(bench, told, shapes):

@@ -1,8 +1,11 @@
 """Runs a command of jax_ub in several processes, each of which does a part of it."""
 
+import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 
 _STDERR = 2  # the descriptor: sys.stderr may be an object without one
 
@@ -31,3 +34,18 @@ def run_parts(
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
     return subprocess.run(command, stdout=stdout).returncode
+
+
+@contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Ends a process whose part fails, so that the launcher ends the others.
+
+    JAX would let it wait at its exit, for minutes, until the others end, too; and they
+    may wait for it, in collectives of JAX.
+    """
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 import types
 
@@ -56,6 +57,32 @@ def test_a_job_of_two_processes_finds_every_figure(tmp_path, capfd):
     report = capfd.readouterr().out
     assert "| barrier x2" in report
     assert "\n[0]" not in report  # what processes say on the way
+
+
+def test_a_process_that_fails_ends_those_that_wait_for_it(tmp_path):
+    # They wait in a collective of JAX, and JAX would wait at its exit for them.
+    program = tmp_path / "job.py"
+    program.write_text(f"""
+import json
+import jax
+from jax_ub.bench.process_cases import Bench
+from jax_ub.bench.process_command import part
+
+forward = Bench.forward
+
+def forward_or_fail(bench, *case):
+    if jax.process_index() == 1:
+        raise ValueError("boom")
+    return forward(bench, *case)
+
+Bench.forward = forward_or_fail
+told = dict(ops=["all_gather_matmul"], dtypes=["float32"], shapes=[[8, 8, 8]], rounds=2)
+part(json.dumps(told | dict(method="auto", path={str(tmp_path / "found.json")!r})))
+""")
+    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", str(program)]
+    ended = subprocess.run(launch, text=True, capture_output=True, timeout=100)
+    assert ended.returncode == 1
+    assert "ValueError: boom" in ended.stderr
 
 
 def test_figures_survive_the_way_from_process_to_process():
