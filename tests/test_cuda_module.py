@@ -4,22 +4,15 @@ import ctypes
 import importlib.util
 import pathlib
 import re
-import shutil
 import struct
 import subprocess
 import sys
 
 import pytest
+from tools import tool
 
 SPEC = importlib.util.find_spec("jax_ub._cuda")
 built = pytest.mark.skipif(SPEC is None, reason="built without nvcc: no jax_ub._cuda")
-
-
-def tool(name):
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"no {name} here")
-    return path
 
 
 def output(*command):

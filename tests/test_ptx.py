@@ -2,10 +2,10 @@
 
 import pathlib
 import re
-import shutil
 import subprocess
 
 import pytest
+from tools import tool
 
 CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 
@@ -13,9 +13,7 @@ CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """By kernel: its accesses of memory that others see, and its barriers, in order."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc here")
+    nvcc = tool("nvcc")
     path = tmp_path_factory.mktemp("ptx") / "flag_kernels.ptx"
     source = CSRC / "transport/cuda/flag_kernels.cu"
     options = ("-ptx", "-std=c++20", "-arch=compute_80", f"-I{CSRC}", "-o", path)

@@ -43,6 +43,16 @@ void Fail(const char* file, int line, const Parts&... parts) {
   (std::cerr << file << ":" << line << ": " << ... << parts) << std::endl;
 }
 
+// What an exception says; nothing where there is none.
+inline std::string TextOf(const std::exception_ptr& reason) {
+  if (!reason) return "";
+  try {
+    std::rethrow_exception(reason);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 inline int RunAll(int argc, char** argv) {
   const std::string wanted = argc > 1 ? argv[1] : "";
   for (const Test& test : tests) {

@@ -23,10 +23,6 @@ namespace {
 
 std::exception_ptr Boom() { return std::make_exception_ptr(Error("boom")); }
 
-std::string TextOf(const std::exception_ptr& reason) {
-  return reason ? PoisonMessageOf(reason).text : "nothing";
-}
-
 bool WaitUntil(const std::function<bool()>& condition) {
   const Deadline deadline = Deadline::After(20);
   while (!condition()) {
@@ -69,7 +65,7 @@ class Own {
   GroupFailure::Hooks HooksOf() {
     return {.end_waits =
                 [this](const auto& poison) {
-                  Log("end(" + TextOf(poison) + ")");
+                  Log("end(" + check::TextOf(poison) + ")");
                   while_waits_end_();
                 },
             .set_gone =
@@ -112,7 +108,8 @@ TEST(PeersAreToldBeforeOwnWaitsEndAndWhoeverWaitedFindsTheReason) {
       CheckHears(all->peers[p], MessageKind::kPoison,
                  "CommunicatorError: jax_ub.tp: " + all->name + " failed: boom");
     }
-    waiter = std::thread([&] { CHECK_EQ(TextOf(all->failure.reason()), "boom"); });
+    waiter =
+        std::thread([&] { CHECK_EQ(check::TextOf(all->failure.reason()), "boom"); });
   });
   all = &own;
   own.failure.Poison(Boom());
@@ -144,7 +141,7 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
   who_hears_first = &own.peers[2];
   own.peers[1].reset();
   CHECK(WaitUntil([&] { return own.failure.reason() != nullptr; }));
-  CHECK_EQ(TextOf(own.failure.reason()), reason);
+  CHECK_EQ(check::TextOf(own.failure.reason()), reason);
   // What is old, and nonsense.
   for (const char* who : {"1", "0", "3", "-1"}) {
     SendMessage(own.peers[2], MessageKind::kObituary, who);
@@ -157,7 +154,7 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
   CHECK(own.HasLogged("gone(1died)heard(behind)end(boom)"));
   CheckHears(own.peers[2], MessageKind::kPoison,
              "CommunicatorError: jax_ub.tp: " + own.name + " failed: boom");
-  CHECK_EQ(TextOf(own.failure.reason()), reason);
+  CHECK_EQ(check::TextOf(own.failure.reason()), reason);
 }
 
 TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
@@ -207,8 +204,8 @@ TEST(WhoAskedIsCalledOnceWithoutALock) {
   int num_calls = 0;
   own.failure.OnReason([&](const std::exception_ptr& reason) {
     ++num_calls;
-    CHECK_EQ(TextOf(reason), "boom");
-    CHECK_EQ(TextOf(own.failure.reason()), "boom");
+    CHECK_EQ(check::TextOf(reason), "boom");
+    CHECK_EQ(check::TextOf(own.failure.reason()), "boom");
     own.failure.Poison(std::make_exception_ptr(Error("again")));
     own.failure.OnReason([&](const std::exception_ptr&) { ++num_calls; });
   });
@@ -231,7 +228,7 @@ TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
     own.failure.Close();
     own.failure.Poison(Boom());
     CHECK_EQ(own.log(), "end(" + reason + ")");
-    CHECK_EQ(TextOf(own.failure.reason()), reason);
+    CHECK_EQ(check::TextOf(own.failure.reason()), reason);
     for (const int p : {1, 2}) {
       CheckHears(own.peers[p], MessageKind::kGoodbye, "");
       CHECK(Await(own.peers[p]).arrival == Arrival::kEnd);

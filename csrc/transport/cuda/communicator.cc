@@ -66,7 +66,7 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  std::vector<Partner> partners;  // [place]; their connections are given away
+  std::vector<Partner> partners;  // [place]; failure has the connections
   std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
 

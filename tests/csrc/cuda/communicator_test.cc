@@ -34,15 +34,6 @@ std::shared_ptr<CudaCommunicator> MakeOn(const std::vector<int>& ordinals) {
                                 "tp");
 }
 
-std::string TextOf(const std::exception_ptr& reason) {
-  if (!reason) return "";
-  try {
-    std::rethrow_exception(reason);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
 bool IsDeadline(const std::exception_ptr& reason) {
   try {
     if (reason) std::rethrow_exception(reason);
@@ -169,7 +160,7 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
     CHECK(ranks[0].IsSpoilt());
     const std::exception_ptr failure = communicator->failure();
     CHECK(IsDeadline(failure));
-    const std::string text = TextOf(failure);
+    const std::string text = check::TextOf(failure);
     CHECK(
         text.starts_with("CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "
                          "waited "));
@@ -185,7 +176,7 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
       CHECK(ranks[rank].NumWrong(2) == 0 || ranks[rank].IsSpoilt());
     }
     CHECK(SecondsSince(begin) < kAtOnceS);
-    CHECK_EQ(TextOf(communicator->failure()), text);
+    CHECK_EQ(check::TextOf(communicator->failure()), text);
   }
   CHECK_EQ(machine.Complaints(), "");
 }
@@ -207,7 +198,7 @@ TEST(APeerThatDoesNotEndItsPreviousCallIsNamed) {
     record.waited_ns = 3000000000;
     *reinterpret_cast<ErrorRecord*>(communicator->error(1)) = record;
     CHECK_EQ(
-        TextOf(communicator->failure()),
+        check::TextOf(communicator->failure()),
         "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 1 waited 3 s for "
         "rank 0 to end its previous call. JAX_UB_TIMEOUT_S sets the seconds.");
   }
@@ -228,7 +219,7 @@ TEST(ARankThatRunsAnotherPartitionIsNamed) {
     record.call = communicator->NumberOf({"all_reduce", {40, 41}});
     *reinterpret_cast<ErrorRecord*>(communicator->error(1)) = record;
     CHECK_EQ(
-        TextOf(communicator->failure()),
+        check::TextOf(communicator->failure()),
         "CommunicatorError: jax_ub.all_reduce: rank 1 runs partition 0, which is "
         "that of device 40: the program was lowered for export for the devices "
         "[40, 41] in that order, and is called on them in another. On GPUs call it "
@@ -249,7 +240,7 @@ TEST(PoisonEndsTheWaitsOfAllRanks) {
     communicator->Poison(std::make_exception_ptr(Error("too late")));
     CHECK(ranks[1].IsSpoilt());
     CHECK(SecondsSince(begin) < kAtOnceS);
-    CHECK_EQ(TextOf(communicator->failure()), "rank 0 failed: boom");
+    CHECK_EQ(check::TextOf(communicator->failure()), "rank 0 failed: boom");
   }
   CHECK_EQ(machine.Complaints(), "");
 }

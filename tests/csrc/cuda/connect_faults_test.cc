@@ -143,7 +143,7 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
         meeting.bulletin.WaitForWord(1);
         CHECK(ranks[0].IsSpoilt());
         // Its peer's host has not looked yet.
-        const std::string text = TextOf(communicator->failure());
+        const std::string text = check::TextOf(communicator->failure());
         CHECK(Contains(text,
                        "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "));
         CHECK(Contains(text, " failed, and told rank 1 ("));

@@ -103,15 +103,6 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
                                    offers, side.timeout_s);
 }
 
-inline std::string TextOf(const std::exception_ptr& reason) {
-  if (!reason) return "";
-  try {
-    std::rethrow_exception(reason);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
 // Whether a failure says why: not only that the device of a peer told of it, which a
 // device may hear before its host hears the reason.
 inline bool SaysWhy(const std::string& text) {
@@ -123,7 +114,7 @@ inline std::string FailureOf(CudaCommunicator& communicator) {
   const auto begin = std::chrono::steady_clock::now();
   std::string text;
   do {
-    text = TextOf(communicator.failure());
+    text = check::TextOf(communicator.failure());
     if (SaysWhy(text)) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } while (SecondsSince(begin) < 10);

@@ -188,7 +188,7 @@ TEST(ARankThatDoesNotComeSpoilsTheResultsOfAll) {
   CHECK_EQ(calls.NumNumbers(0), 0);
   CHECK_THROWS(calls.Execute(1), "rank 0 waited ");
   CHECK_EQ(gpus.engine().Failures().size(), 1u);
-  CHECK(SecondsWaited(TextOf(gpus.engine().Failures().begin()->second)) >= 0.05);
+  CHECK(SecondsWaited(check::TextOf(gpus.engine().Failures().begin()->second)) >= 0.05);
 }
 
 }  // namespace
