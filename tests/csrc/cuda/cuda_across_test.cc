@@ -12,10 +12,12 @@
 namespace jax_ub {
 namespace {
 
-// Every `stride`-th call that the ranks have with one another: with 2, for the sake of time,
-// each op still comes by each of its methods and in each of its variants; with 5 each op.
+// Every `stride`-th call that the ranks have with one another, from `first` on: with 2, for
+// the sake of time, each op still comes by each of its methods and in each of its variants;
+// with 5 each op.
 void EveryOp(const std::vector<int>& process_of_rank,
              int stride = 1,
+             size_t first = 0,
              EmulatedOptions options = {}) {
   options.seed = 3;
   options.max_delay_us = 30;
@@ -24,7 +26,7 @@ void EveryOp(const std::vector<int>& process_of_rank,
       RunOnGpus(meeting, {process_of_rank}, options, [&](GpuMember& member) {
         const int num_ranks = static_cast<int>(process_of_rank.size());
         const std::vector<Attributes> sites = CallsOfPeers(num_ranks);
-        for (size_t n = 0; n < sites.size(); n += stride) {
+        for (size_t n = first; n < sites.size(); n += stride) {
           Attributes at = sites[n];
           at.channel = "jit_f/" + std::to_string(n);
           const int seed = static_cast<int>(n);
@@ -42,6 +44,12 @@ void EveryOp(const std::vector<int>& process_of_rank,
 TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInFourProcesses) { EveryOp({0, 1, 2, 3}); }
+// Each a third of all, and together all.
+TEST(EveryOpByEveryMethodIsExactInFiveToSevenProcesses) {
+  EveryOp({4, 0, 1, 2, 3}, 3, 0);
+  EveryOp({0, 1, 2, 3, 4, 5}, 3, 1);
+  EveryOp({0, 6, 5, 4, 3, 2, 1}, 3, 2);
+}
 TEST(EveryOpByEveryMethodIsExactInEightProcesses) {
   EveryOp({0, 1, 2, 3, 4, 5, 6, 7}, 2);
 }
@@ -50,7 +58,7 @@ TEST(EveryOpByEveryMethodIsExactWithSeveralRanksAProcess) {
   EveryOp({0, 0, 0, 0, 1, 1, 1, 1}, 5);
 }
 TEST(EveryOpByEveryMethodIsExactInEachWayOfSharing) {
-  for (const WayCase& one : Ways()) EveryOp({1, 0, 1}, 2, one.options);
+  for (const WayCase& one : Ways()) EveryOp({1, 0, 1}, 2, 0, one.options);
 }
 
 void InAnyOrder(const std::vector<int>& process_of_rank) {
@@ -68,6 +76,10 @@ TEST(ManyCallsInAnyOrderAreExact) {
   InAnyOrder({0, 1});
   InAnyOrder({2, 0, 1});
   InAnyOrder({0, 1, 2, 3});
+  InAnyOrder({0, 1, 2, 3, 4});
+  InAnyOrder({0, 1, 2, 3, 4, 5});
+  InAnyOrder({0, 1, 2, 3, 4, 5, 6});
+  InAnyOrder({0, 1, 2, 3, 4, 5, 6, 7});
 }
 
 // ThreadSanitizer sees nothing of other processes. Rank 1 reads what rank 0 put into a slot,
