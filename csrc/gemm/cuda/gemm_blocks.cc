@@ -84,7 +84,8 @@ class Grid {
   explicit Grid(const GemmProblem& problem)
       : cuts_{Refine(problem.a.outer_bounds, problem.c.row_bounds),
               Refine(problem.b.outer_bounds, problem.c.column_bounds),
-              Refine(problem.a.inner_bounds, problem.b.inner_bounds)} {
+              Refine(problem.a.inner_bounds, problem.b.inner_bounds)},
+        num_rows_(problem.m) {
     AddOperand(problem.a, kRows, 0);
     AddOperand(problem.b, kColumns, 1);
     AddMatrix(problem.c, problem.c.dtype, problem.c.segments);
@@ -163,6 +164,9 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
+    // Single rows of several tensors may adjoin in one run and not in the next, where a
+    // graph that was captured could not be updated.
+    if (axis == kInner && num_rows_ == 1) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;
     for (size_t i = 0; i < cuts.size(); ++i) {
@@ -276,6 +280,7 @@ class Grid {
   }
 
   std::array<std::vector<Cut>, 3> cuts_;
+  const int64_t num_rows_;
   std::vector<Table> tables_;  // A, B, C, addends
 };
 

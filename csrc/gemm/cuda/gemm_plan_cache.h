@@ -30,10 +30,11 @@ struct PlannedMatrix {
   auto operator<=>(const PlannedMatrix&) const = default;
 };
 
-// XLA aligns its buffers to that, and the slices of them that calls of a loop are given. A
-// plan that asked for more would be another one in a next run, and a graph that had
-// captured the first could not be updated where they differ in their kernels.
-inline constexpr int64_t kPlannedAlignmentBytes = 128;
+// XLA aligns parameters of programs to that (its own buffers to 128), and cuBLAS asks for
+// no more where it uses tensor cores. A plan that asked for more would be another one in a
+// next run, with other kernels maybe; and a graph that had captured the first could not be
+// updated.
+inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
 // D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], of each of the batch.

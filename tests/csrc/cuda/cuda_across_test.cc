@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "cuda/gpu_member.h"
 #include "cuda/meeting.h"

@@ -67,6 +67,7 @@ class Gpus {
       contexts_.emplace_back(driver, ordinal);
       const ScopedContext current(driver, contexts_.back().get());
       streams_.emplace_back(driver);
+      capturing_.emplace_back(driver);
     }
     workspaces_.resize(options.num_devices);
   }
@@ -76,6 +77,7 @@ class Gpus {
     engine_.reset();
     workspaces_.clear();
     streams_.clear();
+    capturing_.clear();
     contexts_.clear();
     CHECK_EQ(machine.Complaints(), "");
   }
@@ -85,6 +87,8 @@ class Gpus {
   CudaEngine& engine() { return *engine_; }
   CUcontext context(int ordinal) const { return contexts_[ordinal].get(); }
   CUstream stream(int ordinal) const { return streams_[ordinal].get(); }
+  // Where calls are captured.
+  CUstream capturing(int ordinal) const { return capturing_[ordinal].get(); }
   int num_devices() const { return static_cast<int>(contexts_.size()); }
 
   DeviceMemory New(int ordinal, int64_t size_bytes) {
@@ -117,6 +121,7 @@ class Gpus {
  private:
   std::vector<Context> contexts_;
   std::vector<Stream> streams_;
+  std::vector<Stream> capturing_;
   std::vector<std::vector<DeviceMemory>> workspaces_;  // [ordinal]
   std::unique_ptr<CudaEngine> engine_;
 };
@@ -155,34 +160,9 @@ class GpuCalls {
         site(PlacedAt(at, placement)),
         sizes_(sizes),
         arrays_(std::make_unique<jax_ub_test::Arrays>(seed)),
-        calls_(jax_ub_test::MakeCalls(at, sizes, *arrays_)) {
-    for (size_t rank = 0; rank < calls_.size(); ++rank) {
-      const int ordinal = ordinals_[rank];
-      RankCall& call = on_device_.emplace_back();
-      const bool sums = at.op == Op::kWgrad || at.op == Op::kBulkReduceScatter;
-      const auto mirror = [&](const Tensor& like, DType kind) {
-        Tensor tensor = like;
-        tensor.dtype = kind;
-        memory_.push_back(gpus.New(ordinal, tensor.size_bytes()));
-        tensor.data = reinterpret_cast<std::byte*>(memory_.back().get());
-        return tensor;
-      };
-      const size_t n = at.num_kernels;
-      for (size_t i = 0; i < calls_[rank].operands.size(); ++i) {
-        const bool is_main_grad = sums && at.accumulate && i > n && i <= 2 * n;
-        call.operands.push_back(
-            mirror(calls_[rank].operands[i], is_main_grad ? DType::kF32 : dtype));
-      }
-      for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
-        const bool is_dw = sums && at.accumulate && i < n;
-        call.results.push_back(
-            mirror(calls_[rank].results[i], is_dw ? DType::kF32 : dtype));
-      }
-      if (site.attributes().devices.empty()) continue;
-      memory_.push_back(gpus.New(ordinal, sizeof(uint32_t)));
-      call.partition = reinterpret_cast<const uint32_t*>(memory_.back().get());
-    }
-    Load();
+        calls_(jax_ub_test::MakeCalls(at, sizes, *arrays_)),
+        dtype_(dtype) {
+    Move(0);
   }
 
   int num_ranks() const { return static_cast<int>(calls_.size()); }
@@ -194,12 +174,11 @@ class GpuCalls {
   void Initialize(int rank) {
     gpus_.engine().Initialize(site, ordinals_[rank], on_device_[rank]);
   }
-  void Execute(int rank) {
-    const int ordinal = ordinals_[rank];
+  void Execute(int rank) { Execute(rank, gpus_.stream(ordinals_[rank])); }
+  void Execute(int rank, CUstream stream) {
     const DeviceBytes workspace = Workspace(rank);
     const EmulatedLaunchesOnly nothing_loads;
-    gpus_.engine().Execute(site, ordinal, gpus_.stream(ordinal), on_device_[rank],
-                           workspace);
+    gpus_.engine().Execute(site, ordinals_[rank], stream, on_device_[rank], workspace);
   }
   DeviceBytes Workspace(int rank) {
     return gpus_.Workspace(ordinals_[rank],
@@ -223,6 +202,19 @@ class GpuCalls {
     for (size_t rank = 0; rank < partitions.size(); ++rank) {
       *const_cast<uint32_t*>(on_device_[rank].partition) = partitions[rank];
     }
+  }
+
+  // Operands and results lie in other memory, the n-th that they have, the same whenever it
+  // is asked for. Like parameters of a program all but the first are aligned to 16 bytes.
+  void Move(size_t place) {
+    while (places_.size() <= place) places_.push_back(NewPlace(16 * places_.size()));
+    for (size_t rank = 0; rank < on_device_.size(); ++rank) {
+      if (on_device_[rank].partition == nullptr) continue;
+      *const_cast<uint32_t*>(places_[place][rank].partition) =
+          *on_device_[rank].partition;
+    }
+    on_device_ = places_[place];
+    Load();
   }
 
   // Other operands, in the same memory; nothing may be using it.
@@ -257,6 +249,36 @@ class GpuCalls {
   }
 
  private:
+  std::vector<RankCall> NewPlace(size_t offset) {
+    const Attributes& at = site.attributes();
+    const size_t n = at.num_kernels;
+    const bool sums = at.op == Op::kWgrad || at.op == Op::kBulkReduceScatter;
+    std::vector<RankCall> place(calls_.size());
+    for (size_t rank = 0; rank < calls_.size(); ++rank) {
+      const auto mirror = [&](const Tensor& like, DType kind) {
+        Tensor tensor = like;
+        tensor.dtype = kind;
+        memory_.push_back(gpus_.New(ordinals_[rank], tensor.size_bytes() + offset));
+        tensor.data = reinterpret_cast<std::byte*>(memory_.back().get() + offset);
+        return tensor;
+      };
+      for (size_t i = 0; i < calls_[rank].operands.size(); ++i) {
+        const bool is_main_grad = sums && at.accumulate && i > n && i <= 2 * n;
+        place[rank].operands.push_back(
+            mirror(calls_[rank].operands[i], is_main_grad ? DType::kF32 : dtype_));
+      }
+      for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
+        const bool is_dw = sums && at.accumulate && i < n;
+        place[rank].results.push_back(
+            mirror(calls_[rank].results[i], is_dw ? DType::kF32 : dtype_));
+      }
+      if (at.devices.empty()) continue;
+      memory_.push_back(gpus_.New(ordinals_[rank], sizeof(uint32_t)));
+      place[rank].partition = reinterpret_cast<const uint32_t*>(memory_.back().get());
+    }
+    return place;
+  }
+
   static std::vector<int> OrdinalsOf(const Attributes& at, const Placement& placement) {
     std::vector<int> ordinals = placement.ordinals;
     for (int r = 0; placement.ordinals.empty() && r < at.num_ranks; ++r) {
@@ -327,69 +349,11 @@ class GpuCalls {
   const jax_ub_test::Sizes sizes_;
   std::unique_ptr<jax_ub_test::Arrays> arrays_;
   std::vector<RankCall> calls_;
+  const DType dtype_;
+  std::vector<std::vector<RankCall>> places_;
   std::vector<RankCall> on_device_;
   std::vector<DeviceMemory> memory_;
 };
-
-// A call of all ranks of the process, captured on their streams.
-class CapturedCalls {
- public:
-  CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus), calls_(calls) {
-    for (const int rank : calls.local_ranks()) calls.Initialize(rank);
-    const Driver& driver = gpus.driver;
-    for (const int rank : calls.local_ranks()) {
-      const CUstream stream = gpus.stream(calls.ordinal(rank));
-      calls.Workspace(rank);  // allocates
-      const ScopedContext current(driver, gpus.context(calls.ordinal(rank)));
-      CHECK_EQ(driver.StreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
-               CUDA_SUCCESS);
-      calls.Execute(rank);
-      CUgraph graph = nullptr;
-      CHECK_EQ(driver.StreamEndCapture(stream, &graph), CUDA_SUCCESS);
-      CUgraphExec exec = nullptr;
-      CHECK_EQ(driver.GraphInstantiate(&exec, graph, 0), CUDA_SUCCESS);
-      CHECK_EQ(driver.GraphDestroy(graph), CUDA_SUCCESS);
-      execs_[rank] = exec;
-    }
-  }
-  ~CapturedCalls() {
-    for (const auto& [rank, exec] : execs_) gpus_.driver.GraphExecDestroy(exec);
-  }
-  CapturedCalls(const CapturedCalls&) = delete;
-  CapturedCalls& operator=(const CapturedCalls&) = delete;
-
-  void Launch(int rank) {
-    const int ordinal = calls_.ordinal(rank);
-    const ScopedContext current(gpus_.driver, gpus_.context(ordinal));
-    CHECK_EQ(gpus_.driver.GraphLaunch(execs_.at(rank), gpus_.stream(ordinal)),
-             CUDA_SUCCESS);
-  }
-  void LaunchAll() {
-    for (const int rank : calls_.local_ranks()) Launch(rank);
-  }
-
- private:
-  Gpus& gpus_;
-  const GpuCalls& calls_;
-  std::map<int, CUgraphExec> execs_;  // [rank]
-};
-
-// Ranks that have failed wait for nobody: one may read a slot while another writes it, and
-// spoils what it has read. That is no race to be told of.
-#ifdef __SANITIZE_THREAD__
-inline constexpr bool kFailsOneByOne = true;
-#else
-inline constexpr bool kFailsOneByOne = false;
-#endif
-
-// Of a program that some rank is misplaced in, if not rank 0: that comes last.
-inline void LaunchMisplaced(Gpus& gpus, CapturedCalls& captured, int num_ranks) {
-  for (int n = 1; n <= num_ranks; ++n) {
-    captured.Launch(n % num_ranks);
-    if (kFailsOneByOne) gpus.Synchronize(n % num_ranks);
-  }
-  gpus.Synchronize();
-}
 
 inline std::string NameOf(const Attributes& at) {
   return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
@@ -403,68 +367,6 @@ inline void CheckRight(GpuCalls& calls) {
   if (num_wrong == 0) return;
   check::Fail(__FILE__, __LINE__, NameOf(calls.site.attributes()), ": ", num_wrong,
               " wrong");
-}
-
-// Replays the calls of the process's ranks, with other operands each time.
-inline void CheckReplays(Gpus& gpus,
-                         GpuCalls& calls,
-                         CapturedCalls& captured,
-                         int seed) {
-  for (int replay = 0; replay < 3; ++replay) {
-    calls.Refill(seed + replay);
-    captured.LaunchAll();
-    gpus.Synchronize();
-    CheckRight(calls);
-  }
-}
-
-inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
-  CapturedCalls captured(gpus, calls);
-  CheckReplays(gpus, calls, captured, seed);
-}
-
-// Runs some calls of all kinds one after the other, each eager or replayed, without a
-// pause: slots of one call lie where others had theirs. All processes give the same seed.
-inline void CheckInAnyOrder(Gpus& gpus,
-                            int num_ranks,
-                            const Placement& placement,
-                            int seed) {
-  std::vector<std::unique_ptr<GpuCalls>> calls;
-  std::vector<std::unique_ptr<CapturedCalls>> captured;
-  std::mt19937 random(seed);
-  ForEachVariant(num_ranks, [&](Attributes at) {
-    if (random() % 3 != 0 || at.num_ranks != num_ranks) return;
-    const auto up_to = [&](int most) {
-      return static_cast<int64_t>(1 + random() % most);
-    };
-    const jax_ub_test::Sizes sizes = {up_to(2), up_to(9), up_to(9), 3};
-    at.channel = "jit_f/" + std::to_string(calls.size());
-    calls.push_back(
-        std::make_unique<GpuCalls>(gpus, at, sizes, DType::kF32, random(), placement));
-  });
-  for (const auto& one : calls) {
-    captured.push_back(std::make_unique<CapturedCalls>(gpus, *one));
-  }
-  std::vector<std::pair<size_t, bool>> order;
-  for (int i = 0; i < 60; ++i) {
-    order.emplace_back(random() % calls.size(), random() % 2);
-  }
-  std::vector<std::thread> threads;
-  for (const int rank : calls[0]->local_ranks()) {
-    threads.emplace_back([&, rank] {
-      for (const auto& [which, replayed] : order) {
-        calls[which]->Initialize(rank);
-        if (replayed) {
-          captured[which]->Launch(rank);
-        } else {
-          calls[which]->Execute(rank);
-        }
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  gpus.Synchronize();
-  for (const auto& [which, replayed] : order) CheckRight(*calls[which]);
 }
 
 }  // namespace jax_ub

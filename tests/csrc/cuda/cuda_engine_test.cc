@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "gemm/cuda/gemm_blocks.h"
 

@@ -91,6 +91,7 @@ CUresult MemFreeAsync(CUdeviceptr pointer, CUstream stream) {
     }
     Operation operation;
     operation.name = "cuMemFreeAsync";
+    operation.kind = Operation::Kind::kFree;
     operation.run = [&machine, pointer] {
       const std::lock_guard lock(machine.mutex);
       machine.memory.Remove(pointer);

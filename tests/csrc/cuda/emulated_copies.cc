@@ -22,6 +22,15 @@ struct Copy {
   }
 };
 
+}  // namespace
+
+int OwnerOf(const Call& call, uint64_t address) {
+  const SharedRegion region = call.machine.memory.Around(address);
+  return region == nullptr || region->kind == Region::Kind::kHost ? -1 : region->device;
+}
+
+namespace {
+
 // Memory of the host that no CUDA call made: read before the call returns, and written
 // before it returns.
 CUresult EnqueueCopy(Call& call, CUstream handle, Copy copy) {
@@ -31,6 +40,8 @@ CUresult EnqueueCopy(Call& call, CUstream handle, Copy copy) {
   const bool is_captured = stream->capture != nullptr;
   Operation operation;
   operation.name = "cuMemcpyAsync";
+  operation.kind = Operation::Kind::kCopy;
+  operation.owners = {OwnerOf(call, copy.to), OwnerOf(call, copy.from)};
   std::shared_ptr<std::string> staged;
   if (Memory::Holds(copy.from)) {
     operation.touches.push_back(copy.read());
@@ -66,6 +77,8 @@ CUresult Fill(
     if (count == 0) return CUDA_SUCCESS;
     Operation operation;
     operation.name = name;
+    operation.kind = Operation::Kind::kFill;
+    operation.owners = {OwnerOf(call, to)};
     operation.touches.push_back(
         {to, 1, static_cast<int64_t>(count * sizeof(Value)), 0});
     operation.run = [=] { std::fill_n(reinterpret_cast<Value*>(to), count, value); };

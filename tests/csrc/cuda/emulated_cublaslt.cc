@@ -26,7 +26,8 @@ std::atomic<int64_t> last_algorithm = 0;
 std::atomic<bool> finds_none = false;
 std::atomic<Status> matmul_result = Status::kSuccess;
 
-// What the algorithms of a heuristic need, best first.
+// What the algorithms of a heuristic need. Those that need something are two kernels, and
+// which is the best depends on how the matrices are aligned.
 constexpr std::array<size_t, 3> kWorkspaces = {size_t{4} << 20, size_t{1} << 20, 0};
 
 template <typename T, typename... Values>
@@ -226,11 +227,14 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
     }
   }
   if (finds_none) return Status::kNotSupported;
+  const auto alignment = *std::ranges::min_element(preference->alignments);
   for (size_t i = 0; i < kWorkspaces.size() && *num_found < num_requested; ++i) {
-    if (kWorkspaces[i] > preference->workspace_bytes) continue;
+    const size_t workspace_bytes =
+        kWorkspaces[(i + std::countr_zero(alignment) / 2) % kWorkspaces.size()];
+    if (workspace_bytes > preference->workspace_bytes) continue;
     Words words = {};
     words.number = i;
-    words.workspace_bytes = kWorkspaces[i];
+    words.workspace_bytes = workspace_bytes;
     std::copy_n(preference->alignments.data(), 4, words.alignments);
     words.bias_alignment = product.has_bias() ? AlignmentOf(desc->bias) : 1;
     words.fingerprint = product.Fingerprint();
@@ -238,7 +242,7 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
     lt::HeuristicResult& result = results[(*num_found)++];
     result = {};
     std::memcpy(&result.algorithm, &words, sizeof(words));
-    result.workspace_bytes = kWorkspaces[i];
+    result.workspace_bytes = workspace_bytes;
     result.waves = 1;
   }
   return Status::kSuccess;
@@ -285,12 +289,15 @@ CUresult EnqueueMatmul(lt::Handle handle,
     Operation operation;
     operation.name = "cublasLtMatmul";
     operation.touches = TouchesOf(product, arguments);
-    operation.run = [product, arguments] {
-      if (arguments.needed_bytes > 0) {
+    if (arguments.needed_bytes > 0) {
+      operation.run = [arguments] {
         std::memset(arguments.workspace, 0xAB, arguments.needed_bytes);
+      };
+      if (const CUresult result = Enqueue(call, stream_handle, operation)) {
+        return result;
       }
-      Multiply(product, arguments);
-    };
+    }
+    operation.run = [product, arguments] { Multiply(product, arguments); };
     return Enqueue(call, stream_handle, std::move(operation));
   });
 }

@@ -107,8 +107,13 @@ CUresult GraphInstantiate(CUgraphExec* exec, CUgraph handle, unsigned long long 
   return RunInContext("GraphInstantiate", [&](Call& call) {
     const Graph* const graph = call.machine.graphs.Find(handle);
     if (exec == nullptr || graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    if (flags != 0) return CUDA_ERROR_NOT_SUPPORTED;
+    if ((flags & ~CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY) != 0) {
+      return CUDA_ERROR_NOT_SUPPORTED;
+    }
     GraphExec made;
+    made.has_priorities = flags != 0;
+    made.graph = graph->handle;
+    made.children = graph->children;
     made.nodes = std::make_shared<const std::vector<Node>>(graph->nodes);
     made.chains = ChainsOf(*made.nodes);
     for (size_t i = 0; i < made.chains.size(); ++i) {
@@ -191,8 +196,9 @@ CUresult GraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     const auto launch = std::make_shared<Launch>(*exec);
     exec->last_launch = launch->end;
     Machine* const machine = &call.machine;
-    const CUresult result = Enqueue(
-        call, stream_handle, {"a graph", 0, [launch] { RunLaunch(launch); }, {}});
+    const CUresult result =
+        Enqueue(call, stream_handle,
+                {.name = "a graph", .run = [launch] { RunLaunch(launch); }});
     // After the launch: its memory is free again.
     stream->lane->Post({"the end of a graph", [] {},
                         [machine, uses = std::move(uses)]() mutable {

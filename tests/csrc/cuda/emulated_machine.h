@@ -56,10 +56,15 @@ class Registry {
 
 // What a stream or a node of a graph does.
 struct Operation {
+  enum class Kind { kKernel, kCopy, kFill, kFree };
+
   const char* name = "";
+  Kind kind = Kind::kKernel;
   int device = 0;
-  std::function<void()> run;
-  std::vector<Touch> touches;
+  int priority = 0;              // of the stream
+  std::vector<int> owners = {};  // of a copy's or fill's operands: devices, or the host
+  std::function<void()> run = {};
+  std::vector<Touch> touches = {};
 };
 
 struct Node {
@@ -98,9 +103,17 @@ struct Event {
   std::set<int> tips;
 };
 
+// Nodes of a graph that are a child graph's.
+struct Child {
+  uintptr_t handle = 0;
+  size_t first = 0;
+  size_t count = 0;
+};
+
 struct Graph {
   uintptr_t handle = 0;
   std::vector<Node> nodes;
+  std::vector<Child> children;
 };
 
 // A graph's nodes as chains: each node comes directly after the one before it in its chain.
@@ -109,6 +122,9 @@ struct GraphExec {
   std::shared_ptr<const std::vector<Node>> nodes;
   std::vector<std::vector<int>> chains;
   std::vector<std::shared_ptr<Lane>> lanes;  // [chain]
+  uintptr_t graph = 0;                       // that it was made of
+  std::vector<Child> children;
+  bool has_priorities = false;  // of its nodes
   SharedMoment last_launch;
 };
 
@@ -242,6 +258,9 @@ CUresult RunInContext(const char* name, const Body& body) {
 CUresult Enqueue(Call& call, CUstream stream, Operation operation);
 // When all that the stream has been given so far is done. It is not captured.
 SharedMoment MomentOf(Stream& stream);
+
+// Whose memory lies there: a device's, or -1, the host's.
+int OwnerOf(const Call& call, uint64_t address);
 
 // Into the capture of a stream; the nodes' own dependencies are indices into `nodes`.
 CUresult AddNodes(Stream& stream, const std::vector<Node>& nodes);

@@ -282,6 +282,7 @@ CUresult Enqueue(Call& call, CUstream handle, Operation operation) {
   Stream* const stream = call.FindStream(handle);
   if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   operation.device = stream->device;
+  operation.priority = stream->priority;
   if (stream->capture != nullptr) {
     return AddNodes(*stream, {{std::move(operation), {}}});
   }

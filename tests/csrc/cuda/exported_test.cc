@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 
 namespace jax_ub {

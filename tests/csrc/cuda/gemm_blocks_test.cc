@@ -185,6 +185,30 @@ TEST(tokens_of_several_batches_are_terms_unless_they_adjoin) {
   }
 }
 
+// How many products there are must not depend on where XLA puts tensors.
+TEST(single_rows_of_several_tensors_are_terms_wherever_they_lie) {
+  const Tensor dy = Array(2, 1, 16, 1 << 12);
+  const Tensor kernels = Array(2, 16, 32, 1 << 16);
+  OperandSegments a(dy.dtype);
+  OperandSegments b(dy.dtype);
+  ResultSegments c(DType::kF32);
+  a.AddOuter(1);
+  b.AddOuter(32);
+  c.AddRows(1);
+  c.AddColumns(32);
+  c.Append(RowsOf(Array(1, 1, 32, 1 << 20), 0, 0));
+  for (int64_t i = 0; i < 2; ++i) {
+    a.AddInner(16);
+    a.Append(RowsOf(dy, i, 0));
+    b.AddInner(16);
+    b.Append(ColumnsOf(kernels, i, 0));
+  }
+  const std::vector<GemmBlock> blocks =
+      CutIntoBlocks(Problem(1, std::move(a), std::move(b), std::move(c)));
+  CHECK_EQ(blocks.size(), size_t{1});
+  CHECK_EQ(blocks[0].terms.size(), size_t{2});
+}
+
 TEST(empty_products_have_no_blocks_and_empty_sums_no_terms) {
   const auto empty = [](int64_t rows, int64_t k, int64_t columns) {
     return RowsOfAll(Array(2, rows, k, 1 << 12), Array(2, rows, columns, 1 << 16), 0,

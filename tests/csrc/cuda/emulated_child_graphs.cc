@@ -1,0 +1,135 @@
+// Graphs within graphs. A child's nodes are the graph's own, one behind the other.
+#include <atomic>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "cuda/emulated_graphs.h"
+#include "cuda/emulated_machine.h"
+
+namespace jax_ub {
+
+namespace emulated {
+
+namespace {
+
+const Child* FindChild(const std::vector<Child>& children, CUgraphNode node) {
+  for (const Child& child : children) {
+    if (child.handle == reinterpret_cast<uintptr_t>(node)) return &child;
+  }
+  return nullptr;
+}
+
+// The nodes of a child behind which none of its others comes.
+std::set<int> EndsOf(const Graph& graph, const Child& child) {
+  std::set<int> ends;
+  for (size_t i = child.first; i < child.first + child.count; ++i) {
+    ends.insert(static_cast<int>(i));
+    for (const int dependency : graph.nodes[i].dependencies) ends.erase(dependency);
+  }
+  return ends;
+}
+
+// A node of a child as one of the graph, whose first one has the number `first`.
+Node Moved(const Node& node, size_t first) {
+  Node moved = node;
+  for (int& dependency : moved.dependencies) dependency += static_cast<int>(first);
+  return moved;
+}
+
+bool MayBecome(const Operation& old, const Operation& next, bool has_priorities) {
+  return old.kind == next.kind && old.device == next.device &&
+         old.owners == next.owners &&
+         (!has_priorities || old.priority == next.priority);
+}
+
+// Roots depend on what comes before the child, and on nothing in it.
+std::vector<int> Within(const Node& node, size_t first) {
+  std::vector<int> dependencies;
+  for (const int dependency : node.dependencies) {
+    if (dependency >= static_cast<int>(first)) dependencies.push_back(dependency);
+  }
+  return dependencies;
+}
+
+}  // namespace
+
+}  // namespace emulated
+
+using namespace emulated;
+
+CUresult EmulatedGraphCreate(CUgraph* graph, unsigned flags) {
+  return Run("GraphCreate", [&](Call& call) {
+    if (graph == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+    *graph = reinterpret_cast<CUgraph>(call.machine.graphs.Add({})->handle);
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
+                                        CUgraph graph_handle,
+                                        const CUgraphNode* dependencies,
+                                        size_t num_dependencies,
+                                        CUgraph child_handle) {
+  return Run("GraphAddChildGraphNode", [&](Call& call) {
+    Graph* const graph = call.machine.graphs.Find(graph_handle);
+    const Graph* const child = call.machine.graphs.Find(child_handle);
+    if (node == nullptr || graph == nullptr || child == nullptr || graph == child) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (const Node& one : child->nodes) {
+      if (one.operation.kind == Operation::Kind::kFree) return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (child->nodes.empty()) call.Violate("a child graph has no nodes");
+    std::set<int> before;
+    for (size_t i = 0; i < num_dependencies; ++i) {
+      const Child* const other = FindChild(graph->children, dependencies[i]);
+      if (other == nullptr) return CUDA_ERROR_INVALID_VALUE;
+      before.merge(EndsOf(*graph, *other));
+    }
+    static std::atomic<uintptr_t> last = 0x8;
+    const Child added{last += 0x10, graph->nodes.size(), child->nodes.size()};
+    for (const Node& one : child->nodes) {
+      Node moved = Moved(one, added.first);
+      if (moved.dependencies.empty()) {
+        moved.dependencies.assign(before.begin(), before.end());
+      }
+      graph->nodes.push_back(std::move(moved));
+    }
+    graph->children.push_back(added);
+    *node = reinterpret_cast<CUgraphNode>(added.handle);
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec_handle,
+                                                  CUgraphNode node,
+                                                  CUgraph child_handle) {
+  return Run("GraphExecChildGraphNodeSetParams", [&](Call& call) {
+    GraphExec* const exec = call.machine.execs.Find(exec_handle);
+    const Graph* const graph = call.machine.graphs.Find(child_handle);
+    if (exec == nullptr || graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    const Child* const child = FindChild(exec->children, node);
+    const bool is_there =
+        call.machine.graphs.Find(reinterpret_cast<CUgraph>(exec->graph)) != nullptr;
+    if (child == nullptr || !is_there || child->count != graph->nodes.size()) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    // Launches that go on have the nodes of before.
+    std::vector<Node> nodes = *exec->nodes;
+    for (size_t i = 0; i < child->count; ++i) {
+      Node& old = nodes[child->first + i];
+      const Node next = Moved(graph->nodes[i], child->first);
+      if (!MayBecome(old.operation, next.operation, exec->has_priorities) ||
+          Within(old, child->first) != next.dependencies) {
+        return CUDA_ERROR_INVALID_VALUE;
+      }
+      old.operation = next.operation;
+    }
+    exec->nodes = std::make_shared<const std::vector<Node>>(std::move(nodes));
+    return CUDA_SUCCESS;
+  });
+}
+
+}  // namespace jax_ub
