@@ -85,7 +85,7 @@ TEST(ManyCallsInAnyOrderAreExact) {
 
 // ThreadSanitizer sees nothing of other processes. Rank 1 reads what rank 0 put into a slot,
 // and tells rank 2 that it has: that this orders what both put there, it cannot know. Where
-// one process has all ranks it sees the same calls, in cuda_engine_test.cc.
+// one process has all ranks it sees the same calls, in cuda_ops_test.cc.
 #ifndef __SANITIZE_THREAD__
 TEST(ManyCallsInAnyOrderAreExactWithSeveralRanksAProcess) {
   InAnyOrder({1, 0, 1});

@@ -1,5 +1,5 @@
-// Calls of all ranks of a process through the CUDA engine, on emulated GPUs: values, eager
-// and replayed, and what happens when something is wrong.
+// Calls of all ranks of a process through the CUDA engine, on emulated GPUs: what they need
+// and share, and what happens when something is wrong.
 #include "engine/cuda/cuda_engine.h"
 
 #include <algorithm>
@@ -21,47 +21,6 @@ namespace jax_ub {
 namespace {
 
 using jax_ub_test::Sizes;
-
-// What runs of a call for P ranks: up to P = 4 all there is; above, for the sake of time, a
-// third of it, and another third for P + 1.
-template <typename Function>
-void ForEachCall(int num_ranks, const Function& function) {
-  int seed = 0;
-  ForEachVariant(num_ranks, [&](const Attributes& at) {
-    ++seed;
-    if (num_ranks > 4 && (seed + num_ranks) % 3 != 0) return;
-    function(at, seed % 2 == 0 ? DType::kF32 : DType::kBF16, seed);
-  });
-}
-
-TEST(EveryOpByEveryMethodIsExact) {
-  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
-    Gpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
-    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
-      GpuCalls calls(gpus, at, {}, dtype, seed);
-      calls.RunAll();
-      gpus.Synchronize();
-      CheckRight(calls);
-    });
-  }
-}
-
-TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
-  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
-    Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
-    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
-      GpuCalls calls(gpus, at, {}, dtype, seed);
-      CheckReplays(gpus, calls, 100 * seed);
-    });
-  }
-}
-
-TEST(ManyCallsInAnyOrderAreExact) {
-  for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
-    Gpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
-    CheckInAnyOrder(gpus, num_ranks, {}, 11);
-  }
-}
 
 // Of the driver: no memory, stream, event or module.
 TEST(ACallThatIsInitializedMakesNothing) {

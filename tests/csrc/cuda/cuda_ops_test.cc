@@ -1,0 +1,56 @@
+// What the ops of all ranks of a process compute through the CUDA engine, on emulated GPUs:
+// eager and replayed.
+#include <vector>
+
+#include "check.h"
+#include "cuda/captured_calls.h"
+#include "cuda/cuda_calls.h"
+
+namespace jax_ub {
+namespace {
+
+// What runs of a call for P ranks: up to P = 4 all there is; above, for the sake of time, a
+// third of it, and another third for P + 1.
+template <typename Function>
+void ForEachCall(int num_ranks, const Function& function) {
+  int seed = 0;
+  ForEachVariant(num_ranks, [&](const Attributes& at) {
+    ++seed;
+    if (num_ranks > 4 && (seed + num_ranks) % 3 != 0) return;
+    function(at, seed % 2 == 0 ? DType::kF32 : DType::kBF16, seed);
+  });
+}
+
+TEST(EveryOpByEveryMethodIsExact) {
+  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
+    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
+      GpuCalls calls(gpus, at, {}, dtype, seed);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+    });
+  }
+}
+
+TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
+  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
+    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
+      GpuCalls calls(gpus, at, {}, dtype, seed);
+      CheckReplays(gpus, calls, 100 * seed);
+    });
+  }
+}
+
+TEST(ManyCallsInAnyOrderAreExact) {
+  for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
+    Gpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
+    CheckInAnyOrder(gpus, num_ranks, {}, 11);
+  }
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
