@@ -110,15 +110,18 @@ print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
 # Every access of the engine's kernels is checked. Races of shared memory, all that racecheck
 # knows of, they cannot have. Calls of the driver that XLA makes to see whether they fail are
 # no errors. The tool may lose the exit status of the launcher, which runs nothing on a GPU:
-# what the ranks print at their end says that they were right.
+# what the ranks print at their end says that they were right. Where the machine lets no tool
+# look into its GPU (gVisor), nothing is checked.
 memcheck() {
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
   JAX_UB_TIMEOUT_S=45 \
     tool="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
     --require-cuda-init no --report-api-errors no --kernel-name kernel_substring=jax_ub" \
     ranks 2 --rounds 1 --dtypes 1 --calls 2 --methods ring_exchange 2>&1 |
-    tee "$out/memcheck.log" || return 1
-  grep -q "all right" "$out/memcheck.log"
+    tee "$out/memcheck.log"
+  local rc=$?
+  ! grep -q "Device not supported" "$out/memcheck.log" || return 77
+  ((rc == 0)) && grep -q "all right" "$out/memcheck.log"
 }
 
 # cuBLASLt lies where pip has put it, unless XLA has loaded it.

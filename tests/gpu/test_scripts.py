@@ -123,6 +123,31 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
         assert len(re.findall(f"^no time .* {re.escape(name)}$", log, re.M)) == 2
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("========= Error: Device not supported", "not run"),
+        ("========= Invalid __global__ write", "FAILED (1)"),
+    ],
+)
+def test_a_gpu_that_no_tool_can_look_into_gets_no_verdict(tmp_path, said, status):
+    python = (
+        f'case "$*" in *sysconfig*) echo {tmp_path};; *) {sys.executable} "$@"; esac'
+    )
+    stubs = {
+        "python": python,
+        "cmake": "exit 1",
+        "compute-sanitizer": f"echo '{said}'; exit 1",
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = ("env", f"OUT={tmp_path}", f"PYTHON={tmp_path}/python")
+    only = "GPU_CHECK_ONLY=memcheck"
+    log = run(*env, only, "bash", HERE / "gpu_check.sh").stdout
+    assert re.search(f"^{re.escape(status)} +\\d+ s  memcheck$", log, re.M), log
+
+
 def test_a_check_of_some_steps_runs_no_others(tmp_path):
     only = "GPU_CHECK_ONLY=memcheck|8 processes"
     env = ("env", f"OUT={tmp_path}", "GPU_CHECK_S=0", only, f"PYTHON={sys.executable}")
