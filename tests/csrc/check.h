@@ -2,6 +2,7 @@
 // that runs them all (or those whose name contains its argument) and returns how it went.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <iostream>
@@ -30,7 +31,7 @@ struct Test {
 };
 
 inline std::vector<Test> tests;
-inline int num_failures = 0;
+inline std::atomic<int> num_failures = 0;
 
 inline bool Register(const char* name, void (*run)()) {
   tests.push_back({name, run});

@@ -17,25 +17,23 @@
 namespace jax_ub {
 
 // A call of all ranks of the process, in a command buffer of each. XLA captures it on a
-// stream of its own, once for each set of addresses, and keeps the graphs. The first is made
-// a child of a larger graph, which is instantiated; whenever the addresses are others, the
-// child's node is given what the graph of these does.
+// stream of its own, on all devices at once, for each set of addresses, and keeps the
+// graphs. The first is made a child of a larger graph, which is instantiated; whenever the
+// addresses are others, the child's node is given what the graph of these does.
 class CapturedCalls {
  public:
   CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus), calls_(calls) {
-    for (const int rank : calls.local_ranks()) calls.Initialize(rank);
-    for (const int rank : calls.local_ranks()) {
-      Buffer& buffer = buffers_[rank];
-      const ScopedContext current = Current(rank);
+    for (const int rank : calls.local_ranks()) buffers_[rank] = {};
+    OnEachRank([&](int rank, Buffer& buffer) {
       CHECK_EQ(EmulatedGraphCreate(&buffer.whole, 0), CUDA_SUCCESS);
       CHECK_EQ(EmulatedGraphAddChildGraphNode(&buffer.node, buffer.whole, nullptr, 0,
                                               GraphOf(rank, 0)),
                CUDA_SUCCESS);
       CHECK_EQ(
-          gpus.driver.GraphInstantiate(&buffer.exec, buffer.whole,
-                                       CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY),
+          gpus_.driver.GraphInstantiate(&buffer.exec, buffer.whole,
+                                        CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY),
           CUDA_SUCCESS);
-    }
+    });
   }
   ~CapturedCalls() {
     for (const auto& [rank, buffer] : buffers_) {
@@ -50,16 +48,13 @@ class CapturedCalls {
   // The calls have their operands and results there from now on.
   void Move(size_t place) {
     calls_.Move(place);
-    for (const int rank : calls_.local_ranks()) calls_.Initialize(rank);
-    for (const int rank : calls_.local_ranks()) {
-      const ScopedContext current = Current(rank);
-      const Buffer& buffer = buffers_[rank];
+    OnEachRank([&](int rank, Buffer& buffer) {
       const CUresult result = EmulatedGraphExecChildGraphNodeSetParams(
           buffer.exec, buffer.node, GraphOf(rank, place));
-      if (result == CUDA_SUCCESS) continue;
+      if (result == CUDA_SUCCESS) return;
       check::Fail(__FILE__, __LINE__, NameOf(calls_.site.attributes()),
                   ": its graph cannot be updated");
-    }
+    });
   }
 
   void Launch(int rank) {
@@ -84,9 +79,23 @@ class CapturedCalls {
     return {gpus_.driver, gpus_.context(calls_.ordinal(rank))};
   }
 
+  // By a thread for each device.
+  template <typename Function>
+  void OnEachRank(const Function& function) {
+    std::vector<std::thread> threads;
+    for (auto& [rank, buffer] : buffers_) {
+      threads.emplace_back([this, &function, &buffer, rank] {
+        calls_.Initialize(rank);
+        const ScopedContext current = Current(rank);
+        function(rank, buffer);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
   // With the context current.
   CUgraph GraphOf(int rank, size_t place) {
-    CUgraph& graph = buffers_[rank].graphs[place];
+    CUgraph& graph = buffers_.at(rank).graphs[place];
     if (graph != nullptr) return graph;
     const CUstream stream = gpus_.capturing(calls_.ordinal(rank));
     calls_.Workspace(rank);  // allocates
