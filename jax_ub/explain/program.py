@@ -15,7 +15,6 @@ from jax.extend import core
 from jax_ub import methods
 from jax_ub.explain import hlo, sizes
 from jax_ub.explain.table import Row, Table
-from jax_ub.methods import Method
 from jax_ub.primitives.call import Call
 from jax_ub.primitives.lowered import Lowered, recording, shape_of
 from jax_ub.primitives.sizes import op_of
@@ -116,9 +115,9 @@ def call_rows(
     """One row for all call sites that are alike."""
     alike: dict[tuple[Any, ...], list[Lowered]] = {}
     for one in lowered:
-        alike.setdefault((one.call, one.operands, one.reason), []).append(one)
-    for (call, operands, reason), sites in alike.items():
-        method = "xla" if reason else _method(call)
+        like = (one.call, one.operands, one.method, one.reason)
+        alike.setdefault(like, []).append(one)
+    for (call, operands, method, reason), sites in alike.items():
         # What "auto" is on that machine need not be what it is here.
         asked = "xla" if reason else call.method.value
         found = sizes.prediction(call, operands, asked, hardware)
@@ -130,7 +129,7 @@ def call_rows(
             scope=_scope(sites[0].scope, call.label),
             op=op_of(call),
             overlapped=reason is None,
-            method=method,
+            method=method.value,
             reason=reason or "",
             moved_bytes=None if local else round(found.moved_bytes),
             predicted_s=found.seconds,
@@ -198,10 +197,6 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
         return trace.exposed_by_op_s()
     paths = [trace] if isinstance(trace, str | pathlib.Path) else trace
     return chrome.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
-
-
-def _method(call):
-    return "direct" if call.method is Method.AUTO else call.method.value
 
 
 def _scope(stack, label):

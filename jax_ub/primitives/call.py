@@ -197,7 +197,8 @@ def _lower_on_cpu(ctx, *operands, call):
     ranks = find_ranks(ctx, call.label, call.axis_name)
     if ranks.reason is not None:
         return _lower_to_reference(ctx, operands, call, ranks.reason)
-    lowered.record(ctx, call, None)
+    automatic = call.method is Method.AUTO
+    lowered.record(ctx, call, Method.DIRECT if automatic else call.method)
     engine.register_targets()
     channel = _channel(ctx, ranks)
     if channel:
@@ -223,7 +224,7 @@ def _lower_on_cuda(ctx, *operands, call):
     reason = on_cuda.why_not(call, ranks)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
-    lowered.record(ctx, call, None)
+    lowered.record(ctx, call, on_cuda.method_of(call))
     attributes = {
         **_attributes(call, ranks),
         **exported.devices(ctx, ranks),
@@ -253,7 +254,7 @@ def _lower_to_reference(ctx, operands, call, reason):
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
     methods.record_fallback(call.label, reason)
-    lowered.record(ctx, call, reason)
+    lowered.record(ctx, call, Method.XLA, reason)
     rule = mlir.lower_fun(call.reference, multiple_results=True)
     return rule(ctx, *operands)
 

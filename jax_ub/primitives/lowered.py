@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jax_ub.methods import Method
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -16,12 +18,14 @@ class Lowered:
         call: the `Call`.
         operands: their shapes and dtypes.
         scope: the name stack where it was traced.
+        method: by which it runs, where nobody said, too.
         reason: why it became plain `jax.lax`; None where it did not.
     """
 
     call: Any
     operands: tuple[jax.ShapeDtypeStruct, ...]
     scope: str
+    method: Method
     reason: str | None
 
 
@@ -40,12 +44,12 @@ def recording() -> Iterator[list[Lowered]]:
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 
-def record(ctx: Any, call: Any, reason: str | None) -> None:
+def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> None:
     """Tells whoever listens, from a lowering rule."""
     if not _LISTENERS:
         return
     operands = tuple(shape_of(aval) for aval in ctx.avals_in)
-    lowered = Lowered(call, operands, str(ctx.name_stack), reason)
+    lowered = Lowered(call, operands, str(ctx.name_stack), method, reason)
     for listener in _LISTENERS:
         listener.append(lowered)
 

@@ -29,6 +29,7 @@ from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub.primitives.lowered import recording
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_all_reduce import MatmulAllReduce
 from jax_ub.primitives.mesh import find_ranks
@@ -83,6 +84,13 @@ def test_a_call_has_no_side_effects(engine):
     """XLA of jax 0.11 runs a call of a scan twice where it has."""
     _, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
     assert "has_side_effect = true" not in call
+
+
+def test_whoever_asks_hears_how_a_call_runs_that_nobody_chose(engine):
+    with recording() as lowered:
+        cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8))
+        cuda_text(row(tp_mesh(4)), shape(8, 8), shape(8, 6))
+    assert [one.method for one in lowered] == [Method.PIPELINE, Method.RING_EXCHANGE]
 
 
 def test_calls_of_several_processes_have_names_that_all_of_them_know(

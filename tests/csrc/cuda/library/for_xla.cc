@@ -1,0 +1,204 @@
+// What XLA calls of the driver, and the engine does not.
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "cuda/emulated_driver.h"
+#include "cuda/emulated_graphs.h"
+#include "cuda/emulated_machine.h"
+
+namespace jax_ub {
+
+namespace {
+
+using emulated::Call;
+using emulated::Operation;
+using emulated::Run;
+using emulated::RunInContext;
+
+const Driver& driver() { return EmulatedDriver(); }
+
+}  // namespace
+
+extern "C" {
+
+// The one version that there is of a function, whichever is asked for.
+CUresult cuGetProcAddress_v2(const char* name,
+                             void** function,
+                             int,
+                             cuuint64_t,
+                             CUdriverProcAddressQueryResult* found) {
+  static void* const self = [] {
+    Dl_info info;
+    dladdr(reinterpret_cast<void*>(&cuGetProcAddress_v2), &info);
+    return dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  }();
+  *function = nullptr;
+  for (const char* version : {"", "_v2"}) {
+    if (*function == nullptr) {
+      *function = dlsym(self, (std::string(name) + version).c_str());
+    }
+  }
+  const bool is_there = *function != nullptr;
+  if (found != nullptr) {
+    *found =
+        is_there ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  }
+  return is_there ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* is_active) {
+  return Run("DevicePrimaryCtxGetState", [&](Call& call) {
+    *flags = 0;
+    *is_active = call.machine.contexts.at(device).num_retained > 0;
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuCtxGetDevice(CUdevice* device) {
+  return RunInContext("CtxGetDevice", [&](Call& call) {
+    *device = call.device();
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice device) {
+  std::snprintf(text, size, "0000:%02x:00.0", 0x10 + device);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  return RunInContext("MemGetInfo", [&](Call& call) {
+    *free_bytes = emulated::FreeBytes(call.machine, call.device());
+    *total_bytes = call.machine.options.device_memory_bytes;
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuPointerGetAttribute(void* value,
+                               CUpointer_attribute attribute,
+                               CUdeviceptr pointer) {
+  return Run("PointerGetAttribute", [&](Call& call) {
+    const emulated::SharedRegion region = call.machine.memory.Around(pointer);
+    if (region == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) {
+      *static_cast<int*>(value) = region->device;
+      return CUDA_SUCCESS;
+    }
+    if (attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
+      *static_cast<unsigned*>(value) = region->kind == emulated::Region::Kind::kHost
+                                           ? CU_MEMORYTYPE_HOST
+                                           : CU_MEMORYTYPE_DEVICE;
+      return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_NOT_SUPPORTED;
+  });
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to,
+                           const void* from,
+                           size_t n,
+                           CUstream stream) {
+  return driver().MemcpyAsync(to, reinterpret_cast<CUdeviceptr>(from), n, stream);
+}
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t n, CUstream stream) {
+  return driver().MemcpyAsync(reinterpret_cast<CUdeviceptr>(to), from, n, stream);
+}
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to,
+                           CUdeviceptr from,
+                           size_t n,
+                           CUstream stream) {
+  return driver().MemcpyAsync(to, from, n, stream);
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
+  return driver().StreamCreateWithPriority(stream, flags, 0);
+}
+
+// XLA asks a stream that it has waited for; here an answer takes a moment.
+CUresult cuStreamQuery(CUstream stream) {
+  emulated::SharedMoment end;
+  const CUresult result = Run("StreamQuery", [&](Call& call) {
+    emulated::Stream* const found = call.FindStream(stream);
+    if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    end = emulated::MomentOf(*found);
+    return CUDA_SUCCESS;
+  });
+  if (result != CUDA_SUCCESS) return result;
+  for (int i = 0; i < 100 && !end->is_set(); ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return end->is_set() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
+  return Run("LaunchHostFunc", [&](Call& call) {
+    Operation operation;
+    operation.name = "cuLaunchHostFunc";
+    operation.run = [=] { function(data); };
+    return emulated::Enqueue(call, stream, std::move(operation));
+  });
+}
+
+CUresult cuGraphCreate(CUgraph* graph, unsigned flags) {
+  return EmulatedGraphCreate(graph, flags);
+}
+CUresult cuGraphAddChildGraphNode(CUgraphNode* node,
+                                  CUgraph graph,
+                                  const CUgraphNode* dependencies,
+                                  size_t num_dependencies,
+                                  CUgraph child) {
+  return EmulatedGraphAddChildGraphNode(node, graph, dependencies, num_dependencies,
+                                        child);
+}
+// As jaxlib 0.12 does it. A child that is moved into the graph is not destroyed by XLA.
+CUresult cuGraphAddNode(CUgraphNode* node,
+                        CUgraph graph,
+                        const CUgraphNode* dependencies,
+                        const CUgraphEdgeData*,
+                        size_t num_dependencies,
+                        CUgraphNodeParams* params) {
+  if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) return CUDA_ERROR_NOT_SUPPORTED;
+  return EmulatedGraphAddChildGraphNode(node, graph, dependencies, num_dependencies,
+                                        params->graph.graph);
+}
+CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec exec,
+                                            CUgraphNode node,
+                                            CUgraph child) {
+  return EmulatedGraphExecChildGraphNodeSetParams(exec, node, child);
+}
+CUresult cuGraphExecNodeSetParams(CUgraphExec exec,
+                                  CUgraphNode node,
+                                  CUgraphNodeParams* params) {
+  if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) return CUDA_ERROR_NOT_SUPPORTED;
+  return EmulatedGraphExecChildGraphNodeSetParams(exec, node, params->graph.graph);
+}
+CUresult cuStreamBeginCaptureToGraph(CUstream stream,
+                                     CUgraph graph,
+                                     const CUgraphNode*,
+                                     const CUgraphEdgeData*,
+                                     size_t num_dependencies,
+                                     CUstreamCaptureMode mode) {
+  if (num_dependencies > 0) return CUDA_ERROR_NOT_SUPPORTED;
+  return EmulatedStreamBeginCaptureToGraph(stream, graph, mode);
+}
+// XLA asks how many there are.
+CUresult cuGraphGetRootNodes(CUgraph handle, CUgraphNode* nodes, size_t* num_nodes) {
+  return Run("GraphGetRootNodes", [&](Call& call) {
+    const emulated::Graph* const graph = call.machine.graphs.Find(handle);
+    if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (nodes != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+    *num_nodes = 0;
+    for (const emulated::Node& node : graph->nodes) {
+      *num_nodes += node.dependencies.empty();
+    }
+    return CUDA_SUCCESS;
+  });
+}
+
+}  // extern "C"
+
+}  // namespace jax_ub

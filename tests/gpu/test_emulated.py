@@ -1,0 +1,89 @@
+"""JAX's own runtime for GPUs on emulated ones, with the programs of the GPU check.
+
+It compiles, captures and replays them, and no kernel but the engine's runs. Needs JAX's
+CUDA plugin, and the libraries that stand in for the driver's: `cmake --build build/cpp`
+makes them of `tests/csrc/cuda`, and JAX_UB_EMULATED_GPU is their folder.
+"""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+LIBRARIES = os.environ.get("JAX_UB_EMULATED_GPU", "")
+
+pytestmark = [
+    pytest.mark.skipif(not LIBRARIES, reason="JAX_UB_EMULATED_GPU is not set"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_plugins") is None, reason="no CUDA plugin of JAX"
+    ),
+]
+
+CAPTURED = "--xla_gpu_graph_min_graph_size=1"
+EAGER = "--xla_gpu_enable_command_buffer="
+
+
+def run(*command, gpus, flags, delay_us=0):
+    """What it printed, unless it failed, or did what CUDA forbids."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "LD_LIBRARY_PATH": LIBRARIES,
+            "EMULATED_GPUS": str(gpus),
+            "EMULATED_DELAY_US": str(delay_us),
+            "JAX_PLATFORMS": "cuda",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of the versions of cuDNN, ...
+            "JAX_UB_TIMEOUT_S": "60",
+            "XLA_FLAGS": flags,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        },
+    )
+    assert done.returncode == 0, done.stdout
+    assert "emulated GPU:" not in done.stdout, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("flags", [CAPTURED, EAGER])
+def test_the_local_ops_are_right(flags):
+    printed = run(HERE / "local.py", "--short", gpus=1, flags=flags)
+    assert "all right on Emulated GPU" in printed
+
+
+@pytest.mark.parametrize(
+    ("processes", "each", "flags", "delay_us"),
+    [
+        (1, 1, CAPTURED, 0),
+        (1, 4, CAPTURED, 0),
+        (1, 8, CAPTURED, 0),
+        (3, 1, CAPTURED, 0),
+        (2, 2, CAPTURED, 100),
+        (2, 2, EAGER, 100),
+    ],
+)
+def test_every_op_and_method_is_right(processes, each, flags, delay_us):
+    launch = ("-m", "jax_ub", "launch", "-n", processes, "--devices-per-process", each)
+    program = (HERE / "ranks.py", "--rounds", 2, "--calls", 3, "--dtypes", 1)
+    ranks = processes * each
+    printed = run(*launch, *program, gpus=ranks, flags=flags, delay_us=delay_us)
+    assert f"all right: {ranks} ranks on Emulated GPU" in printed
+    assert printed.count("right: ") == 4 * 4 + 1 + 1
+    assert "plain jax.lax" not in printed
+
+
+def test_processes_share_a_gpu():
+    launch = ("-m", "jax_ub", "launch", "-n", 2)
+    program = (HERE / "ranks.py", "--share-gpu", "--rounds", 1, "--dtypes", 1)
+    printed = run(*launch, *program, gpus=1, flags=CAPTURED)
+    assert "all right: 2 ranks on Emulated GPU" in printed
