@@ -1,91 +1,99 @@
 """Which extra output becomes which extra input."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.ops.operation import BasicOperation
-
-# An extra output: the place of its operation, and its number there.
-Port = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
     """The ways of the extra tensors of a list of basic operations.
 
+    Each of them is a *wire*, which has a number: an extra input of the caller's, or an
+    extra output of an operation.
+
     Attributes:
-        sources: for each operation and extra input, the output that it takes, or the
-            number of the caller's extra input.
-        is_public: for each operation and extra output, whether the caller gets it.
-        num_extra_inputs: how many the caller passes.
+        inputs: for each operation, the wires that are its extra inputs.
+        outputs: for each operation, the wires that are its extra outputs.
+        from_caller: the wires that the caller passes, in order.
+        to_caller: the wires that the caller gets, in order.
     """
 
-    sources: tuple[tuple[Port | int, ...], ...]
-    is_public: tuple[tuple[bool, ...], ...]
-    num_extra_inputs: int
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    from_caller: tuple[int, ...]
+    to_caller: tuple[int, ...]
 
 
 def find_routes(ops: Sequence[BasicOperation]) -> Routes:
-    """Connects the channels, and counts what is left for the caller.
+    """Connects the channels, and numbers the wires.
 
     Raises:
         ShapeContractError: if two outputs have one name, or a consumer comes before its
             producer.
         UnknownNameError: if no output has a name.
     """
-    producers = _producers(ops)
-    sources: list[tuple[Port | int, ...]] = []
-    passed = 0
+    numbers = itertools.count()
+    outputs = [tuple(itertools.islice(numbers, op.num_extra_outputs)) for op in ops]
+    producers = _producers(ops, outputs)
+    inputs: list[tuple[int, ...]] = []
+    from_caller: list[int] = []
+    to_caller: list[int] = []
     for place, op in enumerate(ops):
-        row: list[Port | int] = []
-        channels = op.extra_input_channels or (None,) * op.num_extra_inputs
-        for name in channels:
+        row: list[int] = []
+        for name in op.extra_input_channels or (None,) * op.num_extra_inputs:
             if name is None:
-                row.append(passed)
-                passed += 1
+                from_caller.append(next(numbers))
+                row.append(from_caller[-1])
             else:
                 row.append(_source(ops, place, name, producers))
-        sources.append(tuple(row))
-    return Routes(tuple(sources), tuple(map(_public, ops)), passed)
+        inputs.append(tuple(row))
+        channels = op.extra_output_channels or (None,) * op.num_extra_outputs
+        for wire, channel in zip(outputs[place], channels, strict=True):
+            if channel is None or channel.output_to_caller:
+                to_caller.append(wire)
+    return Routes(tuple(inputs), tuple(outputs), tuple(from_caller), tuple(to_caller))
 
 
-def _producers(ops) -> dict[str, Port]:
-    producers: dict[str, Port] = {}
+def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
+    """By channel, the place of the operation that it comes from, and the wire."""
+    producers: dict[str, tuple[int, int]] = {}
     for place, op in enumerate(ops):
-        for number, channel in enumerate(op.extra_output_channels):
+        # Zipped to the shorter: without channels there is not one for each output.
+        for wire, channel in zip(
+            outputs[place], op.extra_output_channels, strict=False
+        ):
             if channel is None:
                 continue
             if channel.name in producers:
-                first = producers[channel.name][0]
+                first, _ = producers[channel.name]
                 raise ShapeContractError(
                     f"{describe(ops, place)}: the channel {channel.name!r} is already "
                     f"that of {describe(ops, first)}. Give every extra output a name "
                     "of its own."
                 )
-            producers[channel.name] = (place, number)
+            producers[channel.name] = (place, wire)
     return producers
 
 
-def _source(ops, place, name, producers) -> Port:
+def _source(ops, place, name, producers) -> int:
+    """The wire that a channel is."""
     if name not in producers:
         known = nearest(name, producers) if producers else "There is none at all."
         raise UnknownNameError(
             f"{describe(ops, place)}: no extra output has the channel {name!r}. {known}"
         )
-    source = producers[name]
-    if source[0] >= place:
+    producer, wire = producers[name]
+    if producer >= place:
         raise ShapeContractError(
             f"{describe(ops, place)}: it takes the channel {name!r}, which comes from "
-            f"{describe(ops, source[0])}, not before it. Move the producer to the "
+            f"{describe(ops, producer)}, not before it. Move the producer to the "
             "front."
         )
-    return source
-
-
-def _public(op) -> tuple[bool, ...]:
-    channels = op.extra_output_channels or (None,) * op.num_extra_outputs
-    return tuple(channel is None or channel.output_to_caller for channel in channels)
+    return wire
 
 
 def describe(ops: Sequence[BasicOperation], place: int) -> str:

@@ -18,7 +18,7 @@ from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
 from jax_ub.ops.channels import describe
 from jax_ub.ops.fused.userbuffers_linear import LIKE
-from jax_ub.ops.operation import FusedOperation, Op, num_ranks
+from jax_ub.ops.operation import FusedOperation, Op, num_ranks, windows
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.mesh import axis_tuple
 from jax_ub.rules.site import Site, label_of, plan_site
@@ -121,12 +121,11 @@ def _refusals(fuser, name) -> dict[int, list[str]]:
         owner = getattr(fusion, "__self__", None)
         if not (isinstance(owner, type) and issubclass(owner, FusedOperation)):
             continue
-        place = 0
         reasons = owner.refusals(before)
-        for i, op in enumerate(before):
+        for i, (window, _) in enumerate(windows(before)):
             if reasons.get(i):
-                found.setdefault(place, []).append(f"{owner.__name__}: {reasons[i]}")
-            place += len(op.basic_ops)
+                reason = f"{owner.__name__}: {reasons[i]}"
+                found.setdefault(window.start, []).append(reason)
     return found
 
 

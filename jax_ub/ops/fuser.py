@@ -1,5 +1,6 @@
 """Fuses a list of operations, and runs it."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,10 +9,10 @@ import jax
 from jax_ub import shapes
 from jax_ub.errors import FusionError, ShapeContractError
 from jax_ub.ops import registry
-from jax_ub.ops.channels import Port, describe, find_routes
+from jax_ub.ops.channels import describe, find_routes
 from jax_ub.ops.group import FusibleGroup
 from jax_ub.ops.grouping import make_groups
-from jax_ub.ops.operation import Fusion, Op, Operation, expand
+from jax_ub.ops.operation import Fusion, Op, Operation, expand, windows
 from jax_ub.rules.fused_group import fused_group
 
 
@@ -87,19 +88,16 @@ class OperationFuser:
                 f"was given {list(self.basic_ops)}. A fused operation's basic_ops must "
                 "be the ones it takes the place of, in their order."
             )
-        place = 0
-        for op in ops:
-            last = place + len(op.basic_ops)
-            for sources in self.routes.sources[place:last]:
-                for source in sources:
-                    if isinstance(source, tuple) and source[0] in range(place, last):
-                        raise FusionError(
-                            f"OperationFuser: the fusion {name} covers both ends of a "
-                            f"channel that begins at "
-                            f"{describe(self.basic_ops, source[0])}. Extra inputs come "
-                            "from outside a window: fuse less."
-                        )
-            place = last
+        for window, _ in windows(ops):
+            taken = set(itertools.chain(*self.routes.inputs[window]))
+            for place, outputs in enumerate(self.routes.outputs[window], window.start):
+                if taken.intersection(outputs):
+                    raise FusionError(
+                        f"OperationFuser: the fusion {name} covers both ends of a "
+                        "channel that begins at "
+                        f"{describe(self.basic_ops, place)}. Extra inputs come from "
+                        "outside a window: fuse less."
+                    )
 
     @property
     def groups(self) -> tuple[FusibleGroup, ...]:
@@ -136,40 +134,19 @@ class OperationFuser:
         self._check_extra_inputs(extra_inputs)
         for op, own in zip(self.basic_ops, dealt, strict=True):
             op.claim(own)
-        ports: dict[Port, jax.Array] = {}
+        params = tuple({**own, **key} for own, key in zip(dealt, keys, strict=True))
+        wires = dict(zip(self.routes.from_caller, extra_inputs, strict=True))
         for group in self.groups:
-            first, last = group.first, group.first + len(group.basic_ops)
+            last = group.first + len(group.basic_ops)
             operands = {
                 "x": x,
-                "params": dealt[first:last],
-                "extra_inputs": self._gather(group, extra_inputs, ports),
-                "keys": keys[first:last],
+                "params": params[group.first : last],
+                "wires": {wire: wires[wire] for wire in group.taken},
             }
-            x, outputs = fused_group(group, operands)
-            for i, row in enumerate(outputs, first):
-                ports.update({(i, j): array for j, array in enumerate(row)})
-        public = [
-            ports[i, j]
-            for i, row in enumerate(self.routes.is_public)
-            for j, is_public in enumerate(row)
-            if is_public
-        ]
+            x, results = fused_group(group, operands)
+            wires.update(results)
+        public = [wires[wire] for wire in self.routes.to_caller]
         return (x, *public) if public else x
-
-    def _gather(self, group, extra_inputs, ports):
-        """The extra inputs of a group's operations, None where its own outputs go."""
-        rows = []
-        for place, own in enumerate(group.sources, group.first):
-            row: list[jax.Array | None] = []
-            for source, is_own in zip(self.routes.sources[place], own, strict=True):
-                if is_own is not None:
-                    row.append(None)
-                elif isinstance(source, tuple):
-                    row.append(ports[source])
-                else:
-                    row.append(extra_inputs[source])
-            rows.append(tuple(row))
-        return tuple(rows)
 
     def _split(self, params):
         """Deals the parameters out to the basic operations, and checks their names."""
@@ -195,6 +172,7 @@ class OperationFuser:
         return tuple(dealt)
 
     def _keys(self, key, deterministic):
+        """A key of its own, among its parameters, for each operation that draws."""
         takers = [place for place, op in enumerate(self.basic_ops) if op.takes_key]
         if takers and key is None and not deterministic:
             raise ShapeContractError(
@@ -204,17 +182,17 @@ class OperationFuser:
             )
         draws = [] if deterministic else takers
         return tuple(
-            jax.random.fold_in(key, place) if place in draws else None
+            {"key": jax.random.fold_in(key, place)} if place in draws else {}
             for place in range(len(self.basic_ops))
         )
 
     def _check_extra_inputs(self, extra_inputs):
-        wanted = self.routes.num_extra_inputs
+        wanted = len(self.routes.from_caller)
         if len(extra_inputs) != wanted:
             takers = [
                 describe(self.basic_ops, place)
-                for place, row in enumerate(self.routes.sources)
-                if any(isinstance(source, int) for source in row)
+                for place, row in enumerate(self.routes.inputs)
+                if set(row) & set(self.routes.from_caller)
             ]
             raise ShapeContractError(
                 f"OperationFuser: {len(extra_inputs)} extra inputs, but the operations "

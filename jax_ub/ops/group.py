@@ -2,18 +2,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 
 import jax
 
 from jax_ub.errors import UbError
-from jax_ub.ops.channels import Port
 from jax_ub.ops.operation import (
     BasicOperation,
     FusedOperation,
     Needs,
     Residuals,
     expand,
+    windows,
 )
 from jax_ub.rules.fused_group import fit, like_if
 from jax_ub.rules.vjp import placeholder, save
@@ -27,196 +28,156 @@ class FusibleGroup:
     together, the next group begins, so that JAX itself finds out which groups have a
     gradient, and adds up what comes back from several consumers.
 
-    Operands are a dict of "x", "params", "extra_inputs" and "keys"; the last three are
-    tuples with one entry for each operation. Results are y and the extra outputs.
+    Operands are a dict of "x", of "params", a tuple of one dict for each operation, and
+    of "wires", the extra inputs that come from outside, by number. Results are y and
+    the extra outputs that are wanted outside, by number.
 
     Attributes:
         forward_ops: what computes the results.
         backward_ops: what computes the gradients.
         first: the place of the first operation among those of the fuser.
-        sources: for each operation and extra input, the output that it takes, counted
-            from the group's first operation, or None: it comes from outside.
-        is_result: for each operation and extra output, whether it is wanted outside.
+        inputs: for each operation, the wires that are its extra inputs.
+        outputs: for each operation, the wires that are its extra outputs.
+        results: the wires that are wanted outside.
     """
 
     forward_ops: tuple[FusedOperation, ...]
     backward_ops: tuple[FusedOperation, ...]
     first: int
-    sources: tuple[tuple[Port | None, ...], ...]
-    is_result: tuple[tuple[bool, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The operations, unfused."""
         return expand(self.forward_ops)
 
-    def forward(self, operands, needs):
-        """Runs the forward windows, one after another."""
-        op_needs = self._op_needs(needs)
-        saves = self._saves(op_needs)
-        x = operands["x"]
+    @property
+    def taken(self) -> set[int]:
+        """The wires that come from outside."""
+        made = set(itertools.chain(*self.outputs))
+        return set(itertools.chain(*self.inputs)) - made
+
+    def forward(self, operands, likes):
+        """Runs the forward windows, and keeps what the backward reads."""
+        needs = self._needs(likes)
+        saves = self._saves(needs)
+        xs, wires, residuals = self._run(self.forward_ops, operands, saves)
+        kept = {
+            "ops": self._kept(residuals, saves),
+            "likes": self._likes(operands, needs),
+        }
+        return (xs[-1], {wire: wires[wire] for wire in self.results}), kept
+
+    def _run(self, ops, operands, saves):
+        """Runs windows: x before each and y behind, all wires, and the residuals."""
+        x, wires = operands["x"], dict(operands["wires"])
+        xs = [x]
         residuals: list[Residuals] = []
-        ports: dict[Port, jax.Array | None] = {}
-        for first, op in _windows(self.forward_ops):
-            last = first + len(op.basic_ops)
-            params = tuple(_with_key(operands, i) for i in range(first, last))
-            extras = tuple(
-                self._extra_inputs(operands, ports, i) for i in range(first, last)
-            )
-            with self._named(first, op):
-                save = tuple(saves[first:last])
-                x, outputs, saved = op.forward(params, x, extras, save)
+        for window, op in windows(ops):
+            params = operands["params"][window]
+            extras = _rows(wires, self.inputs[window])
+            with self._named(window, op):
+                x, outputs, saved = op.forward(params, x, extras, saves[window])
+            xs.append(x)
+            wires.update(_pairs(self.outputs[window], outputs))
             residuals.extend(saved)
-            for i, arrays in enumerate(outputs, first):
-                ports.update({(i, j): array for j, array in enumerate(arrays)})
-        extra_outputs = tuple(
-            tuple(ports[i, j] if wanted else None for j, wanted in enumerate(row))
-            for i, row in enumerate(self.is_result)
-        )
-        kept = {"ops": self._kept(residuals, saves), "likes": ()}
-        if len(self.basic_ops) > 1:
-            kept["likes"] = self._likes(operands, op_needs)
-        return (x, extra_outputs), kept
+        return xs, wires, residuals
 
-    def _extra_inputs(self, operands, ports, place):
-        return tuple(
-            given if source is None else ports[source]
-            for given, source in zip(
-                operands["extra_inputs"][place], self.sources[place], strict=True
-            )
-        )
-
-    def _op_needs(self, needs) -> list[Needs]:
-        """What each operation has to compute so that the group's needs are met."""
-        reached, op_needs, ports = needs["x"], [], set()
-        for i, op in enumerate(self.basic_ops):
-            extras = tuple(
-                given if source is None else source in ports
-                for given, source in zip(
-                    needs["extra_inputs"][i], self.sources[i], strict=True
-                )
-            )
-            wanted = {name for name, need in needs["params"][i].items() if need}
-            need = Needs(reached, frozenset(wanted), extras)
-            op_needs.append(need)
+    def _needs(self, likes) -> tuple[Needs, ...]:
+        """What each operation has to compute so that the wanted gradients are there."""
+        reached = likes["x"] is not None
+        wires = {wire: like is not None for wire, like in likes["wires"].items()}
+        needs = []
+        for own, inputs, outputs in zip(
+            likes["params"], self.inputs, self.outputs, strict=True
+        ):
+            wanted = frozenset(name for name, like in own.items() if like is not None)
+            need = Needs(reached, wanted, tuple(wires[wire] for wire in inputs))
             reached = bool(need)
-            if reached:
-                ports |= {(i, j) for j in range(op.num_extra_outputs)}
-        return op_needs
+            wires.update(dict.fromkeys(outputs, reached))
+            needs.append(need)
+        return tuple(needs)
 
-    def _saves(self, op_needs) -> list[frozenset[str]]:
+    def _saves(self, needs) -> tuple[frozenset[str], ...]:
+        """The residuals that each operation's backward reads, if any is needed."""
         saves: list[frozenset[str]] = []
-        for first, op in _windows(self.backward_ops):
-            needs = tuple(op_needs[first : first + len(op.basic_ops)])
-            nothing = (frozenset[str](),) * len(needs)
-            saves.extend(op.saved(needs) if any(needs) else nothing)
-        return saves
+        for window, op in windows(self.backward_ops):
+            own = needs[window]
+            saves.extend(op.saved(own) if any(own) else [frozenset()] * len(own))
+        return tuple(saves)
 
     def _kept(self, residuals, saves):
         """The residuals that are read, and placeholders for what others would read."""
-        names = self._saves([_everything(op) for op in self.basic_ops])
+        possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
         return tuple(
             {
                 name: save(values[name], name)
                 if name in wanted and name in values
                 else placeholder()
-                for name in sorted(possible)
+                for name in sorted(names)
             }
-            for values, wanted, possible in zip(residuals, saves, names, strict=True)
+            for values, wanted, names in zip(residuals, saves, possible, strict=True)
         )
 
-    def _likes(self, operands, op_needs):
-        """The type of every activation inside the group, where one is needed.
+    def _likes(self, operands, needs):
+        """The types of the activations and wires that begin in the group.
 
         A fused window never makes those inside it, so they are traced abstractly.
         """
-        types, extra_types = self._abstract(operands)
-        likes = tuple(
-            like_if(need.x, aval) for need, aval in zip(op_needs, types, strict=True)
-        )
-        internal = tuple(
-            tuple(map(like_if, need.extra_inputs, row))
-            for need, row in zip(op_needs, extra_types, strict=True)
-        )
-        return likes, internal
-
-    def _abstract(self, operands):
-        types, extra_types = [], []
+        if len(self.basic_ops) == 1:
+            return (), {}
+        types = []
 
         def run(operands):
-            x = operands["x"]
-            ports: dict[Port, jax.Array | None] = {}
-            for i, op in enumerate(self.basic_ops):
-                types.append(jax.typeof(x))
-                extras = self._extra_inputs(operands, ports, i)
-                extra_types.append(
-                    tuple(
-                        None if source is None else jax.typeof(extra)
-                        for extra, source in zip(extras, self.sources[i], strict=True)
-                    )
-                )
-                x, outputs, _ = op.forward(
-                    _with_key(operands, i), x, extras, frozenset()
-                )
-                ports.update({(i, j): array for j, array in enumerate(outputs)})
+            unfused = [FusedOperation((op,)) for op in self.basic_ops]
+            xs, wires, _ = self._run(unfused, operands, [frozenset()] * len(unfused))
+            types.extend(jax.tree.map(jax.typeof, (xs[:-1], wires)))
 
         jax.eval_shape(run, operands)
-        return types, extra_types
-
-    def backward(self, residuals, cotangents, needs):
-        """Runs the backward windows, the last one first."""
-        op_needs = self._op_needs(needs)
-        dy, d_outputs = cotangents
-        ports = {
-            (i, j): d
-            for i, row in enumerate(d_outputs)
-            for j, d in enumerate(row)
-            if d is not None
+        xs, wires = types
+        x_likes = tuple(like_if(need.x, x) for need, x in zip(needs, xs, strict=True))
+        wire_likes = {
+            wire: like_if(bool(need), wires[wire])
+            for need, outputs in zip(needs, self.outputs, strict=True)
+            for wire in outputs
         }
-        likes, extra_likes = residuals["likes"] or ((), ())
-        d_params: list = [{}] * len(op_needs)
-        d_inputs: list = [()] * len(op_needs)
-        for first, op in reversed(_windows(self.backward_ops)):
-            places = range(first, first + len(op.basic_ops))
-            saved = tuple(_present(residuals["ops"][i]) for i in places)
-            window = tuple(op_needs[i] for i in places)
-            d_extras = tuple(
-                tuple(
-                    ports.get((i, j))
-                    for j in range(self.basic_ops[i].num_extra_outputs)
+        return x_likes, wire_likes
+
+    def backward(self, residuals, cotangents, likes):
+        """Runs the backward windows, the last one first."""
+        needs = self._needs(likes)
+        dy, d_results = cotangents
+        d_wires = dict(d_results)
+        x_likes, wire_likes = residuals["likes"]
+        wire_likes = {**likes["wires"], **wire_likes}
+        d_params: list = [None] * len(needs)
+        for window, op in reversed(windows(self.backward_ops)):
+            saved = tuple(map(_present, residuals["ops"][window]))
+            d_outputs = _rows(d_wires, self.outputs[window])
+            with self._named(window, op):
+                dy, d_params[window], d_inputs = _backward(
+                    op, saved, dy, d_outputs, needs[window]
                 )
-                for i in places
-            )
-            with self._named(first, op):
-                dy, params, inputs = _backward(op, saved, dy, d_extras, window)
-            if first:
-                dy = fit(likes[first], dy)
-            for i, params_i, inputs_i in zip(places, params, inputs, strict=True):
-                d_params[i] = _complete(needs["params"][i], params_i)
-                d_inputs[i] = self._hand_back(i, inputs_i, extra_likes, ports)
+            if window.start:
+                dy = fit(x_likes[window.start], dy)
+            for wire, d in _pairs(self.inputs[window], d_inputs):
+                d = fit(wire_likes[wire], d)
+                if d is not None:
+                    before = d_wires.get(wire)
+                    d_wires[wire] = d if before is None else before + d
         return {
             "x": dy,
-            "params": tuple(d_params),
-            "extra_inputs": tuple(d_inputs),
-            "keys": tuple(None for _ in op_needs),
+            "params": tuple(
+                {name: own.get(name) for name in like}
+                for like, own in zip(likes["params"], d_params, strict=True)
+            ),
+            "wires": {wire: d_wires.get(wire) for wire in likes["wires"]},
         }
 
-    def _hand_back(self, place, d_inputs, extra_likes, ports):
-        """Adds the gradients of channels to their outputs', and returns the others."""
-        outside = []
-        for j, (d, source) in enumerate(
-            zip(d_inputs, self.sources[place], strict=True)
-        ):
-            outside.append(d if source is None else None)
-            if source is None or d is None:
-                continue
-            d = fit(extra_likes[place][j], d)
-            if d is not None:
-                ports[source] = ports[source] + d if source in ports else d
-        return tuple(outside)
-
     @contextlib.contextmanager
-    def _named(self, first, op):
+    def _named(self, window, op):
         """Says in errors which of the operations they are about."""
         try:
             yield
@@ -225,23 +186,18 @@ class FusibleGroup:
                 raise
             names = ", ".join(basic.label for basic in op.basic_ops)
             raise type(error)(
-                f"operation {self.first + first} ({names}): {error}"
+                f"operation {self.first + window.start} ({names}): {error}"
             ) from error
 
 
-def _windows(ops: Sequence[FusedOperation]) -> list[tuple[int, FusedOperation]]:
-    """Each operation with the place of its first basic one."""
-    windows, place = [], 0
-    for op in ops:
-        windows.append((place, op))
-        place += len(op.basic_ops)
-    return windows
+def _rows(arrays, rows):
+    """What lies on wires, in rows for each operation; None where nothing does."""
+    return tuple(tuple(arrays.get(wire) for wire in row) for row in rows)
 
 
-def _with_key(operands, place):
-    key = operands["keys"][place]
-    params = operands["params"][place]
-    return params if key is None else {**params, "key": key}
+def _pairs(rows, arrays) -> Iterator[tuple[int, jax.Array | None]]:
+    """Each wire of some rows with what an operation gave for it."""
+    return zip(itertools.chain(*rows), itertools.chain(*arrays), strict=True)
 
 
 def _backward(op, residuals, dy, d_extras, needs):
@@ -258,7 +214,3 @@ def _everything(op):
 
 def _present(residuals):
     return {name: value for name, value in residuals.items() if value is not None}
-
-
-def _complete(needs, d_params):
-    return {name: d_params.get(name) for name in needs}

@@ -13,7 +13,7 @@ names and meanings belong to the basic operation.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
@@ -291,6 +291,7 @@ class FusedOperation:
 
 
 Op = BasicOperation | FusedOperation
+AnyOp = TypeVar("AnyOp", bound=Op)
 # A fusion: takes a list of operations and returns one that expands to the same.
 Fusion = Callable[[list[Op]], list[Op]]
 
@@ -344,6 +345,16 @@ def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
     """The basic operations that a fused list stands for."""
     return tuple(basic for op in ops for basic in op.basic_ops)
+
+
+def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
+    """Each operation of a fused list with the places of its basic ones."""
+    found: list[tuple[slice, AnyOp]] = []
+    place = 0
+    for op in ops:
+        found.append((slice(place, place + len(op.basic_ops)), op))
+        place += len(op.basic_ops)
+    return found
 
 
 def constructor_call(op) -> str:

@@ -15,24 +15,24 @@ from jax_ub.runtime import overlaps
 class Group(Protocol):
     """Pure functions of operands, hashable, the same on every rank.
 
-    `operands` is any tree of arrays, and `needs` the tree of bools beside it that says
-    which gradients are wanted.
+    `operands` is any tree of arrays, and `likes` the tree beside it that says which
+    gradients are wanted: what is `like` the operand for one, None for another.
     """
 
-    def forward(self, operands: Any, needs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the results, and residuals for the `needs`, by name.
+    def forward(self, operands: Any, likes: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the results, and residuals for the wanted gradients, by name.
 
         The tree of the residuals depends on the operands only. In the place of what is
         not needed is a `vjp.placeholder`.
         """
 
-    def backward(self, residuals: dict[str, Any], cotangents: Any, needs: Any) -> Any:
+    def backward(self, residuals: dict[str, Any], cotangents: Any, likes: Any) -> Any:
         """Returns a tree of gradients like the operands, None where there is none.
 
         Args:
             residuals: as the forward returned them, None for what it left out.
             cotangents: of the results, None for one that is known to be zero.
-            needs: as in the forward.
+            likes: as in the forward.
         """
 
 
@@ -52,14 +52,16 @@ def fused_group(group: Group, operands: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _group(configuration, group, operands):
-    return group.forward(operands, jax.tree.map(lambda _: False, operands))[0]
+    return group.forward(operands, jax.tree.map(lambda _: None, operands))[0]
 
 
 def _group_fwd(configuration, group, operands):
     values = jax.tree.map(lambda operand: operand.value, operands)
-    needs = jax.tree.map(lambda operand: operand.perturbed, operands)
-    results, residuals = group.forward(values, needs)
-    return results, (jax.tree.map(like_if, needs, values), residuals)
+    likes = jax.tree.map(
+        lambda operand: like(operand.value) if operand.perturbed else None, operands
+    )
+    results, residuals = group.forward(values, likes)
+    return results, (jax.tree.map(_placed, likes, is_leaf=_is_none), residuals)
 
 
 def _group_bwd(configuration, group, saved, cotangents):
@@ -67,9 +69,12 @@ def _group_bwd(configuration, group, saved, cotangents):
         lambda leaf: None if is_placeholder(leaf) else leaf, saved
     )
     cotangents = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
-    needs = jax.tree.map(lambda leaf: leaf is not None, likes, is_leaf=_is_none)
-    gradients = group.backward(residuals, cotangents, needs)
+    gradients = group.backward(residuals, cotangents, likes)
     return (jax.tree.map(fit, likes, gradients, is_leaf=_is_none),)
+
+
+def _placed(leaf):
+    return placeholder() if leaf is None else leaf
 
 
 def _is_none(leaf):
