@@ -35,6 +35,11 @@ class Site:
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
     bias_name: str = "bias"  # what the call's argument is called, in errors
 
+    @property
+    def method(self) -> Method:
+        """By which method it runs."""
+        return self.choice.method
+
     def with_dtypes(self, dtype, out_dtype) -> "Site":
         """The same call, for operands and a result of these dtypes."""
         return dataclasses.replace(
@@ -93,11 +98,6 @@ class Site:
             "tuned": self.tuned if method is Method.AUTO else None,
             "label": self.label,
         }
-
-    @property
-    def method(self) -> Method:
-        """By which method it runs."""
-        return self.choice.method
 
     @property
     def copies_operands(self) -> bool:

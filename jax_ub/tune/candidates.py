@@ -1,4 +1,4 @@
-"""The ways to run a product with its communication that are worth timing."""
+"""The choices of how a product runs with its communication, worth timing."""
 
 import dataclasses
 import itertools
@@ -43,22 +43,23 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
         tunings = [Tuning(gemm_algorithm=number) for number in (0, *_ALGORITHMS)]
         own = [Choice(Method.DIRECT, tuning=tuning) for tuning in tunings]
         return [*(own if is_cuda else own[:1]), Choice(Method.XLA)]
-    ways = list(_ways(case, is_cuda))
+    choices = list(_untuned(case, is_cuda))
     if not is_cuda:
-        return [*ways, Choice(Method.XLA)]
+        return [*choices, Choice(Method.XLA)]
     tunings = [
         *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
         *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
     ]
     # Kernels send what is too small for copy engines: it is not cut.
     whole = [
-        way
-        for way in ways
-        if way.num_splits <= 1 and way.tuning.variant is not Variant.OVERLAP_FIRST_GEMM
+        choice
+        for choice in choices
+        if choice.num_splits <= 1
+        and choice.tuning.variant is not Variant.OVERLAP_FIRST_GEMM
     ]
     return [
-        *(_tuned(way, tuning) for tuning in tunings for way in ways),
-        *(_tuned(way, tuning) for tuning in _by_kernels() for way in whole),
+        *(_tuned(choice, tuning) for tuning in tunings for choice in choices),
+        *(_tuned(choice, tuning) for tuning in _by_kernels() for choice in whole),
         Choice(Method.XLA),
     ]
 
@@ -87,12 +88,12 @@ def _tuning(num_lanes, sm_margin):
     return Tuning(num_lanes=num_lanes, sm_margin=sm_margin)
 
 
-def _tuned(way, tuning):
-    tuning = dataclasses.replace(tuning, variant=way.tuning.variant)
-    return dataclasses.replace(way, tuning=tuning)
+def _tuned(choice, tuning):
+    tuning = dataclasses.replace(tuning, variant=choice.tuning.variant)
+    return dataclasses.replace(choice, tuning=tuning)
 
 
-def _ways(case, is_cuda) -> Iterator[Choice]:
+def _untuned(case, is_cuda) -> Iterator[Choice]:
     """Methods with their variants, where those do anything."""
     if not is_cuda:
         yield Choice(Method.DIRECT)
