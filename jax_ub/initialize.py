@@ -417,7 +417,7 @@ def _per_mode(ub_cfgs, modes):
     return ub_cfgs
 
 
-def _overlap(  # noqa: PLR0913, one for each attribute
+def _overlap(
     name: str,
     config: OverlapConfig,
     mode: UserBufferQuantizationMode,

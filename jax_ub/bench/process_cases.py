@@ -179,7 +179,7 @@ class Bench:
             index = every.index(self._dots("nn", dtype, left, right, Here(num)))
         return every[self._job.choice(index)]
 
-    def _contender(  # noqa: PLR0913, one for each part of a program
+    def _contender(
         self,
         name: str,
         function: Callable[..., jax.Array],

@@ -63,7 +63,7 @@ class LayerNormLinear(nnx.Module):
         linear: `Linear`.
     """
 
-    def __init__(  # noqa: PLR0913, those of the norm and of the layer
+    def __init__(
         self,
         in_features: int,
         out_features: int,

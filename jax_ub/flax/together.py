@@ -14,7 +14,7 @@ from jax_ub.retrofit.sharded_linear import sharded_linear
 from jax_ub.rules import main_grads as accumulators
 
 
-def multiply_together(  # noqa: PLR0913, the operands of a linear layer
+def multiply_together(
     placement: Placement,
     inputs: jax.Array,
     kernels: Sequence[jax.Array],

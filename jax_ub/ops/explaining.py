@@ -234,7 +234,7 @@ def _collective(op, name, sizes) -> Row:
     return Row("", target or "none", not target, method, reason, note=note)
 
 
-def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:  # noqa: PLR0913
+def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:
     calls = dict.fromkeys((site.label, target) for target, _, _ in steps)
     waited = [sizes.waited[call] for call in calls if call in sizes.waited]
     if waited:

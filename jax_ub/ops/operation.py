@@ -122,7 +122,7 @@ class BasicOperation(Operation):
         check_params(self.label, params)
         return (params,)
 
-    def claim(self, params: Params) -> None:  # noqa: B027, most have nothing to claim
+    def claim(self, params: Params) -> None:
         """Sees the caller's own parameters, before the differentiated call begins."""
 
     def saved(self, needs: Needs) -> frozenset[str]:

@@ -82,7 +82,7 @@ class AllGatherMatmul(Call):
         return True
 
 
-def all_gather_matmul(  # noqa: PLR0913
+def all_gather_matmul(
     x: jax.Array,
     ws: tuple[jax.Array, ...],
     biases: tuple[jax.Array, ...] | None,

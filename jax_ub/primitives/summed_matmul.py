@@ -70,7 +70,7 @@ class SummedMatmul(Call):
         )
 
 
-def sum_products(  # noqa: PLR0913
+def sum_products(
     kind: type[SummedMatmul],
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],

@@ -161,9 +161,7 @@ def connect(
     _close_at_exit()
 
 
-def _agree_and_connect(  # noqa: PLR0913, of `connect`, and what it may have to close
-    place, wiring, agreement, about, refusal, offered, made
-):
+def _agree_and_connect(place, wiring, agreement, about, refusal, offered, made):
     with agreement:
         if refusal is None:
             refusal = _offer(place, wiring, offered)

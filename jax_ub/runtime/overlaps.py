@@ -178,7 +178,7 @@ def configuration() -> Hashable:
 
 
 def _change():
-    global _configuration  # noqa: PLW0603, part of the registry
+    global _configuration
     _configuration = object()
 
 

@@ -58,7 +58,7 @@ class Prediction:
         return self.seconds - self.gemm_s
 
 
-def predict(  # noqa: PLR0913, pinned
+def predict(
     op: str,
     method: str,
     M: int,
@@ -89,7 +89,7 @@ def predict(  # noqa: PLR0913, pinned
     return estimate(op, method, M, K, N, P, dtype, hardware).seconds
 
 
-def estimate(  # noqa: PLR0913, the same
+def estimate(
     op: str,
     method: str,
     M: int,

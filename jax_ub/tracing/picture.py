@@ -166,7 +166,7 @@ def _thread(
         _box(axes, kind, place, 0.36, left, width, colour=colour)
 
 
-def _box(  # noqa: PLR0913, matplotlib's own are more
+def _box(
     axes: Any,
     kind: str,
     place: float,

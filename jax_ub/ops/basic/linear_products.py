@@ -60,7 +60,7 @@ def forward(
     return y[0], residuals
 
 
-def _forward(op, site, x, kernel, bias, residual, scale):  # noqa: PLR0913
+def _forward(op, site, x, kernel, bias, residual, scale):
     if op.tensor_parallel_mode == "column" and op.sequence_parallel:
         x = all_gather(x, **site.alone)
     if op.tensor_parallel_mode != "row":
@@ -138,7 +138,7 @@ def misses_ranks(site: Site, dy: jax.Array) -> bool:
     return not site.is_tracked or bool(frozenset(site.axis_name) & varying.axes_of(dy))
 
 
-def _dgrad(op, site, dy, kernel, residual, scale, x_like):  # noqa: PLR0913
+def _dgrad(op, site, dy, kernel, residual, scale, x_like):
     options = {"rhs_transposed": True, "scale": scale}
     if not _reduces_dgrad(op, site, x_like):
         options["out_dtype"] = site.out_dtype
@@ -162,7 +162,7 @@ def _reduces_dgrad(op, site, x_like):
     return op.sequence_parallel or (site.is_tracked and is_replicated)
 
 
-def _wgrad(op, site, x, dy, main_grad, scale):  # noqa: PLR0913
+def _wgrad(op, site, x, dy, main_grad, scale):
     if op.tensor_parallel_mode == "column" and op.sequence_parallel:
         x = all_gather(x, **site.alone)
     site = site.with_dw_dtype(op.param_dtype)

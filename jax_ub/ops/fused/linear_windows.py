@@ -20,7 +20,7 @@ def is_unreduced(op: Op) -> bool:
     return isinstance(op, BasicLinear) and op.tensor_parallel_mode != "row"
 
 
-def forward(  # noqa: PLR0913
+def forward(
     linear: BasicLinear,
     bias: Bias | None,
     params: Sequence[Params],

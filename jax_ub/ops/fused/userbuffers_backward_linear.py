@@ -40,7 +40,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
     @staticmethod
     def functional_backward(  # noqa: PLR0913, Transformer Engine's names
         grad_output: jax.Array,
-        input: jax.Array | None,  # noqa: A002
+        input: jax.Array | None,
         weight: jax.Array | None,
         *,
         input_requires_grad: bool = True,
@@ -154,7 +154,7 @@ def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
     return dx, tuple(d_params)
 
 
-def gradients(  # noqa: PLR0913
+def gradients(
     site: Site,
     mode: str,
     dy: jax.Array,

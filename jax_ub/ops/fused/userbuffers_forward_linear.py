@@ -36,7 +36,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
 
     @staticmethod
     def functional_forward(  # noqa: PLR0913, Transformer Engine's names
-        input: jax.Array,  # noqa: A002
+        input: jax.Array,
         weight: jax.Array,
         *,
         bias: jax.Array | None = None,
@@ -138,7 +138,7 @@ def run_window(
     return y, residuals
 
 
-def overlapped(  # noqa: PLR0913
+def overlapped(
     site: Site,
     mode: str,
     x: jax.Array,

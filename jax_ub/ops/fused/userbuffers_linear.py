@@ -128,7 +128,7 @@ class Window:
         )
 
 
-def open_linear(  # noqa: PLR0913
+def open_linear(
     op: str,
     tensor_parallel_mode: str | None,
     axis_name: str | tuple[str, ...] | None,

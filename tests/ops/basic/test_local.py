@@ -105,7 +105,7 @@ def test_extra_output_is_handed_out(dtype, in_place):
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=in_place))
     x = small_integers(0, (32, 32), dtype)
     a, b = small_integers(1, x.shape, dtype), small_integers(2, x.shape, dtype)
-    gradient = lambda cotangents: jax.vjp(lambda x: seq(({},), x), x)[1](cotangents)[0]  # noqa: E731, E501
+    gradient = lambda cotangents: jax.vjp(lambda x: seq(({},), x), x)[1](cotangents)[0]  # noqa: E731
     assert_equal(seq(({},), x), (x, x))
     assert_equal(gradient((a, b)), a + b)
     for used in (0, 1):
@@ -230,7 +230,7 @@ def test_quantize_rounds_to_what_fp8_has(dtype):
 
 def test_quantize_passes_gradients_straight_or_rounds_them():
     x, dy = normal(0, (16, 16)), normal(1, (16, 16))
-    gradient = lambda op: jax.vjp(lambda x: ops.Sequential(op)(({},), x), x)[1](dy)[0]  # noqa: E731, E501
+    gradient = lambda op: jax.vjp(lambda x: ops.Sequential(op)(({},), x), x)[1](dy)[0]  # noqa: E731
     assert_equal(gradient(ops.Quantize()), dy)
     rounded = gradient(ops.Quantize(False, True))
     assert_equal(ops.Sequential(ops.Quantize(False, True))(({},), x), x)
