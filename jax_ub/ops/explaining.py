@@ -27,6 +27,7 @@ from jax_ub.runtime import overlaps
 if TYPE_CHECKING:
     from jax_ub.ops.fuser import OperationFuser
 
+_PASSES = ("forward", "backward")
 _COLLECTIVES = {
     AllReduce: ("all_reduce", ""),
     AllGather: ("all_gather", "reduce_scatter"),
@@ -38,6 +39,10 @@ _PRODUCTS = ("matmul", "wgrad")
 _REFUSED = (
     "a call is refused: overlapped are gathers and scatters of rows, with "
     "sequence_parallel=True"
+)
+_NO_RANKS = (
+    "not predicted, as the number of ranks is not known here: pass num_ranks, or call "
+    "it under jax.set_mesh"
 )
 
 
@@ -86,6 +91,7 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused("joint", name)) for name in _PASSES}
     reasons = {name: _refusals(fuser, name) for name in _PASSES}
+    lacks_ranks = False
     for place, op in enumerate(fuser.basic_ops):
         for name in _PASSES:
             first, window = passes[name][place]
@@ -94,24 +100,21 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
             scope = f"{place} {op.label}{named}, {name}"
             if isinstance(op, BasicLinear):
                 row = _linear(op, name, window, reasons[name].get(place, []), sizes)
+                lacks_ranks |= sizes.tokens is not None and row.predicted_s is None
             elif type(op) in _COLLECTIVES and not _overlaps(window):
                 row = _collective(op, name, sizes)
             else:
                 continue
             note = "" if row.note or window is op else _covered(window, first)
             rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
-    return Table(tuple(rows), _title(fuser), tuple(_notes(fuser, passes, reasons)))
-
-
-_PASSES = ("forward", "backward")
+    title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
+    notes = [*_notes(fuser, passes, reasons), *([_NO_RANKS] if lacks_ranks else [])]
+    return Table(tuple(rows), title, tuple(notes))
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """For each basic operation, what computes it, and where that begins."""
-    windows: list[tuple[int, Op]] = []
-    for op in ops:
-        windows.extend([(len(windows), op)] * len(op.basic_ops))
-    return windows
+    """For each basic operation, where what computes it begins, and what that is."""
+    return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
 def _refusals(fuser, name) -> dict[int, list[str]]:
@@ -252,10 +255,6 @@ def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:
         moved_bytes=round(sum(one.moved_bytes for one in found)),
         predicted_s=sum(one.seconds for one in found),
     )
-
-
-def _title(fuser):
-    return f"Sequential of {len(fuser.basic_ops)} operations, fused"
 
 
 def _notes(fuser, passes, reasons):

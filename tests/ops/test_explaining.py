@@ -47,8 +47,9 @@ def test_every_linear_is_on_or_says_why_not():
     assert d_up.overlapped
     assert d_up.op == "matmul_reduce_scatter, wgrad"
     assert (down.overlapped, down.op) == (False, "matmul, reduce_scatter")
-    assert down.reason == "UserbuffersForwardLinear: no userbuffers_options"
-    assert "UserbuffersBackwardLinear: no userbuffers_options" in d_down.reason
+    option = 'no userbuffers_options={"comm_name": ...}'
+    assert down.reason == f"UserbuffersForwardLinear: {option}"
+    assert f"UserbuffersBackwardLinear: {option}" in d_down.reason
     overlapped = mlp(userbuffers_options={"comm_name": "fc2"}).explain()
     assert overlapped.overlapped
     assert rows_of(overlapped)["4 BasicLinear 'fc2', backward"].op.startswith(
@@ -62,6 +63,18 @@ def test_text_lists_what_was_fused():
     assert "\nbackward: 0 MakeExtraOutput; UserbuffersBackwardLinear of 1-2" in text
     assert "yes         auto" in text
     assert "NO          auto    UserbuffersForwardLinear: no userbuffers_op" in text
+
+
+def test_what_is_not_predicted_for_want_of_ranks_is_said():
+    note = (
+        "not predicted, as the number of ranks is not known here: pass num_ranks, or "
+        "call it under jax.set_mesh"
+    )
+    table = mlp().explain(4096)
+    assert table.notes[-1] == note
+    assert {row.predicted_s for row in table.rows} == {None}
+    assert note not in mlp().explain().notes
+    assert note not in mlp().explain(4096, num_ranks=2).notes
 
 
 def test_method_decides_what_runs_backward():

@@ -50,7 +50,7 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
     if not isinstance(linear, BasicLinear):
         return None
     if linear.comm_name is None:
-        return "no userbuffers_options"
+        return 'no userbuffers_options={"comm_name": ...}'
     mode = linear.tensor_parallel_mode
     bias = () if mode == "row" else tuple(o for o in ops[1:2] if isinstance(o, Bias))
     window: tuple[BasicOperation, ...] = (linear, *bias)

@@ -99,7 +99,9 @@ def test_one_rank_has_nothing_to_overlap(num_ranks):
 
 def test_refusals_say_why():
     refusals = fused.UserbuffersForwardLinear.refusals
-    assert refusals([basic("column", None)]) == {0: "no userbuffers_options"}
+    assert refusals([basic("column", None)]) == {
+        0: 'no userbuffers_options={"comm_name": ...}'
+    }
     assert refusals([ops.GELU(), basic(None), ops.GELU()]) == {
         1: "tensor_parallel_mode=None and no ReduceScatter behind it"
     }
