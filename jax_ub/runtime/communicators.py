@@ -1,47 +1,19 @@
 """The connections between processes: which groups of ranks have one, and why not."""
 
 import atexit
-import dataclasses
 import functools
-import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jax_ub import errors
-from jax_ub.errors import CommunicatorError, ConfigurationError
+from jax_ub.errors import ConfigurationError
 from jax_ub.runtime import cuda, engine, hosts, settings
 from jax_ub.runtime.bootstrap.agreement import Agreement, Values
-from jax_ub.runtime.bootstrap.meeting import (
-    difference,
-    refusal_of_another,
-    status,
-    tell,
-)
+from jax_ub.runtime.connecting import Attempt, Connection
 from jax_ub.runtime.place import Group, Place
-from jax_ub.runtime.wirings import wiring_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Connection:
-    """One group of ranks that share memory, as all processes decided.
-
-    On a CPU those in several processes; on GPUs all that `initialize_ub` was given.
-    """
-
-    group: Group
-    processes: tuple[int, ...]  # by rank
-    reason: str | None  # why it is not connected
-    communicator: Any = None  # the engine's, where a rank of the group lies here
-    generation: int = 0  # counts the communicators that its processes ever agreed on
-    call_bytes: int = 0  # what a rank has for one call
-
-
-# A death is to be known within 2 s.
-_TOLD_WITHIN_S = 1.0
 _CONNECTIONS: dict[Group, Connection] = {}
 _GENERATION = [0]  # the last that this process agreed on
 
@@ -119,10 +91,6 @@ def _connected(place):
     return {g: _CONNECTIONS[g] for g in place.groups if g in _CONNECTIONS}
 
 
-def _unconnected(place, wiring):
-    return [group for group in wiring.groups(place) if group not in _CONNECTIONS]
-
-
 def connect(
     place: Place,
     agreement: Agreement,
@@ -142,49 +110,17 @@ def connect(
             the own refusal, if there is one.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    made: list[Connection] = []
-    offered: dict[Group, Any] = {}
-    wiring = wiring_of(place.platform)
+    attempt = Attempt(place, _CONNECTIONS, _GENERATION[0])
     try:
-        told = _agree_and_connect(
-            place, wiring, agreement, about, refusal, offered, made
-        )
+        told = attempt.agree(agreement, about, refusal)
     except BaseException:  # an interrupt too: nobody else knows what was made
-        _close(made)
-        # Who keeps the error would keep these, and their memory.
-        offered.clear()
-        made.clear()
+        attempt.close()
         raise
-    _CONNECTIONS.update((one.group, one) for one in made)
+    finally:
+        _GENERATION[0] = attempt.generation
+    _keep(attempt)
     if place.platform == "cpu":
         _share_cores(place, told)
-    _close_at_exit()
-
-
-def _agree_and_connect(place, wiring, agreement, about, refusal, offered, made):
-    with agreement:
-        if refusal is None:
-            refusal = _offer(place, wiring, offered)
-        introduction = _introduction(about, refusal, offered, wiring)
-        told = tell(agreement, introduction, refusal)
-        failure = refusal or refusal_of_another(told)
-        if failure is None:
-            _GENERATION[0] = _agreed_generation(told)
-        if failure is None and len({one["hash"] for one in told.values()}) > 1:
-            failure = _difference(agreement.gather(dict(about)))
-        if failure is None:
-            error = _connect_all(place, wiring, told, offered, made)
-            outcome = {
-                # Others may wait in vain for a connection before they come here.
-                "failed": None if error is None else str(error),
-                "reasons": {_key(one.group): one.reason for one in made if one.reason},
-            }
-            done = tell(agreement, outcome, error, _patience_s(error))
-            failure = error or _first_failure(done)
-            made[:] = _with_reasons(made, done)
-    if failure is not None:
-        raise failure
-    return told
 
 
 def connect_alone(place: Place) -> None:
@@ -193,120 +129,18 @@ def connect_alone(place: Place) -> None:
     Raises:
         CommunicatorError: if there is no memory for that.
     """
-    made: list[Connection] = []
-    error = _connect_all(place, wiring_of(place.platform), {}, {}, made)
+    attempt = Attempt(place, _CONNECTIONS, _GENERATION[0])
+    error = attempt.connect_all({})
     if error is not None:
-        _close(made)
+        attempt.close()
         raise error
-    _CONNECTIONS.update((one.group, one) for one in made)
-    if made:
+    _keep(attempt)
+
+
+def _keep(attempt):
+    _CONNECTIONS.update((one.group, one) for one in attempt.made)
+    if attempt.made:
         _close_at_exit()
-
-
-def _offer(place, wiring, offered):
-    try:
-        # Needed wherever a call runs, so that all learn if it is missing.
-        engine.check_isa()
-        for group in _unconnected(place, wiring):
-            if place.spans(group) and place.is_here(group):
-                offered[group] = wiring.offer(place, group)
-    except Exception as error:
-        offered.clear()
-        return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
-    return None
-
-
-def _introduction(about, refusal, offered, wiring):
-    text = json.dumps(dict(about), sort_keys=True)
-    return {
-        **status(refusal),
-        "generation": _GENERATION[0] + 1,
-        "hash": hashlib.sha256(text.encode()).hexdigest(),
-        "host": hosts.identity(),
-        "cores": hosts.cores(),
-        "endpoints": {
-            _key(group): wiring.introduce(one) for group, one in offered.items()
-        },
-    }
-
-
-def _key(group):
-    return ",".join(map(str, group))
-
-
-def _agreed_generation(told: Values):
-    # Higher than any that one of them had; a process alone agrees on none.
-    return max((one["generation"] for one in told.values()), default=0)
-
-
-def _patience_s(error):
-    """How long to wait for what the others say of their connections."""
-    longest_s = 2 * settings.deadline_s()
-    # Those that live hear of an error soon; whom it names may be dead.
-    return longest_s if error is None else min(longest_s, _TOLD_WITHIN_S)
-
-
-def _difference(abouts: Values):
-    for name in dict.fromkeys(name for about in abouts.values() for name in about):
-        values = {process: about.get(name) for process, about in abouts.items()}
-        found = difference(name, values)
-        if found is not None:
-            return found
-    return None
-
-
-def _first_failure(done: Values):
-    for process, one in sorted(done.items()):
-        if one["failed"] is not None:
-            return CommunicatorError(
-                f"initialize_ub: process {process} could not connect: {one['failed']}"
-            )
-    return None
-
-
-def _connect_all(place, wiring, told, offered, made):
-    try:
-        for group in _unconnected(place, wiring):
-            made.append(_connect(place, wiring, told, offered, group))
-    except Exception as error:
-        offered.clear()  # so that others find closed sockets instead of waiting
-        return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
-    return None
-
-
-def _connect(place, wiring, told, offered, group) -> Connection:
-    processes = place.processes_of(group)
-    spans = place.spans(group)
-    introduced = {
-        process: told[process]["endpoints"].get(_key(group), {})
-        for process in (set(processes) if spans else ())
-    }
-    reason = wiring.why_not(place, group, told, introduced)
-    if reason is not None or not place.is_here(group):
-        return Connection(group, processes, reason)
-    try:
-        endpoint = offered.pop(group) if spans else None
-        generation = _agreed_generation(told)
-        communicator = wiring.connect(place, group, endpoint, introduced, generation)
-    except NotImplementedError as error:
-        return Connection(group, processes, str(error))
-    size = place.call_bytes
-    return Connection(group, processes, None, communicator, generation, size)
-
-
-def _with_reasons(made, done: Values):
-    """What some process found out about a group holds for all."""
-    reasons: dict[str, str] = {}
-    for _, one in sorted(done.items()):
-        reasons = {**one["reasons"], **reasons}
-    agreed = []
-    for connection in made:
-        reason = connection.reason or reasons.get(_key(connection.group))
-        if reason is not None and connection.communicator is not None:
-            _close([connection])
-            connection = dataclasses.replace(connection, communicator=None)
-        agreed.append(dataclasses.replace(connection, reason=reason))
-    return agreed
 
 
 def _share_cores(place, told: Values):
@@ -328,7 +162,8 @@ def _close_at_exit():
 def disconnect(groups: Sequence[Group]) -> None:
     """Closes the connections of these groups; peers that are dead are no hindrance."""
     closed = [_CONNECTIONS.pop(group) for group in groups if group in _CONNECTIONS]
-    _close(closed)
+    for connection in closed:
+        connection.close()
     shared = any(len(set(one.processes)) > 1 for one in closed)
     if shared and not _CONNECTIONS and settings.num_threads() is None:
         engine.load().set_num_threads(len(hosts.cores()))
@@ -340,12 +175,6 @@ def release_slots() -> None:
     if cpu is not None:
         cpu.release_slots()
     cuda.release_in_process()
-
-
-def _close(made: Sequence[Connection]):
-    for connection in made:
-        if connection.communicator is not None:
-            connection.communicator.close()
 
 
 def check_communicators() -> None:

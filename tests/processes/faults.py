@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub.runtime import communicators
+from jax_ub.runtime import connecting
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
@@ -191,7 +191,7 @@ def is_missing(job):
 
 def dies_connecting(job):
     if job.is_victim:
-        communicators._connect_all = lambda *_: kill_this_process()
+        connecting.Attempt.connect_all = lambda *_: kill_this_process()
     job.expect_error(job.initialize)
 
 
