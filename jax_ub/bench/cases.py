@@ -1,14 +1,14 @@
 """One comparison: the same result from several programs, and what it is judged by."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
+from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.timing import Contender
 from jax_ub.bench.workloads import Shape
@@ -113,13 +113,6 @@ class Place:
     def num_ranks(self) -> int:
         """P."""
         return self.ranks.num_ranks
-
-    def arrays(
-        self, shapes: Sequence[tuple[int, int]], specs: Sequence[Spec], ranks: Ranks
-    ) -> list[jax.Array]:
-        """Draws global operands of the given shapes, scaled for results near 1."""
-        drawn = (normal(i, shape, self.dtype) for i, shape in enumerate(shapes))
-        return [ranks.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 
 
 def copy_limit(num_bytes: int) -> Contender:

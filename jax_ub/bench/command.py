@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,13 +20,10 @@ from jax_ub.bench import (
 )
 from jax_ub.bench.arguments import list_of, names_of, positive
 from jax_ub.bench.cases import Builder, Case, Place
-from jax_ub.bench.collective_cases import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from jax_ub.bench.collective_cases import forward
 from jax_ub.bench.devices import Ranks
 from jax_ub.bench.dots import FastestDots
+from jax_ub.bench.forward_ops import FORWARD_OPS
 from jax_ub.bench.fused_cases import fused
 from jax_ub.bench.gemm_cases import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
@@ -41,9 +39,7 @@ from jax_ub.outputs import output_path
 
 OPS: dict[str, Builder] = {
     "gemm": gemm,
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
+    **{name: functools.partial(forward, op) for name, op in FORWARD_OPS.items()},
     "linear_pair": linear_pair,
     "linear_backward": linear_backward,
     "dgrad_add": dgrad_add,

@@ -73,6 +73,13 @@ class Ranks:
         """Puts a global array on the mesh; always into new buffers."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
+    def draw(
+        self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
+    ) -> list[jax.Array]:
+        """Puts standard normal operands of the given global shapes on the mesh."""
+        drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
+        return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
+
     def program(
         self,
         function: Callable[..., Any],

@@ -12,7 +12,7 @@ import numpy as np
 import jax_ub as ub
 from jax_ub.bench import cases, dots, onednn, peers
 from jax_ub.bench.cases import Case, Place
-from jax_ub.bench.devices import AXIS, Spec, normal
+from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.peak import at_peak
 from jax_ub.bench.timing import Contender, fastest
 from jax_ub.bench.workloads import Shape
@@ -51,6 +51,14 @@ def own_gemm(
         )
 
     return program
+
+
+def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Contender:
+    """The engine's GEMM of a whole shape, on one device."""
+    specs = (Spec(), Spec())
+    nn = own_gemm(method, "nn")
+    program = one.program(lambda x, w: nn(x, w, None, None), specs, Spec())
+    return Contender(cases.PLAIN, program, one.draw(dtype, shape.operands, specs))
 
 
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:

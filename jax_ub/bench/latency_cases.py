@@ -1,5 +1,6 @@
 """What one call costs that moves almost nothing."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax import lax
 import jax_ub as ub
 from jax_ub.bench import cases, peers
 from jax_ub.bench.cases import Case, Place
-from jax_ub.bench.devices import AXIS, Spec, normal
+from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.timing import Contender
 from jax_ub.bench.workloads import Shape
 
@@ -17,6 +18,7 @@ from jax_ub.bench.workloads import Shape
 # program, which every op pays once a step, is not counted as the call's.
 MORE_CALLS = 100
 _ROWS, _WIDTH = 16, 16
+SHAPE = Shape(_ROWS, _WIDTH, _WIDTH)
 
 Call = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -51,38 +53,35 @@ def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
 
 
 def _case(place, variant, own, xla):
-    operands = [
-        place.ranks.place(
-            normal(0, (place.num_ranks * _ROWS, _WIDTH), place.dtype), Spec(AXIS)
-        ),
-        place.ranks.place(
-            normal(1, (_WIDTH, _WIDTH), place.dtype, 0.1 * _WIDTH**-0.5), Spec()
-        ),
-    ]
-
-    def contender(name, call, calls):
-        program = place.ranks.program(
-            lambda x, w: chain(call, x, w, calls, place.num_ranks),
-            (Spec(AXIS), Spec()),
-            Spec(AXIS),
-        )
-        return Contender(name, program, operands)
-
-    contenders = [
-        contender(f"{name}{suffix}", call, calls)
-        for name, call in ((cases.OWN, own), (cases.BEST, xla))
-        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
-    ]
     return Case(
         op="latency",
         variant=variant,
         dtype=place.dtype,
         num_ranks=place.num_ranks,
-        shape=Shape(_ROWS, _WIDTH, _WIDTH),
+        shape=SHAPE,
         flops=0,
-        contenders=contenders,
+        contenders=chains(place.ranks, place.dtype, own, xla),
         calls=MORE_CALLS,
     )
+
+
+def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Contender]:
+    """Programs of many calls, and of one, of jax_ub and of XLA."""
+    operands = [
+        ranks.place(normal(0, (ranks.num_ranks * _ROWS, _WIDTH), dtype), Spec(AXIS)),
+        ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
+    ]
+
+    def contender(name, call, calls):
+        chained = functools.partial(chain, call, calls=calls, num_ranks=ranks.num_ranks)
+        program = ranks.program(chained, (Spec(AXIS), Spec()), Spec(AXIS))
+        return Contender(name, program, operands)
+
+    return [
+        contender(f"{name}{suffix}", call, calls)
+        for name, call in ((cases.OWN, own), (cases.BEST, xla))
+        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
+    ]
 
 
 def chain(

@@ -33,7 +33,7 @@ class _Op:
         in_specs: how they are sharded.
         out_specs: how the results are.
         own: method -> jax_ub's program.
-        collectives: XLA's, with the keywords `dots` and `wide`.
+        collectives: XLA's, with the keywords `dots` and `moved`, the dtype of sums.
         naive: XLA's, as people write it.
         ring: with the keyword `dots`.
         plain: on one device; with the keyword `gemm`, the engine's by layout.
@@ -62,7 +62,7 @@ def linear_backward(place: Place, shape: Shape) -> list[Case]:
 
 
 def _case(op: _Op, place: Place, shape: Shape) -> Case:
-    operands = place.arrays(op.sizes(shape), op.in_specs, place.ranks)
+    operands = place.ranks.draw(place.dtype, op.sizes(shape), op.in_specs)
 
     def contender(name: str, function: Callable[..., tuple], way: str = ""):
         program = place.ranks.program(function, op.in_specs, op.out_specs)
@@ -72,10 +72,10 @@ def _case(op: _Op, place: Place, shape: Shape) -> Case:
     ways = [
         contender(
             cases.BEST,
-            functools.partial(op.collectives, dots=best_dots, wide=wide),
-            f"{_describe(best_dots)}; sums in {'float32' if wide else place.dtype}",
+            functools.partial(op.collectives, dots=best_dots, moved=moved),
+            f"{_describe(best_dots)}; sums in {moved}",
         )
-        for wide in ((False, True) if place.dtype != "float32" else (False,))
+        for moved in peers.sum_dtypes(place.dtype)
     ]
     ways.append(contender(cases.BEST, op.naive, cases.AS_WRITTEN))
     flops = op.num_gemms * shape.flops
@@ -104,7 +104,7 @@ def _plain(op, place, shape):
     """The GEMMs of the same total sizes in the same engine, on one device."""
     gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
     in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
-    operands = place.arrays(op.sizes(shape), in_specs, Ranks(1))
+    operands = Ranks(1).draw(place.dtype, op.sizes(shape), in_specs)
     program = functools.partial(op.plain, gemm=gemm)
     return Contender(
         cases.PLAIN, Ranks(1).program(program, in_specs, out_specs), operands
@@ -136,18 +136,16 @@ def _own_backward(method: str) -> Callable[..., tuple]:
     return program
 
 
-def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], wide: bool):
+def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], moved: str):
     """XLA's collectives around its best dots; x and dy are gathered once each."""
     dtype = x.dtype
     rows = peers.gather(x)
     hidden = dots["column_nn"](rows, w1, dtype)
-    moved = jnp.float32 if wide else dtype
     y = peers.scatter(dots["row_nn"](hidden, w2, moved)).astype(dtype)
     return (y, *_collectives_gradients(rows, w1, hidden, w2, dy, dots, moved))
 
 
-def _collectives_backward(x, w1, hidden, w2, dy, *, dots, wide):
-    moved = jnp.float32 if wide else x.dtype
+def _collectives_backward(x, w1, hidden, w2, dy, *, dots, moved):
     rows = peers.gather(x)
     return _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved)
 

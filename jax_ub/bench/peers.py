@@ -34,13 +34,17 @@ def all_reduce(x: jax.Array) -> jax.Array:
     return lax.psum(x, AXIS)
 
 
+def sum_dtypes(dtype: str) -> tuple[str, ...]:
+    """In which dtypes partial sums may travel: in that of the operands, or in f32."""
+    return tuple(dict.fromkeys((dtype, "float32")))
+
+
 def reduced(
-    collective: Callable[[jax.Array], jax.Array], dot: Dot, wide: bool
+    collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`collective(dot)`, moving f32 where `wide`, else the operands' dtype."""
+    """`collective(dot)`, moving partial sums of the dtype `moved`."""
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
-        moved = jnp.float32 if wide else x.dtype
         return collective(dot(x, w, moved)).astype(x.dtype)
 
     return program

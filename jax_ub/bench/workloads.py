@@ -26,6 +26,11 @@ class Shape:
         return 2 * self.M * self.K * self.N
 
     @property
+    def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The shapes of x and w."""
+        return (self.M, self.K), (self.K, self.N)
+
+    @property
     def row(self) -> "Shape":
         """The GEMM of the row linear that follows this column linear in an MLP."""
         return Shape(self.M, self.N, self.K)

@@ -46,8 +46,8 @@ def test_rows_are_the_scattered_sum(row, num_ranks):
     [
         peers.naive_all_reduce,
         ring(peers.ring_dot_all_reduce),
-        peers.reduced(peers.all_reduce, DOT, wide=False),
-        peers.reduced(peers.scatter_and_gather, DOT, wide=True),
+        peers.reduced(peers.all_reduce, DOT, "bfloat16"),
+        peers.reduced(peers.scatter_and_gather, DOT, "float32"),
     ],
 )
 def test_every_rank_has_the_whole_sum(program, num_ranks):
@@ -78,7 +78,7 @@ def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks)
     }
     programs = [
         op.naive,
-        functools.partial(op.collectives, dots=dots, wide=True),
+        functools.partial(op.collectives, dots=dots, moved="float32"),
         functools.partial(op.ring, dots=dots),
         op.own("auto"),
         op.own("xla"),

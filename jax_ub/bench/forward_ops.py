@@ -1,0 +1,117 @@
+"""AG+GEMM, GEMM+RS and GEMM+AR: jax_ub's functions, XLA's programs, their layouts.
+
+Each multiplies x [M, K] by w [K, N], global sizes; the reductions are the row linear
+behind the column linear that the gather is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+
+import jax_ub as ub
+from jax_ub.bench import cases, peers
+from jax_ub.bench.devices import AXIS, Spec
+from jax_ub.bench.dots import Dot
+from jax_ub.bench.workloads import Shape
+
+# Per device: of x and w.
+Program = Callable[[jax.Array, jax.Array], jax.Array]
+
+_ROWS, _COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOp:
+    """One op and what it is compared with.
+
+    Attributes:
+        name: on the command line.
+        public: jax_ub's function.
+        in_specs: how x and w are sharded.
+        out_spec: how the result is.
+        naive: XLA's program, as people write it.
+        ring: with the keyword `dot`.
+        reductions: XLA's, by name, of the product; without any, x is gathered.
+    """
+
+    name: str
+    public: Callable[..., jax.Array]
+    in_specs: tuple[Spec, Spec]
+    out_spec: Spec
+    naive: Program
+    ring: Callable[..., jax.Array]
+    reductions: Mapping[str, Callable[[jax.Array], jax.Array]]
+
+    def shape(self, column: Shape) -> Shape:
+        """The op's sizes in an MLP whose column linear has these."""
+        return column.row if self.reductions else column
+
+    def local_shapes(
+        self, shape: Shape, num_ranks: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What one rank multiplies: all rows of x, the gathered ones too, and its w."""
+        if self.reductions:
+            share = shape.K // num_ranks
+            return (shape.M, share), (share, shape.N)
+        return (shape.M, shape.K), (shape.K, shape.N // num_ranks)
+
+    def own(self, method: str) -> Program:
+        """The public function, with the method under test."""
+        return functools.partial(self.public, axis_name=AXIS, method=method)
+
+    def ways(self, dot: Dot, dtype: str) -> dict[str, Program]:
+        """XLA's collectives around a dot, and as people write it, by how it is written.
+
+        Args:
+            dot: the fastest one of the local shapes.
+            dtype: of the operands.
+        """
+        if self.reductions:
+            found = {
+                f"{dot}, {name} in {moved}": peers.reduced(collective, dot, moved)
+                for name, collective in self.reductions.items()
+                for moved in peers.sum_dtypes(dtype)
+            }
+        else:
+            found = {str(dot): lambda x, w: dot(peers.gather(x), w, x.dtype)}
+        return {**found, cases.AS_WRITTEN: self.naive}
+
+
+FORWARD_OPS = {
+    op.name: op
+    for op in (
+        ForwardOp(
+            name="all_gather_matmul",
+            public=ub.all_gather_matmul,
+            in_specs=(_ROWS, _COLUMNS),
+            out_spec=_COLUMNS,
+            naive=peers.naive_column,
+            ring=peers.ring_gather_dot,
+            reductions={},
+        ),
+        ForwardOp(
+            name="matmul_reduce_scatter",
+            public=ub.matmul_reduce_scatter,
+            in_specs=(_COLUMNS, _ROWS),
+            out_spec=_ROWS,
+            naive=peers.naive_row,
+            ring=peers.ring_dot_scatter,
+            reductions={"psum_scatter": peers.scatter},
+        ),
+        ForwardOp(
+            name="matmul_all_reduce",
+            public=ub.matmul_all_reduce,
+            in_specs=(_COLUMNS, _ROWS),
+            # Every rank gets all rows; they are stacked, so that nothing checks that.
+            out_spec=_ROWS,
+            naive=peers.naive_all_reduce,
+            ring=peers.ring_dot_all_reduce,
+            reductions={
+                "psum": peers.all_reduce,
+                "psum_scatter and all_gather": peers.scatter_and_gather,
+            },
+        ),
+    )
+}
