@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jax_ub import methods, shapes
 from jax_ub.errors import (
@@ -44,7 +45,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
     tp_size: int,
     use_fp8: bool = False,
     quantization_modes: _Modes | None = None,
-    dtype=jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None = None,
     bootstrap_backend: str | None = None,
     *,

@@ -1,6 +1,7 @@
 """The names that code outside the project relies on, and their signatures."""
 
 import inspect
+import pathlib
 import re
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def test_every_public_function_says_what_it_does(name):
     returns = signature.return_annotation is not None
     assert ("Returns:" in text or "Yields:" in text) == returns
     assert ("Raises:" in text) == (name not in RAISE_NOTHING)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_function_says_its_types(name):
+    signature = inspect.signature(getattr(ub, name))
+    types = [parameter.annotation for parameter in signature.parameters.values()]
+    assert inspect.Signature.empty not in [*types, signature.return_annotation]
+    # Without it type checkers look at none of them.
+    assert (pathlib.Path(ub.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])

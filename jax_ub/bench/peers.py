@@ -135,7 +135,9 @@ def naive_backward(
     return (*jax.vjp(naive_column, x, w1)[1](d_hidden), dw2)
 
 
-def naive_gemm(a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array):
+def naive_gemm(
+    a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
+) -> jax.Array:
     """A GEMM with what is added to it, as people write it."""
     y = naive(a, b, layout)
     for addend in addends:

@@ -5,6 +5,8 @@ GEMM and the peak, with all cores, while the other processes wait: what crossing
 process costs is a ratio of neighbours in time as well.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 import jax_ub as ub
@@ -141,7 +143,7 @@ def _here(array):
     return np.asarray(array.addressable_data(0)).astype(np.float64)
 
 
-def capacity(shapes) -> tuple[int, int]:
+def capacity(shapes: Sequence[Shape]) -> tuple[int, int]:
     """`shape` of `initialize_ub` for these sizes."""
     tokens = max(shape.M for shape in shapes)
     return tokens, max(max(shape.K, shape.N) for shape in shapes)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
@@ -23,7 +24,7 @@ def multiply_together(
     *,
     num_in: int = 1,
     residual: jax.Array | None = None,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies the same inputs by several kernels; what is gathered is so once.
 

@@ -102,7 +102,7 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
                 row = _linear(op, name, window, reasons[name].get(place, []), sizes)
                 lacks_ranks |= sizes.tokens is not None and row.predicted_s is None
             elif type(op) in _COLLECTIVES and not _overlaps(window):
-                row = _collective(op, name, sizes)
+                row = _collective(op, name)
             else:
                 continue
             note = "" if row.note or window is op else _covered(window, first)
@@ -229,7 +229,7 @@ def _targets(steps: list[Step]) -> str:
     return ", ".join(dict.fromkeys(target for target, _, _ in steps))
 
 
-def _collective(op, name, sizes) -> Row:
+def _collective(op, name) -> Row:
     target = _COLLECTIVES[type(op)][name == "backward"]
     reason = "alone: no GEMM runs beside it" if target else ""
     method = methods.resolve(op.label, op.method, None).value

@@ -52,7 +52,7 @@ def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
     Returns:
         The gradients of the weights, for an optimizer.
     """
-    flat = {path: leaf for path, leaf in jax.tree.leaves_with_path(main_grads)}
+    flat = dict(jax.tree.leaves_with_path(main_grads))
 
     def accumulated(path, gradient):
         if not path or getattr(path[-1], "key", None) != "kernel":

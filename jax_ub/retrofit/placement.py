@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -148,7 +149,7 @@ class Placement:
         manual = context.manual_axes
         return self.axis_name in manual or 0 < len(manual) == len(context.axis_names)
 
-    def find_mesh(self, *arrays) -> AnyMesh | None:
+    def find_mesh(self, *arrays: Any) -> AnyMesh | None:
         """Finds the mesh of a call on global arrays, None where none is known.
 
         A mesh with manual axes wins: it is that of the `shard_map` around the call.
@@ -194,7 +195,9 @@ class Placement:
             f"Use {padded}, or do not shard this layer."
         )
 
-    def check_contraction(self, x, kernel, num_in: int = 1) -> None:
+    def check_contraction(
+        self, x: jax.Array, kernel: jax.Array, num_in: int = 1
+    ) -> None:
         """Refuses x [..., *in] that does not meet a kernel [*in, *out].
 
         One rank's that differ in number, too, are left to the op, which says how they
@@ -231,7 +234,7 @@ class Placement:
         )
 
 
-def sharding_of(array):
+def sharding_of(array: Any) -> Any:
     """Returns an array's sharding; that of a traced one is in its type."""
     if isinstance(array, jax.core.Tracer):
         return jax.typeof(array).sharding

@@ -19,11 +19,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.retrofit.placement import AnyMesh, Placement
@@ -43,8 +45,8 @@ def sharded_linear(
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     *,
     residual: jax.Array | None = None,
-    out_dtype=None,
-):
+    out_dtype: DTypeLike | None = None,
+) -> Any:
     """Multiplies x [..., K] by kernel [K, N] in the layout of `placement`.
 
     Args:
@@ -109,7 +111,7 @@ def sharded_linear(
     return _on_mesh(overlaps.configuration(), placement, mesh, out_dtype, *operands)
 
 
-def lay_out(y: jax.Array, out_sharding) -> jax.Array:
+def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
     """Moves the result to where its caller asks for it; None leaves it where it is."""
     if out_sharding is None:
         return y
@@ -175,7 +177,9 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     return on_shards(local, mesh, specs, out_spec, *operands)
 
 
-def on_shards(local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs, *operands):
+def on_shards(
+    local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs: Any, *operands: Any
+) -> Any:
     """Calls `local` in a `shard_map` over every axis that is not manual yet.
 
     Args:

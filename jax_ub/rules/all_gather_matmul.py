@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
@@ -37,10 +39,10 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     ub_name: str | None = None,
     method: Method | str | None = None,
     return_gathered: bool = False,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     rhs_transposed: bool = False,
-):
+) -> Any:
     """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
 
     Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,

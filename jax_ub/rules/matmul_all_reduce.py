@@ -1,6 +1,7 @@
 """GEMM+AR and its derivative: a row-parallel linear layer, not sequence parallel."""
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
@@ -27,7 +28,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     residual: jax.Array | None = None,
     ub_name: str | None = None,
     method: Method | str | None = None,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
 ) -> jax.Array:
     """Multiplies this rank's features and sums the products over the ranks.

@@ -1,6 +1,7 @@
 """GEMM+RS and its derivative: a row-parallel linear layer, sequence parallel."""
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.methods import Method
@@ -23,7 +24,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     residual: jax.Array | None = None,
     ub_name: str | None = None,
     method: Method | str | None = None,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
 ) -> jax.Array:
     """Multiplies this rank's features and scatters the rows of the sum over the ranks.

@@ -51,7 +51,8 @@ class Overlap:
         mode: of the operands.
         axis_name: its mesh axis.
         tp_size: P, the size of that.
-        is_configured: whether the user configured it.
+        is_configured: whether the user configured it; else it has Transformer Engine's
+            defaults.
         size_bytes: of the buffer at capacity.
     """
 
@@ -64,7 +65,7 @@ class Overlap:
     mode: UserBufferQuantizationMode
     axis_name: tuple[str, ...]
     tp_size: int
-    is_configured: bool  # by the user; else it has Transformer Engine's defaults
+    is_configured: bool
 
     @property
     def size_bytes(self) -> int:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
@@ -127,7 +128,7 @@ class BasicLinear(BasicOperation):
             "row": PartitionSpec(self.axis_name, None),
         }[self.tensor_parallel_mode]
         names = ["kernel", "main_grad"][: 1 + self.accumulate_into_main_grad]
-        return {name: spec for name in names}
+        return dict.fromkeys(names, spec)
 
     def claim(self, params):
         """Claims the main_grad for this call."""
@@ -148,7 +149,7 @@ class BasicLinear(BasicOperation):
         name = "main_grad" if self.accumulate_into_main_grad else "kernel"
         return name in needs.params
 
-    def site(self, dtype=None) -> Site:
+    def site(self, dtype: DTypeLike | None = None) -> Site:
         """The call's ranks, its method and, with a `dtype`, that of its arrays.
 
         Raises:
@@ -163,7 +164,9 @@ class BasicLinear(BasicOperation):
             site = open_site(self.label, self.axis_name, *named, like=like)
         return site if dtype is None else site.with_dtypes(dtype, dtype)
 
-    def operands(self, params: Params, x: jax.Array):
+    def operands(
+        self, params: Params, x: jax.Array
+    ) -> tuple[Site, jax.Array, jax.Array, jax.Array | None]:
         """Checks x and the parameters, and casts both to the computation's dtype.
 
         Returns:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ub import reference
 from jax_ub.ops.operation import Needs, Params, Residuals
@@ -31,7 +32,7 @@ def forward(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     scale: float = 1.0,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Residuals]:
     """Computes `scale * x @ kernel + bias + residual`, each added once, in f32.
 

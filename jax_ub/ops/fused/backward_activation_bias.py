@@ -17,7 +17,7 @@ class BackwardActivationBias(FusedOperation):
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One derivative, for both."""
-        bias, activation = self.basic_ops
+        _, activation = self.basic_ops
         if dy is None or not needs[1].x:
             return super().backward(residuals, dy, d_extra_outputs, needs)
         dx = activation.gradient(residuals[1]["x"], dy)

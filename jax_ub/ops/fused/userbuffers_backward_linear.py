@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
@@ -53,7 +54,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         sequence_parallel: bool = True,
         ub_comm_name: str | None = None,
         method: Method | str | None = None,
-        dtype=None,
+        dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
         """Computes the gradients of one linear, inside `jax.shard_map`.
 

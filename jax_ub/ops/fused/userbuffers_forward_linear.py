@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.methods import Method
@@ -45,7 +46,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         sequence_parallel: bool = True,
         ub_comm_name: str | None = None,
         method: Method | str | None = None,
-        dtype=None,
+        dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Computes the forward, inside `jax.shard_map`; not differentiable by itself.
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import (
@@ -114,7 +115,7 @@ class Window:
         """How it is parallel: a `ReduceScatter` makes it "row"."""
         return self.linear.tensor_parallel_mode or "row"
 
-    def site(self, op: str, dtype) -> Site:
+    def site(self, op: str, dtype: DTypeLike) -> Site:
         """Where it runs."""
         linear, scatter = self.linear, self.reduce_scatter
         return open_linear(
@@ -135,7 +136,7 @@ def open_linear(
     sequence_parallel: bool,
     ub_comm_name: str | None,
     method: Method | str | None,
-    dtype,
+    dtype: DTypeLike,
 ) -> Site:
     """Checks how a linear is parallel, and finds its ranks and its method.
 
