@@ -7,7 +7,8 @@ No collective of XLA's takes part: NCCL refuses ranks that share a GPU. Operands
 small integers, drawn from the same seeds in every process, so that each knows what its
 rank must have, to the bit. Prints a line for every program, and where one is wrong; the
 rest is tried all the same, unless a call fails. The last was exported, and on GPUs has
-to fail with its devices in another order.
+to fail with its devices in another order. XLA compiles no kernel of its own for them:
+they also run on emulated GPUs, which have none (`test_emulated.py`).
 """
 
 import argparse
@@ -132,17 +133,22 @@ def fails(call, operands):
 
 
 def column(mesh, method, scale):
-    """AG+GEMM with two kernels and a bias, and the gathered x."""
+    """AG+GEMM with two kernels and biases, and the gathered x."""
     M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
 
     def function(x, w, v, bias):
         ys, gathered = ub.all_gather_matmul(
-            x, (w, v), axis_name="tp", method=method, return_gathered=True
+            x,
+            (w, v),
+            axis_name="tp",
+            bias=(bias, bias),
+            method=method,
+            return_gathered=True,
         )
-        return ys[0] + bias, ys[1], gathered
+        return *ys, gathered
 
     def reference(x, w, v, bias):
-        return x @ w + bias, x @ v, np.concatenate([x] * mesh.size)
+        return x @ w + bias, x @ v + bias, np.concatenate([x] * mesh.size)
 
     shapes = ((M, K), (K, N), (K, N), (N,))
     specs = (ROWS, COLUMNS, COLUMNS, P("tp"))
@@ -186,29 +192,24 @@ def trained(mesh, method, scale):
     """A column and a row linear, forward and backward."""
     M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
 
-    def function(x, w, v, dy):
-        def forward(x, w, v):
-            h = ub.all_gather_matmul(x, w, axis_name="tp", method=method)
-            # Exact in bf16 as well: the sums stay small.
-            return ub.matmul_reduce_scatter(
-                jnp.sign(h), v, axis_name="tp", method=method
-            )
+    def function(x, w, v, dh, dy):
+        def column(x, w):
+            return ub.all_gather_matmul(x, w, axis_name="tp", method=method)
 
-        y, backward = jax.vjp(lambda v: forward(x, w, v), v)
-        (dv,) = backward(dy)
-        h, backward = jax.vjp(
-            lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", method=method), x, w
-        )
-        dx, dw = backward(jnp.ones_like(h))
-        return y, dv, dx, dw
+        def row(h, v):
+            return ub.matmul_reduce_scatter(h, v, axis_name="tp", method=method)
 
-    def reference(x, w, v, dy):
-        h, dh = np.sign(x @ w), np.ones((M, N), np.float32)
-        return h @ v, h.T @ dy, dh @ w.T, x.T @ dh
+        h, column_backward = jax.vjp(column, x, w)
+        y, row_backward = jax.vjp(row, h, v)
+        return y, *row_backward(dy), *column_backward(dh)
 
-    shapes = ((M, K), (K, N), (N, 16), (M, 16))
-    specs = (ROWS, COLUMNS, ROWS, ROWS)
-    return function, specs, (ROWS, ROWS, ROWS, COLUMNS), shapes, reference
+    def reference(x, w, v, dh, dy):
+        h = x @ w
+        return h @ v, dy @ v.T, h.T @ dy, dh @ w.T, x.T @ dh
+
+    shapes = ((M, K), (K, N), (N, 16), (M, N), (M, 16))
+    specs = (ROWS, COLUMNS, ROWS, COLUMNS, ROWS)
+    return function, specs, (ROWS, COLUMNS, ROWS, ROWS, COLUMNS), shapes, reference
 
 
 def draw(seed, shape):

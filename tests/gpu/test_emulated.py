@@ -1,8 +1,8 @@
 """JAX's own runtime for GPUs on emulated ones, with the programs of the GPU check.
 
-It compiles, captures and replays them, and no kernel but the engine's runs. Needs JAX's
-CUDA plugin, and the libraries that stand in for the driver's: `cmake --build build/cpp`
-makes them of `tests/csrc/cuda`, and JAX_UB_EMULATED_GPU is their folder.
+It compiles, captures and replays them; kernels that XLA makes itself cannot run. Needs
+JAX's plugin for CUDA, and the emulation under the names of NVIDIA's libraries:
+JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-LIBRARIES = os.environ.get("JAX_UB_EMULATED_GPU", "")
+LIBRARIES = os.environ.get("JAX_UB_EMULATED_GPU")
 
 pytestmark = [
     pytest.mark.skipif(not LIBRARIES, reason="JAX_UB_EMULATED_GPU is not set"),
@@ -40,7 +40,7 @@ def run(*command, gpus, flags, delay_us=0):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "LD_LIBRARY_PATH": LIBRARIES,
+            "LD_LIBRARY_PATH": str(pathlib.Path(LIBRARIES).resolve()),
             "EMULATED_GPUS": str(gpus),
             "EMULATED_DELAY_US": str(delay_us),
             "JAX_PLATFORMS": "cuda",

@@ -1,4 +1,6 @@
 // Capture of streams into graphs, and their launches.
+#include "cuda/emulated_graphs.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -8,20 +10,27 @@ namespace jax_ub::emulated {
 
 namespace {
 
-CUresult StreamBeginCapture(CUstream handle, CUstreamCaptureMode mode) {
-  return RunInContext("StreamBeginCapture", [&](Call& call) {
-    Stream* const stream = call.FindStream(handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    if (stream->handle == 0) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
-    stream->capture = std::make_shared<Capture>();
-    stream->capture->origin = stream->handle;
-    stream->capture->thread = std::this_thread::get_id();
-    stream->capture->mode = mode;
-    stream->tips.clear();
-    call.machine.captures.push_back(stream->capture);
-    return CUDA_SUCCESS;
-  });
+CUresult BeginCapture(Call& call,
+                      CUstream handle,
+                      CUstreamCaptureMode mode,
+                      uintptr_t into) {
+  Stream* const stream = call.FindStream(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (stream->handle == 0) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  stream->capture = std::make_shared<Capture>();
+  stream->capture->origin = stream->handle;
+  stream->capture->into = into;
+  stream->capture->thread = std::this_thread::get_id();
+  stream->capture->mode = mode;
+  stream->tips.clear();
+  call.machine.captures.push_back(stream->capture);
+  return CUDA_SUCCESS;
+}
+
+CUresult StreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
+  return RunInContext("StreamBeginCapture",
+                      [&](Call& call) { return BeginCapture(call, stream, mode, 0); });
 }
 
 CUresult StreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
@@ -73,10 +82,11 @@ CUresult StreamEndCapture(CUstream handle, CUgraph* graph) {
     }
     if (!capture->is_valid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     if (!AreAllJoined(capture->nodes, ends)) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
-    Graph made;
-    made.nodes = std::move(capture->nodes);
-    *graph =
-        reinterpret_cast<CUgraph>(call.machine.graphs.Add(std::move(made))->handle);
+    Graph* const into = capture->into == 0 ? call.machine.graphs.Add({})
+                                           : call.machine.graphs.Find(capture->into);
+    if (into == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    into->nodes = std::move(capture->nodes);
+    *graph = reinterpret_cast<CUgraph>(into->handle);
     return CUDA_SUCCESS;
   });
 }
@@ -245,3 +255,18 @@ void FillGraphs(Driver& driver) {
 }
 
 }  // namespace jax_ub::emulated
+
+namespace jax_ub {
+
+CUresult EmulatedStreamBeginCaptureToGraph(CUstream stream,
+                                           CUgraph graph,
+                                           CUstreamCaptureMode mode) {
+  using namespace emulated;
+  return RunInContext("StreamBeginCaptureToGraph", [&](Call& call) {
+    const Graph* const found = call.machine.graphs.Find(graph);
+    if (found == nullptr || !found->nodes.empty()) return CUDA_ERROR_INVALID_VALUE;
+    return BeginCapture(call, stream, mode, found->handle);
+  });
+}
+
+}  // namespace jax_ub

@@ -21,12 +21,16 @@ CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
 
 // The node's nodes do what those of `child` do, in launches from now on. Refused, with
 // CUDA_ERROR_INVALID_VALUE, unless the graph of the node is still there, and unless `child`
-// has as many nodes, in the same order, of the
-// same kinds and with the same edges; kernels in the same context, and of the same
-// priority where the graph was instantiated with priorities of nodes; operands of copies
-// and fills with the same owners.
+// has as many nodes, in the same order, of the same kinds and with the same edges; kernels
+// in the same context, and of the same priority where the graph was instantiated with
+// priorities of nodes; operands of copies and fills with the same owners.
 CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec,
                                                   CUgraphNode node,
                                                   CUgraph child);
+
+// What the stream is given until its capture ends goes into `graph`, which is empty.
+CUresult EmulatedStreamBeginCaptureToGraph(CUstream stream,
+                                           CUgraph graph,
+                                           CUstreamCaptureMode mode);
 
 }  // namespace jax_ub

@@ -75,6 +75,7 @@ struct Node {
 // What streams are given while they are captured.
 struct Capture {
   uintptr_t origin = 0;  // the stream that began
+  uintptr_t into = 0;    // the graph that the nodes go into; 0: a new one
   std::thread::id thread;
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   bool is_valid = true;

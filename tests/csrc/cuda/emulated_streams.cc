@@ -100,7 +100,7 @@ CUresult StreamDestroy(CUstream handle) {
 }
 
 CUresult StreamSynchronize(CUstream handle) {
-  return RunInContext("StreamSynchronize", [&](Call& call) {
+  return Run("StreamSynchronize", [&](Call& call) {
     Stream* const stream = call.FindStream(handle);
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) {
@@ -131,7 +131,7 @@ CUresult WaitForCaptured(Stream& stream, const Event& event) {
 }
 
 CUresult StreamWaitEvent(CUstream stream_handle, CUevent event_handle, unsigned flags) {
-  return RunInContext("StreamWaitEvent", [&](Call& call) {
+  return Run("StreamWaitEvent", [&](Call& call) {
     Stream* const stream = call.FindStream(stream_handle);
     const Event* const event = call.machine.events.Find(event_handle);
     if (stream == nullptr || event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
@@ -173,7 +173,7 @@ CUresult EventDestroy(CUevent event) {
 }
 
 CUresult EventRecord(CUevent event_handle, CUstream stream_handle) {
-  return RunInContext("EventRecord", [&](Call& call) {
+  return Run("EventRecord", [&](Call& call) {
     Event* const event = call.machine.events.Find(event_handle);
     Stream* const stream = call.FindStream(stream_handle);
     if (event == nullptr || stream == nullptr || event->device != stream->device) {
@@ -206,7 +206,7 @@ CUresult CheckHostMayAsk(Call& call, const Event* event) {
 }
 
 CUresult EventQuery(CUevent handle) {
-  return RunInContext("EventQuery", [&](Call& call) {
+  return Run("EventQuery", [&](Call& call) {
     const Event* const event = call.machine.events.Find(handle);
     if (const CUresult refused = CheckHostMayAsk(call, event)) return refused;
     if (event->recorded == nullptr) return CUDA_SUCCESS;
@@ -217,7 +217,7 @@ CUresult EventQuery(CUevent handle) {
 }
 
 CUresult EventSynchronize(CUevent handle) {
-  return RunInContext("EventSynchronize", [&](Call& call) {
+  return Run("EventSynchronize", [&](Call& call) {
     const Event* const event = call.machine.events.Find(handle);
     if (const CUresult refused = CheckHostMayAsk(call, event)) return refused;
     if (event->recorded != nullptr) call.AwaitAtEnd(event->recorded);

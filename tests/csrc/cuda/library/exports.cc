@@ -13,11 +13,7 @@
 #include "cuda/emulated_cublaslt.h"
 #include "cuda/emulated_driver.h"
 
-#ifndef __x86_64__
-#error "what jumps to the tables is written for x86-64"
-#endif
-
-// The functions of each table, in its order.
+// The functions of each table, in its order; the jumps are those of x86-64.
 #define JAX_UB_DRIVER_FUNCTIONS                                                 \
   "cuInit,cuDriverGetVersion,cuGetErrorName,cuGetErrorString,cuDeviceGet,"      \
   "cuDeviceGetCount,cuDeviceGetAttribute,cuDeviceGetName,cuDeviceGetUuid_v2,"   \
