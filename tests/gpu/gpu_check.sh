@@ -107,22 +107,25 @@ print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
   JAX_UB_NVLS=1 ub launch -n 2 --timeout 80 tests/gpu/ranks.py --rounds 1 --dtypes 1
 }
 
-# Every access of the engine's kernels is checked. Races of shared memory, all that racecheck
-# knows of, they cannot have. Calls of the driver that XLA makes to see whether they fail are
-# no errors. The tool may lose the exit status of the launcher, which runs nothing on a GPU:
-# what the ranks print at their end says that they were right. Where the machine lets no tool
-# look into its GPU (gVisor), nothing is checked.
-memcheck() {
+# sanitized TOOL [OPTION...]: a short case under compute-sanitizer, which looks at the
+# engine's kernels: memcheck at every access, racecheck at those of shared memory (which they
+# do not have). The tool may lose the exit status of the launcher, which runs nothing on a
+# GPU: what the ranks print at their end says that they were right. Where the machine lets no
+# tool look into its GPU (gVisor), nothing is checked.
+sanitized() {
+  local log="$out/$1.log" rc
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here"; return 77; }
   JAX_UB_TIMEOUT_S=45 \
-    tool="compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
-    --require-cuda-init no --report-api-errors no --kernel-name kernel_substring=jax_ub" \
-    ranks 2 --rounds 1 --dtypes 1 --calls 2 --methods ring_exchange 2>&1 |
-    tee "$out/memcheck.log"
-  local rc=$?
-  ! grep -q "Device not supported" "$out/memcheck.log" || return 77
-  ((rc == 0)) && grep -q "all right" "$out/memcheck.log"
+    tool="compute-sanitizer --tool $* --target-processes all --error-exitcode 1 \
+    --require-cuda-init no --kernel-name kernel_substring=jax_ub" \
+    ranks 2 --rounds 1 --dtypes 1 --calls 2 --methods ring_exchange 2>&1 | tee "$log"
+  rc=$?
+  ! grep -q "Device not supported" "$log" || return 77
+  ((rc == 0)) && grep -q "all right" "$log"
 }
+# Calls of the driver that XLA makes to see whether they fail are no errors.
+memcheck() { sanitized memcheck --report-api-errors no; }
+racecheck() { sanitized racecheck; }
 
 # cuBLASLt lies where pip has put it, unless XLA has loaded it.
 parts() {
@@ -132,8 +135,8 @@ parts() {
   "$build/gpu_bench" "$out/gpu_bench.json" $libraries
 }
 
-export -f ub ranks captured eager multicast memcheck parts machine build_all \
-  build_target
+export -f ub ranks captured eager multicast sanitized memcheck racecheck parts machine \
+  build_all build_target
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 # A wait that hangs says whom it waited for before its step's time is over. Ranks come to a
 # call within seconds of each other: they compile the same programs.
@@ -160,6 +163,7 @@ main() {
   step 90 "memcheck" bash -o pipefail -c memcheck
   step 60 "one process, eager" bash -c 'eager "$python" tests/gpu/local.py --short'
   step 90 "NVLS" bash -c multicast
+  step 60 "racecheck" bash -o pipefail -c racecheck
   verdicts_s=0
   step 15 "verdicts" "$python" tests/gpu/verdicts.py "$out"
   printf '\n'

@@ -123,6 +123,7 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
         assert len(re.findall(f"^no time .* {re.escape(name)}$", log, re.M)) == 2
 
 
+@pytest.mark.parametrize("check", ["memcheck", "racecheck"])
 @pytest.mark.parametrize(
     ("said", "status"),
     [
@@ -130,22 +131,24 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
         ("========= Invalid __global__ write", "FAILED (1)"),
     ],
 )
-def test_a_gpu_that_no_tool_can_look_into_gets_no_verdict(tmp_path, said, status):
+def test_a_gpu_that_no_tool_can_look_into_gets_no_verdict(
+    tmp_path, check, said, status
+):
     python = (
         f'case "$*" in *sysconfig*) echo {tmp_path};; *) {sys.executable} "$@"; esac'
     )
     stubs = {
         "python": python,
         "cmake": "exit 1",
-        "compute-sanitizer": f"echo '{said}'; exit 1",
+        "compute-sanitizer": f"[[ $* == '--tool {check} '* ]] && echo '{said}'; exit 1",
     }
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = ("env", f"OUT={tmp_path}", f"PYTHON={tmp_path}/python")
-    only = "GPU_CHECK_ONLY=memcheck"
+    only = f"GPU_CHECK_ONLY={check}"
     log = run(*env, only, "bash", HERE / "gpu_check.sh").stdout
-    assert re.search(f"^{re.escape(status)} +\\d+ s  memcheck$", log, re.M), log
+    assert re.search(f"^{re.escape(status)} +\\d+ s  {check}$", log, re.M), log
 
 
 def test_a_check_of_some_steps_runs_no_others(tmp_path):
@@ -156,4 +159,4 @@ def test_a_check_of_some_steps_runs_no_others(tmp_path):
     wanted = ("machine", "build from source", "memcheck")
     wanted += ("8 processes on one GPU, captured", "verdicts")
     assert set(re.findall(r"^no time +\d+ s  (.+)$", log, re.M)) == set(wanted)
-    assert len(re.findall(r"^not run +\d+ s  ", log, re.M)) == 2 * 9
+    assert len(re.findall(r"^not run +\d+ s  ", log, re.M)) == 2 * 10
