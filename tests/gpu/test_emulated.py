@@ -39,7 +39,9 @@ def run(*command, gpus, flags, delay_us=0):
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE / "emulated"), str(ROOT), *sys.path]
+            ),
             "LD_LIBRARY_PATH": str(pathlib.Path(LIBRARIES).resolve()),
             "EMULATED_GPUS": str(gpus),
             "EMULATED_DELAY_US": str(delay_us),
