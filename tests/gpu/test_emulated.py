@@ -6,8 +6,10 @@ JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
 """
 
 import importlib.util
+import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -26,10 +28,11 @@ pytestmark = [
 
 CAPTURED = "--xla_gpu_graph_min_graph_size=1"
 EAGER = "--xla_gpu_enable_command_buffer="
+TIMEOUT_S = 60
 
 
-def run(*command, gpus, flags, delay_us=0):
-    """What it printed, unless it failed, or did what CUDA forbids."""
+def run(*command, gpus, flags, delay_us=0, status=0):
+    """What it printed, unless it ended otherwise, or did what CUDA forbids."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
@@ -47,12 +50,12 @@ def run(*command, gpus, flags, delay_us=0):
             "EMULATED_DELAY_US": str(delay_us),
             "JAX_PLATFORMS": "cuda",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of the versions of cuDNN, ...
-            "JAX_UB_TIMEOUT_S": "60",
+            "JAX_UB_TIMEOUT_S": str(TIMEOUT_S),
             "XLA_FLAGS": flags,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         },
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     assert "emulated GPU:" not in done.stdout, done.stdout
     return done.stdout
 
@@ -82,6 +85,22 @@ def test_every_op_and_method_is_right(processes, each, flags, delay_us):
     assert f"all right: {ranks} ranks on Emulated GPU" in printed
     assert printed.count("right: ") == 4 * 4 + 1 + 1
     assert "plain jax.lax" not in printed
+
+
+@pytest.mark.parametrize("flags", [CAPTURED, EAGER])
+def test_a_death_is_told_at_once(flags):
+    launch = ("-m", "jax_ub", "launch", "-n", 3, "--linger", 60, "--grace", 1)
+    faults = (ROOT / "tests/processes/faults.py", "dies_inside", "ring_exchange")
+    status = 128 + signal.SIGKILL
+    printed = run(*launch, *faults, gpus=3, flags=flags, status=status)
+    said = [json.loads(line[4:]) for line in printed.splitlines() if '"what"' in line]
+    (death,) = (one for one in said if one["what"] == "dies")
+    errors = [one for one in said if one["what"] == "error"]
+    assert sorted(error["process"] for error in errors) == [0, 1], printed
+    for error in errors:
+        assert "rank 2 (process 2, pid" in error["text"], error["text"]
+        assert error["text"].count("died") == 1, error["text"]
+        assert error["at"] - death["at"] < TIMEOUT_S
 
 
 def test_processes_share_a_gpu():
