@@ -1,8 +1,8 @@
 #include "engine/trace.h"
 
 #include <chrono>
-#include <exception>
 #include <functional>
+#include <new>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -32,12 +32,22 @@ std::string_view TraceKindName(TraceKind kind) {
 struct Tracer::Buffer {
   explicit Buffer(std::thread::id id) : owner(id) {}
 
+  // Raw, so that memory is reserved here and taken as events come: a thread makes room
+  // in the middle of what is traced, and filling it would show there.
+  union Slot {
+    Slot() {}
+    TraceEvent event;
+  };
+
   // Or none, where there is not that much: a span ends in a destructor.
   void MakeRoom(int64_t num_events) noexcept {
+    if (num_events == room) return;
+    room = 0;
+    slots.reset();
     try {
-      events.resize(num_events);
-    } catch (const std::exception&) {
-      events.clear();
+      slots = std::make_unique_for_overwrite<Slot[]>(static_cast<size_t>(num_events));
+      room = num_events;
+    } catch (const std::bad_alloc&) {
     }
   }
 
@@ -45,7 +55,8 @@ struct Tracer::Buffer {
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  std::vector<TraceEvent> events;  // grows only between generations
+  int64_t room = 0;               // changes only between generations, as the next one
+  std::unique_ptr<Slot[]> slots;  // [room]; those below size are set
 };
 
 Tracer::Tracer() = default;
@@ -103,11 +114,11 @@ void Tracer::Record(int64_t generation, const TraceEvent& event) {
     buffer->generation.store(generation, std::memory_order_release);
   }
   const int64_t size = buffer->size.load(std::memory_order_relaxed);
-  if (size == static_cast<int64_t>(buffer->events.size())) {
+  if (size == buffer->room) {
     buffer->num_dropped.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  buffer->events[size] = event;
+  buffer->slots[size].event = event;
   buffer->size.store(size + 1, std::memory_order_release);
 }
 
@@ -123,7 +134,8 @@ Trace Tracer::Read() const {
     const int64_t size = buffer->size.load(std::memory_order_acquire);
     TraceThread thread;
     thread.num_dropped = buffer->num_dropped.load(std::memory_order_relaxed);
-    thread.events.assign(buffer->events.begin(), buffer->events.begin() + size);
+    thread.events.reserve(size);
+    for (int64_t i = 0; i < size; ++i) thread.events.push_back(buffer->slots[i].event);
     trace.threads.push_back(std::move(thread));
   }
   if (num_homeless_ > 0) trace.threads.push_back({num_homeless_, {}});

@@ -1,9 +1,12 @@
 // Traces: that they say what ranks did, in fixed memory, and nothing while they are off.
 #include "engine/trace.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <latch>
 #include <limits>
 #include <memory>
@@ -216,6 +219,27 @@ TEST(WhereThereIsNotSoMuchRoomAllIsDroppedAndCounted) {
     CHECK_EQ(trace.threads[0].events.size(), room == 1 ? size_t{1} : size_t{0});
     CHECK_EQ(trace.threads[0].num_dropped, room == 1 ? int64_t{1} : int64_t{2});
   }
+}
+
+// Of this process, in memory.
+int64_t ResidentBytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t size_pages = 0, resident_pages = 0;
+  CHECK(bool(file >> size_pages >> resident_pages));
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+TEST(MemoryIsTakenAsEventsCome) {
+  constexpr int64_t kManyEvents = 1 << 22;
+  constexpr int64_t kReservedBytes = kManyEvents * sizeof(TraceEvent);
+  Tracer tracer;
+  tracer.Start(kManyEvents);
+  const TraceContext context = tracer.BeginCall({});
+  const int64_t before_bytes = ResidentBytes();
+  for (int i = 0; i < 10; ++i) context.Since(1, TraceKind::kCall);
+  // A few pages, which may be huge ones.
+  CHECK(ResidentBytes() - before_bytes < kReservedBytes / 8);
+  CHECK_EQ(tracer.Read().threads[0].events.size(), size_t{10});
 }
 
 TEST(ThreadsBeyondTheTableAreCounted) {
