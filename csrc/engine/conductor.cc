@@ -15,6 +15,7 @@
 #include "engine/executor.h"
 #include "platform/deadline.h"
 #include "platform/error.h"
+#include "transport/cpu/slots.h"
 
 namespace jax_ub {
 
@@ -52,9 +53,7 @@ int64_t HalfBytesOf(const Gang& gang,
         std::to_string(SharedCommunicator::kMaxSlots) +
         ": give the name fewer num_splits");
   }
-  constexpr int64_t kSlotAlignment = 64;
-  return plan.num_slots *
-         ((plan.slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment);
+  return plan.num_slots * SlotEnd::StrideOf(plan.slot_bytes);
 }
 
 // Why no process can run the call, all alike; or nothing.

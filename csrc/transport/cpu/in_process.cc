@@ -4,18 +4,12 @@
 
 namespace jax_ub {
 
-namespace {
-
-constexpr int64_t kAlignment = 64;
-
-}  // namespace
-
 InProcessCommunicator::InProcessCommunicator(int num_ranks,
                                              int num_slots,
                                              int64_t slot_bytes,
                                              uint32_t first_epoch)
     : num_slots_(num_slots),
-      slot_bytes_((slot_bytes + kAlignment - 1) / kAlignment * kAlignment),
+      slot_bytes_(SlotEnd::StrideOf(slot_bytes)),
       memory_(new std::byte[num_ranks * num_slots * slot_bytes_]),
       flags_(new SlotFlags[num_ranks * num_slots]),
       doorbells_(new Doorbell[num_ranks]),

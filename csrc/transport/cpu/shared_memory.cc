@@ -11,13 +11,6 @@
 
 namespace jax_ub {
 
-namespace {
-
-// Slots begin on cache lines of their own.
-constexpr int64_t kSlotAlignment = 64;
-
-}  // namespace
-
 struct SharedCommunicator::State {
   State(Group its_group,
         Layout its_layout,
@@ -227,9 +220,8 @@ Transport& SharedCommunicator::rank(int local_rank,
                                     int64_t call,
                                     int num_slots,
                                     int64_t slot_bytes) {
-  const int64_t aligned =
-      (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
-  if (num_slots > kMaxSlots || num_slots * aligned > half_bytes()) {
+  const int64_t stride = SlotEnd::StrideOf(slot_bytes);
+  if (num_slots > kMaxSlots || num_slots * stride > half_bytes()) {
     throw UnsupportedError(
         "jax_ub." + name() + ": " + std::to_string(num_slots) + " slots of " +
         std::to_string(slot_bytes) + " bytes do not fit into a half of " +
@@ -237,7 +229,7 @@ Transport& SharedCommunicator::rank(int local_rank,
         " flags: give initialize_ub a larger shape, or the name fewer num_splits");
   }
   SlotEnd& end = *state_->ends[local_rank];
-  end.Place(call % 2 * half_bytes(), num_slots, aligned);
+  end.Place(call % 2 * half_bytes(), num_slots, stride);
   return end;
 }
 

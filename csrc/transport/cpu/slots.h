@@ -38,8 +38,15 @@ class SlotEnd : public Transport {
           const Fate& fate,
           uint32_t first_epoch);
 
+  // What a slot takes: slots begin on cache lines of their own.
+  static int64_t StrideOf(int64_t slot_bytes) {
+    constexpr int64_t kAlignment = 64;
+    return (slot_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
   // Where the slots lie from now on, in every rank's memory: num_slots of slot_bytes
-  // each behind `offset`. All ranks agree. Epochs belong to slot numbers, not places.
+  // each, a stride, behind `offset`. All ranks agree. Epochs belong to slot numbers, not
+  // places.
   void Place(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }
