@@ -1,5 +1,4 @@
-// What the engine throws. csrc/ffi is the only place that catches, and it maps each
-// type to one XLA error code.
+// What the engine throws. csrc/ffi maps each type to one XLA error code.
 #pragma once
 
 #include <stdexcept>
