@@ -1,7 +1,7 @@
 #include "engine/across.h"
 
 #include <algorithm>
-#include <memory>
+#include <optional>
 #include <utility>
 
 #include "engine/crew_device.h"
@@ -181,23 +181,17 @@ class Execution {
   // halves.
   void ReadInPlace() {
     Stage();
-    std::shared_ptr<WorkJob> products;
+    std::optional<WorkBeside> products;
     if (IsBulk(at_.op)) {
       Work work = PlanProducts(at_, own_, crew_.num_threads());
       work.set_trace(trace_, {});
-      products = std::make_shared<WorkJob>(std::move(work));
-      crew_.Start([&crew = crew_, products] { crew.Help(products); });
+      products.emplace(std::move(work), crew_);
     }
-    try {
-      meet_();
-      const std::vector<RankCall> all = AllCalls();
-      const Parties parties{all, own_, &own_ranks_};
-      Run(products ? PlanCommunication(at_, parties)
-                   : PlanDirect(at_, parties, crew_.num_threads()));
-    } catch (...) {
-      if (products) products->Wait();  // it works on the ranks' buffers
-      throw;
-    }
+    meet_();
+    const std::vector<RankCall> all = AllCalls();
+    const Parties parties{all, own_, &own_ranks_};
+    Run(products ? PlanCommunication(at_, parties)
+                 : PlanDirect(at_, parties, crew_.num_threads()));
     if (products) products->Wait();
   }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -318,22 +319,25 @@ std::string Conductor::TextOf(uint64_t signature, const Gang& gang) {
 void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
   const Attributes& at = *gang.attributes;
   const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew_));
-  std::shared_ptr<WorkJob> products;
+  std::optional<WorkBeside> products;
   if (IsBulk(at.op)) {
     Work work = PlanProducts(at, gang.calls, crew_.num_threads());
     work.set_trace(gang.trace, {});
-    products = std::make_shared<WorkJob>(std::move(work));
-    crew_.Start([&crew = crew_, products] { crew.Help(products); });
+    products.emplace(std::move(work), crew_);
   }
   struct Running {
-    std::mutex mutex;  // guards the two below
+    std::atomic<size_t> next{0};  // of the local ranks
+    std::mutex mutex;             // guards the two below
     std::condition_variable changed;
-    size_t num_ranks = 0;
+    size_t num_left = 0;
     std::exception_ptr failure;
   };
+  const size_t num_ranks = gang.calls.size();
   const auto running = std::make_shared<Running>();
-  running->num_ranks = gang.calls.size();
-  const auto run = [&, running](size_t i) {
+  running->num_left = num_ranks;
+  const auto run_next = [&, num_ranks, running] {
+    const size_t i = running->next.fetch_add(1);
+    if (i >= num_ranks) return;  // too late: nothing else of the call may be left
     std::exception_ptr own;
     try {
       Transport& transport =
@@ -347,14 +351,16 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
     }
     std::lock_guard lock(running->mutex);
     if (own && !running->failure) running->failure = own;
-    --running->num_ranks;
+    --running->num_left;
     running->changed.notify_all();
   };
-  for (size_t i = 1; i < gang.calls.size(); ++i) crew_.Start([run, i] { run(i); });
-  run(0);
+  for (size_t i = 1; i < num_ranks; ++i) crew_.Start(run_next);
+  // Also those for which no thread has come: at the system's limit of threads none does,
+  // and they have to fail as those that waited for them.
+  while (running->next.load() < num_ranks) run_next();
   {
     std::unique_lock lock(running->mutex);
-    running->changed.wait(lock, [&] { return running->num_ranks == 0; });
+    running->changed.wait(lock, [&] { return running->num_left == 0; });
   }
   if (products) products->Wait();
   if (running->failure) std::rethrow_exception(running->failure);

@@ -60,4 +60,26 @@ void RunWork(Work work, Crew& crew) {
   }
 }
 
+WorkBeside::WorkBeside(Work work, Crew& crew)
+    : crew_(crew),
+      job_(std::make_shared<WorkJob>(std::move(work))),
+      is_begun_(std::make_shared<std::atomic<bool>>(false)) {
+  crew.Start([&crew, job = job_, is_begun = is_begun_] {
+    if (!is_begun->exchange(true)) crew.Help(job);
+  });
+}
+
+WorkBeside::~WorkBeside() {
+  try {
+    Wait();
+  } catch (...) {
+    // Told by the Wait before; or less than what has ended the caller.
+  }
+}
+
+void WorkBeside::Wait() {
+  if (!is_begun_->exchange(true)) crew_.Help(job_);
+  job_->Wait();
+}
+
 }  // namespace jax_ub

@@ -1,6 +1,7 @@
 // The CPU as a device: everything is done when a function returns, products by the crew.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -58,5 +59,23 @@ class WorkJob : public WaitedJob {
 
 // Returns when the work is done; from a thread that may wait.
 void RunWork(Work work, Crew& crew);
+
+// Work that a run does beside what the caller does, who may wait.
+class WorkBeside {
+ public:
+  WorkBeside(Work work, Crew& crew);
+  ~WorkBeside();  // Wait, whatever a unit threw
+  WorkBeside(const WorkBeside&) = delete;
+  WorkBeside& operator=(const WorkBeside&) = delete;
+
+  // Returns when it is done, by this thread where no other one has come for it: at the
+  // system's limit of threads none does. Throws what a unit threw.
+  void Wait();
+
+ private:
+  Crew& crew_;
+  const std::shared_ptr<WorkJob> job_;
+  const std::shared_ptr<std::atomic<bool>> is_begun_;
+};
 
 }  // namespace jax_ub

@@ -18,6 +18,7 @@
 #include "check.h"
 #include "engine_calls.h"
 #include "member.h"
+#include "no_thread_starts.h"
 #include "platform/error.h"
 #include "processes.h"
 
@@ -129,6 +130,34 @@ TEST(BehindACallThatFailedNothingIsOverwritten) {
     engine.Leave(conductor);
   });
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
+
+// Each process has one thread for what all its ranks do, the first of its crew.
+TEST(AtTheLimitOfThreadsCallsEnd) {
+  InProcesses(
+      {0, 1, 0, 1},
+      [](Member& member) {
+        Arrays arrays(1);
+        CallSite beside(Spanning(Op::kBulkAllGather, Method::kDirect, 4));
+        const auto calls = MakeCalls(beside.attributes(), {}, arrays);
+        std::vector<Outcome> outcomes;
+        const auto begin = [&](int rank) {
+          outcomes.push_back(
+              Submit(member.engine(), beside, 1, 100 + rank, calls[rank]));
+        };
+        begin(member.ranks()[0]);  // with which the watchdog starts
+        const NoThreadStarts limit;
+        begin(member.ranks()[1]);
+        for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+        CHECK_EQ(NumWrong(beside.attributes(), calls, member.ranks()), 0);
+        // Ranks that wait for each other cannot do so one after the other.
+        CallSite waiting(Spanning(Op::kBulkAllGather, Method::kRingExchange, 4));
+        const auto others = MakeCalls(waiting.attributes(), {}, arrays);
+        for (Outcome& outcome : member.Begin(waiting, 1, others)) {
+          CHECK(Contains(outcome.Wait(), " waited 3 s for chunk "));
+        }
+      },
+      3);
 }
 
 // They run the rest of programs, whose host callbacks may start processes.
