@@ -14,20 +14,8 @@ namespace {
 // What heuristics are asked for; the first is used unless an option says otherwise.
 constexpr int kMaxAlgorithms = 8;
 
-const char* NameOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return "f32";
-    case DType::kBF16:
-      return "bf16";
-    case DType::kF16:
-      break;
-  }
-  return "f16";
-}
-
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
-  return std::string(NameOf(dtype)) + "[" + std::to_string(rows) + ", " +
+  return std::string(DTypeName(dtype)) + "[" + std::to_string(rows) + ", " +
          std::to_string(columns) + "]";
 }
 
@@ -74,7 +62,7 @@ int64_t SpanBytes(const MatmulKey& key,
 std::string Describe(const MatmulKey& key) {
   std::string text = Shape(key.operand_dtype, key.n, key.k) + " x " +
                      Shape(key.operand_dtype, key.k, key.m) + " to " +
-                     NameOf(key.result_dtype);
+                     std::string(DTypeName(key.result_dtype));
   if (key.has_bias) text += " with bias";
   if (key.batch > 1) text += ", " + std::to_string(key.batch) + " times";
   const int64_t alignment = std::min({key.a.alignment_bytes, key.b.alignment_bytes,
