@@ -15,6 +15,7 @@
 #include "engine/peak.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
+#include "module_connect.h"
 #include "module_handlers.h"
 #include "schedule/check.h"
 #include "schedule/schedule.h"
@@ -225,20 +226,8 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
                                       double timeout_s,
                                       int generation) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
-  if (devices.empty() || devices.size() != processes.size()) {
-    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
-                           std::to_string(processes.size()) +
-                           " processes: expected one of each for every rank")
-                              .c_str());
-  }
-  std::map<int, jax_ub::PeerAddress> peers;
-  for (const auto& [peer, address] : addresses) {
-    const auto token = tokens.find(peer);
-    if (token == tokens.end()) {
-      throw nb::value_error(("no token of process " + std::to_string(peer)).c_str());
-    }
-    peers[peer] = {address, token->second};
-  }
+  jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
+  const auto peers = jax_ub::PeersOf(addresses, tokens);
   const nb::gil_scoped_release released;
   const auto ends = jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
                                                         {processes, process, name},

@@ -17,6 +17,7 @@
 
 #include "ffi/attributes.h"
 #include "ffi/cuda/handlers.h"
+#include "module_connect.h"
 #include "module_handlers.h"
 #include "platform/cuda/driver.h"
 #include "platform/error.h"
@@ -280,20 +281,8 @@ std::unique_ptr<HeapCommunicator> Connect(HeapEndpoint& endpoint,
                                           const std::map<int, jax_ub::Offer>& offers,
                                           double timeout_s) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
-  if (devices.empty() || devices.size() != processes.size()) {
-    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
-                           std::to_string(processes.size()) +
-                           " processes: expected one of each for every rank")
-                              .c_str());
-  }
-  std::map<int, jax_ub::PeerAddress> peers;
-  for (const auto& [peer, address] : addresses) {
-    const auto token = tokens.find(peer);
-    if (token == tokens.end()) {
-      throw nb::value_error(("no token of process " + std::to_string(peer)).c_str());
-    }
-    peers[peer] = {address, token->second};
-  }
+  jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
+  const auto peers = jax_ub::PeersOf(addresses, tokens);
   const nb::gil_scoped_release released;
   return std::make_unique<HeapCommunicator>(
       jax_ub::CudaCommunicator::Connect(std::move(endpoint.endpoint),
@@ -306,12 +295,7 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
                                                    const std::vector<int64_t>& devices,
                                                    const std::vector<int>& ordinals,
                                                    int64_t slots_bytes) {
-  if (devices.empty() || devices.size() != ordinals.size()) {
-    throw nb::value_error((std::to_string(devices.size()) + " devices and " +
-                           std::to_string(ordinals.size()) +
-                           " ordinals: expected one of each for every rank")
-                              .c_str());
-  }
+  jax_ub::CheckOneOfEach(devices.size(), ordinals.size(), "ordinals");
   const nb::gil_scoped_release released;
   return std::make_unique<HeapCommunicator>(
       jax_ub::CudaCommunicator::Make(jax_ub::SystemDriver(), ordinals, slots_bytes,
