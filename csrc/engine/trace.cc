@@ -1,11 +1,15 @@
 #include "engine/trace.h"
 
+#include <sys/mman.h>
+
 #include <chrono>
 #include <functional>
-#include <new>
+#include <limits>
 #include <string_view>
 #include <thread>
 #include <utility>
+
+#include "platform/shared_mapping.h"
 
 namespace jax_ub {
 
@@ -30,33 +34,39 @@ std::string_view TraceKindName(TraceKind kind) {
 // One thread writes it. A reader sees the events below `size`, if the generation is the
 // one that it asks for; the writer begins anew only in a later one.
 struct Tracer::Buffer {
+  static constexpr int64_t kEventBytes = sizeof(TraceEvent);
+
   explicit Buffer(std::thread::id id) : owner(id) {}
 
-  // Raw, so that memory is reserved here and taken as events come: a thread makes room
-  // in the middle of what is traced, and filling it would show there.
-  union Slot {
-    Slot() {}
-    TraceEvent event;
-  };
-
-  // Or none, where there is not that much: a span ends in a destructor.
+  // Or none, where there is not that much: a span ends in a destructor. Memory is only
+  // reserved here, and taken by small pages as events come: a thread makes room in the
+  // middle of what is traced, where filling it, or the first huge page of it, would show.
   void MakeRoom(int64_t num_events) noexcept {
     if (num_events == room) return;
     room = 0;
-    slots.reset();
-    try {
-      slots = std::make_unique_for_overwrite<Slot[]>(static_cast<size_t>(num_events));
-      room = num_events;
-    } catch (const std::bad_alloc&) {
-    }
+    memory.reset();
+    if (num_events > std::numeric_limits<int64_t>::max() / kEventBytes) return;
+    const auto size = static_cast<size_t>(num_events * kEventBytes);
+    void* const data =
+        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return;
+    memory = UniqueHandle<MappingTraits>({static_cast<std::byte*>(data), size});
+    // Only advice: a system without huge pages refuses it.
+    static_cast<void>(madvise(data, size, MADV_NOHUGEPAGE));
+    room = num_events;
+  }
+
+  TraceEvent* events() const {
+    return reinterpret_cast<TraceEvent*>(memory.get().data);
   }
 
   const std::thread::id owner;
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  int64_t room = 0;               // changes only between generations, as the next one
-  std::unique_ptr<Slot[]> slots;  // [room]; those below size are set
+  // These change only between generations.
+  int64_t room = 0;
+  UniqueHandle<MappingTraits> memory;  // of `room` events
 };
 
 Tracer::Tracer() = default;
@@ -118,7 +128,7 @@ void Tracer::Record(int64_t generation, const TraceEvent& event) {
     buffer->num_dropped.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  buffer->slots[size].event = event;
+  std::construct_at(buffer->events() + size, event);
   buffer->size.store(size + 1, std::memory_order_release);
 }
 
@@ -134,8 +144,7 @@ Trace Tracer::Read() const {
     const int64_t size = buffer->size.load(std::memory_order_acquire);
     TraceThread thread;
     thread.num_dropped = buffer->num_dropped.load(std::memory_order_relaxed);
-    thread.events.reserve(size);
-    for (int64_t i = 0; i < size; ++i) thread.events.push_back(buffer->slots[i].event);
+    thread.events.assign(buffer->events(), buffer->events() + size);
     trace.threads.push_back(std::move(thread));
   }
   if (num_homeless_ > 0) trace.threads.push_back({num_homeless_, {}});

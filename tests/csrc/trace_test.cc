@@ -10,6 +10,7 @@
 #include <latch>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -237,9 +238,36 @@ TEST(MemoryIsTakenAsEventsCome) {
   const TraceContext context = tracer.BeginCall({});
   const int64_t before_bytes = ResidentBytes();
   for (int i = 0; i < 10; ++i) context.Since(1, TraceKind::kCall);
-  // A few pages, which may be huge ones.
   CHECK(ResidentBytes() - before_bytes < kReservedBytes / 8);
   CHECK_EQ(tracer.Read().threads[0].events.size(), size_t{10});
+}
+
+// Of memory that gets no huge pages.
+int64_t SmallPageBytes() {
+  std::ifstream file("/proc/self/smaps");
+  int64_t size_bytes = 0, bytes = 0;
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string key;
+    words >> key;
+    if (key == "Size:" && words >> size_bytes) size_bytes *= 1024;
+    if (key != "VmFlags:") continue;
+    while (words >> key) bytes += key == "nh" ? size_bytes : 0;
+  }
+  return bytes;
+}
+
+TEST(NoHugePageIsFilledForTheFirstEvent) {
+  // A kernel that has none does not know the advice.
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) return;
+  constexpr int64_t kManyEvents = 1 << 22;
+  Tracer tracer;
+  tracer.Start(kManyEvents);
+  const TraceContext context = tracer.BeginCall({});
+  const int64_t before_bytes = SmallPageBytes();
+  context.Since(1, TraceKind::kCall);
+  const int64_t reserved_bytes = kManyEvents * sizeof(TraceEvent);
+  CHECK(SmallPageBytes() - before_bytes >= reserved_bytes);
 }
 
 TEST(ThreadsBeyondTheTableAreCounted) {
