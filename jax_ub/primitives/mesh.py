@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.interpreters import mlir
 
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest
@@ -95,6 +97,14 @@ def find_ranks(
         return Ranks(np.zeros(0, np.int64), None)
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
+    if _has_symbolic_sizes(ctx.avals_in):
+        # Those of a dot and a collective it infers from their operands; what needs to
+        # be told its sizes may crash jaxlib where the program is called.
+        return Ranks(
+            np.zeros(0, np.int64),
+            "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
+            "find the sizes of a custom call; export it once for each size",
+        )
     if not axes:
         return Ranks(np.zeros(0, np.int64), None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -116,6 +126,10 @@ def find_ranks(
         ids,
         communicators.generation(groups),
     )
+
+
+def _has_symbolic_sizes(avals: Iterable[Any]) -> bool:
+    return any(is_symbolic_dim(size) for aval in avals for size in aval.shape)
 
 
 def rank_groups(

@@ -305,6 +305,32 @@ def test_exported_groups_of_ranks_stay_apart():
     assert_equal(jax.jit(export(x, w).call)(*placed), x @ w)
 
 
+def test_exported_program_of_any_batch_is_plain_jax_and_a_named_method_is_refused():
+    x, w1, w2 = operands()
+    x = jnp.stack([x, -x])
+    (batch,) = jax.export.symbolic_shape("batch")
+
+    def export(method):
+        run = on_four(
+            lambda x, w1, w2: row(column(x, w1, method=method), w2, method=method),
+            P(None, "tp"),
+            (P(None, "tp"), *PAIR[1:]),
+        )
+        shape = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+        checks = {"disabled_checks": ub.export_safety_checks}
+        return jax.export.export(run, **checks)(shape, w1, w2)
+
+    loaded = jax.export.deserialize(export(None).serialize())
+    assert ub.fallbacks()[-1].label == "matmul_reduce_scatter"
+    assert "symbolic sizes, and inside" in ub.fallbacks()[-1].reason
+    whole = NamedSharding(tp_mesh(4), P())
+    values = jax.device_put((x, w1, w2), whole)
+    assert_equal(jax.jit(loaded.call)(*values), plain(x, w1, w2))
+    text = 'method "direct" cannot run: it is exported with symbolic sizes'
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+        export("direct")
+
+
 def test_mesh_that_is_set_instead_of_passed():
     values = operands()
     with jax.set_mesh(tp_mesh(4)):
