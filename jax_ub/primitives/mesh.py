@@ -98,8 +98,8 @@ def find_ranks(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if _has_symbolic_sizes(ctx.avals_in):
-        # Those of a dot and a collective it infers from their operands; what needs to
-        # be told its sizes may crash jaxlib where the program is called.
+        # jaxlib may crash over one where the program is called. jax 0.10.2 infers the
+        # sizes of a dot and a collective from their operands; 0.12 finds none at all.
         return Ranks(
             np.zeros(0, np.int64),
             "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "

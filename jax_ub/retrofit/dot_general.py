@@ -5,6 +5,7 @@ import math
 
 import jax
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.sharding import Mesh
 
 from jax_ub import methods
@@ -71,8 +72,9 @@ class DotGeneral:
 
     Overlapped are contractions of the last dimensions of x with the first of the
     kernel. On global arrays anything else is `jax.lax.dot_general`'s, and so are calls
-    whose tokens do not divide into the ranks, unless a method was named: a model may be
-    initialized with one token. `ub.fallbacks` lists them.
+    whose tokens do not divide into the ranks, or whose sizes are symbolic, unless a
+    method was named: a model may be initialized with one token. `ub.fallbacks` lists
+    them.
     """
 
     placement: Placement
@@ -140,6 +142,11 @@ class DotGeneral:
         may_fall_back = chosen in (Method.AUTO, Method.XLA)
         if reason is None and mesh is not None and may_fall_back:
             placement.axis_size(mesh)
+            if any(map(is_symbolic_dim, lhs.shape)):
+                return (
+                    f"x {lhs.shape} is exported with symbolic sizes, which jax cannot "
+                    "find inside jax.shard_map; export it once for each size"
+                )
             tokens = lhs.shape[: lhs.ndim - num_in] or (1,)
             return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
         return reason

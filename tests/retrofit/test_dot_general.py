@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from flax_models import assert_trees_close, loss, mesh_of
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
 from programs import calls, compiled_text
@@ -123,6 +124,22 @@ def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
         y = program(x, w)
     assert_trees_close(y, lax.dot_general(x, w, dims))
     assert reason in ub.fallbacks()[-1].reason
+
+
+def test_an_exported_program_of_any_batch_is_left_to_jax():
+    x, model = normal(0, (4, 8, 16)), nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    expected = model(x)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 8, 16), x.dtype)
+    mesh = mesh_of(1, 2)
+    with jax.set_mesh(mesh):
+        model.dot_general = ub.dot_general("column")
+        exported = jax.export.export(jax.jit(lambda x: model(x)))(shape)
+        reason = ub.fallbacks()[-1].reason
+        y = jax.jit(exported.call)(jax.device_put(x, NamedSharding(mesh, P())))
+    assert_trees_close(y, expected)
+    assert reason.startswith("x (batch, 8, 16) is exported with symbolic sizes")
+    assert reason.endswith("export it once for each size")
 
 
 def test_integers_are_left_to_jax():

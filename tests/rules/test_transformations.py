@@ -320,12 +320,13 @@ def test_exported_program_of_any_batch_is_plain_jax_and_a_named_method_is_refuse
         checks = {"disabled_checks": ub.export_safety_checks}
         return jax.export.export(run, **checks)(shape, w1, w2)
 
-    loaded = jax.export.deserialize(export(None).serialize())
+    exported = export(None)
+    assert "@jax_ub$" not in exported.mlir_module()
     assert ub.fallbacks()[-1].label == "matmul_reduce_scatter"
     assert "symbolic sizes, and inside" in ub.fallbacks()[-1].reason
-    whole = NamedSharding(tp_mesh(4), P())
-    values = jax.device_put((x, w1, w2), whole)
-    assert_equal(jax.jit(loaded.call)(*values), plain(x, w1, w2))
+    if jax.__version_info__ < (0, 12):  # which finds no sizes inside shard_map at all
+        values = jax.device_put((x, w1, w2), NamedSharding(tp_mesh(4), P()))
+        assert_equal(jax.jit(exported.call)(*values), plain(x, w1, w2))
     text = 'method "direct" cannot run: it is exported with symbolic sizes'
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
         export("direct")
