@@ -50,6 +50,25 @@ def test_all_of_them_are_those_of_jax_lax(num_ranks, dtype):
     assert_equal((gathered, dx), (jnp.broadcast_to(x, xs.shape), total(weights)))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_input_that_all_ranks_have_counts_once_a_rank(check_vma):
+    """Each rank's rows are its own, though all ranks have the same x."""
+    mesh = tp_mesh(4)
+    x, weights = small_integers(0, (8, 3)), small_integers(1, (4, 8, 3))
+
+    def step(op, weights, spread=lambda y: y, out=TOKENS):
+        function = lambda x: spread(ops.Sequential(op)(({},), x))  # noqa: E731
+        run = on_ranks(function, mesh, P(), out, check_vma=check_vma)
+        return value_and_gradients(run, weights)(x)
+
+    y, (dx,) = step(ops.ReduceScatter(), weights[0])
+    assert_equal((y, dx), (4 * x, 4 * weights[0]))
+    weights = jnp.concatenate([weights] * 4, 1)
+    y, (dx,) = step(ops.AllGather(), weights, lambda y: y[None], RANKS)
+    assert_equal(y, jnp.broadcast_to(jnp.concatenate([x] * 4), (4, 32, 3)))
+    assert_equal(dx, jnp.sum(weights.reshape(4, 4, 8, 3), (0, 1)))
+
+
 def all_reduce_gradient(reduce_in_backward, check_vma, *, inside):
     """The gradient that an AllReduce gives to each of 4 ranks.
 
