@@ -48,4 +48,6 @@ class AllReduce(Collective):
         sums = self.reduce_in_backward
         if sums is None or (site.is_tracked and not sums):
             sums = misses_ranks(site, dy)
-        return all_reduce(dy, **site.alone) if sums else dy, {}, ()
+        dx = all_reduce(dy, **site.alone) if sums else dy
+        # Every rank's: an x that all of them have is promoted before it is summed.
+        return varying.promote(dx, site.axes(dx)), {}, ()

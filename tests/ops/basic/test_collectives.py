@@ -52,7 +52,7 @@ def test_all_of_them_are_those_of_jax_lax(num_ranks, dtype):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_input_that_all_ranks_have_counts_once_a_rank(check_vma):
-    """Each rank's rows are its own, though all ranks have the same x."""
+    """Each rank's rows, and its addend, are its own, though all have the same x."""
     mesh = tp_mesh(4)
     x, weights = small_integers(0, (8, 3)), small_integers(1, (4, 8, 3))
 
@@ -67,6 +67,12 @@ def test_an_input_that_all_ranks_have_counts_once_a_rank(check_vma):
     y, (dx,) = step(ops.AllGather(), weights, lambda y: y[None], RANKS)
     assert_equal(y, jnp.broadcast_to(jnp.concatenate([x] * 4), (4, 32, 3)))
     assert_equal(dx, jnp.sum(weights.reshape(4, 4, 8, 3), (0, 1)))
+    y, (dx,) = step(ops.AllReduce(), weights[0, :8], out=P())
+    assert_equal((y, dx), (4 * x, 4 * weights[0, :8]))
+    op = ops.AllReduce(reduce_in_backward=True)
+    y, (dx,) = step(op, weights[:, :8], lambda y: y[None], RANKS)
+    assert_equal(y, jnp.broadcast_to(4 * x, (4, 8, 3)))
+    assert_equal(dx, 4 * jnp.sum(weights[:, :8], 0))
 
 
 def all_reduce_gradient(reduce_in_backward, check_vma, *, inside):
