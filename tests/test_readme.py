@@ -1,6 +1,7 @@
 """README.md and docs/ say what is true: commands, code, links, names."""
 
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -61,3 +62,16 @@ def test_links_and_paths_lead_somewhere(page):
     paths = re.findall(r"`((?:jax_ub|csrc|tests|examples|docs)/[\w./]+)`", text)
     missing += [path for path in paths if not (TOP / path).exists()]
     assert missing == []
+
+
+def test_what_the_page_for_transformer_engine_names_is_there():
+    text = (TOP / "docs/transformer_engine.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=TOP)
+    rows = re.findall(r"^\|.*\| (.*) \|$", text, re.MULTILINE)
+    names = re.findall(r"`((?:ub|ops|jax_ub)\.[\w.]+)[`(]", "\n".join(rows))
+    assert len(names) > 15
+    for name in names:
+        package, _, path = name.partition(".")
+        found = {"ub": "jax_ub", "ops": "jax_ub.ops", "jax_ub": "jax_ub"}[package]
+        assert pkgutil.resolve_name(f"{found}.{path}") is not None
