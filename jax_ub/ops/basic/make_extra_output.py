@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import jax
+
 from jax_ub.ops.operation import BasicOperation
+from jax_ub.primitives import varying
+from jax_ub.rules.fused_group import fit
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,4 +39,18 @@ class MakeExtraOutput(BasicOperation):
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        return d_extra + dy, {}, ()
+        # In a fused window dy may be each rank's part of the gradient of one x.
+        return d_extra + fit(d_extra, dy), {}, ()
+
+
+def has_parts(d_extra: jax.Array, dy: jax.Array) -> bool:
+    """Whether a gradient consists of the ranks' parts, unlike that of an extra output.
+
+    So it is where all ranks have the same activation, but go on by themselves, for
+    example with a kernel of their own: the parts are summed before anything is added.
+
+    Args:
+        d_extra: gradient of the extra output, which is typed as the activation.
+        dy: gradient of what was made of the activation.
+    """
+    return bool(varying.axes_of(dy) - varying.axes_of(d_extra))

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jax_ub.ops.basic.make_extra_output import MakeExtraOutput
+from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
 from jax_ub.ops.basic.normalization import RMSNorm
 from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
 
@@ -21,7 +21,8 @@ class BackwardAddRMSNorm(FusedOperation):
         """The sum in f32."""
         _, norm = self.basic_ops
         (d_extra,) = d_extra_outputs[0]
-        if dy is None or d_extra is None or not needs[1].x:
+        alone = dy is None or d_extra is None or not needs[1].x
+        if alone or has_parts(d_extra, dy):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         dx, d_params = norm.gradients(residuals[1], dy, needs[1])
         dx = dx + d_extra.astype(jnp.float32)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.basic.basic_linear import BasicLinear
-from jax_ub.ops.basic.make_extra_output import MakeExtraOutput
+from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
 from jax_ub.ops.fused.userbuffers_backward_linear import (
     OP,
     UserbuffersBackwardLinear,
@@ -43,6 +43,8 @@ class BackwardLinearAdd(FusedOperation):
         """One GEMM for dx; without a gradient of the extra output, as without it."""
         (d_extra,) = d_extra_outputs[0]
         if dy is None or not any(needs[1:]):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        if d_extra is not None and has_parts(d_extra, dy):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         inner, saved = self.basic_ops[1:], residuals[1:]
         if not needs[0].x:

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from linears import arrays, dgrad, wgrad, wide
-from operands import assert_equal, normal, small_integers
+from operands import assert_close, assert_equal, normal, small_integers
 from overlapped_models import model, params_of
-from programs import calls, compiled_text
+from programs import calls, compiled_text, tp_mesh
 from sequences import names
 
 from jax_ub import ops
@@ -123,6 +124,21 @@ def test_add_rmsnorm_rounds_once():
     error = np.max(np.abs(wide(dx) - exact))
     assert error <= np.max(np.abs(wide(unfused_dx) - exact))
     assert_equal(dx, exact.astype("bfloat16"))
+
+
+def test_add_rmsnorm_of_an_input_that_all_ranks_have():
+    """Each rank has scales of its own, so dx is what their parts add up to."""
+    seq = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(6))
+    x, scales, dy = normal(0, (8, 6)), normal(1, (12,)), normal(2, (16, 6))
+
+    def gradient():
+        layer = lambda scale, x: seq(({}, {"scale": scale}), x)  # noqa: E731
+        specs = (P("tp"), P())
+        run = jax.shard_map(layer, mesh=tp_mesh(2), in_specs=specs, out_specs=specs)
+        return jax.jit(lambda x: jax.vjp(run, scales, x)[1]((dy, x))[1])(x)
+
+    dx, unfused = both(gradient)
+    assert_close(dx, unfused, 6)
 
 
 def test_add_rmsnorm_is_one_pass_over_the_gradient():

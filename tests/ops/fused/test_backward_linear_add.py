@@ -243,3 +243,24 @@ def test_residual_s_gradient_decides_the_dtype():
     assert dx.dtype == unfused.dtype == "float32"
     # The product is not rounded to bf16 before it is added.
     assert np.max(np.abs(dx - exact)) < 1e-5 < np.max(np.abs(unfused - exact))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_input_that_all_ranks_have_has_its_residual_s_gradient_once(overlapped):
+    """Each rank has a kernel of its own; the scatter sums what they make of one x."""
+    options = {"userbuffers_options": {"comm_name": "proj"}} if overlapped else {}
+    make = ops.MakeExtraOutput(in_place=True)
+    seq = ops.Sequential(make, ops.BasicLinear(6, 4, **options), ops.ReduceScatter())
+    assert "BackwardLinearAdd" in names(ops.OperationFuser(seq).backward_ops)
+    ws, x = small_integers(0, (12, 4)), small_integers(1, (8, 6))
+    cotangents = small_integers(2, (8, 4)), small_integers(3, (8, 6))
+
+    @jax.jit
+    def gradients(ws, x):
+        layer = lambda w, x: seq(({}, {"kernel": w}, {}), x)  # noqa: E731
+        specs = (P("tp"), P())
+        run = jax.shard_map(layer, mesh=tp_mesh(2), in_specs=specs, out_specs=specs)
+        return jax.vjp(run, ws, x)[1](cotangents)
+
+    plain = lambda ws, x: (x @ ws[:6] + x @ ws[6:], x)  # noqa: E731
+    assert_equal(gradients(ws, x), jax.vjp(plain, ws, x)[1](cotangents))
