@@ -12,6 +12,7 @@ linear layer's GEMM and communication overlap there; between hosts XLA sums grad
 
 import argparse
 import hashlib
+import math
 import os
 import socket
 
@@ -83,9 +84,15 @@ def make_mesh(tp: int | None) -> Mesh:
     """
     hosts = devices_by_host()
     sizes = [len(host) for host in hosts]
-    tp = tp or min(sizes)
-    if any(size % tp for size in sizes):
-        raise SystemExit(f"--tp {tp} does not divide the hosts' devices: {sizes}")
+    most = math.gcd(*sizes)
+    if tp is None and most < max(sizes):
+        say(f"hosts have {sizes} devices: if all had as many, more could share a model")
+    tp = tp or most
+    if most % tp:
+        raise SystemExit(
+            f"--tp {tp} does not divide the hosts' devices: {sizes}: give {most} or a "
+            "divisor of it, or start as many processes on each host"
+        )
     groups = np.array([device for host in hosts for device in host]).reshape(-1, tp)
     say(f"{len(hosts)} hosts with {sizes} devices: dp={len(groups)}, tp={tp}")
     return Mesh(groups, ("dp", "tp"))

@@ -55,3 +55,33 @@ def test_sizes_that_do_not_divide_are_refused(text, tp, message, monkeypatch):
     with pytest.raises(SystemExit, match=message):
         multihost.check_sizes(flags, tp)
     multihost.check_sizes(flags, 2)
+
+
+def hosts_of(sizes, monkeypatch):
+    devices = iter(jax.devices())
+    hosts = [[next(devices) for _ in range(size)] for size in sizes]
+    monkeypatch.setattr(multihost, "devices_by_host", lambda: hosts)
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [((2, 2), (2, 2)), ((4, 6), (5, 2)), ((2, 1), (3, 1)), ((3,), (1, 3))],
+)
+def test_a_model_is_shared_by_as_many_devices_as_all_hosts_allow(
+    sizes, shape, monkeypatch, capsys
+):
+    hosts = hosts_of(sizes, monkeypatch)
+    mesh = multihost.make_mesh(None)
+    assert mesh.devices.shape == shape
+    host_of = {device: number for number, host in enumerate(hosts) for device in host}
+    assert all(len({host_of[device] for device in row}) == 1 for row in mesh.devices)
+    told = "if all had as many, more could share a model" in capsys.readouterr().out
+    assert told == (len(set(sizes)) > 1)
+
+
+def test_devices_that_do_not_divide_are_refused_with_what_does(monkeypatch):
+    hosts_of((4, 6), monkeypatch)
+    with pytest.raises(SystemExit, match=r"--tp 4 .*\[4, 6\]: give 2 or a divisor"):
+        multihost.make_mesh(4)
+    assert multihost.make_mesh(1).devices.shape == (10, 1)
