@@ -16,10 +16,10 @@ from jax_ub.methods import Method
 from jax_ub.primitives import varying
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as summed
-from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.all_gather_matmul import all_gather_matmul_at
-from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.layer import layer
+from jax_ub.rules.local_gradients import dgrad, local_gradients, local_wgrad
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce_at
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
 from jax_ub.rules.site import open_local_site, open_site
@@ -202,38 +202,11 @@ def _forward(site, x, w, bias, residual):
     )
 
 
-def _local_gemms(site, x, w, dy, main_grad):
-    return _dgrad(site, matmul, site.local, w, dy), _wgrad(site, x, dy, main_grad)
-
-
-def _replicated_gemms(site, x, w, dy, main_grad):
+def _replicated_gradients(site, x, w, dy, main_grad):
     # Every rank has the part of x's gradient that its own columns contribute.
-    return _dgrad(site, summed, site.dgrad.fused, w, dy), _wgrad(site, x, dy, main_grad)
+    dx = dgrad(site, summed, site.dgrad.fused, w, dy)
+    return dx, local_wgrad(site, x, dy, main_grad)
 
 
-def _dgrad(site, product, where, w, dy):
-    if w is None:
-        return None
-    return product(
-        (dy.astype(site.dtype),),
-        (w,),
-        None,
-        None,
-        rhs_transposed=not site.rhs_transposed,
-        out_dtype=site.dtype,
-        **where,
-    )
-
-
-def _wgrad(site, x, dy, main_grad):
-    if x is None:
-        return None
-    main_grads, dtype = accumulation(site, (dy,), main_grad)
-    dy = dy.astype(site.dtype)
-    if site.rhs_transposed:
-        x, dy = dy, x
-    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)[0]
-
-
-_local = layer(_forward, _local_gemms)
-_replicated = layer(_forward, _replicated_gemms)
+_local = layer(_forward, local_gradients)
+_replicated = layer(_forward, _replicated_gradients)

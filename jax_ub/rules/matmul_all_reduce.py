@@ -8,11 +8,10 @@ from jax_ub.errors import ShapeContractError
 from jax_ub.methods import Method
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce
-from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
-from jax_ub.primitives.wgrad import wgrad
 from jax_ub.rules import main_grads as accumulators
-from jax_ub.rules.layer import accumulation, layer
+from jax_ub.rules.layer import layer
+from jax_ub.rules.local_gradients import local_gradients
 from jax_ub.rules.site import Site, open_site
 from jax_ub.rules.vjp import promote
 
@@ -113,25 +112,10 @@ def _forward(site, x, w, bias, residual):
     return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
 
 
-def _gemms(site, x, w, dy, main_grad):
-    dx = dw = None
+def _gradients(site, x, w, dy, main_grad):
     if not site.is_tracked and not (x is None and w is None):
         dy = all_reduce(dy, **site.alone)
-    dy = dy.astype(site.dtype)
-    if w is not None:
-        dx = matmul(
-            (dy,),
-            (w,),
-            None,
-            None,
-            rhs_transposed=True,
-            out_dtype=site.dtype,
-            **site.local,
-        )
-    if x is not None:
-        main_grads, dtype = accumulation(site, (dy,), main_grad)
-        (dw,) = wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)
-    return dx, dw
+    return local_gradients(site, x, w, dy, main_grad)
 
 
-_row = layer(_forward, _gemms)
+_row = layer(_forward, _gradients)
