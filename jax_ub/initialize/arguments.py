@@ -1,0 +1,161 @@
+"""What `initialize_ub` is given, read or refused."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ub import shapes
+from jax_ub.errors import ConfigurationError, ConfigurationTypeError
+from jax_ub.overlap_config import UserBufferQuantizationMode
+from jax_ub.runtime import overlaps
+
+# So that the bytes of all ranks' buffers are counted in 64 bits.
+_MOST_ELEMENTS = 1 << 48
+
+
+def check_axes(axes: tuple[str, ...]) -> None:
+    """Refuses what names no mesh axes."""
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise ConfigurationError(
+            f"initialize_ub: axis_name = {axes or None} is not the name of a mesh "
+            'axis. Pass that of the ranks, for example axis_name="tp".'
+        )
+    if len(set(axes)) < len(axes):
+        raise ConfigurationError(
+            f"initialize_ub: axis_name = {axes} names a mesh axis twice. Name each "
+            "once."
+        )
+
+
+def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
+    """Which operands there are overlaps for."""
+    overlaps.check_use_fp8("initialize_ub", use_fp8)
+    if modes is not None and not isinstance(modes, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: quantization_modes = {modes!r} is a "
+            f"{type(modes).__name__}. Pass a list, such as "
+            "[ub.UserBufferQuantizationMode.NONE]."
+        )
+    if not modes:
+        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise ConfigurationTypeError(
+                f"initialize_ub: quantization_modes has {mode!r}, which is no "
+                "ub.UserBufferQuantizationMode. Use its NONE and FP8."
+            )
+    if len(set(modes)) != len(modes) or (use_fp8 and overlaps.FP8 not in modes):
+        raise ConfigurationError(
+            f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
+            f"{use_fp8}. Name every mode once, and leave use_fp8 out."
+        )
+    return tuple(modes)
+
+
+def read_size(name: str, value: Any) -> int:
+    """A size of at least one."""
+    if not shapes.is_integer(value):
+        raise ConfigurationTypeError(
+            f"initialize_ub: {name} = {value!r} is a {type(value).__name__}, not an "
+            "integer. Pass 1 or more."
+        )
+    if value < 1:
+        raise ConfigurationError(
+            f"initialize_ub: {name} = {value} is not positive. Pass 1 or more."
+        )
+    return int(value)
+
+
+def read_shape(shape: Any) -> tuple[int, int]:
+    """The capacity, tokens of all ranks and features."""
+    if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
+        raise ConfigurationError(
+            f"initialize_ub: shape = {shape!r} is not [T, H], the tokens of all ranks "
+            "together and their features."
+        )
+    sizes = read_size("shape[0]", shape[0]), read_size("shape[1]", shape[1])
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise ConfigurationError(
+            f"initialize_ub: shape = {sizes} is more than any memory holds. Pass the "
+            "tokens of all ranks together, and their features."
+        )
+    return sizes
+
+
+def read_dtype(dtype: Any) -> np.dtype:
+    """The dtype of operands that are not quantised."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in shapes.FLOATS:
+        raise ConfigurationError(
+            f"initialize_ub: dtype = {dtype!r} is none of float32, bfloat16 and "
+            "float16. FP8 buffers are a quantization mode: quantization_modes=[FP8]."
+        )
+    return found
+
+
+def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
+    """The mesh that has the axes, or one of consecutive devices for an empty one."""
+    if not isinstance(mesh, Mesh):
+        raise ConfigurationTypeError(
+            f"initialize_ub: mesh = {mesh!r} is a {type(mesh).__name__}, but the "
+            "devices must be known. Pass a jax.sharding.Mesh."
+        )
+    if mesh.empty:
+        return _consecutive(axes, tp_size)
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing:
+        raise ConfigurationError(
+            f"initialize_ub: the mesh has the axes {tuple(mesh.axis_names)}, not "
+            f"{missing[0]!r}. Pass the one of the ranks as axis_name=."
+        )
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if size != tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
+            f"{size} devices. Pass tp_size={size}, or a mesh with {tp_size} there."
+        )
+    return mesh
+
+
+def _consecutive(axes, tp_size):
+    devices = jax.devices()
+    if len(devices) < tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but jax has {len(devices)} devices. "
+            f"Pass at most {len(devices)}, or start jax with more; on CPUs "
+            f'jax.config.update("jax_num_cpu_devices", {tp_size}) before its first use.'
+        )
+    if len(axes) > 1 or len(devices) % tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: {len(devices)} devices do not make groups of tp_size = "
+            f"{tp_size} on {axes}. Pass mesh=, which says how they lie."
+        )
+    groups = np.array(devices).reshape(-1, tp_size)
+    return Mesh(groups, (f"replicas of {axes[0]}", *axes))
+
+
+def per_mode(
+    ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
+) -> Sequence[Mapping | None]:
+    """The configurations of each mode."""
+    if ub_cfgs is None or isinstance(ub_cfgs, Mapping):
+        return [ub_cfgs] * len(modes)
+    if not isinstance(ub_cfgs, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: ub_cfgs = {ub_cfgs!r} is a {type(ub_cfgs).__name__}. Pass "
+            "a dictionary of names, or a list with one for each quantization mode."
+        )
+    if len(ub_cfgs) != len(modes):
+        raise ConfigurationError(
+            f"initialize_ub: ub_cfgs has {len(ub_cfgs)} dictionaries for {len(modes)} "
+            "quantization modes. Pass one for each, or a single one for all."
+        )
+    return ub_cfgs

@@ -1,0 +1,110 @@
+"""The named overlaps of one call of `initialize_ub`, and who communicates in them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ub.initialize.arguments import per_mode
+from jax_ub.methods import Method
+from jax_ub.overlap_config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+)
+from jax_ub.overlap_config.resolve import AUTOMATIC, read_entries, resolve
+from jax_ub.primitives.mesh import rank_groups
+from jax_ub.runtime import overlaps, tuned
+from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
+
+
+def make_domain(
+    axes: tuple[str, ...],
+    tp_size: int,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    modes: Sequence[UserBufferQuantizationMode],
+    ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
+    mesh: Mesh,
+) -> Domain:
+    """Configures the overlaps; nothing is made yet.
+
+    Args:
+        axes: the mesh axes of the ranks.
+        tp_size: how many ranks a group has.
+        shape: the capacity, `[T, H]`.
+        dtype: of operands that are not quantised.
+        modes: which operands there are overlaps for.
+        ub_cfgs: as of `initialize_ub`.
+        mesh: has the axes, with `tp_size` devices.
+
+    Raises:
+        ConfigurationError: if the configurations do not fit.
+        ConfigurationTypeError: if a value is of another type.
+        UnknownNameError: if a name, a key or a method is unknown.
+    """
+    # Kept with the domain in any case: the processes compare them.
+    choices = tuned.of_process()
+    if isinstance(ub_cfgs, str | os.PathLike):
+        choices, ub_cfgs = tuned.read(os.fspath(ub_cfgs)), AUTOMATIC
+    found = {}
+    for mode, cfgs in zip(modes, per_mode(ub_cfgs, modes), strict=True):
+        entries = read_entries(cfgs)
+        for name, config in resolve(entries, tp_size, mode).items():
+            found[name, mode] = _overlap(
+                config,
+                shape,
+                dtype,
+                name=name,
+                mode=mode,
+                axis_name=axes,
+                tp_size=tp_size,
+                is_configured=name in entries,
+            )
+    table = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
+    owners = rank_groups(
+        mesh, axes, [device.process_index for device in mesh.devices.flat]
+    )
+    return Domain(
+        axes,
+        tp_size,
+        shape,
+        dtype,
+        tuple(modes),
+        found,
+        groups=tuple(map(tuple, table.tolist())),
+        num_local_ranks=int((owners == jax.process_index()).sum()),
+        spans_processes=bool((owners != owners[:, :1]).any()),
+        choices=choices,
+    )
+
+
+def _overlap(
+    config: OverlapConfig,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    *,
+    mode: UserBufferQuantizationMode,
+    tp_size: int,
+    **others: Any,
+) -> Overlap:
+    is_ring = config.method == Method.RING_EXCHANGE.value
+    rows = shape[0]
+    if is_ring and config.comm_type is CommOverlapType.RS:
+        # Every rank keeps its own products, and what the others send of its rows.
+        rows = -(-rows * (2 * tp_size - 1) // tp_size)
+    is_fp8 = mode is overlaps.FP8 and config.fp8_buf
+    return (CommOverlapP2P if is_ring else CommOverlap)(
+        method=config.method,
+        comm_type=config.comm_type,
+        config=config,
+        buffer_shape=(rows, shape[1]),
+        buffer_dtype=jnp.dtype(jnp.uint8) if is_fp8 else dtype,
+        mode=mode,
+        tp_size=tp_size,
+        **others,
+    )
