@@ -44,7 +44,7 @@ def parse_flags() -> argparse.Namespace:
     add("--coordinator", metavar="HOST:PORT", help="of process 0; not under Slurm")
     add("--num-processes", type=int, help="not under Slurm")
     add("--process-id", type=int, help="not under Slurm")
-    add("--tp", type=int, help="devices that share a model; default those of a host")
+    add("--tp", type=int, help="devices that share a model; default: all of a host")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=4, help="sequences of a step on each replica")
     add("--seq-len", type=int, default=128)

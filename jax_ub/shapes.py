@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
@@ -17,6 +18,11 @@ _FLOAT_NAMES = "float32, bfloat16 or float16"
 def is_integer(value) -> bool:
     """Whether a size or a number is an integer, NumPy's too, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def has_symbolic_sizes(array) -> bool:
+    """Whether `jax.export` knows some sizes of an array or aval by name only."""
+    return any(is_symbolic_dim(size) for size in array.shape)
 
 
 def is_number(value) -> bool:

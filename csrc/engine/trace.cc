@@ -1,15 +1,14 @@
 #include "engine/trace.h"
 
-#include <sys/mman.h>
-
 #include <chrono>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <string_view>
 #include <thread>
 #include <utility>
 
-#include "platform/shared_mapping.h"
+#include "platform/mapping.h"
 
 namespace jax_ub {
 
@@ -46,14 +45,8 @@ struct Tracer::Buffer {
     room = 0;
     memory.reset();
     if (num_events > std::numeric_limits<int64_t>::max() / kEventBytes) return;
-    const auto size = static_cast<size_t>(num_events * kEventBytes);
-    void* const data =
-        mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return;
-    memory = UniqueHandle<MappingTraits>({static_cast<std::byte*>(data), size});
-    // Only advice: a system without huge pages refuses it.
-    static_cast<void>(madvise(data, size, MADV_NOHUGEPAGE));
-    room = num_events;
+    memory = MapPrivate(static_cast<size_t>(num_events * kEventBytes), Pages::kSmall);
+    if (memory) room = num_events;
   }
 
   TraceEvent* events() const {
@@ -66,7 +59,7 @@ struct Tracer::Buffer {
   std::atomic<int64_t> num_dropped{0};
   // These change only between generations.
   int64_t room = 0;
-  UniqueHandle<MappingTraits> memory;  // of `room` events
+  HostMapping memory;  // of `room` events
 };
 
 Tracer::Tracer() = default;

@@ -1,8 +1,7 @@
 #include "gemm/scratch.h"
 
-#include <sys/mman.h>
-
 #include <new>
+#include <utility>
 
 namespace jax_ub {
 
@@ -13,24 +12,14 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 }  // namespace
 
-Scratch::~Scratch() {
-  if (data_ != nullptr) munmap(data_, size_bytes_);
-}
-
 std::byte* Scratch::Reserve(size_t size_bytes) {
-  if (size_bytes <= size_bytes_) return data_;
-  const size_t rounded = (size_bytes + kHugePage - 1) / kHugePage * kHugePage;
-  void* fresh = mmap(nullptr, rounded, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (fresh == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  // Only advice: small pages are slower, not wrong.
-  madvise(fresh, rounded, MADV_HUGEPAGE);
-#endif
-  if (data_ != nullptr) munmap(data_, size_bytes_);
-  data_ = static_cast<std::byte*>(fresh);
-  size_bytes_ = rounded;
-  return data_;
+  if (size_bytes > memory_.get().size) {
+    const size_t rounded = (size_bytes + kHugePage - 1) / kHugePage * kHugePage;
+    HostMapping fresh = MapPrivate(rounded, Pages::kHuge);
+    if (!fresh) throw std::bad_alloc();
+    memory_ = std::move(fresh);
+  }
+  return memory_.get().data;
 }
 
 }  // namespace jax_ub

@@ -3,22 +3,18 @@
 
 #include <cstddef>
 
+#include "platform/mapping.h"
+
 namespace jax_ub {
 
 class Scratch {
  public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
-
   // At least `size_bytes`, aligned to 4096. What an earlier call returned is invalid.
   std::byte* Reserve(size_t size_bytes);
-  size_t size_bytes() const { return size_bytes_; }
+  size_t size_bytes() const { return memory_.get().size; }
 
  private:
-  std::byte* data_ = nullptr;
-  size_t size_bytes_ = 0;
+  HostMapping memory_;
 };
 
 }  // namespace jax_ub

@@ -50,18 +50,13 @@ void CheckAvailable(int64_t size_bytes) {
 
 }  // namespace
 
-void MappingTraits::Close(MappedRange mapping) noexcept {
-  static_cast<void>(munmap(mapping.data, mapping.size));
-}
-
 SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
     : descriptor_(std::move(descriptor)) {
   const size_t size = static_cast<size_t>(size_bytes);
   void* data =
       mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
   if (data == MAP_FAILED) ThrowSystemError("mmap of " + Bytes(size_bytes), errno);
-  mapping_ = UniqueHandle<MappingTraits>(
-      {.data = static_cast<std::byte*>(data), .size = size});
+  mapping_ = HostMapping({.data = static_cast<std::byte*>(data), .size = size});
   // Hints. Large copies meet fewer misses of the TLB in huge pages; and a child of fork
   // that outlives this process keeps nothing.
   static_cast<void>(madvise(data, size, MADV_HUGEPAGE));

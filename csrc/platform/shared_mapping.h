@@ -7,21 +7,9 @@
 #include <span>
 
 #include "platform/file_descriptor.h"
-#include "platform/handle.h"
+#include "platform/mapping.h"
 
 namespace jax_ub {
-
-struct MappedRange {
-  std::byte* data = nullptr;
-  size_t size = 0;
-  bool operator==(const MappedRange&) const = default;
-};
-
-struct MappingTraits {
-  using Value = MappedRange;
-  static constexpr Value kNone = {};
-  static void Close(Value mapping) noexcept;
-};
 
 class SharedMapping {
  public:
@@ -48,7 +36,7 @@ class SharedMapping {
   SharedMapping(FileDescriptor descriptor, int64_t size_bytes);
 
   FileDescriptor descriptor_;
-  UniqueHandle<MappingTraits> mapping_;
+  HostMapping mapping_;
 };
 
 }  // namespace jax_ub

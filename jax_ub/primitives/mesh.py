@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.interpreters import mlir
 
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest
 from jax_ub.runtime import communicators
+from jax_ub.shapes import has_symbolic_sizes
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -97,7 +96,7 @@ def find_ranks(
         return Ranks(np.zeros(0, np.int64), None)
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
-    if _has_symbolic_sizes(ctx.avals_in):
+    if any(map(has_symbolic_sizes, ctx.avals_in)):
         # jaxlib may crash over one where the program is called. jax 0.10.2 infers the
         # sizes of a dot and a collective from their operands; 0.12 finds none at all.
         return Ranks(
@@ -126,10 +125,6 @@ def find_ranks(
         ids,
         communicators.generation(groups),
     )
-
-
-def _has_symbolic_sizes(avals: Iterable[Any]) -> bool:
-    return any(is_symbolic_dim(size) for aval in avals for size in aval.shape)
 
 
 def rank_groups(

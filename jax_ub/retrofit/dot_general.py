@@ -5,7 +5,6 @@ import math
 
 import jax
 from jax import lax
-from jax.export import is_symbolic_dim
 from jax.sharding import Mesh
 
 from jax_ub import methods
@@ -14,7 +13,7 @@ from jax_ub.methods import Method
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear, why_uneven
 from jax_ub.runtime import settings
-from jax_ub.shapes import FLOATS
+from jax_ub.shapes import FLOATS, has_symbolic_sizes
 
 
 def dot_general(
@@ -142,7 +141,7 @@ class DotGeneral:
         may_fall_back = chosen in (Method.AUTO, Method.XLA)
         if reason is None and mesh is not None and may_fall_back:
             placement.axis_size(mesh)
-            if any(map(is_symbolic_dim, lhs.shape)):
+            if has_symbolic_sizes(lhs):
                 return (
                     f"x {lhs.shape} is exported with symbolic sizes, which jax cannot "
                     "find inside jax.shard_map; export it once for each size"

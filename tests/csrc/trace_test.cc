@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <fstream>
+#include <iostream>
 #include <latch>
 #include <limits>
 #include <memory>
@@ -259,7 +260,10 @@ int64_t SmallPageBytes() {
 
 TEST(NoHugePageIsFilledForTheFirstEvent) {
   // A kernel that has none does not know the advice.
-  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) return;
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) {
+    std::cout << "not run: the kernel has no transparent huge pages\n";
+    return;
+  }
   constexpr int64_t kManyEvents = 1 << 22;
   Tracer tracer;
   tracer.Start(kManyEvents);

@@ -80,9 +80,8 @@ class Walk:
         if self.layout == "whole":
             # Without types nobody knows that all ranks have the same summand.
             reduces = self.check_vma and self.draw.random() < 0.5
-            op, layout = (ops.ReduceScatter(), "tokens")
-            if reduces:
-                op, layout = ops.AllReduce(), "whole"
+            op = ops.AllReduce() if reduces else ops.ReduceScatter()
+            layout = "whole" if reduces else "tokens"
             self.add(op, lambda p, x, _: RANKS * x, layout)
         elif self.layout == "tokens" and not self.check_vma:
             # With types, what was gathered is every rank's own, not one x of all.

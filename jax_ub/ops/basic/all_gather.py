@@ -3,8 +3,7 @@
 import dataclasses
 
 from jax_ub import shapes
-from jax_ub.ops.basic.collective import Collective
-from jax_ub.primitives import varying
+from jax_ub.ops.basic.collective import Collective, own
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 
@@ -26,7 +25,7 @@ class AllGather(Collective):
         site = self.site()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
-        return all_gather(varying.promote(x, site.axes(x)), **site.alone), (), {}
+        return all_gather(own(site, x), **site.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Sums dy over the ranks and keeps the own tokens."""

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from jax_ub.ops.basic.collective import Collective
+from jax_ub.ops.basic.collective import Collective, own
 from jax_ub.ops.basic.linear_products import misses_ranks
-from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce
 
 
@@ -37,10 +36,8 @@ class AllReduce(Collective):
         """Sums."""
         site = self.site()
         self.check(x)
-        y = all_reduce(varying.promote(x, site.axes(x)), **site.alone)
-        if self.reduce_in_backward:
-            y = varying.promote(y, site.axes(x))
-        return y, (), {}
+        y = all_reduce(own(site, x), **site.alone)
+        return own(site, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Passes dy on, or sums it."""
@@ -49,5 +46,4 @@ class AllReduce(Collective):
         if sums is None or (site.is_tracked and not sums):
             sums = misses_ranks(site, dy)
         dx = all_reduce(dy, **site.alone) if sums else dy
-        # Every rank's: an x that all of them have is promoted before it is summed.
-        return varying.promote(dx, site.axes(dx)), {}, ()
+        return own(site, dx), {}, ()  # as the forward summed it

@@ -6,6 +6,7 @@ import jax
 
 from jax_ub import shapes
 from jax_ub.ops.operation import BasicOperation
+from jax_ub.primitives import varying
 from jax_ub.rules.site import Site, open_site
 
 
@@ -29,3 +30,8 @@ class Collective(BasicOperation):
         """Checks what every collective asks of its input."""
         shapes.check_float(self.label, x=x)
         shapes.check_not_empty(self.label, "x", x)
+
+
+def own(site: Site, x: jax.Array) -> jax.Array:
+    """An array that all ranks may have alike, as each rank's own."""
+    return varying.promote(x, site.axes(x))

@@ -3,8 +3,7 @@
 import dataclasses
 
 from jax_ub import shapes
-from jax_ub.ops.basic.collective import Collective
-from jax_ub.primitives import varying
+from jax_ub.ops.basic.collective import Collective, own
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 
@@ -27,8 +26,7 @@ class ReduceScatter(Collective):
         shapes.check_rank(self.label, "x", x)
         self.check(x)
         shapes.check_divides(self.label, x, site.num_ranks)
-        x = varying.promote(x, site.axes(x))
-        return reduce_scatter(x, out_dtype=x.dtype, **site.alone), (), {}
+        return reduce_scatter(own(site, x), out_dtype=x.dtype, **site.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Gathers dy."""

@@ -42,9 +42,8 @@ class BackwardLinearAdd(FusedOperation):
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One GEMM for dx; without a gradient of the extra output, as without it."""
         (d_extra,) = d_extra_outputs[0]
-        if dy is None or not any(needs[1:]):
-            return super().backward(residuals, dy, d_extra_outputs, needs)
-        if d_extra is not None and has_parts(d_extra, dy):
+        alone = dy is None or not any(needs[1:])
+        if alone or (d_extra is not None and has_parts(d_extra, dy)):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         inner, saved = self.basic_ops[1:], residuals[1:]
         if not needs[0].x:
