@@ -1,6 +1,9 @@
 """The command line: `python -m jax_ub doctor`, `bench`, `explain` and the others."""
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 if the doctor found a fault, 2 for a call that
-        is wrong.
+        is wrong; 128 + n, as shells have it, where Ctrl-C or a reader that closed its
+        pipe, as `head` does, ended it.
     """
     parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -43,10 +47,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     try:
-        return given.run(given)
+        status = given.run(given)
+        sys.stdout.flush()
+        return status
     except UbError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        if _has_reader(sys.stdout):  # a pipe of the program that explain or trace ran
+            raise
+        _drop(sys.stdout)
+        return 128 + signal.SIGPIPE
+
+
+def _has_reader(output):
+    asking = select.poll()
+    asking.register(output, 0)
+    return not asking.poll(0)  # an error, where the other end is closed
+
+
+def _drop(output):
+    """Lets what is left in a buffer go: Python would fail with it when it ends."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), output.fileno())
 
 
 if __name__ == "__main__":

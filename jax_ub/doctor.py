@@ -22,12 +22,20 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ub.bench.arguments import positive
-from jax_ub.errors import nearest
+from jax_ub.errors import UnsupportedOverlapError, nearest
 from jax_ub.initialize import destroy_ub, initialize_ub
 from jax_ub.launch.parts import run_parts
 from jax_ub.methods import Method, fallbacks, resolve
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
-from jax_ub.runtime import communicators, cuda, engine, hosts, overlaps, settings
+from jax_ub.runtime import (
+    backend,
+    communicators,
+    cuda,
+    engine,
+    hosts,
+    overlaps,
+    settings,
+)
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _REQUIRED = _PACKAGES[1:4]
@@ -149,6 +157,11 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
     yield from _packages()
     yield from _environment()
     yield from _ffi_api()
+    try:
+        backend.start()
+    except UnsupportedOverlapError as error:  # what follows needs devices
+        yield Finding("devices", State.FAULT, str(error))
+        return
     yield from _engine()
     yield from _devices()
     if not together:

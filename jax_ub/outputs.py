@@ -1,14 +1,28 @@
-"""Where commands write: refused before they run, not after."""
+"""Where commands write: what cannot be written is refused before they run."""
 
 import argparse
+import contextlib
+import json
+import os
 import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from jax_ub.errors import UbError
+
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+class OutputError(UbError, OSError):
+    """A file cannot be written."""
 
 
 def output_path(text: str) -> pathlib.Path:
     """Reads an option that names a file to be written.
 
     Raises:
-        argparse.ArgumentTypeError: if it is a folder, or its folder does not exist.
+        argparse.ArgumentTypeError: if it is a folder, if its folder does not exist, or
+            if it may not be written.
     """
     path = pathlib.Path(text)
     if path.is_dir():
@@ -17,4 +31,45 @@ def output_path(text: str) -> pathlib.Path:
         raise argparse.ArgumentTypeError(
             f"there is no folder {str(path.parent)!r} for {path.name!r}. Make it first."
         )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} may not be written. Name another file, or change who may."
+        )
     return path
+
+
+def picture_path(text: str) -> pathlib.Path:
+    """Reads an option that names a picture to be drawn; its ending says which kind.
+
+    Raises:
+        argparse.ArgumentTypeError: as `output_path`, and for another ending.
+    """
+    path = output_path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} ends in none of {', '.join(_PICTURES)}. Name a picture."
+        )
+    return path
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Says which file it is that cannot be written, as where a disk is full.
+
+    Raises:
+        OutputError: for an `OSError` in the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror}.") from error
+
+
+def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
+    """Writes a document.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    with writing(path):
+        path.write_text(json.dumps(document, indent=indent) + "\n")

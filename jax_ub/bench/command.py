@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from jax_ub.errors import (
     ShapeContractError,
     UnsupportedOverlapError,
 )
-from jax_ub.outputs import output_path
+from jax_ub.outputs import output_path, picture_path, write_json
 
 OPS: dict[str, Builder] = {
     "gemm": gemm,
@@ -110,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="tiny shapes and few rounds: does it run?"
     )
     parser.add_argument("--json", type=output_path, help="write all figures there")
-    parser.add_argument("--plot", type=output_path, help="draw a PNG (matplotlib)")
+    parser.add_argument("--plot", type=picture_path, help="draw a PNG (matplotlib)")
     parser.add_argument(
         "--processes",
         type=list_of(positive),
@@ -168,7 +167,7 @@ def command(given: argparse.Namespace) -> int:
         results.append(result)
         if given.json is not None:  # an interrupted run keeps what it has
             found = document(about, chosen, dots, results)
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(given.json, found)
     _print_rest(results, _judge(about, results))
     if given.plot is not None:
         plot.draw(results, given.plot, _describe(about, chosen))
@@ -179,6 +178,10 @@ def _over_processes(given):
     if given.platform != "cpu":
         raise UnsupportedOverlapError(
             "bench: --processes compares with gloo, on CPUs. Leave --platform out."
+        )
+    if given.plot is not None:
+        raise UnsupportedOverlapError(
+            "bench: --plot has no picture of --processes. Leave it out, or take --json."
         )
     given.devices = given.processes
     if given.rounds is None and not given.quick:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.runtime import settings
+from jax_ub.runtime import backend, settings
 
 AXIS = "tp"
 Spec = PartitionSpec
@@ -26,7 +26,8 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
         platform: what jax is to run on; None leaves it to jax.
 
     Raises:
-        UnsupportedOverlapError: if jax has fewer devices, or has started already.
+        UnsupportedOverlapError: if jax has fewer devices, has started already, or
+            does not start.
     """
     # jaxlib needs two threads a device where launches pile up. oneDNN's OpenMP would
     # spin on the cores while the next contender runs.
@@ -39,12 +40,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
             jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         pass  # It has started: with enough of them, perhaps.
-    try:
-        num_found = len(jax.devices())
-    except RuntimeError as error:
-        raise UnsupportedOverlapError(
-            f"bench: jax does not start on {platform}: {error}"
-        ) from error
+    num_found = len(backend.start())
     if num_found < num_devices:
         raise UnsupportedOverlapError(
             f"bench: jax runs with {num_found} devices, and P = {num_devices} was "

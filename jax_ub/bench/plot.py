@@ -9,6 +9,7 @@ from jax_ub.bench import cases
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import geomean
 from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.outputs import writing
 
 _SERIES = {
     cases.BEST: ("over XLA, fastest way", "#1f77b4"),
@@ -46,7 +47,8 @@ def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
     )
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

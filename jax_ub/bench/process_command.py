@@ -18,6 +18,7 @@ from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
 from jax_ub.launch.parts import ends_at_once, run_parts
+from jax_ub.outputs import write_json
 
 _OPS = (*process_cases.OPS, "latency", "barrier")
 
@@ -78,7 +79,7 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
             "verdicts": [goals.as_json(verdict) for verdict in verdicts],
             "fallbacks": list(fallbacks),
         }
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
     return 0
 
 

@@ -6,7 +6,6 @@ with the dot next to it; and how long ranks waited in the calls.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 import tempfile
@@ -17,12 +16,12 @@ from jax_ub.errors import UbError
 from jax_ub.explain import hlo
 from jax_ub.explain.program import call_rows, exposed, machine, pair_rows, summary
 from jax_ub.explain.table import Table
-from jax_ub.outputs import output_path
+from jax_ub.outputs import output_path, write_json
 from jax_ub.primitives.lowered import recording
 from jax_ub.runtime import settings
 from jax_ub.simulate.hardware import find
 from jax_ub.tracing.record import trace
-from jax_ub.tracing.script import run_script
+from jax_ub.tracing.script import is_script, run_script
 
 
 class ExplainArgumentError(UbError, ValueError):
@@ -49,13 +48,13 @@ def command(given: argparse.Namespace) -> int:
     """Runs the program and prints the table."""
     # Python before 3.13 leaves the "--" there that ends the options of explain.
     script, *arguments = given.program[given.program[0] == "--" :]
-    if not pathlib.Path(script).exists():
+    if not is_script(script):
         raise ExplainArgumentError(f"explain: there is no script {script!r}.")
     found, status = explain_script(script, arguments, given.hardware)
     if jax.process_index() == 0:
         sys.stdout.write(f"{found}\n")
         if given.json is not None:
-            given.json.write_text(json.dumps(found.as_json(), indent=1) + "\n")
+            write_json(given.json, found.as_json())
     return status
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
 from jax_ub.methods import Method, Variant
+from jax_ub.outputs import write_json, writing
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuning import Tuning
 
@@ -145,8 +146,9 @@ def write(path: str | os.PathLike[str], tunings: Tunings) -> None:
     path = pathlib.Path(path)
     # Whoever reads it meanwhile finds the old one.
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
-    beside.replace(path)
+    write_json(beside, document)
+    with writing(path):
+        beside.replace(path)
 
 
 def choices(path: str | os.PathLike[str], here: Maker) -> Choices:

@@ -1,11 +1,12 @@
 """`python -m jax_ub simulate`: what overlapping is worth on a machine, by the model."""
 
 import argparse
-import json
+import math
 import sys
 
+from jax_ub import pictures
 from jax_ub.errors import ShapeContractError
-from jax_ub.outputs import output_path
+from jax_ub.outputs import output_path, picture_path, write_json
 from jax_ub.simulate import hardware as machines
 from jax_ub.simulate import models, plot, tables, variants
 from jax_ub.simulate.hardware import Hardware
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--copy-gbs", type=float, help="GB/s this host copies, read and written"
     )
     parser.add_argument("--json", type=output_path, help="write all figures there")
-    parser.add_argument("--png", type=output_path, help="draw bars and a timeline")
+    parser.add_argument("--png", type=picture_path, help="draw bars and a timeline")
     parser.set_defaults(run=command)
 
 
@@ -72,6 +73,8 @@ def command(given: argparse.Namespace) -> int:
     machine = _machine(given)
     model = models.find(given.model)
     _check(given, model)
+    if given.png is not None:
+        pictures.load_pyplot("simulate: --png")
     rows = [
         tables.layer_row(model, layer, given.tokens, given.tp, machine)
         for layer in model.layers
@@ -91,7 +94,7 @@ def command(given: argparse.Namespace) -> int:
             "rows": [row.as_json() for row in rows],
             "variants": [row.as_json() for row in others],
         }
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(given.json, document)
     if given.png is not None:
         shown = _shown(given, model, rows)
         plot.draw(rows, shown, machine, given.png)
@@ -194,9 +197,20 @@ def _machine(given):
             "simulate: --gflops and --copy-gbs are what a host measured; "
             f"{machine.name!r} has its figures. Add --hardware cpu."
         )
-    gflops = 1e9 * given.gflops if given.gflops else machine.flops_per_s
-    copied = 1e9 * given.copy_gbs if given.copy_gbs else machine.memory_bytes_per_s
-    return machines.host(gflops, copied)
+    return machines.host(
+        _measured("--gflops", given.gflops, machine.flops_per_s),
+        _measured("--copy-gbs", given.copy_gbs, machine.memory_bytes_per_s),
+    )
+
+
+def _measured(option, giga, otherwise):
+    if giga is None:
+        return otherwise
+    if not 0 < giga < math.inf:
+        raise ShapeContractError(
+            f"simulate: {option} {giga:g} is no rate. Give a positive number."
+        )
+    return 1e9 * giga
 
 
 def _check(given, model):
@@ -207,6 +221,12 @@ def _check(given, model):
             f"{given.tp} ranks. Take a --tp that divides the sizes, and a multiple of "
             "it as --tokens."
         )
+    if given.layer is not None:
+        model.layer(given.layer)
+        if given.png is None:
+            raise ShapeContractError(
+                f"simulate: --layer {given.layer} is what a picture shows. Add --png."
+            )
 
 
 def _shown(given, model, rows):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ub import pictures
+from jax_ub.outputs import writing
 from jax_ub.simulate import plan
 from jax_ub.simulate.hardware import Hardware
 from jax_ub.simulate.replay import Timeline
@@ -37,7 +38,8 @@ def draw(
         ha="left",
     )
     figure.tight_layout(rect=(0, 0, 1, 0.98))
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 

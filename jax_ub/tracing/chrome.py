@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub.errors import UnknownNameError
+from jax_ub.outputs import write_json
 from jax_ub.tracing.spans import UNIT, Call, Span, Trace, merged
 
 _CATEGORY = "jax_ub"
@@ -19,8 +20,12 @@ _FIRST_THREAD = 100_000
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes one file."""
-    path.write_text(json.dumps(as_json(trace)) + "\n")
+    """Writes one file.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    write_json(path, as_json(trace), indent=None)
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:

@@ -13,14 +13,14 @@ import tempfile
 
 import jax
 
-from jax_ub import shapes
+from jax_ub import pictures, shapes
 from jax_ub.errors import UbError, nearest
 from jax_ub.launch.parts import run_parts
-from jax_ub.outputs import output_path
+from jax_ub.outputs import output_path, picture_path
 from jax_ub.runtime import settings
 from jax_ub.tracing import chrome, demonstration, picture, record
 from jax_ub.tracing.demonstration import Demonstration
-from jax_ub.tracing.script import run_script
+from jax_ub.tracing.script import is_script, run_script
 from jax_ub.tracing.spans import Trace
 
 _DTYPES = tuple(map(str, shapes.FLOATS))
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
     add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
-    add("--png", type=output_path, help="draw the typical call (matplotlib)")
+    add("--png", type=picture_path, help="draw the typical call (matplotlib)")
     add("--label", help="draw the typical call of this label instead")
     # Of one of several processes: where it writes, before its number is put in.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -67,6 +67,8 @@ def command(given: argparse.Namespace) -> int:
     # Python before 3.13 leaves the "--" there that ends the options of trace.
     given.program = given.program[given.program[:1] == ["--"] :]
     _check(given)
+    if given.png is not None:
+        pictures.load_pyplot("trace: --png")
     status = 0
     if given.merge:
         found = chrome.read(given.merge)
@@ -113,10 +115,14 @@ def _check(given):
         raise TraceArgumentError(
             f"trace: --processes {given.processes} is not positive. Take 1 or more."
         )
-    if given.program and not pathlib.Path(given.program[0]).exists():
+    if given.program and not is_script(given.program[0]):
         raise TraceArgumentError(f"trace: there is no script {given.program[0]!r}.")
+    if given.label is not None and given.png is None:
+        raise TraceArgumentError(
+            f"trace: --label {given.label!r} is what a picture shows. Add --png."
+        )
     for path in given.merge or ():
-        if not path.exists():
+        if not path.is_file():
             raise TraceArgumentError(f"trace: --merge: there is no file {str(path)!r}.")
     if given.op:
         _check_op(given)
@@ -198,7 +204,13 @@ def _in_processes(given):
                 f"trace: the processes failed with exit status {status}; what they "
                 "wrote says why."
             )
-        return chrome.read(record.of_every_process(part, given.processes))
+        parts = record.of_every_process(part, given.processes)
+        if part.exists() or not all(path.exists() for path in parts):
+            raise TraceArgumentError(
+                f"trace: the script ran in --processes {given.processes}, but not as "
+                "processes of one job. Call jax.distributed.initialize() in it."
+            )
+        return chrome.read(parts)
 
 
 def _chosen(trace, label):

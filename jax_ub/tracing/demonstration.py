@@ -13,6 +13,7 @@ from jax_ub.initialize import initialize_ub
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub.runtime import backend
 
 _AXIS = "tp"
 _WARM = 2
@@ -69,7 +70,7 @@ class Demonstration:
         return repeat
 
     def _devices(self):
-        devices = jax.devices()
+        devices = backend.start()
         if len(devices) < self.num_ranks:
             raise UnsupportedOverlapError(
                 f"trace: --tp {self.num_ranks}, but there are {len(devices)} devices. "

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax_ub import pictures
 from jax_ub.errors import UnknownNameError
+from jax_ub.outputs import writing
 from jax_ub.tracing.replayed import replayed
 from jax_ub.tracing.spans import BARRIER, CALL, GATHER, UNIT, WAITS, Call, Span, Trace
 
@@ -63,7 +64,8 @@ def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
             label.set(color=_UNITS[rank % len(_UNITS)], fontweight="bold")
     _head(axes, trace, index, spans, has_schedule)
     figure.tight_layout(rect=(0, 0, 1, 0.99))
-    figure.savefig(path, dpi=130)
+    with writing(path):
+        figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from jax_ub.errors import UbError
-from jax_ub.runtime import engine
+from jax_ub.runtime import backend, engine
 from jax_ub.tracing import chrome
 from jax_ub.tracing.spans import Call, Span, Trace
 
@@ -81,6 +81,7 @@ def trace(
 def read() -> Trace:
     """What was recorded in this process."""
     found = engine.load().read_trace()
+    backend.start()
     process = jax.process_index()
     calls = tuple(
         Call(**{**call, "devices": tuple(call["devices"])}) for call in found["calls"]

@@ -5,6 +5,12 @@ import runpy
 import sys
 
 
+def is_script(path: str) -> bool:
+    """Whether Python can run it: a file, or a folder with a `__main__.py`."""
+    found = pathlib.Path(path)
+    return found.is_file() or (found / "__main__.py").is_file()
+
+
 def run_script(script: str, arguments: list[str]) -> int:
     """Runs a script as `__main__`, until it ends or calls `sys.exit`.
 

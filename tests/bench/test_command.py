@@ -127,6 +127,7 @@ def test_what_cannot_be_read_is_refused(arguments, text, capsys):
     [
         (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
         (["--method", "drect"], "Did you mean 'direct'?"),
+        (["--processes", "2", "--plot", "x.png"], "--plot has no picture of --proc"),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments, text, capsys):

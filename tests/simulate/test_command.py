@@ -84,6 +84,11 @@ def test_a_picture_needs_matplotlib(monkeypatch):
     [
         (["--model", "llama-70b"], "model 'llama-70b' is not known. Did you mean"),
         (["--layer", "fc3", "--png", "x.png"], "llama3-70b has no layer 'fc3'"),
+        (["--layer", "fc3"], "llama3-70b has no layer 'fc3'"),
+        (["--layer", "fc2"], "--layer fc2 is what a picture shows. Add --png."),
+        (["--hardware", "cpu", "--gflops", "0"], "--gflops 0 is no rate"),
+        (["--hardware", "cpu", "--gflops", "nan"], "--gflops nan is no rate"),
+        (["--hardware", "cpu", "--copy-gbs", "inf"], "--copy-gbs inf is no rate"),
         (["--tp", "3"], "llama3-70b with 8192 tokens does not divide into 3 ranks"),
         (["--tp", "0"], "does not divide into 0 ranks"),
         (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),

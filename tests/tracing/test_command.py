@@ -140,7 +140,13 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
         (["no_such.py"], "there is no script 'no_such.py'"),
+        (["/"], "there is no script '/'"),
         (["--merge", "no_such.json"], "there is no file 'no_such.json'"),
+        (["--merge", "/"], "there is no file '/'"),
+        (
+            ["--merge", __file__, "--label", "up"],
+            "--label 'up' is what a picture shows",
+        ),
         (
             ["--op", "matmul_all_reduce", "--repeats", "0"],
             "--repeats 0 is not positive",
@@ -171,3 +177,10 @@ def test_processes_that_fail_are_an_error(monkeypatch, capsys):
     arguments = ["--processes", "2", __file__]
     assert __main__.main(["trace", *arguments]) == 2
     assert "the processes failed with exit status 1" in capsys.readouterr().err
+
+
+def test_a_script_that_joins_no_job_is_refused_in_several_processes(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert __main__.main(["trace", "--processes", "2", str(script)]) == 2
+    assert "Call jax.distributed.initialize() in it." in capfd.readouterr().err
