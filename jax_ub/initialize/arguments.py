@@ -18,20 +18,6 @@ from jax_ub.runtime import overlaps
 _MOST_ELEMENTS = 1 << 48
 
 
-def check_axes(axes: tuple[str, ...]) -> None:
-    """Refuses what names no mesh axes."""
-    if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise ConfigurationError(
-            f"initialize_ub: axis_name = {axes or None} is not the name of a mesh "
-            'axis. Pass that of the ranks, for example axis_name="tp".'
-        )
-    if len(set(axes)) < len(axes):
-        raise ConfigurationError(
-            f"initialize_ub: axis_name = {axes} names a mesh axis twice. Name each "
-            "once."
-        )
-
-
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
     """Which operands there are overlaps for."""
     overlaps.check_use_fp8("initialize_ub", use_fp8)

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jax_ub import methods
 from jax_ub.errors import ConfigurationError, LifecycleError
 from jax_ub.initialize.arguments import (
-    check_axes,
     read_dtype,
     read_mesh,
     read_modes,
@@ -25,7 +24,7 @@ from jax_ub.initialize.arguments import (
 )
 from jax_ub.initialize.domain import make_domain
 from jax_ub.overlap_config import UserBufferQuantizationMode
-from jax_ub.primitives.mesh import axis_tuple
+from jax_ub.primitives.mesh import axis_tuple, check_axis_name
 from jax_ub.runtime import communicators, cuda, overlaps, settings, tuned
 from jax_ub.runtime.bootstrap.board import check_backend
 from jax_ub.runtime.bootstrap.meeting import meet
@@ -80,6 +79,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         ConfigurationError: if a value, or that of a `JAX_UB_` variable, is out of
             range, or does not fit another.
         ConfigurationTypeError: if a value is of another type.
+        ShapeContractError: if `axis_name` names no mesh axes, as any call says it.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
         LifecycleError: if the axis is initialised already.
         CommunicatorError: if another process refused, or differs, or there is no memory
@@ -100,7 +100,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         timeout_s = settings.deadline_s()
         settings.check()
         methods.resolve("initialize_ub", None, settings.method())
-        check_axes(axes)
+        check_axis_name("initialize_ub", axis_name)
         _check_not_initialized(axes)
         modes = read_modes(use_fp8, quantization_modes)
         tp_size = read_size("tp_size", tp_size)

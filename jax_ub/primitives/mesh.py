@@ -21,15 +21,13 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
-    """The number of ranks on `axis_name`, checked to be a manual mesh axis.
+def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
+    """Refuses what names no mesh axes, of any mesh.
 
     Raises:
-        ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual.
+        ShapeContractError: for what is no name, and for an axis that is named twice.
     """
     axes = axis_tuple(axis_name)
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = mesh.manual_axes
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShapeContractError(
             f"{op}: axis_name = {axis_name!r} is not the name of a mesh axis. Pass the "
@@ -39,6 +37,19 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
         raise ShapeContractError(
             f"{op}: axis_name = {axis_name!r} names a mesh axis twice. Name each once."
         )
+
+
+def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
+    """The number of ranks on `axis_name`, checked to be a manual mesh axis.
+
+    Raises:
+        ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual;
+            as `check_axis_name`.
+    """
+    check_axis_name(op, axis_name)
+    axes = axis_tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
     missing = [axis for axis in axes if axis not in manual]
     if manual and missing and missing[0] not in mesh.axis_names:
         raise ShapeContractError(

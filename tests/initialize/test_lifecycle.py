@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from programs import dp_tp_mesh, tp_mesh
 
 import jax_ub as ub
+from jax_ub.errors import ShapeContractError
 from jax_ub.runtime import overlaps
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
@@ -226,10 +227,18 @@ REFUSALS = {
         ValueError,
         r"tp_size = 2, but axis \('tp',\) of the mesh has 4 devices. Pass tp_size=4",
     ),
-    "an axis twice": (dict(axis_name=("tp", "tp")), ValueError, "Name each once"),
+    "an axis twice": (
+        dict(axis_name=("tp", "tp")),
+        ShapeContractError,
+        r"initialize_ub: axis_name = \('tp', 'tp'\) names a mesh axis twice",
+    ),
     "another axis": (dict(axis_name="model"), ValueError, "not 'model'"),
-    "no axis": (dict(axis_name=None), ValueError, "axis_name = None is not the name"),
-    "a number as axis": (dict(axis_name=3), ValueError, r"axis_name = \(3,\) is not"),
+    "no axis": (
+        dict(axis_name=None),
+        ShapeContractError,
+        "initialize_ub: axis_name = None is not the name of a mesh axis",
+    ),
+    "a number as axis": (dict(axis_name=3), ShapeContractError, "axis_name = 3 is not"),
     "a mode as use_fp8": (dict(use_fp8=NONE), TypeError, "modes go in .*modes="),
     "an abstract mesh": (
         dict(mesh=jax.sharding.AbstractMesh((4,), ("tp",))),
