@@ -64,6 +64,23 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def join(flags: argparse.Namespace) -> None:
+    """Makes this process one of its job.
+
+    Raises:
+        SystemExit: if neither the flags nor what started it say which job that is.
+    """
+    where = flags.coordinator, flags.num_processes, flags.process_id
+    try:
+        jax.distributed.initialize(*where)
+    except ValueError as error:
+        raise SystemExit(
+            f"this is no process of a job ({error}) Start it with python -m jax_ub "
+            "launch, Slurm or MPI, or give --coordinator, --num-processes and "
+            "--process-id"
+        ) from error
+
+
 def devices_by_host() -> list[list[jax.Device]]:
     """Asks every process for the name of its host."""
     name = os.environ.get("JAX_UB_HOST_ID") or socket.gethostname()
@@ -159,7 +176,7 @@ def make_batch(mesh: Mesh, flags: argparse.Namespace, step: int) -> list[jax.Arr
 def main() -> None:
     """Trains; process 0 prints the losses."""
     flags = parse_flags()
-    jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    join(flags)
     mesh = make_mesh(flags.tp)
     check_sizes(flags, mesh.shape["tp"])
     num_tokens = flags.batch * flags.seq_len  # of a replica

@@ -11,6 +11,7 @@ two. examples/README.md explains the flags and the code in `lm`.
 
 import argparse
 import os
+import pathlib
 
 METHODS = (
     "auto",
@@ -112,6 +113,9 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--tp {flags.tp} does not divide the 256 values of a byte")
     if flags.resume is not None and not flags.checkpoint_dir:
         parser.error("--resume needs the --checkpoint-dir to resume from")
+    folder = pathlib.Path(flags.checkpoint_dir or ".")
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"--checkpoint-dir {folder} is a file: give a folder")
 
 
 def flag(name: str) -> str:

@@ -50,8 +50,9 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps())
         wanted = max(steps, default=-1) if step == -1 else step
         if wanted not in steps:
+            of_step = "" if step == -1 else f" of step {step}"
             raise SystemExit(
-                f"--resume: no checkpoint of step {step} in {self._directory}. "
+                f"--resume: no checkpoint{of_step} in {self._directory}. "
                 f"There are: {steps or 'none'}."
             )
         sizes = self._manager.restore(

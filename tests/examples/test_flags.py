@@ -35,6 +35,14 @@ def test_wrong_flags_are_refused(program, text, message, monkeypatch, capsys):
     assert re.search(message, error), error
 
 
+def test_a_process_without_a_job_is_told_how_to_start_one(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    flags = flags_of(multihost, "--num-processes 1", monkeypatch)
+    with pytest.raises(SystemExit, match="no process of a job .* --coordinator, "):
+        multihost.join(flags)
+
+
 def test_fewer_devices_than_ranks_are_refused(monkeypatch):
     num, wanted = len(jax.devices()), 4 * len(jax.devices())
     text = f"--tp {wanted} --tokens {wanted} --width {wanted} --head-dim 1"

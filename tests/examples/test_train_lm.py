@@ -110,6 +110,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, text):
         SystemExit, match=r"no checkpoint of step 7 in .* There are: \[1\]"
     ):
         other.restore(7, run.shapes)
+    empty = Checkpoints(str(tmp_path / "empty"), SIZES)
+    with pytest.raises(SystemExit, match="no checkpoint in .* There are: none"):
+        empty.restore(-1, run.shapes)
 
 
 def test_every_linear_layer_is_one_call_and_nothing_else_gathers(text):
@@ -176,6 +179,7 @@ def test_the_script_goes_on_from_the_middle_for_longer_at_another_tp(tmp_path):
         ("--steps 0", "--steps 0 is too small"),
         ("--d-model 12", "give --d-model 24"),
         ("--resume", "--resume needs the --checkpoint-dir"),
+        ("--checkpoint-dir /dev/null", "--checkpoint-dir /dev/null is a file: give a"),
         ("--method rings", "invalid choice: 'rings'"),
         ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
     ],
