@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jax_ub import doctor
 from jax_ub.bench import command as bench
+from jax_ub.doctor import command as doctor
 from jax_ub.errors import UbError
 from jax_ub.explain import command as explain
 from jax_ub.launch import command as launch

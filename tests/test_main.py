@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from jax_ub import __main__, doctor
+from jax_ub import __main__
+from jax_ub.doctor import command
 
 _SAY = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
 
@@ -44,6 +45,6 @@ def test_ctrl_c_ends_a_command_quietly(monkeypatch, capsys):
     def interrupted(given):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(doctor, "command", interrupted)
+    monkeypatch.setattr(command, "command", interrupted)
     assert __main__.main(["doctor"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ from programs import tp_mesh
 import jax_ub as ub
 from jax_ub import doctor
 from jax_ub.__main__ import main
-from jax_ub.doctor import State
+from jax_ub.doctor import State, command, connections, devices, examination, trials
 from jax_ub.methods import Fallback, Method
 from jax_ub.runtime import communicators, cuda, engine
 from jax_ub.runtime.communicators import Connection
@@ -99,7 +99,7 @@ def test_wrong_numbers_are_a_fault(monkeypatch):
     def wrong(mesh, method):
         return lambda x, w: jax.numpy.asarray(x @ w + 1)
 
-    monkeypatch.setattr(doctor, "_column_linear", wrong)
+    monkeypatch.setattr(trials, "_column_linear", wrong)
     finding = findings()['method "direct"']
     assert finding.state is State.FAULT
     assert finding.text == "runs, but its numbers are wrong"
@@ -136,12 +136,12 @@ def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
 
 
 def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
-    def of_each(command, stdout):
-        path = pathlib.Path(command[command.index("--part") + 1])
+    def of_each(line, stdout):
+        path = pathlib.Path(line[line.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = doctor.Finding("jaxlib threads", State.WARNING, threads)
-            doctor._write(doctor._part(path, index), [finding])
-        return subprocess.CompletedProcess(command, 0)
+            command._write(command._part(path, index), [finding])
+        return subprocess.CompletedProcess(line, 0)
 
     monkeypatch.setattr(subprocess, "run", of_each)
     assert main(["doctor", "--processes", "2"]) == 0
@@ -189,7 +189,7 @@ def test_connections_and_failures_are_shown(monkeypatch):
 
 def test_calls_that_were_not_overlapped_are_counted_by_reason(monkeypatch):
     monkeypatch.setattr(
-        doctor, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
+        examination, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
     )
     assert findings()["not overlapped"].text == "2 calls, the last b: why"
 
@@ -231,7 +231,7 @@ def gpus(monkeypatch):
 
 
 def test_gpus_and_what_drives_them_are_shown(gpus):
-    found = {finding.name: finding for finding in doctor._devices()}
+    found = {finding.name: finding for finding in devices.devices()}
     assert found["CUDA driver"].text == "for CUDA 13.1"
     assert found["cuBLASLt"].text == "version 130200, /nvidia/libcublasLt.so.13"
     assert found["GPU 1"].text == (
@@ -249,7 +249,7 @@ def test_gpus_and_what_drives_them_are_shown(gpus):
 
 def test_why_gpus_are_not_used_is_a_fault(gpus):
     gpus.why_not = lambda: "the driver is for CUDA 11.4"
-    found = {finding.name: finding for finding in doctor._devices()}
+    found = {finding.name: finding for finding in devices.devices()}
     assert found["CUDA engine"].state is State.FAULT
     assert found["CUDA engine"].text == (
         "calls run plain jax.lax: the driver is for CUDA 11.4"
@@ -257,9 +257,9 @@ def test_why_gpus_are_not_used_is_a_fault(gpus):
 
 
 def test_a_method_that_gpus_do_not_have_is_no_fault(gpus):
-    devices = jax.local_devices()
-    assert doctor._state_of(Method.DIRECT, devices) is State.NOTE
-    assert doctor._state_of(Method.PIPELINE, devices) is State.FAULT
+    found = jax.local_devices()
+    assert trials._state_of(Method.DIRECT, found) is State.NOTE
+    assert trials._state_of(Method.PIPELINE, found) is State.FAULT
 
 
 def test_how_gpus_are_connected_is_shown():
@@ -269,7 +269,7 @@ def test_how_gpus_are_connected_is_shown():
         has_multicast = False
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert doctor._connected(connection) == (
+    assert connections._connected(connection) == (
         "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
     )
 
@@ -281,4 +281,4 @@ def test_multicast_is_shown_where_it_stands():
         has_multicast = True
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert doctor._connected(connection) == "connected by vmm with nvls"
+    assert connections._connected(connection) == "connected by vmm with nvls"

@@ -1,0 +1,90 @@
+"""Says what is installed, what can run here and why not: `python -m jax_ub doctor`.
+
+With `--processes` it looks from each of several processes, which compute together as
+those of a job would.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import tempfile
+
+import jax
+
+from jax_ub.bench.arguments import positive
+from jax_ub.doctor.examination import examine
+from jax_ub.doctor.finding import Finding, State
+from jax_ub.launch.parts import run_parts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead")
+    add("--processes", type=positive, default=1, help="look from this many processes")
+    add(
+        "--devices-per-process",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="with --processes: CPU devices of each, or GPUs (default: 1)",
+    )
+    # Of one of several processes: where it writes, before its number is put in.
+    add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Prints the report.
+
+    Returns:
+        1 if there is a fault, else 0.
+    """
+    if given.part is not None:
+        jax.distributed.initialize()
+        _write(_part(given.part, jax.process_index()), list(examine(together=True)))
+        return 0
+    several = given.processes > 1
+    findings = _in_processes(given) if several else list(examine())
+    if given.json:
+        print(json.dumps([finding.as_json() for finding in findings], indent=1))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            print(f"{finding.state.value:>5}  {finding.name:<{width}}  {finding.text}")
+    return int(any(finding.state is State.FAULT for finding in findings))
+
+
+def _in_processes(given) -> list[Finding]:
+    """What process 0 finds, then what others find and it does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "findings.json")
+        status = run_parts(
+            ["doctor", "--part", str(path)],
+            num_processes=given.processes,
+            devices_per_process=given.devices_per_process,
+            prints_aside=True,
+        )
+        if status:
+            text = f"ended with exit status {status}; what they wrote says why"
+            return [Finding(f"{given.processes} processes", State.FAULT, text)]
+        first, *others = (_read(_part(path, i)) for i in range(given.processes))
+    return first + [
+        dataclasses.replace(finding, name=f"process {index}: {finding.name}")
+        for index, found in enumerate(others, start=1)
+        for finding in found
+        if finding not in first
+    ]
+
+
+def _part(path, process):
+    return path.with_suffix(f".{process}.json")
+
+
+def _write(path, findings):
+    path.write_text(json.dumps([finding.as_json() for finding in findings]))
+
+
+def _read(path):
+    return [Finding.from_json(found) for found in json.loads(path.read_text())]

@@ -1,0 +1,87 @@
+"""How processes are connected, and the named overlaps of the axes."""
+
+from collections.abc import Iterator
+
+from jax_ub.doctor import trials
+from jax_ub.doctor.finding import Finding, State
+from jax_ub.initialize import destroy_ub, initialize_ub
+from jax_ub.runtime import communicators, engine, hosts, overlaps
+
+
+def between_processes() -> Iterator[Finding]:
+    """What processes of a host need to share memory."""
+    host = hosts.short_name(hosts.identity())
+    try:
+        engine.load().endpoint()
+    except ImportError:
+        return
+    except RuntimeError as error:
+        yield Finding("between processes", State.FAULT, str(error))
+    else:
+        text = f"can share memory with others on host {host!r}"
+        yield Finding("between processes", State.FINE, text)
+
+
+def _connections():
+    """How the ranks of each group share memory, and what they would have preferred."""
+    failed = dict(communicators.failures())
+    for connection in communicators.connections():
+        name = f"devices {list(connection.group)}"
+        where = f"processes {sorted(set(connection.processes))}"
+        if connection.group in failed:
+            yield Finding(name, State.FAULT, f"{where}: {failed[connection.group]}")
+        elif connection.reason is not None:
+            text = f'{where}: "auto" is plain jax.lax, since {connection.reason}'
+            yield Finding(name, State.WARNING, text)
+        else:
+            yield Finding(name, State.FINE, f"{where}: {_connected(connection)}")
+
+
+def _connected(connection):
+    """How, and what would have been preferred."""
+    how = getattr(connection.communicator, "how", None)
+    if how is None:
+        return "connected"
+    preferred = [
+        f"; not by {way}: {reason}"
+        for way, reason in connection.communicator.step_downs
+    ]
+    nvls = " with nvls" if connection.communicator.has_multicast else ""
+    return f"connected by {how}{nvls}{''.join(preferred)}"
+
+
+def named_overlaps(together: bool) -> Iterator[Finding]:
+    """The names of `initialize_ub` and their methods; the defaults if it has none."""
+    if overlaps.domains():
+        yield from _connections()
+        yield from map(_finding_of, overlaps.domains())
+        return
+    mesh = trials.mesh_of(together)
+    try:
+        initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=trials.AXIS)
+    except Exception as error:  # Whatever it is, the report is where it belongs.
+        yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
+        return
+    yield from _connections()
+    if together:
+        yield from trials.methods_on(mesh)
+    (domain,) = overlaps.domains()
+    text = f"not called here; the defaults are {_methods_of(domain)}"
+    destroy_ub()
+    yield Finding("initialize_ub", State.NOTE, text)
+
+
+def _finding_of(domain):
+    axes = ", ".join(domain.axis_name)
+    text = (
+        f"{domain.tp_size} ranks, [T, H] = {list(domain.shape)}: {_methods_of(domain)}"
+    )
+    return Finding(f"axis {axes}", State.FINE, text)
+
+
+def _methods_of(domain):
+    by_method: dict[str, list[str]] = {}
+    for name, mode in domain.overlaps:
+        method = domain.overlaps[name, mode].method
+        by_method.setdefault(f"{method} ({mode.name})", []).append(name)
+    return "; ".join(f"{one}: {', '.join(names)}" for one, names in by_method.items())

@@ -1,0 +1,46 @@
+"""Everything that the doctor looks at, in order."""
+
+from collections.abc import Iterator
+
+from jax_ub.doctor import installation, trials
+from jax_ub.doctor.connections import between_processes, named_overlaps
+from jax_ub.doctor.devices import devices
+from jax_ub.doctor.finding import Finding, State
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.methods import fallbacks
+from jax_ub.runtime import backend
+
+
+def examine(*, together: bool = False) -> Iterator[Finding]:
+    """Looks at everything, in the order in which one thing needs another.
+
+    Args:
+        together: whether all processes of the job do so now, and try to compute with
+            one another. None of them has called `initialize_ub`.
+    """
+    trials.start_devices()
+    yield from installation.packages()
+    yield from installation.environment()
+    yield from installation.ffi_api()
+    try:
+        backend.start()
+    except UnsupportedOverlapError as error:  # what follows needs devices
+        yield Finding("devices", State.FAULT, str(error))
+        return
+    yield from installation.engine_here()
+    yield from devices()
+    if not together:
+        yield from trials.methods_on(trials.mesh_of(together))
+    yield from between_processes()
+    yield from named_overlaps(together)
+    yield from _fallbacks()
+
+
+def _fallbacks():
+    """The calls of this process that were not overlapped, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for fallback in fallbacks():
+        by_reason.setdefault(fallback.reason, []).append(fallback.label)
+    for reason, labels in by_reason.items():
+        text = f"{len(labels)} calls, the last {labels[-1]}: {reason}"
+        yield Finding("not overlapped", State.WARNING, text)

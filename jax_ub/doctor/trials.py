@@ -1,0 +1,82 @@
+"""A small call by every method, to see that it runs and computes what it should."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ub.doctor.finding import Finding, State
+from jax_ub.methods import Method
+from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.runtime import cuda, settings
+
+# As many devices as a trial needs to communicate at all.
+_TRIAL_DEVICES = 2
+# An axis that no program has initialised.
+AXIS = "doctor"
+# jaxlib needs at least two, and waits for some of them itself.
+POOL_THREADS_EACH = 4
+
+
+def start_devices() -> None:
+    """Sees that jax starts with enough devices for a trial, where it has not yet."""
+    if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
+        return
+    settings.set_pool_threads(POOL_THREADS_EACH * _TRIAL_DEVICES)
+    # Where jax has started already, its devices are what there is.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", _TRIAL_DEVICES)
+
+
+def mesh_of(together: bool) -> Mesh:
+    """A few devices of this process, or all devices of all."""
+    devices = jax.devices() if together else jax.local_devices()[:_TRIAL_DEVICES]
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def methods_on(mesh: Mesh) -> Iterator[Finding]:
+    """A trial of every method."""
+    for method in Method:
+        yield _trial(mesh, method)
+
+
+def _trial(mesh: Mesh, method: Method) -> Finding:
+    """Runs one small AG+GEMM and compares it with numpy's product."""
+    name = f'method "{method.value}"'
+    x = np.ones((8 * mesh.size, 16), np.float32)
+    w = np.ones((16, 8 * mesh.size), np.float32)
+    try:
+        y = _column_linear(mesh, method)(x, w)
+        mine = [(np.asarray(part.data), part.index) for part in y.addressable_shards]
+    except Exception as error:  # Whatever it is, the report is where it belongs.
+        state = _state_of(method, mesh.local_devices)
+        return Finding(name, state, f"{type(error).__name__}: {error}")
+    if not all(np.array_equal(part, (x @ w)[index]) for part, index in mine):
+        return Finding(name, State.FAULT, "runs, but its numbers are wrong")
+    return Finding(name, State.FINE, f"runs on {mesh.size} devices")
+
+
+def _column_linear(mesh, method):
+    spec = PartitionSpec
+    function = functools.partial(all_gather_matmul, axis_name=AXIS, method=method)
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(spec(AXIS, None), spec(None, AXIS)),
+            out_specs=spec(None, AXIS),
+        )
+    )
+
+
+def _state_of(method, devices):
+    """How bad it is that a method does not run: not all run everywhere."""
+    platform = cuda.platform_of(devices[0])
+    if platform == "cuda":
+        expected = method is not Method.DIRECT and cuda.why_not() is None
+    else:
+        expected = platform == "cpu"
+    return State.FAULT if expected else State.NOTE
