@@ -21,79 +21,104 @@ from jax_ub.runtime import communicators
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
 
+FITTING = zeros(8, 6), zeros(6, 8)
+# What is wrong with x, w or an option of any GEMM: the error, its text, and the call.
+WRONG_CALLS = {
+    "contraction": (
+        ShapeContractError,
+        r"{op}: x \(8, 6\) has K = 6, but w \(7, 8\) has K = 7",
+        (zeros(8, 6), zeros(7, 8)),
+        {},
+    ),
+    "transposed kernel": (
+        ShapeContractError,
+        r"Kernels are \[in, out\]: pass w.T",
+        (zeros(8, 6), zeros(9, 6)),
+        {},
+    ),
+    "too few dimensions": (
+        ShapeContractError,
+        r"x has shape \(6,\), but the op takes \[..., rows, features\]",
+        (zeros(6), zeros(6, 8)),
+        {},
+    ),
+    "kernel of three dimensions": (
+        ShapeContractError,
+        r"w has shape \(2, 6, 8\), but a kernel is \[in, out\]",
+        (zeros(8, 6), zeros(2, 6, 8)),
+        {},
+    ),
+    "integers": (
+        ShapeContractError,
+        "x is int32, but the op takes float32, bfloat16 or float16. Convert it",
+        (zeros(8, 6, dtype="int32"), zeros(6, 8)),
+        {},
+    ),
+    "two dtypes": (
+        ShapeContractError,
+        "x is bfloat16 and w is float32, but both must have one dtype",
+        (zeros(8, 6, dtype="bfloat16"), zeros(6, 8)),
+        {},
+    ),
+    "nothing to compute": (
+        ShapeContractError,
+        r"x has shape \(0, 6\), which is empty",
+        (zeros(0, 6), zeros(6, 8)),
+        {},
+    ),
+    "result of another kind": (
+        ShapeContractError,
+        "out_dtype = int8 is not a result the op has",
+        FITTING,
+        {"out_dtype": "int8"},
+    ),
+    "axis that is not there": (
+        ShapeContractError,
+        "{op}: axis_name = 'pt', but the mesh of this jax.shard_map has no axis 'pt'. "
+        "Known: 'tp'",
+        FITTING,
+        {"axis_name": "pt"},
+    ),
+    "bias that is no array": (
+        ShapeContractError,
+        "{op}: bias is of type float, but the op takes an array",
+        FITTING,
+        {"bias": 1.0},
+    ),
+    "name that is no string": (
+        UnknownNameError,
+        "{op}: ub_name = 3 is of type int",
+        FITTING,
+        {"ub_name": 3},
+    ),
+    "misspelt method": (
+        UnknownNameError,
+        r"{op} \(ub_name 'qkv'\): method = 'pipelin' is not a method",
+        FITTING,
+        {"method": "pipelin", "ub_name": "qkv"},
+    ),
+} | {
+    f"axis_name {axis_name!r}": (
+        ShapeContractError,
+        rf"{{op}}: axis_name = {re.escape(str(axis_name))} is not the name of a mesh "
+        r"axis.*axis_name=\"tp\"",
+        FITTING,
+        {"axis_name": axis_name},
+    )
+    for axis_name in (None, (), 4)
+}
+
+
 @pytest.mark.parametrize("op", GEMMS)
 class TestEveryGemm:
-    def test_wrong_contraction(self, op):
-        message = rf"{op.__name__}: x \(8, 6\) has K = 6, but w \(7, 8\) has K = 7"
+    @pytest.mark.parametrize("wrong", list(WRONG_CALLS))
+    def test_wrong_call(self, op, wrong):
+        error, text, operands, options = WRONG_CALLS[wrong]
         refuses(
-            ShapeContractError,
-            message,
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(8, 6),
-            zeros(7, 8),
-        )
-
-    def test_transposed_kernel(self, op):
-        refuses(
-            ShapeContractError,
-            r"Kernels are \[in, out\]: pass w.T",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(8, 6),
-            zeros(9, 6),
-        )
-
-    def test_too_few_dimensions(self, op):
-        refuses(
-            ShapeContractError,
-            r"x has shape \(6,\), but the op takes \[..., rows, features\]",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(6),
-            zeros(6, 8),
-        )
-
-    def test_kernel_of_three_dimensions(self, op):
-        refuses(
-            ShapeContractError,
-            r"w has shape \(2, 6, 8\), but a kernel is \[in, out\]",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(8, 6),
-            zeros(2, 6, 8),
-        )
-
-    def test_integers(self, op):
-        refuses(
-            ShapeContractError,
-            "x is int32, but the op takes float32, bfloat16 or float16. Convert it",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(8, 6, dtype="int32"),
-            zeros(6, 8),
-        )
-
-    def test_two_dtypes(self, op):
-        refuses(
-            ShapeContractError,
-            "x is bfloat16 and w is float32, but both must have one dtype",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(8, 6, dtype="bfloat16"),
-            zeros(6, 8),
-        )
-
-    def test_result_of_another_kind(self, op):
-        refuses(
-            ShapeContractError,
-            "out_dtype = int8 is not a result the op has",
-            lambda x, w: op(x, w, axis_name="tp", out_dtype="int8"),
-            zeros(8, 6),
-            zeros(6, 8),
-        )
-
-    def test_nothing_to_compute(self, op):
-        refuses(
-            ShapeContractError,
-            r"x has shape \(0, 6\), which is empty",
-            lambda x, w: op(x, w, axis_name="tp"),
-            zeros(0, 6),
-            zeros(6, 8),
+            error,
+            text.replace("{op}", op.__name__),
+            lambda x, w: op(x, w, **{"axis_name": "tp", **options}),
+            *operands,
         )
 
     def test_bias_of_another_size(self, op):
@@ -104,16 +129,6 @@ class TestEveryGemm:
             zeros(8, 6),
             zeros(6, 8),
             zeros(6),
-        )
-
-    def test_axis_that_is_not_there(self, op):
-        refuses(
-            ShapeContractError,
-            rf"{op.__name__}: axis_name = 'pt', but the mesh of this jax.shard_map has "
-            "no axis 'pt'. Known: 'tp'",
-            lambda x, w: op(x, w, axis_name="pt"),
-            zeros(8, 6),
-            zeros(6, 8),
         )
 
     def test_axis_that_is_left_to_xla(self, op):
@@ -131,17 +146,6 @@ class TestEveryGemm:
         with pytest.raises(ShapeContractError, match=text):
             jax.eval_shape(program, zeros(8, 6), zeros(6, 8))
 
-    @pytest.mark.parametrize("axis_name", [None, (), 4])
-    def test_axis_that_is_no_name(self, op, axis_name):
-        refuses(
-            ShapeContractError,
-            rf"{op.__name__}: axis_name = {re.escape(str(axis_name))} is not the name "
-            r"of a mesh axis.*axis_name=\"tp\"",
-            lambda x, w: op(x, w, axis_name=axis_name),
-            zeros(8, 6),
-            zeros(6, 8),
-        )
-
     @pytest.mark.parametrize("found", [[1.0], None, 3.0], ids=["list", "None", "float"])
     @pytest.mark.parametrize("name", ["x", "w"])
     def test_operand_that_is_no_array(self, op, name, found):
@@ -152,24 +156,6 @@ class TestEveryGemm:
             rf"{op.__name__}: {name} is of type {kind}, but the op takes an array",
             lambda: op(operands["x"], operands["w"], axis_name="tp"),
             specs=(),
-        )
-
-    def test_bias_that_is_no_array(self, op):
-        refuses(
-            ShapeContractError,
-            rf"{op.__name__}: bias is of type float, but the op takes an array",
-            lambda x, w: op(x, w, axis_name="tp", bias=1.0),
-            zeros(8, 6),
-            zeros(6, 8),
-        )
-
-    def test_name_that_is_no_string(self, op):
-        refuses(
-            UnknownNameError,
-            rf"{op.__name__}: ub_name = 3 is of type int",
-            lambda x, w: op(x, w, axis_name="tp", ub_name=3),
-            zeros(8, 6),
-            zeros(6, 8),
         )
 
     def test_bare_call(self, op):
@@ -183,15 +169,6 @@ class TestEveryGemm:
             jax.vmap(lambda x: op(x, zeros(6, 8), axis_name="tp"), axis_name="tp")(
                 zeros(4, 8, 6)
             )
-
-    def test_misspelt_method(self, op):
-        refuses(
-            UnknownNameError,
-            rf"{op.__name__} \(ub_name 'qkv'\): method = 'pipelin' is not a method",
-            lambda x, w: op(x, w, axis_name="tp", method="pipelin", ub_name="qkv"),
-            zeros(8, 6),
-            zeros(6, 8),
-        )
 
 
 def test_kernel_sharded_along_the_wrong_dimension():
