@@ -1,97 +1,27 @@
-import functools
-
 import pytest
 from jax.sharding import PartitionSpec as P
-from operands import DTYPES, assert_close, assert_equal, normal, small_integers
-from programs import (
-    CASES,
-    calls,
-    collectives,
-    compiled_text,
-    on_ranks,
-    tp_mesh,
-    with_methods,
+from operands import DTYPES
+from programs import CASES
+from summed_products import (
+    METHODS,
+    assert_close_and_repeatable,
+    assert_exact_on_small_integers,
+    assert_one_call,
 )
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce
-
-METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
-FEATURES = P(None, None, "tp")
-SPECS = (FEATURES, P("tp"), P(None, "tp"), P(), P())
-
-
-def product(xs, ws, bias, residual, *, num_ranks, method, out_dtype, **options):
-    return matmul_all_reduce(
-        xs,
-        ws,
-        bias,
-        residual,
-        axis_name=("tp",),
-        num_ranks=num_ranks,
-        choice=Choice(method),
-        label="test",
-        out_dtype=out_dtype,
-        **options,
-    )
-
-
-def two_ways(xs, ws, transposed, bias, residual, **where):
-    """Kernels as they are with what is added; and transposed without."""
-    return (
-        product(xs, ws, bias, residual, out_dtype=xs[0].dtype, **where),
-        product(
-            xs,
-            transposed,
-            None,
-            None,
-            rhs_transposed=True,
-            out_dtype="float32",
-            **where,
-        ),
-    )
-
-
-def operands(make, num_ranks, dtype):
-    features = (5 * num_ranks, 7 * num_ranks)
-    xs = tuple(make(k, (2, 3 * num_ranks, k), dtype) for k in features)
-    ws = tuple(make(k + 1, (k, 11), dtype) for k in features)
-    bias, residual = make(4, (11,), "float32"), make(5, (2, 3 * num_ranks, 11), dtype)
-    return xs, ws, tuple(w.T for w in ws), bias, residual
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
 def test_is_exact_on_small_integers(num_ranks, dtype):
-    function = with_methods(functools.partial(two_ways, num_ranks=num_ranks), METHODS)
-    run = on_ranks(function, tp_mesh(num_ranks), SPECS, P())
-    expected, actual = run(*operands(small_integers, num_ranks, dtype))
-    for results in actual.values():
-        assert_equal(results, expected)
+    assert_exact_on_small_integers(matmul_all_reduce, P(), num_ranks, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_close_on_normal_values_and_bitwise_repeatable(dtype):
-    function = with_methods(functools.partial(two_ways, num_ranks=8), METHODS)
-    run = on_ranks(function, tp_mesh(8), SPECS, P())
-    values = operands(normal, 8, dtype)
-    expected, actual = run(*values)
-    for results in actual.values():
-        for y, wanted in zip(results, expected, strict=True):
-            assert_close(y, wanted, 8 * (5 + 7))
-    for _ in range(10):
-        assert_equal(run(*values)[1], actual)
+    assert_close_and_repeatable(matmul_all_reduce, P(), dtype)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_is_one_call_and_no_collective(method):
-    xs, ws, _, bias, residual = operands(small_integers, 4, "float32")
-
-    def function(xs, ws, bias, residual):
-        where = {"num_ranks": 4, "method": method, "out_dtype": "float32"}
-        return product(xs, ws, bias, residual, **where)
-
-    run = on_ranks(function, tp_mesh(4), (FEATURES, P("tp"), P(), P()), P())
-    text = compiled_text(run, xs, ws, bias, residual)
-    assert calls(text) == {"matmul_all_reduce": 1}
-    assert not collectives(text)
+    assert_one_call(matmul_all_reduce, P(), method, "matmul_all_reduce")
