@@ -8,7 +8,8 @@ from jax_ub.methods import Variant
 from jax_ub.runtime.place import ONE_SHOT_BYTES
 from jax_ub.simulate import schedules
 from jax_ub.simulate.hardware import Hardware
-from jax_ub.simulate.replay import Knobs, Timeline, replay
+from jax_ub.simulate.replay import Knobs, replay
+from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 
 # The schedule that a GPU runs: all-pull in ring order; partial sums in row blocks.

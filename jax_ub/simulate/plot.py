@@ -8,8 +8,8 @@ from jax_ub import pictures
 from jax_ub.outputs import writing
 from jax_ub.simulate import plan
 from jax_ub.simulate.hardware import Hardware
-from jax_ub.simulate.replay import Timeline
 from jax_ub.simulate.tables import LayerRow, workload_of
+from jax_ub.simulate.timeline import Timeline
 
 _US = 1e6
 

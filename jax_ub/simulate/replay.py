@@ -14,71 +14,13 @@ the wire, g that of its GEMM, t0 the begin of the first put and R the sum:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 from jax_ub.simulate.hardware import Hardware
+from jax_ub.simulate.kernels import kernels_of
+from jax_ub.simulate.schedules import ALL_CHUNKS, Step
 from jax_ub.simulate.tiles import Gemm, Processors
+from jax_ub.simulate.timeline import Span, Timeline
 from jax_ub.simulate.workload import Workload
-
-ALL_CHUNKS = -1
-
-
-class Step(Protocol):
-    """A step as `jax_ub._cpu` shows it."""
-
-    @property
-    def kind(self) -> str: ...  # noqa: D102
-    @property
-    def payload(self) -> str: ...  # noqa: D102
-    @property
-    def chunk(self) -> int: ...  # noqa: D102
-    @property
-    def split(self) -> int: ...  # noqa: D102
-    @property
-    def peer(self) -> int: ...  # noqa: D102
-    @property
-    def slot(self) -> int: ...  # noqa: D102
-    @property
-    def num_chunks(self) -> int: ...  # noqa: D102
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What a product multiplies, or a part of that."""
-
-    payload: str
-    chunk: int
-    split: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """When a rank took a step, in seconds from the begin of the call.
-
-    `lane` is "gemm", "wire" or "sum" on a GPU, and "rank" on a host, where a "wait" is
-    a span as well. `chunks` names what a kernel multiplies.
-    """
-
-    rank: int
-    lane: str
-    kind: str
-    chunks: tuple[int, ...]
-    split: int
-    peer: int
-    start_s: float
-    end_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """All ranks' spans."""
-
-    spans: tuple[Span, ...]
-
-    @property
-    def seconds(self) -> float:
-        """When the last rank was done."""
-        return max((span.end_s for span in self.spans), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +109,7 @@ class _Rank:
             if hardware.is_host
             else Processors(hardware, knobs.streams, workload.itemsize)
         )
-        self._kernels = _kernels(rank, self._steps, workload, knobs.aggregate)
+        self._kernels = kernels_of(rank, self._steps, workload, knobs.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
         self._published: set[int] = set()  # slots
         # When a piece was there, by (payload, chunk or sender, split), and when a
@@ -355,42 +297,3 @@ _STEPS = {
     "copy": _Rank._copy,
     "release": _Rank._release,
 }
-
-
-def _kernels(own, steps, workload, aggregate):
-    """Which products each step's kernel computes; None where another one's does.
-
-    Up to `aggregate` chunks of the peers, next to each other in the schedule, are one
-    kernel. It is issued where the last of them has come (a gather), or with the first
-    (partial sums, which are sent when it is done). The own chunk is a kernel of its
-    own.
-    """
-    kernels: dict[int, list | None] = {}
-    group: list[int] = []
-
-    def close():
-        if group:
-            at = group[-1] if workload.gathers else group[0]
-            kernels.update(dict.fromkeys(group))
-            kernels[at] = [piece for index in group for piece in _pieces(steps[index])]
-            group.clear()
-
-    for index, step in enumerate(steps):
-        if step.kind != "multiply":
-            continue
-        if step.chunk in (own, ALL_CHUNKS):
-            close()
-            kernels[index] = _pieces(step)
-            continue
-        if group and steps[group[0]].split != step.split:
-            close()
-        group.append(index)
-        if len(group) == aggregate:
-            close()
-    close()
-    return kernels
-
-
-def _pieces(step):
-    chunks = range(step.chunk, step.chunk + step.num_chunks)
-    return [Piece(step.payload, chunk, step.split) for chunk in chunks]

@@ -2,9 +2,30 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 from jax_ub.runtime import engine
-from jax_ub.simulate.replay import Step
+
+ALL_CHUNKS = -1
+
+
+class Step(Protocol):
+    """A step as `jax_ub._cpu` shows it."""
+
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def payload(self) -> str: ...  # noqa: D102
+    @property
+    def chunk(self) -> int: ...  # noqa: D102
+    @property
+    def split(self) -> int: ...  # noqa: D102
+    @property
+    def peer(self) -> int: ...  # noqa: D102
+    @property
+    def slot(self) -> int: ...  # noqa: D102
+    @property
+    def num_chunks(self) -> int: ...  # noqa: D102
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Sequence
 
 from jax_ub.simulate import hardware, schedules
-from jax_ub.simulate.replay import Knobs, Timeline, replay
+from jax_ub.simulate.replay import Knobs, replay
+from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 from jax_ub.tracing.spans import AROUND, Call, Span
 
