@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[given.command].error(text)
     try:
         status = given.run(given)
-        sys.stdout.flush()
+        # Flushes stdout where there is one: a closed pipe is to be noticed here.
+        print(end="", flush=True)
         return status
     except UbError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
