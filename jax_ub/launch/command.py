@@ -16,6 +16,7 @@ import sys
 
 from jax_ub.launch import supervisor
 from jax_ub.launch.environment import LaunchError, environment
+from jax_ub.launch.port import reserve_port
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -80,7 +81,7 @@ def run(given: argparse.Namespace) -> int:
         LaunchError: if the options cannot be meant.
     """
     _check(given)
-    with supervisor.reserve_port() as port:
+    with reserve_port() as port:
         job = {
             "command": _command(given),
             "environments": [

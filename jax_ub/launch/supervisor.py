@@ -1,7 +1,8 @@
 """The process that starts the ranks, relays what they write, and ends them.
 
-The launcher runs this file as a script, so that it does without jax: it is small, has
-one thread, and starts at once. Three things see to it that no process is left behind:
+The launcher runs this file as a script, isolated, so that it does without jax: it
+imports nothing of jax_ub, has one thread, and starts at once. Three things see to it
+that no process is left behind:
 
 - its standard input is a pipe from the launcher: when that ends, it ends all ranks;
 - each rank asks the kernel for SIGKILL at the death of this process;
@@ -18,30 +19,16 @@ import pathlib
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # as timeout(1) has it
 _TAIL_LINES = 15
 _LONGEST_WAIT_S = 3600.0  # epoll counts milliseconds in 32 bits
-
-
-@contextlib.contextmanager
-def reserve_port() -> Iterator[int]:
-    """Finds a free port, and keeps other programs from being given it.
-
-    The coordinator shares its port (SO_REUSEPORT), as this socket does, which does not
-    listen: nobody ever connects to it.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
 
 
 def adopt_orphans() -> None:
