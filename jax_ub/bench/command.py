@@ -155,7 +155,7 @@ def command(given: argparse.Namespace) -> int:
         return _over_processes(given)
     chosen = options(given)
     if given.plot is not None:
-        plot.load_pyplot()
+        plot.check(chosen.ops)
     devices.start(max(chosen.devices), given.platform)
     about = record.record()
     print(_describe(about, chosen))

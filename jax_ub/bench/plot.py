@@ -24,6 +24,19 @@ def load_pyplot() -> Any:
     return pictures.load_pyplot("bench: --plot")
 
 
+def check(ops: Sequence[str]) -> None:
+    """Sees that there will be a picture, before anything is timed.
+
+    Raises:
+        UnsupportedOverlapError: if there is nothing to draw, or nothing that draws.
+    """
+    load_pyplot()
+    if set(ops) <= {"latency"}:
+        raise UnsupportedOverlapError(
+            "bench: --plot has nothing to draw but latency. Add an op to --ops."
+        )
+
+
 def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
     """Writes a PNG with a panel for every dtype, a group of bars for every op and P.
 
@@ -32,10 +45,6 @@ def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
     pyplot = load_pyplot()
     shown = [result for result in results if result.case.op != "latency"]
     dtypes = sorted({result.case.dtype for result in shown})
-    if not dtypes:
-        raise UnsupportedOverlapError(
-            "bench: --plot has nothing to draw but latency. Add an op to --ops."
-        )
     figure, panels = pyplot.subplots(
         len(dtypes), 1, figsize=(14, 4.2 * len(dtypes)), squeeze=False
     )

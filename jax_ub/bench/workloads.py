@@ -54,7 +54,7 @@ def parse_shape(text: str) -> Shape:
     sizes = [int(size) for size in match.groups()] if match else [0]
     if 0 in sizes:
         raise ShapeContractError(
-            f"bench: shape {text!r} is not MxKxN with positive sizes. Write, for "
+            f"shape {text!r} is not MxKxN with positive sizes. Write, for "
             "example, 512x1024x2816."
         )
     return Shape(*sizes)

@@ -15,7 +15,7 @@ import jax
 from jax_ub.bench.arguments import positive
 from jax_ub.doctor.examination import examine
 from jax_ub.doctor.finding import Finding, State
-from jax_ub.launch.parts import run_parts
+from jax_ub.launch.parts import devices_of_each, run_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--devices-per-process",
         type=positive,
-        default=1,
         metavar="K",
         help="with --processes: CPU devices of each, or GPUs (default: 1)",
     )
@@ -46,7 +45,8 @@ def command(given: argparse.Namespace) -> int:
         _write(_part(given.part, jax.process_index()), list(examine(together=True)))
         return 0
     several = given.processes > 1
-    findings = _in_processes(given) if several else list(examine())
+    devices = devices_of_each("doctor", given.devices_per_process, given.processes)
+    findings = _in_processes(given.processes, devices) if several else list(examine())
     if given.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=1))
     else:
@@ -56,20 +56,20 @@ def command(given: argparse.Namespace) -> int:
     return int(any(finding.state is State.FAULT for finding in findings))
 
 
-def _in_processes(given) -> list[Finding]:
+def _in_processes(num_processes: int, devices_per_process: int) -> list[Finding]:
     """What process 0 finds, then what others find and it does not."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "findings.json")
         status = run_parts(
             ["doctor", "--part", str(path)],
-            num_processes=given.processes,
-            devices_per_process=given.devices_per_process,
+            num_processes=num_processes,
+            devices_per_process=devices_per_process,
             prints_aside=True,
         )
         if status:
             text = f"ended with exit status {status}; what they wrote says why"
-            return [Finding(f"{given.processes} processes", State.FAULT, text)]
-        first, *others = (_read(_part(path, i)) for i in range(given.processes))
+            return [Finding(f"{num_processes} processes", State.FAULT, text)]
+        first, *others = (_read(_part(path, i)) for i in range(num_processes))
     return first + [
         dataclasses.replace(finding, name=f"process {index}: {finding.name}")
         for index, found in enumerate(others, start=1)

@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
+from jax_ub.launch.environment import LaunchError
+
 _STDERR = 2  # the descriptor: sys.stderr may be an object without one
 
 
@@ -34,6 +36,20 @@ def run_parts(
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
     return subprocess.run(command, stdout=stdout).returncode
+
+
+def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
+    """How many devices a process has: one, where nothing was asked for.
+
+    Raises:
+        LaunchError: if something was, but the command starts no processes.
+    """
+    if asked is not None and num_processes == 1:
+        raise LaunchError(
+            f"{command}: --devices-per-process {asked} is of several processes. Add "
+            "--processes 2."
+        )
+    return asked or 1
 
 
 @contextlib.contextmanager

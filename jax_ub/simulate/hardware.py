@@ -144,6 +144,6 @@ def find(name: "str | Hardware") -> Hardware:
         return name
     if name not in HARDWARE:
         raise UnknownNameError(
-            f"simulate: hardware {name!r} is not known. {nearest(name, HARDWARE)}"
+            f"hardware {name!r} is not known. {nearest(name, HARDWARE)}"
         )
     return HARDWARE[name]

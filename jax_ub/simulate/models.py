@@ -81,7 +81,5 @@ def find(name: str) -> Model:
         UnknownNameError: if there is none of that name; names the nearest.
     """
     if name not in MODELS:
-        raise UnknownNameError(
-            f"simulate: model {name!r} is not known. {nearest(name, MODELS)}"
-        )
+        raise UnknownNameError(f"model {name!r} is not known. {nearest(name, MODELS)}")
     return MODELS[name]

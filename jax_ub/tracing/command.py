@@ -15,7 +15,7 @@ import jax
 
 from jax_ub import pictures, shapes
 from jax_ub.errors import UbError, nearest
-from jax_ub.launch.parts import run_parts
+from jax_ub.launch.parts import devices_of_each, run_parts
 from jax_ub.outputs import output_path, picture_path
 from jax_ub.runtime import settings
 from jax_ub.tracing import chrome, demonstration, picture, record
@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--devices-per-process",
         type=int,
-        default=1,
         metavar="K",
         help="of a script with --processes: CPU devices of each, or GPUs (default: 1)",
     )
@@ -114,6 +113,12 @@ def _check(given):
     if given.processes < 1:
         raise TraceArgumentError(
             f"trace: --processes {given.processes} is not positive. Take 1 or more."
+        )
+    devices_of_each("trace", given.devices_per_process, given.processes)
+    if given.op and given.devices_per_process is not None:
+        raise TraceArgumentError(
+            "trace: --devices-per-process is of a script; an op has --tp / --processes "
+            "in each. Leave it out."
         )
     if given.program and not is_script(given.program[0]):
         raise TraceArgumentError(f"trace: there is no script {given.program[0]!r}.")
@@ -189,7 +194,7 @@ def _in_processes(given):
     with tempfile.TemporaryDirectory() as folder:
         part = pathlib.Path(folder, "trace.json")
         options = ["--part", str(part)]
-        devices = given.devices_per_process
+        devices = devices_of_each("trace", given.devices_per_process, given.processes)
         if given.op:
             devices = given.tp // given.processes
             for name in ("op", "method", "tp", "shape", "dtype", "repeats"):

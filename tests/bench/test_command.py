@@ -99,10 +99,13 @@ def test_a_picture_needs_matplotlib(monkeypatch):
         plot.load_pyplot()
 
 
-def test_a_picture_of_latency_alone_is_refused(tmp_path):
+def test_a_picture_of_latency_alone_is_refused(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    with pytest.raises(UnsupportedOverlapError, match="nothing to draw but latency"):
-        plot.draw([], tmp_path / "found.png", "")
+    picture = tmp_path / "found.png"
+    assert main(["bench", "--ops", "latency", "--plot", str(picture)]) == 2
+    said = capsys.readouterr()
+    assert "nothing to draw but latency" in said.err
+    assert not said.out  # before anything ran
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ def test_no_processes_are_refused(capsys):
     assert "--processes: '0' is not" in capsys.readouterr().err
 
 
+def test_devices_of_each_of_one_process_are_refused(capsys):
+    assert main(["doctor", "--devices-per-process", "4"]) == 2
+    assert "--devices-per-process 4 is of several processes" in capsys.readouterr().err
+
+
 def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
     def refused():
         raise RuntimeError("CommunicatorError: no sockets here")

@@ -141,6 +141,12 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
         (["no_such.py"], "there is no script 'no_such.py'"),
         (["/"], "there is no script '/'"),
+        (["--devices-per-process", "2", __file__], "Add --processes 2."),
+        (
+            ["--op", "matmul_all_reduce", "--processes", "2"]
+            + ["--devices-per-process", "2"],
+            "--devices-per-process is of a script",
+        ),
         (["--merge", "no_such.json"], "there is no file 'no_such.json'"),
         (["--merge", "/"], "there is no file '/'"),
         (
