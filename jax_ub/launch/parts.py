@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -35,7 +36,22 @@ def run_parts(
     launch += ["--devices-per-process", str(devices_per_process)]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
-    return subprocess.run(command, stdout=stdout).returncode
+    with _unwinding_at_sigterm():
+        return subprocess.run(command, stdout=stdout).returncode
+
+
+@contextlib.contextmanager
+def _unwinding_at_sigterm():
+    """Lets SIGTERM end the command as Ctrl-C does: its folder for the parts goes."""
+
+    def end(number, _):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:

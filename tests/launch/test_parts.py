@@ -1,6 +1,8 @@
 """Commands that start themselves in several processes."""
 
+import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -29,3 +31,18 @@ def test_the_launcher_is_asked_for_processes_of_the_command(
     launch = "-m jax_ub launch -n 3 --devices-per-process 2 "
     printed = launch + "-m jax_ub doctor --part a file\n"
     assert capfd.readouterr() == (("", printed) if prints_aside else (printed, ""))
+
+
+def test_sigterm_leaves_no_folder_of_the_parts(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)),
+        tempfile.TemporaryDirectory(dir=tmp_path) as folder,
+    ):
+        run_parts(["doctor", "--part", folder], num_processes=2, devices_per_process=1)
+    assert [*tmp_path.iterdir()] == [python]
+    assert signal.getsignal(signal.SIGTERM) is before
