@@ -178,7 +178,7 @@ void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
 struct Engine::SlotCall {
   SlotCall(std::shared_ptr<Gang> whose,
            const SlotPlan& what,
-           std::unique_ptr<InProcessCommunicator> where,
+           SlotPool::Pooled where,
            double how_long_s)
       : gang(std::move(whose)),
         plan(what),
@@ -189,7 +189,7 @@ struct Engine::SlotCall {
   const std::shared_ptr<Gang> gang;
   const SlotPlan plan;
   const double timeout_s;
-  std::unique_ptr<InProcessCommunicator> communicator;
+  SlotPool::Pooled communicator;
   std::shared_ptr<WorkJob> products;  // of a bulk op, beside the schedule
   std::atomic<int> num_running;
   std::atomic<bool> failed{false};
@@ -237,7 +237,6 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
   Completion done = gang.completions[rank];
   if (slot_call.num_running.fetch_sub(1) == 1) {
     if (slot_call.failed) {
-      slots_.Forget(slot_call.communicator->size_bytes());
       slot_call.communicator.reset();
     } else {
       slots_.Give(std::move(slot_call.communicator));

@@ -12,9 +12,15 @@ constexpr size_t kMaxFree = 8;
 
 }  // namespace
 
-std::unique_ptr<InProcessCommunicator> SlotPool::Acquire(int num_ranks,
-                                                         int num_slots,
-                                                         int64_t slot_bytes) {
+void SlotPool::Delete::operator()(InProcessCommunicator* communicator) const {
+  {
+    std::lock_guard lock(pool->mutex_);
+    pool->size_bytes_ -= communicator->size_bytes();
+  }
+  delete communicator;
+}
+
+SlotPool::Pooled SlotPool::Acquire(int num_ranks, int num_slots, int64_t slot_bytes) {
   {
     std::lock_guard lock(mutex_);
     const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& one) {
@@ -27,35 +33,27 @@ std::unique_ptr<InProcessCommunicator> SlotPool::Acquire(int num_ranks,
       return communicator;
     }
   }
-  auto communicator =
-      std::make_unique<InProcessCommunicator>(num_ranks, num_slots, slot_bytes);
+  Pooled communicator(new InProcessCommunicator(num_ranks, num_slots, slot_bytes),
+                      Delete{this});
   std::lock_guard lock(mutex_);
   size_bytes_ += communicator->size_bytes();
   peak_bytes_ = std::max(peak_bytes_, size_bytes_);
   return communicator;
 }
 
-void SlotPool::Give(std::unique_ptr<InProcessCommunicator> communicator) {
-  std::unique_ptr<InProcessCommunicator> dropped;  // freed without the lock
+void SlotPool::Give(Pooled communicator) {
+  Pooled dropped;  // freed without the lock
   std::lock_guard lock(mutex_);
   free_.push_back(std::move(communicator));
   if (free_.size() <= kMaxFree) return;
   dropped = std::move(free_.front());
   free_.erase(free_.begin());
-  size_bytes_ -= dropped->size_bytes();
-}
-
-void SlotPool::Forget(int64_t size_bytes) {
-  std::lock_guard lock(mutex_);
-  size_bytes_ -= size_bytes;
 }
 
 void SlotPool::ReleaseFree() {
-  std::vector<std::unique_ptr<InProcessCommunicator>>
-      dropped;  // freed without the lock
+  std::vector<Pooled> dropped;  // freed without the lock
   std::lock_guard lock(mutex_);
   dropped.swap(free_);
-  for (const auto& one : dropped) size_bytes_ -= one->size_bytes();
 }
 
 int64_t SlotPool::size_bytes() const {

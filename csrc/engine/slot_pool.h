@@ -13,27 +13,31 @@ namespace jax_ub {
 
 class SlotPool {
  public:
+  // Counts the memory that it gives back.
+  struct Delete {
+    SlotPool* pool = nullptr;
+    void operator()(InProcessCommunicator* communicator) const;
+  };
+  using Pooled = std::unique_ptr<InProcessCommunicator, Delete>;
+
   // One that has at least this many slots of at least this size, for one call at a
   // time.
-  std::unique_ptr<InProcessCommunicator> Acquire(int num_ranks,
-                                                 int num_slots,
-                                                 int64_t slot_bytes);
+  Pooled Acquire(int num_ranks, int num_slots, int64_t slot_bytes);
   // Takes it back when all ranks have ended the call, unless one failed: then its
   // epochs no longer agree, and it is to be destroyed instead.
-  void Give(std::unique_ptr<InProcessCommunicator> communicator);
+  void Give(Pooled communicator);
 
   // Returns the memory of those that no call uses.
   void ReleaseFree();
 
-  int64_t size_bytes() const;       // of those that exist
-  int64_t peak_bytes() const;       // most there ever was
-  void Forget(int64_t size_bytes);  // one was destroyed outside
+  int64_t size_bytes() const;  // of those that exist
+  int64_t peak_bytes() const;  // most there ever was
 
  private:
   mutable std::mutex mutex_;  // guards all below
-  std::vector<std::unique_ptr<InProcessCommunicator>> free_;
   int64_t size_bytes_ = 0;
   int64_t peak_bytes_ = 0;
+  std::vector<Pooled> free_;  // the last: destroying them counts
 };
 
 }  // namespace jax_ub

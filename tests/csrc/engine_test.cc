@@ -13,6 +13,7 @@
 #include "check.h"
 #include "engine/crew_device.h"
 #include "engine/executor.h"
+#include "engine/slot_pool.h"
 #include "engine_calls.h"
 #include "gemm/gemm.h"
 #include "no_thread_starts.h"
@@ -93,6 +94,18 @@ TEST(SlotsAreReusedFromCallToCall) {
   for (int seed = 2; seed < 30; ++seed) CheckRun(engine, at, {}, seed);
   CHECK_EQ(engine.counters().slot_bytes, slot_bytes);
   CHECK_EQ(engine.counters().peak_slot_bytes, slot_bytes);
+}
+
+TEST(SlotsOfACallThatDidNotBeginAreNotCounted) {
+  SlotPool pool;
+  const int64_t size_bytes = pool.Acquire(2, 3, 100)->size_bytes();
+  CHECK(size_bytes >= 2 * 3 * 100);
+  CHECK_EQ(pool.size_bytes(), 0);
+  CHECK_EQ(pool.peak_bytes(), size_bytes);
+  pool.Give(pool.Acquire(2, 3, 100));
+  CHECK_EQ(pool.size_bytes(), size_bytes);
+  pool.ReleaseFree();
+  CHECK_EQ(pool.size_bytes(), 0);
 }
 
 TEST(ALoopMatchesTheSameExecutionOfEveryRank) {
