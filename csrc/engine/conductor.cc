@@ -347,6 +347,11 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
       ExecuteRank(at, gang.calls[i], plan, timeout_s, transport, device, trace);
     } catch (...) {
       own = std::current_exception();
+      if (!communicator_->poison()) {
+        const size_t num_begun = std::min(running->next.load(), num_ranks);
+        own =
+            WithShortage(own, static_cast<int>(num_begun), static_cast<int>(num_ranks));
+      }
       communicator_->Poison(own);  // or the other ranks would wait for this one
     }
     std::lock_guard lock(running->mutex);

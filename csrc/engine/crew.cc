@@ -54,6 +54,21 @@ struct Crew::Member {
   bool is_called = false;  // guarded by Crew::mutex_
 };
 
+std::exception_ptr WithShortage(const std::exception_ptr& failure,
+                                int num_begun,
+                                int num_runs) {
+  if (num_begun == num_runs) return failure;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const DeadlineError& error) {
+    return std::make_exception_ptr(DeadlineError(
+        std::string(error.what()) + " Only " + std::to_string(num_begun) + " of " +
+        std::to_string(num_runs) + " ranks found a thread" + kIsLimitReached));
+  } catch (...) {
+    return failure;
+  }
+}
+
 Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {
   num_called_ = 1;
   StartThread([this] { Loop(); });
@@ -67,7 +82,11 @@ void Crew::set_num_threads(int num_threads, const std::vector<int>& cores) {
 // Makes sure that somebody comes for every queued run and for every free place in a
 // job. No more than num_threads() are on their way at a time: waking one costs more than
 // many a run, and whoever comes summons for what it leaves.
-void Crew::Summon(std::unique_lock<std::mutex>& lock) {
+bool Crew::Summon(std::unique_lock<std::mutex>& lock) {
+  if (!HasWork()) {
+    lock.unlock();
+    return true;
+  }
   int wanted = static_cast<int>(runs_.size());
   for (const auto& posted : jobs_) {
     const int places = num_threads() - num_in_jobs_;
@@ -103,8 +122,28 @@ void Crew::Summon(std::unique_lock<std::mutex>& lock) {
     // who do not come were on their way.
     lock.lock();
     num_called_ -= num_new;
-    if (asleep_.empty()) return lock.unlock();
-    SummonForRest(lock);
+    if (!asleep_.empty()) return Summon(lock);
+    lock.unlock();
+    return false;
+  }
+  return true;
+}
+
+// Somebody comes for what is queued; where nobody does, this thread, which is about to
+// leave, or to do what may wait for a job, does the jobs: they never block.
+void Crew::LeaveRest(std::unique_lock<std::mutex>& lock) {
+  while (!Summon(lock)) {
+    std::unique_ptr<Scratch> scratch = TakeScratch();
+    lock.lock();
+    const bool has_job = HasJob();
+    if (has_job) {
+      Work(lock, *scratch);
+    } else {
+      lock.unlock();
+    }
+    GiveScratch(std::move(scratch));
+    if (!has_job) return;
+    lock.lock();
   }
 }
 
@@ -118,7 +157,10 @@ void Crew::Help(std::shared_ptr<Job> job) {
   auto posted = std::make_shared<Posted>(std::move(job));
   std::unique_lock lock(mutex_);
   jobs_.push_back(posted);
-  if (num_in_jobs_ >= num_threads()) return Summon(lock);
+  if (num_in_jobs_ >= num_threads()) {
+    Summon(lock);
+    return;
+  }
   ++num_in_jobs_;
   ++posted->num_workers;
   lock.unlock();
@@ -177,24 +219,30 @@ void Crew::Leave(const std::shared_ptr<Posted>& posted,
   --num_in_jobs_;
   const bool last = --posted->num_workers == 0;
   if (helped && !jobs_.empty()) {
-    Summon(lock);  // the place that this thread leaves
+    LeaveRest(lock);  // the place that this thread leaves
   } else {
     lock.unlock();
   }
   if (last) posted->job->Done(posted->failure, helped);
 }
 
-void Crew::SummonForRest(std::unique_lock<std::mutex>& lock) {
-  if (HasWork()) {
-    Summon(lock);
-  } else {
-    lock.unlock();
+// On the first job.
+void Crew::Work(std::unique_lock<std::mutex>& lock, Scratch& scratch) {
+  std::shared_ptr<Posted> posted = jobs_.front();
+  ++num_in_jobs_;
+  ++posted->num_workers;
+  Summon(lock);
+  std::exception_ptr failure;
+  {
+    const Cores::Seat seat(cores_, Cores::Who::kCrew, num_threads());
+    failure = RunUnits(*posted, scratch);
   }
+  Leave(posted, failure, false);
 }
 
-bool Crew::HasWork() const {
-  return !runs_.empty() || (!jobs_.empty() && num_in_jobs_ < num_threads());
-}
+bool Crew::HasJob() const { return !jobs_.empty() && num_in_jobs_ < num_threads(); }
+
+bool Crew::HasWork() const { return !runs_.empty() || HasJob(); }
 
 // Spins a little, then sleeps, until there is work. The lock is held on entry and exit.
 // One thread spins at a time: more would only take the cores from those that work.
@@ -229,21 +277,12 @@ void Crew::Loop() {
     if (!runs_.empty()) {
       std::function<void()> run = std::move(runs_.front());
       runs_.pop_front();
-      SummonForRest(lock);  // this thread may be gone for long
+      LeaveRest(lock);  // this thread may be gone for long
       cores_.Release(member.thread);
       run();
       run = nullptr;
     } else {
-      std::shared_ptr<Posted> posted = jobs_.front();
-      ++num_in_jobs_;
-      ++posted->num_workers;
-      SummonForRest(lock);
-      std::exception_ptr failure;
-      {
-        const Cores::Seat seat(cores_, Cores::Who::kCrew, num_threads());
-        failure = RunUnits(*posted, scratch);
-      }
-      Leave(posted, failure, false);
+      Work(lock, scratch);
     }
     lock.lock();
   }

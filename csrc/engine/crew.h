@@ -4,7 +4,8 @@
 //        inside jobs at a time, whatever the number of ranks, and a unit never blocks.
 //   run  a closure that may block (a rank's schedule, the rest of an XLA program). A
 //        run never waits for another one: the crew grows instead, as long as the system
-//        lets it.
+//        lets it. Where it does not, jobs end all the same: a thread that nobody comes
+//        after does what is left of them first.
 //
 // The first thread starts with the crew, so that there is always one for what is queued;
 // the others on first use. They never end: nothing may be joined at process exit.
@@ -53,6 +54,12 @@ class WaitedJob : public Job {
   std::exception_ptr failure_;
 };
 
+// A failure of runs that wait for each other: where that was a deadline, and only so many
+// had found a thread to wait in, it says so, too.
+std::exception_ptr WithShortage(const std::exception_ptr& failure,
+                                int num_begun,
+                                int num_runs);
+
 class Crew {
  public:
   // Throws SystemError where not even one thread can be started.
@@ -89,9 +96,11 @@ class Crew {
   void Leave(const std::shared_ptr<Posted>& posted,
              const std::exception_ptr& failure,
              bool helped);
-  // Both unlock.
-  void Summon(std::unique_lock<std::mutex>& lock);
-  void SummonForRest(std::unique_lock<std::mutex>& lock);
+  // All three unlock. Summon returns false where nobody is idle, and no thread starts.
+  bool Summon(std::unique_lock<std::mutex>& lock);
+  void LeaveRest(std::unique_lock<std::mutex>& lock);
+  void Work(std::unique_lock<std::mutex>& lock, Scratch& scratch);
+  bool HasJob() const;
   bool HasWork() const;
   void Idle(std::unique_lock<std::mutex>& lock, Member& member);
   std::unique_ptr<Scratch> TakeScratch();

@@ -191,6 +191,7 @@ struct Engine::SlotCall {
   const double timeout_s;
   SlotPool::Pooled communicator;
   std::shared_ptr<WorkJob> products;  // of a bulk op, beside the schedule
+  std::atomic<int> num_begun{0};
   std::atomic<int> num_running;
   std::atomic<bool> failed{false};
 };
@@ -215,6 +216,7 @@ void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
 // Peers touch a rank's slots only, never its buffers: each rank is done for itself.
 void Engine::RunRank(SlotCall& slot_call, int rank) {
   const Gang& gang = *slot_call.gang;
+  ++slot_call.num_begun;
   std::exception_ptr failure;
   try {
     const TraceContext trace = gang.trace.OfRank(rank);
@@ -223,8 +225,11 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
                 slot_call.communicator->rank(rank), device, trace);
   } catch (...) {
     failure = std::current_exception();
-    slot_call.communicator->Poison(failure);
-    if (!slot_call.failed.exchange(true)) Fail(gang, failure);
+    if (!slot_call.failed.exchange(true)) {
+      failure = WithShortage(failure, slot_call.num_begun, gang.attributes->num_ranks);
+      slot_call.communicator->Poison(failure);
+      Fail(gang, failure);
+    }
   }
   if (slot_call.products) {
     try {

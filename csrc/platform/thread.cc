@@ -12,8 +12,7 @@ std::thread NewThread(std::function<void()> body) {
     return std::thread(std::move(body));
   } catch (const std::system_error& error) {
     throw SystemError("a thread cannot start: " + error.code().message() +
-                      ": is the limit of threads reached (ulimit -u, or pids.max of "
-                      "the container)?");
+                      kIsLimitReached);
   }
 }
 

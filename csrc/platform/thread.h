@@ -6,6 +6,10 @@
 
 namespace jax_ub {
 
+// Ends what is said where one is missing.
+inline constexpr char kIsLimitReached[] =
+    ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
+
 std::thread NewThread(std::function<void()> body);
 
 // One that nobody joins.

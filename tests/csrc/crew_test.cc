@@ -4,11 +4,15 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
+#include <future>
+#include <latch>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -215,6 +219,61 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
   const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
   for (int i = 0; i < kNumRuns; ++i) crew.Start([meeting] { meeting->Join(); });
   meeting->Join();
+}
+
+// A job of one unit.
+class OneUnit : public WaitedJob {
+ public:
+  explicit OneUnit(std::function<void()> unit) : unit_(std::move(unit)) {}
+  int64_t num_units() const override { return 1; }
+  void Run(int64_t unit, Scratch& scratch) override { unit_(); }
+
+ private:
+  const std::function<void()> unit_;
+};
+
+TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
+  Crew& crew = NewCrew(1);
+  const NoThreadStarts limit;
+  const auto is_posted = std::make_shared<std::latch>(1);
+  const auto waited_for = std::make_shared<CountedJob>(3);
+  const auto last = std::make_shared<OneUnit>([&crew, is_posted, waited_for] {
+    crew.Start([&crew, is_posted, waited_for] {
+      crew.Help(waited_for);  // returns at once: the only place is taken
+      is_posted->count_down();
+      waited_for->Wait();
+    });
+    is_posted->wait();
+  });
+  crew.Help(last);
+  CHECK(waited_for->EveryUnitRanOnce());
+}
+
+TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
+  Crew& crew = NewCrew(1);
+  const NoThreadStarts limit;
+  struct Stage {
+    std::latch is_entered{1};
+    std::latch is_queued{1};
+    std::promise<void> is_over;
+  };
+  const auto stage = std::make_shared<Stage>();
+  // Left to the crew's thread, as the place is taken while it is posted.
+  const auto first = std::make_shared<OneUnit>([stage] {
+    stage->is_entered.count_down();
+    stage->is_queued.wait();
+  });
+  crew.Help(std::make_shared<OneUnit>([&crew, first] { crew.Help(first); }));
+  stage->is_entered.wait();
+  const auto waited_for = std::make_shared<CountedJob>(3);
+  crew.Start([stage, waited_for] {
+    waited_for->Wait();
+    stage->is_over.set_value();
+  });
+  crew.Help(waited_for);
+  stage->is_queued.count_down();
+  CHECK(stage->is_over.get_future().wait_for(std::chrono::seconds(20)) ==
+        std::future_status::ready);
 }
 
 TEST(ACrewWithoutAThreadIsNone) {

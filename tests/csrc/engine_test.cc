@@ -203,6 +203,34 @@ TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
   for (const std::string& end : RunAll(engine, site, 3, calls)) CHECK_EQ(end, "");
 }
 
+// There is one thread, and ranks cannot wait for each other one after the other.
+TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
+  for (Op op : {Op::kAllGatherMatmul, Op::kBulkReduceScatter}) {
+    Engine& engine = NewEngine(1);
+    CallSite site(MakeAttributes(op, Method::kRingExchange, 3));
+    Arrays arrays(4);
+    const std::vector<RankCall> calls = MakeCalls(site.attributes(), {}, arrays);
+    std::vector<Outcome> outcomes = {Submit(engine, site, 1, 100, calls[0])};
+    {
+      const NoThreadStarts limit;  // the watchdog has started
+      for (int rank = 1; rank < 3; ++rank) {
+        outcomes.push_back(Submit(engine, site, 1, 100 + rank, calls[rank]));
+      }
+      const std::string text = outcomes[0].Wait();
+      CHECK(text.find(" waited 1 s for chunk ") != std::string::npos);
+      CHECK(
+          text.ends_with("Only 1 of 3 ranks found a thread: is the limit of threads "
+                         "reached (ulimit -u, or pids.max of the container)?"));
+      CHECK_EQ(outcomes[1].Wait(), text);
+      outcomes[2].Wait();  // it has all that it needs of the others
+    }
+    CHECK_EQ(engine.counters().slot_bytes, 0);
+    engine.board().set_timeout_s(kLongS);
+    for (const std::string& end : RunAll(engine, site, 2, calls)) CHECK_EQ(end, "");
+    CHECK_EQ(NumWrong(site.attributes(), calls), 0);
+  }
+}
+
 TEST(AFailureEndsWhatItsGroupHasPendingInThatRun) {
   Engine& engine = NewEngine();
   CallSite site(MakeAttributes(Op::kAllReduce, Method::kDirect, 2));
