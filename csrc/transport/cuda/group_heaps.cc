@@ -141,9 +141,9 @@ void GroupHeaps::Import(Way way,
     if (exported[place].text.empty()) {
       exported[place].text = offers.at(group.numbers()[place]).at(WayName(way));
     }
-    others_[place] =
-        PeerHeaps(*devices_, way, exported[place],
-                  static_cast<int>(group.ranks_of(place).size()), layout.size_bytes());
+    others_[place] = PeerHeaps(*devices_, way, exported[place],
+                               static_cast<int>(group.ranks_of(place).size()),
+                               layout.size_bytes(), group.Describe(place, 0));
   }
 }
 
@@ -215,13 +215,15 @@ std::string GroupHeaps::BindWithAll(Way way,
       }) &&
       all_did([&] {
         if (group.own() != 0) {
+          const std::string creator = group.Describe(0, 0);
           if (way == Way::kVmm && told[0].passed.size() != 1) {
-            throw SystemError("a peer passed no multicast object");
+            throw SystemError(creator + " passed no multicast object");
           }
           const FileDescriptor none;
           multicast_ = std::make_unique<Multicast>(Multicast::Import(
-              shape, ImportHandle(devices_->driver(), way, BytesOf(told[0].text),
-                                  way == Way::kVmm ? told[0].passed[0] : none)));
+              shape,
+              ImportHandle(devices_->driver(), way, told[0].text,
+                           way == Way::kVmm ? told[0].passed[0] : none, creator)));
         }
         multicast_->Add(*devices_);
         return Note();

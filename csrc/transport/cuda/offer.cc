@@ -1,6 +1,8 @@
 #include "transport/cuda/offer.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cstdint>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -84,12 +86,15 @@ std::string HexOf(const void* bytes, size_t size) {
   return text;
 }
 
-std::string BytesOf(const std::string& hex) {
-  std::string bytes;
-  for (size_t i = 0; i + 1 < hex.size(); i += 2) {
-    bytes += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
+bool ReadHex(const std::string& hex, void* bytes, size_t size) {
+  if (hex.size() != 2 * size) return false;
+  for (size_t i = 0; i < size; ++i) {
+    const char* const end = hex.data() + 2 * (i + 1);
+    if (std::from_chars(end - 2, end, static_cast<uint8_t*>(bytes)[i], 16).ptr != end) {
+      return false;
+    }
   }
-  return bytes;
+  return true;
 }
 
 const char* WayName(Way way) {

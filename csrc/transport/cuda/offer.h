@@ -40,9 +40,9 @@ inline constexpr char kCannotNvlsKey[] = "no nvls";
 // Makes a list of parts with commas between them.
 void AppendPart(std::string& list, const std::string& part);
 
-// Bytes as text, and back.
+// Bytes as text, and back: false where the text is not that of so many.
 std::string HexOf(const void* bytes, size_t size);
-std::string BytesOf(const std::string& hex);
+bool ReadHex(const std::string& hex, void* bytes, size_t size);
 
 struct Agreement {
   std::vector<Way> ways;  // that all can share by, best first

@@ -1,7 +1,7 @@
 #include "transport/cuda/sharing.h"
 
 #include <algorithm>
-#include <cstring>
+#include <charconv>
 #include <sstream>
 #include <utility>
 
@@ -16,13 +16,13 @@ constexpr CUmemAllocationHandleType kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
 
 // Handles are plain bytes, of a size that the driver fixes.
 template <typename Handle>
-Handle HandleOf(const std::string& bytes) {
-  if (bytes.size() != sizeof(Handle)) {
-    throw SystemError("a peer's handle has " + std::to_string(bytes.size()) +
-                      " bytes, not " + std::to_string(sizeof(Handle)));
-  }
+Handle HandleOf(const std::string& hex, const std::string& peer) {
   Handle handle;
-  std::memcpy(&handle, bytes.data(), sizeof(Handle));
+  if (!ReadHex(hex, &handle, sizeof(handle))) {
+    throw SystemError(peer + " passed '" + hex +
+                      "' as a handle, which is not that of " +
+                      std::to_string(sizeof(handle)) + " bytes");
+  }
   return handle;
 }
 
@@ -57,14 +57,15 @@ std::string ExportHandle(Way way,
 
 PhysicalMemory ImportHandle(const Driver& driver,
                             Way way,
-                            const std::string& bytes,
-                            const FileDescriptor& passed) {
+                            const std::string& handle,
+                            const FileDescriptor& passed,
+                            const std::string& peer) {
   if (way == Way::kVmm) {
     // The driver takes the descriptor itself where it takes an address otherwise.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }
-  auto fabric = HandleOf<CUmemFabricHandle>(bytes);
+  auto fabric = HandleOf<CUmemFabricHandle>(handle, peer);
   return ImportMemory(driver, kFabric, &fabric);
 }
 
@@ -196,12 +197,14 @@ PeerHeaps::PeerHeaps(const OwnDevices& devices,
                      Way way,
                      const Note& note,
                      int num_ranks,
-                     int64_t size_bytes)
-    : exported_(Parse(note, num_ranks)) {
+                     int64_t size_bytes,
+                     const std::string& peer)
+    : peer_(peer), exported_(Parse(note, num_ranks)) {
   for (const Exported& exported : exported_) {
     if (exported.size_bytes < size_bytes) {
-      throw SystemError("a peer's heap has " + std::to_string(exported.size_bytes) +
-                        " bytes, not " + std::to_string(size_bytes));
+      throw SystemError(peer + " passed a heap of " +
+                        std::to_string(exported.size_bytes) + " bytes, not " +
+                        std::to_string(size_bytes));
     }
   }
   if (way == Way::kIpc) {
@@ -211,16 +214,23 @@ PeerHeaps::PeerHeaps(const OwnDevices& devices,
   }
 }
 
-std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note, int num_ranks) {
+std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note,
+                                                  int num_ranks) const {
   std::vector<Exported> all;
   std::istringstream stream(note.text);
   for (std::string part; std::getline(stream, part, ',');) {
-    const size_t colon = part.find(':');
-    if (colon == std::string::npos) break;
-    all.push_back({std::stoll(part), BytesOf(part.substr(colon + 1))});
+    Exported exported;
+    const char* const end = part.data() + part.size();
+    const char* const read = std::from_chars(part.data(), end, exported.size_bytes).ptr;
+    if (read == end || *read != ':') {
+      throw SystemError(peer_ + " passed '" + part +
+                        "' as a heap, which is no size, colon and handle");
+    }
+    exported.handle.assign(read + 1, end);
+    all.push_back(std::move(exported));
   }
   if (static_cast<int>(all.size()) != num_ranks) {
-    throw SystemError("a peer passed " + std::to_string(all.size()) + " heaps, not " +
+    throw SystemError(peer_ + " passed " + std::to_string(all.size()) + " heaps, not " +
                       std::to_string(num_ranks));
   }
   return all;
@@ -228,14 +238,14 @@ std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note, int num_rank
 
 void PeerHeaps::ImportVirtual(const OwnDevices& devices, Way way, const Note& note) {
   if (way == Way::kVmm && note.passed.size() != exported_.size()) {
-    throw SystemError("a peer passed " + std::to_string(note.passed.size()) +
+    throw SystemError(peer_ + " passed " + std::to_string(note.passed.size()) +
                       " descriptors, not " + std::to_string(exported_.size()));
   }
   bases_.emplace_back();
   for (size_t n = 0; n < exported_.size(); ++n) {
     const FileDescriptor none;
     virtual_.emplace_back(ImportHandle(devices.driver(), way, exported_[n].handle,
-                                       way == Way::kVmm ? note.passed[n] : none),
+                                       way == Way::kVmm ? note.passed[n] : none, peer_),
                           static_cast<size_t>(exported_[n].size_bytes),
                           devices.devices());
     bases_.back().push_back(virtual_.back().base());
@@ -250,7 +260,8 @@ void PeerHeaps::OpenIpc(const OwnDevices& devices) {
     for (const Exported& exported : exported_) {
       CUdeviceptr base = 0;
       Check(driver,
-            driver.IpcOpenMemHandle(&base, HandleOf<CUipcMemHandle>(exported.handle),
+            driver.IpcOpenMemHandle(&base,
+                                    HandleOf<CUipcMemHandle>(exported.handle, peer_),
                                     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
             "cuIpcOpenMemHandle");
       opened_.emplace_back(driver, IpcOpened{context.get(), base});

@@ -23,11 +23,12 @@ namespace jax_ub {
 std::string ExportHandle(Way way,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
-// `bytes`: what the text stood for; `passed`: the descriptor. Throws SystemError.
+// Of what `peer` exported: the text and the descriptor. Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
                             Way way,
-                            const std::string& bytes,
-                            const FileDescriptor& passed);
+                            const std::string& handle,
+                            const FileDescriptor& passed,
+                            const std::string& peer);
 
 // The devices of a process's own ranks, and where these say that they failed. Several ranks may have one.
 class OwnDevices {
@@ -111,12 +112,14 @@ class PeerHeaps {
  public:
   PeerHeaps() = default;
   // `note` is what OwnHeaps::Export returned there, of `num_ranks` ranks whose heaps are
-  // at least of `size_bytes`. Throws SystemError.
+  // at least of `size_bytes`. Throws SystemError, which names the `peer` where that passed
+  // something else.
   PeerHeaps(const OwnDevices& devices,
             Way way,
             const Note& note,
             int num_ranks,
-            int64_t size_bytes);
+            int64_t size_bytes,
+            const std::string& peer);
 
   // Of the process's n-th rank, for an own device.
   CUdeviceptr base(int device_index, int n) const {
@@ -129,10 +132,11 @@ class PeerHeaps {
 
   struct Exported {
     int64_t size_bytes = 0;
-    std::string handle;  // its bytes
+    std::string handle;  // in hexadecimal
   };
-  static std::vector<Exported> Parse(const Note& note, int num_ranks);
+  std::vector<Exported> Parse(const Note& note, int num_ranks) const;
 
+  std::string peer_;
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
   std::vector<DriverHandle<IpcOpenedTraits>> opened_;

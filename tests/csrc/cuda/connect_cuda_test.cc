@@ -208,6 +208,30 @@ TEST(HostsShareByFabricHandles) {
   CheckAllWell(processes);
 }
 
+TEST(WhoPassesNonsenseIsNamedWithIt) {
+  for (const auto& [nonsense, said] : std::vector<std::pair<std::string, std::string>>{
+           {"x:00", "'x:00' as a heap, which is no size, colon and handle"},
+           {"17", "'17' as a heap, which is no size, colon and handle"},
+           {"17:00", "a heap of 17 bytes, not "},
+           {"1000000000:zz", "'zz' as a handle, which is not that of 64 bytes"}}) {
+    Meeting meeting;
+    Processes processes(3, [&, &nonsense = nonsense](int process) {
+      EmulatedOptions options;
+      options.first_device = process;
+      options.has_fabric = true;
+      EmulatedMachine machine(options);
+      ConnectOn(process, meeting,
+                {.process_of_rank = {0, 1, 2},
+                 .host = process == 2 ? "there" : "here",
+                 .fabric = process == 2 ? nonsense : ""});
+    });
+    const std::vector<std::string> texts = processes.Join();
+    for (const int p : {0, 1}) {
+      CHECK(Contains(texts[p], "fabric: process 0: rank 2 (process 2) passed " + said));
+    }
+  }
+}
+
 TEST(NothingIsLeftAfterManyCyclesOfSeveralProcesses) {
   constexpr int kNumCycles = 100;
   Meeting meeting;

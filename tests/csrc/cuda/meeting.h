@@ -78,6 +78,7 @@ struct Side {
   int round = 1;
   const Driver* driver = nullptr;  // the emulated one
   bool nvls = false;
+  std::string fabric = {};  // what it offers in place of its handles
 };
 
 // The n-th own rank is on device n.
@@ -91,7 +92,9 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
   auto endpoint =
       std::make_unique<CudaEndpoint>(side.driver ? *side.driver : EmulatedDriver(),
                                      ordinals, side.slots_bytes, side.host, side.nvls);
-  meeting.offers.Publish(process, endpoint->offer());
+  Offer offer = endpoint->offer();
+  if (!side.fabric.empty()) offer["fabric"] = side.fabric;
+  meeting.offers.Publish(process, offer);
   meeting.bulletin.Publish(process, endpoint->address());
   const auto offers = meeting.offers.Read(num_processes, side.round);
   auto peers = meeting.bulletin.Read(num_processes, side.round);

@@ -92,8 +92,19 @@ TEST(AProcessThatOffersNothingIsNamed) {
 TEST(BytesSurviveAsText) {
   std::string bytes;
   for (int i = 0; i < 256; ++i) bytes.push_back(static_cast<char>(i));
-  CHECK_EQ(BytesOf(HexOf(bytes.data(), bytes.size())), bytes);
+  std::string read(bytes.size(), '\0');
+  CHECK(ReadHex(HexOf(bytes.data(), bytes.size()), read.data(), read.size()));
+  CHECK_EQ(read, bytes);
   CHECK_EQ(HexOf("\x0f\xa0", 2), "0fa0");
+}
+
+TEST(TextThatIsNoBytesIsNotRead) {
+  char read[2];
+  for (const char* text :
+       {"", "0fa", "0fa0b", "0fa000", "0fag", "0f-1", "0f 1", "0f+1"}) {
+    CHECK(!ReadHex(text, read, sizeof(read)));
+  }
+  CHECK(ReadHex("0fa0", read, sizeof(read)));
 }
 
 }  // namespace
