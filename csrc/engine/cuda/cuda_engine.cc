@@ -255,6 +255,8 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
+  // Of the locks below some thread of the parent may have been the owner.
+  if (communicator->IsCopy()) return;
   communicator->RefuseCalls();
   std::vector<Gpu*> gpus;
   {

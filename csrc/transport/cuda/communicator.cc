@@ -371,6 +371,8 @@ void CudaCommunicator::ThrowIfFailed() {
                           kGoodbyeText);
 }
 
+bool CudaCommunicator::IsCopy() const { return state_->failure.IsCopy(); }
+
 void CudaCommunicator::Poison(const std::exception_ptr& reason) {
   state_->failure.Poison(reason);
 }

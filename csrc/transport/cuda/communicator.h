@@ -100,6 +100,9 @@ class CudaCommunicator {
   // The same for every call, which also needs all peers.
   void ThrowIfFailed();
 
+  // In a child of fork, which has no part in this.
+  bool IsCopy() const;
+
   // Ends all waits of all ranks from now on; the first reason holds.
   void Poison(const std::exception_ptr& reason);
 

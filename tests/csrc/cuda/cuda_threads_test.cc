@@ -1,5 +1,10 @@
 // Threads that enqueue calls on one device, as where several of a program dispatch to it:
 // lanes, and the events that order them, are one call's at a time.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -64,6 +69,50 @@ TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
     }
     CHECK_EQ(num_wrong, 0);
   }
+}
+
+// Where the thread that enqueues a call is, for the driver's function.
+enum class Stage { kBefore, kBegins, kEnqueues, kMayGoOn };
+std::atomic<Stage> stage{Stage::kBefore};
+
+// Whoever held a lock in the parent does not exist in the child.
+TEST(AChildOfForkLeavesWhileItsParentEnqueues) {
+  Driver driver = EmulatedDriver();
+  driver.EventRecord = [](CUevent event, CUstream stream) {
+    Stage begun = Stage::kBegins;
+    if (stage.compare_exchange_strong(begun, Stage::kEnqueues)) {
+      while (stage != Stage::kMayGoOn) std::this_thread::yield();
+    }
+    return EmulatedDriver().EventRecord(event, stream);
+  };
+  Gpus gpus({.num_devices = 1}, kLongS, driver);
+  GpuCalls calls(gpus, MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 1),
+                 jax_ub_test::Sizes{}, DType::kF32, 1);
+  calls.Initialize(0);
+  calls.Workspace(0);
+  const auto communicator = CudaCommunicator::Make(driver, {0}, 4096);
+  gpus.engine().Join(communicator, {0});
+  stage = Stage::kBegins;
+  std::thread enqueues([&] { calls.Execute(0); });
+  while (stage != Stage::kEnqueues) std::this_thread::yield();
+  const pid_t child = fork();
+  if (child == 0) {
+    gpus.engine().Leave(communicator);
+    _exit(0);
+  }
+  const Deadline deadline = Deadline::After(20);
+  while (waitpid(child, nullptr, WNOHANG) == 0) {
+    if (deadline.Expired()) {
+      CHECK(!"the child left");
+      kill(child, SIGKILL);
+      waitpid(child, nullptr, 0);
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  stage = Stage::kMayGoOn;
+  enqueues.join();
+  gpus.engine().Leave(communicator);
 }
 
 }  // namespace
