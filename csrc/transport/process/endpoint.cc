@@ -1,6 +1,5 @@
 #include "transport/process/endpoint.h"
 
-#include <cstdio>
 #include <string>
 
 #include "platform/unix_socket.h"
@@ -10,11 +9,7 @@ namespace jax_ub {
 namespace {
 
 std::string RandomName() {
-  char text[48];
-  std::snprintf(text, sizeof(text), "jax_ub-%016llx%016llx",
-                static_cast<unsigned long long>(RandomBits()),
-                static_cast<unsigned long long>(RandomBits()));
-  return text;
+  return "jax_ub-" + std::to_string(RandomBits()) + "-" + std::to_string(RandomBits());
 }
 
 }  // namespace
