@@ -2,6 +2,9 @@
 
 #include "gemm/gemm.h"
 
+#include <cfenv>
+#include <vector>
+
 #include "check.h"
 #include "compare_gemm.h"
 #include "gemm/cpu/isa.h"
@@ -149,19 +152,38 @@ TEST(an_instruction_set_that_is_not_here_is_refused) {
                "instruction set 'mmx' is not available here; choose one of: portable");
 }
 
-TEST(subnormal_numbers_count_as_zero) {
-  const float tiny = 1e-40f;
-  const float one = 1.0f;
-  float result = 5;
+// Every element of a product of `m` rows whose operands are a and b.
+std::vector<float> ProductOf(float a, float b, int64_t m) {
+  std::vector<float> results(m, 5);
   GemmProblem problem;
-  problem.m = problem.n = problem.k = 1;
+  problem.m = m;
+  problem.n = problem.k = 1;
   auto bytes = [](const float& x) { return reinterpret_cast<const std::byte*>(&x); };
-  problem.a = {DType::kF32, {0, 1}, {0, 1}, {{bytes(tiny), 1, 1}}};
-  problem.b = {DType::kF32, {0, 1}, {0, 1}, {{bytes(one), 1, 1}}};
-  problem.c = {
-      DType::kF32, 1, {0, 1}, {0, 1}, {{reinterpret_cast<std::byte*>(&result), 1}}};
+  problem.a = {DType::kF32, {0, m}, {0, 1}, {{bytes(a), 0, 1}}};
+  problem.b = {DType::kF32, {0, 1}, {0, 1}, {{bytes(b), 1, 1}}};
+  auto* const data = reinterpret_cast<std::byte*>(results.data());
+  problem.c = {DType::kF32, 1, {0, m}, {0, 1}, {{data, 1}}};
   RunUnits(*PlanGemm(problem, 1));
-  CHECK_EQ(result, 0.0f);
+  return results;
+}
+
+TEST(subnormal_numbers_count_as_zero) {
+  for (const int64_t m : {1, 40}) {
+    for (const float result : ProductOf(1e-40f, 1.0f, m)) CHECK_EQ(result, 0.0f);
+  }
+}
+
+TEST(products_round_to_the_nearest_whatever_mode_the_thread_is_in) {
+  const float x = 1 + 0x1p-12f;  // x * x lies in the middle: 1 + 2^-11 is even
+  for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
+    for (const int64_t m : {1, 40}) {
+      std::fesetround(mode);
+      const std::vector<float> results = ProductOf(x, x, m);
+      CHECK_EQ(std::fegetround(), mode);
+      std::fesetround(FE_TONEAREST);
+      for (const float result : results) CHECK_EQ(result, 1 + 0x1p-11f);
+    }
+  }
 }
 
 }  // namespace jax_ub

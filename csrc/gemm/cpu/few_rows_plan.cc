@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
-#include "gemm/cpu/flush_subnormals.h"
+#include "gemm/cpu/arithmetic_mode.h"
 
 namespace jax_ub {
 
@@ -30,7 +30,7 @@ int64_t FewRowsPlan::num_units() const {
 }
 
 void FewRowsPlan::Run(int64_t unit, Scratch& scratch) const {
-  const FlushSubnormals flush;
+  const ArithmeticMode mode;
   const Range columns = {unit * strip_, std::min(problem_.n, (unit + 1) * strip_)};
   const int64_t sums_bytes = RoundUp(4 * problem_.m * strip_, 64);
   std::byte* sums = scratch.Reserve(sums_bytes + 4 * problem_.m * problem_.k);

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
+#include "gemm/cpu/arithmetic_mode.h"
 #include "gemm/cpu/few_rows_plan.h"
-#include "gemm/cpu/flush_subnormals.h"
 
 namespace jax_ub {
 
@@ -47,7 +47,7 @@ TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_work
 
 // Units that are neighbours in the list share columns of B, the operand that is packed.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
-  const FlushSubnormals flush;
+  const ArithmeticMode mode;
   const KernelsAtWork at_work(kernels_);
   const int64_t row = unit % num_unit_rows_ * blocking_.unit_rows;
   const int64_t column = unit / num_unit_rows_ * blocking_.unit_columns;

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "gemm/cpu/flush_subnormals.h"
+#include "gemm/cpu/arithmetic_mode.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/views.h"
 
@@ -25,7 +25,7 @@ void SumChunks(std::span<const ConstMatrix> chunks,
     columns *= rows;
     rows = 1;
   }
-  const FlushSubnormals flush;
+  const ArithmeticMode mode;
   std::vector<Summand> summands;
   summands.reserve(chunks.size());
   for (const ConstMatrix& chunk : chunks) {
