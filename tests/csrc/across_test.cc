@@ -33,6 +33,13 @@ TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}, {}); }
 TEST(EveryOpByEveryMethodIsExactWithSeveralRanksAProcess) {
   EveryOp({0, 1, 0, 1, 1}, {});
 }
+TEST(EveryOpByEveryMethodIsExactWithMoreRanksThanAGroupOnGpusHas) {
+  std::vector<int> process_of_rank(24);
+  for (size_t rank = 0; rank < process_of_rank.size(); ++rank) {
+    process_of_rank[rank] = static_cast<int>(rank % 2);
+  }
+  EveryOp(process_of_rank, {});
+}
 TEST(LargerCallsAreExact) { EveryOp({1, 0, 1}, {1, 65, 96, 70}); }
 
 }  // namespace

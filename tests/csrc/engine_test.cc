@@ -69,6 +69,19 @@ TEST(EveryOpByEveryMethodIsExact) {
   }
 }
 
+TEST(MoreRanksThanAGroupOnGpusHasAreExact) {
+  Engine& engine = NewEngine();
+  for (int num_ranks : {17, 24, 32}) {
+    for (int op = 0; op < kNumOps; ++op) {
+      for (int method = 0; method < kNumMethods; ++method) {
+        const Attributes at =
+            MakeAttributes(static_cast<Op>(op), static_cast<Method>(method), num_ranks);
+        if (HasMethod(at.op, at.method)) CheckRun(engine, at, {}, op);
+      }
+    }
+  }
+}
+
 TEST(LargerCallsThatTheCrewSharesAreExact) {
   Engine& engine = NewEngine();
   for (Method method : {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {

@@ -29,6 +29,18 @@ TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
   }
 }
 
+// Behind a call of its own only: every pair of schedules would take minutes.
+TEST(EveryScheduleIsProvenForUpToThirtyTwoRanksTwiceInARow) {
+  for (int num_ranks = kMaxRanks + 1; num_ranks <= 32; ++num_ranks) {
+    const int num_splits = 1 + num_ranks % 3;
+    ForEachSchedule(num_ranks, [&](Pattern pattern, Method method, Variant variant) {
+      const Collective ranks =
+          MakeCollective(pattern, method, num_ranks, num_splits, variant);
+      CHECK_EQ(FirstOf(CheckCalls({ranks, ranks})), "");
+    });
+  }
+}
+
 TEST(EveryNumberOfSplitsIsProven) {
   for (int num_splits = 1; num_splits <= 9; ++num_splits) {
     for (Pattern pattern : {Pattern::kAllGatherMatmul, Pattern::kMatmulReduceScatter,
