@@ -180,7 +180,11 @@ class Communicator {
   Communicator(std::shared_ptr<jax_ub::Conductor> conductor,
                std::shared_ptr<jax_ub::SharedCommunicator> ends)
       : conductor_(std::move(conductor)), ends_(std::move(ends)) {}
-  ~Communicator() { Close(); }
+  ~Communicator() {
+    // It waits for the thread that hears the peers.
+    const nb::gil_scoped_release released;
+    Close();
+  }
 
   void Close() { jax_ub::ProcessEngine().Leave(conductor_); }
   std::string name() const { return conductor_->communicator().name(); }

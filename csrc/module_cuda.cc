@@ -247,7 +247,11 @@ class HeapCommunicator {
       : communicator_(std::move(communicator)) {
     jax_ub::ProcessCudaEngine().Join(communicator_, devices);
   }
-  ~HeapCommunicator() { Close(); }
+  ~HeapCommunicator() {
+    // It waits for the devices, and for the peers: other threads of Python go on.
+    const nb::gil_scoped_release released;
+    Close();
+  }
 
   void Close() { jax_ub::ProcessCudaEngine().Leave(communicator_); }
   std::string name() const { return communicator_->name(); }

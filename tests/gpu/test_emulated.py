@@ -108,3 +108,45 @@ def test_processes_share_a_gpu():
     program = (HERE / "ranks.py", "--share-gpu", "--rounds", 1, "--dtypes", 1)
     printed = run(*launch, *program, gpus=1, flags=CAPTURED)
     assert "all right: 2 ranks on Emulated GPU" in printed
+
+
+# Ranks of two processes, as far as they know. Whoever closes waits for the other one.
+DROPS_ONE = """
+import threading, time
+from jax_ub import _cuda
+
+ends = [_cuda.endpoint([rank], 65536, "here") for rank in range(2)]
+held = {}
+
+def connect(rank):
+    peer = 1 - rank
+    held[rank] = _cuda.connect(
+        ends[rank], name="tp", devices=[2 * rank, 2 * rank + 1], processes=[0, 1],
+        process=rank, addresses={peer: ends[peer].address},
+        tokens={peer: ends[peer].token}, offers={peer: ends[peer].offer}, timeout_s=20)
+
+def drop():
+    begins.set()
+    del held[0]
+    events.append("dropped")
+
+def at_once(*functions):
+    threads = [threading.Thread(target=one) for one in functions]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+
+def close():
+    begins.wait()
+    time.sleep(0.5)  # the other one is in its destructor
+    events.append("closes")
+    held[1].close()
+
+begins, events = threading.Event(), []
+at_once(lambda: connect(0), lambda: connect(1))
+at_once(drop, close)
+print(events)
+"""
+
+
+def test_a_communicator_that_is_dropped_lets_other_threads_go_on():
+    assert run("-c", DROPS_ONE, gpus=2, flags="") == "['closes', 'dropped']\n"
