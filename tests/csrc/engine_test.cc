@@ -236,6 +236,13 @@ TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
                          "reached (ulimit -u, or pids.max of the container)?"));
       CHECK_EQ(outcomes[1].Wait(), text);
       outcomes[2].Wait();  // it has all that it needs of the others
+      // What direct does are jobs, which wait for nothing.
+      CallSite direct(MakeAttributes(op, Method::kDirect, 3));
+      for (int rank = 0; rank < 3; ++rank) {
+        outcomes[rank] = Submit(engine, direct, 3, 100 + rank, calls[rank]);
+      }
+      for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+      CHECK_EQ(NumWrong(direct.attributes(), calls), 0);
     }
     CHECK_EQ(engine.counters().slot_bytes, 0);
     engine.board().set_timeout_s(kLongS);
