@@ -199,7 +199,7 @@ def on_shards(
     )(*map(functools.partial(_place, mesh), operands, in_specs))
 
 
-# The functions that communicate forward, and round once to the dtype asked for.
+# The functions that communicate forward.
 _FUSED: dict[tuple[str | None, bool], Callable] = {
     ("column", True): all_gather_matmul,
     ("row", True): matmul_reduce_scatter,
@@ -215,16 +215,13 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
         "method": placement.method,
         "ub_name": placement.ub_name,
     }
-    if parallel == "row":
+    if residual is not None:
         options["residual"] = residual
-    fused = _FUSED.get((parallel, sequence_parallel))
+    fused = _FUSED.get((parallel, sequence_parallel), whole_rows)
 
     def multiply(w, bias, main_grad):
-        given = {"main_grad": main_grad, **options}
-        if fused is not None:
-            return fused(x, w, bias=bias, out_dtype=out_dtype, **given)
-        y = whole_rows(x, w, bias=bias, **given)
-        return y if out_dtype is None else y.astype(out_dtype)
+        given = {"main_grad": main_grad, "out_dtype": out_dtype, **options}
+        return fused(x, w, bias=bias, **given)
 
     if isinstance(kernel, tuple) and fused is not all_gather_matmul:
         none = (None,) * len(kernel)  # nothing is gathered that they could share

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import (
@@ -131,17 +132,19 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
         )
 
 
-def whole_rows(
+def whole_rows(  # noqa: PLR0913, those of the functions that communicate
     x: jax.Array,
     w: jax.Array,
     *,
     axis_name: str | tuple[str, ...] | None,
     bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
     ub_name: str | None = None,
     method: Method | str | None = None,
+    out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
 ) -> jax.Array:
-    """`linear` for layers whose own argument is `bias`, where it gathers nothing.
+    """`linear` where it gathers nothing, with what the fused functions add and round.
 
     Args:
         x: activations, `[..., M, K]`, with all features.
@@ -149,8 +152,10 @@ def whole_rows(
         axis_name: the mesh axis, of size P, that those are sharded over; None for all
             columns on this rank.
         bias: `[N/P]`.
+        residual: what is added to the result before it is rounded, `[..., M, N/P]`.
         ub_name: as of `linear`.
         method: as of `linear`.
+        out_dtype: dtype of the result; None is that of `x`.
         main_grad: as of `linear`.
 
     Returns:
@@ -162,7 +167,8 @@ def whole_rows(
         UnsupportedOverlapError: as `linear`.
     """
     site = _open_whole_rows(axis_name, ub_name, method)
-    return _whole_rows_at(site, x, w, bias=bias, main_grad=main_grad)
+    given = {"bias": bias, "main_grad": main_grad, "residual": residual}
+    return _whole_rows_at(site, x, w, out_dtype=out_dtype, **given)
 
 
 def _open_whole_rows(axis_name, ub_name, method):
@@ -171,23 +177,23 @@ def _open_whole_rows(axis_name, ub_name, method):
     return open_site(OP, axis_name, ub_name, method)
 
 
-def _whole_rows_at(site, x, w, *, bias, main_grad):
+def _whole_rows_at(site, x, w, *, bias, main_grad, residual=None, out_dtype=None):
     kernel = site.kernel(w)
     shapes.check_operands(site.label, x, kernel)
     sharded = "out" if site.axis_name else ""
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
-    shapes.check_addends(
-        site.label, bias, None, (kernel.shape[1],), bias_name=site.bias_name
-    )
-    site = site.with_dtypes(x.dtype, x.dtype)
-    axes = site.axes(x, w, bias, main_grad)
+    result = (*x.shape[:-1], kernel.shape[1])
+    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
+    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
+    site = site.with_dtypes(x.dtype, out_dtype)
+    axes = site.axes(x, w, bias, residual, main_grad)
     main_grad = accumulators.prepare(site.label, main_grad, w, axes)
     own = frozenset(site.axis_name)
     is_replicated = site.is_tracked and not own & varying.axes_of(x)
     x = promote(x, axes - own if is_replicated else axes)
-    w, bias = promote((w, bias), axes)
+    w, bias, residual = promote((w, bias, residual), axes)
     product = _replicated if is_replicated else _local
-    return product(site, x, w, bias, None, main_grad)
+    return product(site, x, w, bias, residual, main_grad)
 
 
 def _forward(site, x, w, bias, residual):

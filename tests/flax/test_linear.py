@@ -304,15 +304,32 @@ def test_computes_in_the_dtype_of_the_layer():
         model = Linear(16, 32, parallel="row", **options)
         y = nnx.jit(lambda model, x: model(x))(model, x)
         gradients = nnx.jit(nnx.grad(loss))(model, x)
-        options["preferred_element_type"] = jnp.float32
-        wide = nnx.jit(lambda model, x: model(x))(
-            Linear(16, 32, parallel="row", **options), x
-        )
-    assert (y.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
+    assert y.dtype == jnp.bfloat16
     assert model.kernel.dtype == gradients.kernel.dtype == jnp.float32
     expected = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x)
     assert_trees_close(y, expected, atol=0.05, rtol=0.02)
-    assert_trees_close(wide.astype(jnp.bfloat16).shape, expected.shape)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_the_sum_is_rounded_once_to_the_dtype_of_the_result(
+    parallel, sequence_parallel
+):
+    x = normal(0, (4, 8, 16))
+    options = {
+        "dtype": jnp.bfloat16,
+        "preferred_element_type": jnp.float32,
+    }
+    flax = nnx.Linear(16, 32, rngs=nnx.Rngs(0), **options)
+    options |= {"parallel": parallel, "sequence_parallel": sequence_parallel}
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = Linear(16, 32, rngs=nnx.Rngs(0), **options)
+        gradients = nnx.jit(nnx.grad(loss))(model, x)
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+    assert y.dtype == jnp.float32
+    assert_trees_close(y, flax(x))
+    expected = nnx.to_pure_dict(nnx.grad(loss)(flax, x))
+    assert_trees_close(nnx.to_pure_dict(gradients), expected, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize(("data_axes", "lead"), [((), None), ("dp", "dp")])
