@@ -112,7 +112,7 @@ class CoreAttention:
             positions = _fitted("positions", positions, (*lead, num_tokens))
         operands = (q, k, v, mask, positions, dropout_key)
         mesh = None if self.placement.is_local() else self.placement.find_mesh(q)
-        if mesh is None:
+        if mesh is None or shapes.has_symbolic_sizes(q):
             return self.attend(varying_axes(q), *operands)
         return _on_mesh(self, mesh, *operands)
 

@@ -9,10 +9,8 @@ from jax.sharding import Mesh
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.methods import Method
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear, why_uneven
-from jax_ub.runtime import settings
 from jax_ub.shapes import FLOATS, has_symbolic_sizes
 
 
@@ -137,15 +135,9 @@ class DotGeneral:
                 "arrays."
             )
         mesh = placement.find_mesh(rhs, lhs)
-        chosen = methods.resolve(placement.op, placement.method, settings.method())
-        may_fall_back = chosen in (Method.AUTO, Method.XLA)
+        may_fall_back = placement.may_fall_back() and not has_symbolic_sizes(lhs)
         if reason is None and mesh is not None and may_fall_back:
             placement.axis_size(mesh)
-            if has_symbolic_sizes(lhs):
-                return (
-                    f"x {lhs.shape} is exported with symbolic sizes, which jax cannot "
-                    "find inside jax.shard_map; export it once for each size"
-                )
             tokens = lhs.shape[: lhs.ndim - num_in] or (1,)
             return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
         return reason

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.methods import Method
+from jax_ub.runtime import settings
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -142,6 +144,11 @@ class Placement:
     def whole(self) -> "Placement":
         """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
         return dataclasses.replace(self, parallel=None, data_axes=None, method="xla")
+
+    def may_fall_back(self) -> bool:
+        """Whether the layer may become plain JAX: nobody named a method of its own."""
+        chosen = methods.resolve(self.op, self.method, settings.method())
+        return chosen in (Method.AUTO, Method.XLA)
 
     def is_local(self) -> bool:
         """Whether the arrays at hand are one rank's: the axis, or all, are manual."""

@@ -27,7 +27,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub import methods
+from jax_ub.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+)
 from jax_ub.retrofit.placement import AnyMesh, Placement
 from jax_ub.rules import main_grads
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
@@ -35,6 +41,7 @@ from jax_ub.rules.linear import whole_rows
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.runtime import overlaps
+from jax_ub.shapes import has_symbolic_sizes
 
 
 def sharded_linear(
@@ -69,6 +76,8 @@ def sharded_linear(
         ShapeContractError: if no mesh is known, or the arrays do not divide into its
             ranks or do not fit each other.
         UnknownNameError: if the mesh lacks an axis.
+        UnsupportedOverlapError: if the sizes of x are symbolic, and the mesh is
+            explicit or a method was named.
     """
     if x.ndim == 1:
         call = functools.partial(sharded_linear, placement, x[None], kernel, bias)
@@ -94,11 +103,12 @@ def sharded_linear(
             "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
             f"over {placement.axis_name!r}."
         )
-    if placement.parallel is None:
-        placement = _plain(placement, mesh, x.shape)
     for each in kernels:
         placement.check_features(each.shape, mesh)
         placement.check_kernel_spec(jax.typeof(each).sharding.spec)
+    if has_symbolic_sizes(x):
+        return _on_no_mesh(placement, mesh, out_dtype, *operands)
+    placement = _leave_whole(placement, mesh, x.shape)
     reason = why_uneven(placement, mesh, x.shape)
     if reason is not None:
         raise ShapeContractError(f"{placement.op}: {reason}")
@@ -120,8 +130,10 @@ def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(y, out_sharding)
 
 
-def _plain(placement, mesh, x_shape):
+def _leave_whole(placement, mesh, x_shape):
     """Leaves tokens whole where a layer that is not parallel cannot have them split."""
+    if placement.parallel is not None:
+        return placement
     splits = placement.axis_name in mesh.shape
     if splits and why_uneven(placement, mesh, x_shape) is None:
         return placement
@@ -150,6 +162,22 @@ def why_uneven(
             "data_axes, or data_axes=()."
         )
     return None
+
+
+def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
+    """Leaves an exported program of any size to XLA, which lays it out."""
+    where, other = "inside jax.shard_map", "leave out the method"
+    is_explicit = bool(_explicit_axes(mesh))
+    if is_explicit:
+        where, other = "on an explicit mesh", "use a mesh of automatic axes"
+    reason = (
+        f"x {x.shape} is exported with symbolic sizes, which jax cannot find {where}; "
+        "export it once for each size"
+    )
+    if is_explicit or not placement.may_fall_back():
+        raise UnsupportedOverlapError(f"{placement.op}: {reason}, or {other}.")
+    with methods.falling_back(placement.op, reason):
+        return _multiply(placement.whole(), out_dtype, x, *operands)
 
 
 # One program where nothing around the layer is compiled; otherwise without effect.

@@ -1,0 +1,100 @@
+"""Layers in programs of `jax.export` that hold for any number of sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import assert_trees_close, mesh_of
+from operands import normal
+
+import jax_ub as ub
+from jax_ub.flax import Linear, TransformerLayer, linen
+
+refused = functools.partial(pytest.raises, ub.errors.UnsupportedOverlapError)
+
+
+def exported(run, operands, sizes="batch, 8, 16"):
+    """Compiles what `run` is exported as for x of symbolic sizes, and calls it."""
+    *others, x = operands
+    shape = jax.export.symbolic_shape(sizes)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), others
+    )
+    program = jax.export.export(jax.jit(run), disabled_checks=ub.export_safety_checks)(
+        *shapes, jax.ShapeDtypeStruct(shape, x.dtype)
+    )
+    assert "@jax_ub$" not in program.mlir_module()
+    assert "is exported with symbolic sizes" in ub.fallbacks()[-1].reason
+    return jax.jit(program.call)(*others, np.asarray(x))
+
+
+def of_state(model):
+    """A function of a model's state and of inputs, and that state."""
+    graph, state = nnx.split(model)
+    return lambda state, x: nnx.merge(graph, state)(x), state
+
+
+@pytest.mark.parametrize("parallel", ["column", "row", None])
+@pytest.mark.parametrize("sizes", ["batch, 8, 16", "batch, tokens, 16"])
+def test_a_layer_is_exported_for_any_size(parallel, sizes):
+    x, flax = normal(0, (4, 8, 16)), nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
+        model.bias[...] += 1
+        run, state = of_state(model)
+        y = exported(run, (state, x), sizes)
+    assert_trees_close(y, flax(x) + 1)
+
+
+def test_gradients_are_exported_and_main_grads_accumulate():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(16, 16, parallel="row", main_grad=True, rngs=nnx.Rngs(0))
+        model.main_grad[...] += 1
+        apply, state = of_state(model)
+
+        def gradients(state, x):
+            def loss(state):
+                graph = nnx.graphdef(model)
+                return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, residual=x)))
+
+            return jax.grad(loss)(state)
+
+        found = exported(gradients, (state, x))
+        expected = jax.jit(gradients)(state, x)
+    assert_trees_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}])
+def test_a_transformer_layer_is_exported_for_any_batch(options):
+    x = normal(0, (4, 8, 16))
+    options = {"rotary_base": 1e4, "activation": "swiglu", **options}
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0), **options)
+        run, state = of_state(model)
+        found, expected = exported(run, (state, x)), jax.jit(run)(state, x)
+        assert_trees_close(found, expected, atol=1e-4)
+
+        module = linen.TransformerLayer(16, 32, 4, **options)
+        params = module.init(jax.random.key(0), x)
+        found = exported(module.apply, (params, x))
+        assert_trees_close(found, jax.jit(module.apply)(params, x), atol=1e-4)
+
+
+def test_a_named_method_and_an_explicit_mesh_are_refused():
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2)):
+        named = Linear(16, 16, parallel="row", method="direct", rngs=nnx.Rngs(0))
+        run, state = of_state(named)
+        with refused(match="row.*symbolic sizes.*shard_map; export.*out the method."):
+            exported(run, (state, x))
+    with jax.set_mesh(mesh_of(2, 2, "explicit")):
+        run, state = of_state(Linear(16, 16, parallel="row", rngs=nnx.Rngs(0)))
+        with refused(
+            match=r"row.*x \(batch, 8, 16\) is exported with symbolic sizes, which jax "
+            "cannot find on an explicit mesh; export it once for each size, or use"
+        ):
+            exported(run, (state, x))
