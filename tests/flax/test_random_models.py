@@ -1,0 +1,200 @@
+"""Random models of Flax: values, dtypes and every gradient, ours against its own."""
+
+import functools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_linen
+import random_nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from random_models import draw
+
+import jax_ub as ub
+
+
+def loss_of(apply):
+    """A loss whose gradient differs at every element, and the result beside it."""
+
+    def loss(params, x):
+        y = apply(params, x)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    return loss
+
+
+def gradients(apply, params, x):
+    has_gradient = jnp.issubdtype(x.dtype, jnp.floating)
+    argnums = (0, 1) if has_gradient else (0,)
+    return jax.value_and_grad(loss_of(apply), argnums, has_aux=True)(params, x)
+
+
+# What is done with a model, given as apply(params, x): all return a tree of arrays.
+
+
+def compiled(apply, params, x, pick=None):
+    return jax.jit(functools.partial(gradients, apply))(params, x)
+
+
+def eager(apply, params, x, pick):
+    return gradients(apply, params, x)
+
+
+def rematerialized(apply, params, x, pick):
+    policy = pick.choice((None, jax.checkpoint_policies.dots_saveable))
+    return compiled(jax.checkpoint(apply, policy=policy), params, x)
+
+
+def mapped(apply, params, x, pick):
+    return compiled(jax.vmap(apply, in_axes=(None, 0)), params, microbatches(x))
+
+
+def ensemble(apply, params, x, pick):
+    params = jax.tree.map(lambda a: jnp.stack([a, -a, a]), params)
+    return compiled(jax.vmap(apply), params, microbatches(x))
+
+
+def accumulated(apply, params, x, pick):
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params, sums, xs):
+        def add(sums, x):
+            (_, y), (grads, *_) = gradients(apply, params, x)
+            return jax.tree.map(jnp.add, sums, grads), y
+
+        return jax.lax.scan(add, sums, xs)
+
+    return run(params, jax.tree.map(jnp.zeros_like, params), microbatches(x))
+
+
+def scanned(apply, params, x, pick):
+    """The model once for every other parameters, of which each is rematerialized."""
+
+    def run(stacked, x):
+        step = jax.checkpoint(lambda total, own: (total, apply(own, x)))
+        return jax.lax.scan(step, 0, stacked)[1]
+
+    stacked = jax.tree.map(lambda a: jnp.stack([a, -a]), params)
+    return compiled(run, stacked, x)
+
+
+def frozen(apply, params, x, pick):
+    """Gradients of some parameters only, and none of x."""
+    leaves, tree = jax.tree.flatten(params)
+    learned = pick.sample(range(len(leaves)), -(-len(leaves) // 3))
+
+    def loss(values, x):
+        given = dict(zip(learned, values, strict=True))
+        both = tree.unflatten(given.get(i, leaf) for i, leaf in enumerate(leaves))
+        return loss_of(apply)(both, x)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return run([leaves[i] for i in learned], x)
+
+
+def trained(apply, params, x, pick):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params, x):
+        (_, y), (grads, *_) = gradients(apply, params, x)
+        move = lambda a, g: a - (1e-3 * g).astype(a.dtype)  # noqa: E731
+        return jax.tree.map(move, params, grads), y
+
+    params = jax.tree.map(jnp.copy, params)
+    for _ in range(2):
+        params, y = step(params, x)
+    return params, y
+
+
+def exported(apply, params, x, pick):
+    leaves, tree = jax.tree.flatten(params)
+
+    @jax.jit
+    def run(leaves, x):  # lists, as the trees of nnx cannot be serialized
+        return jax.tree.leaves(gradients(apply, tree.unflatten(leaves), x))
+
+    program = jax.export.export(run, disabled_checks=ub.export_safety_checks)(leaves, x)
+    loaded = jax.export.deserialize(program.serialize())
+    return jax.jit(loaded.call)(leaves, x)
+
+
+DEEDS = (
+    *(compiled, eager, rematerialized, mapped, ensemble, accumulated, scanned, frozen),
+    *(trained, exported),
+)
+
+
+def microbatches(x):
+    return jnp.stack([x, jnp.flip(x, -1), x])
+
+
+def values(params, seed, mesh=None):
+    """Random values of abstract parameters, on a mesh as these are laid out."""
+    noise = np.random.default_rng(seed)
+
+    def value(a):
+        scale = 0.5 / math.sqrt(a.shape[0]) if a.ndim > 1 else 0.5
+        value = (scale * noise.standard_normal(a.shape)).astype(a.dtype)
+        if mesh is None:
+            return jnp.asarray(value)
+        spec = P() if a.sharding is None else a.sharding.spec
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    return jax.tree.map(value, params)
+
+
+def placed(x, drawn, pick):
+    """Puts activations anywhere on the mesh where their sizes divide."""
+    spec = [None] * x.ndim
+    # An explicit mesh looks up no embeddings of numbers that lie apart.
+    for axis_name in drawn.axes if drawn.begins == "inputs" else ():
+        dim = pick.randrange(x.ndim)
+        if spec[dim] is None and x.shape[dim] % drawn.axes[axis_name] == 0:
+            spec[dim] = axis_name
+    return jax.device_put(np.asarray(x), NamedSharding(drawn.mesh, P(*spec)))
+
+
+def check(seed):
+    drawn = draw(seed)
+    deed = random.Random(-seed - 1).choice(DEEDS)
+    library = random_linen if drawn.is_linen else random_nnx
+    plain, own, params, own_params = library.models(drawn)
+    x = drawn.inputs(seed)
+    expected = deed(plain, values(params, seed), x, random.Random(seed))
+    with jax.set_mesh(drawn.mesh):
+        own_params = values(own_params, seed, drawn.mesh)
+        x = placed(x, drawn, random.Random(seed))
+        found = deed(own, own_params, x, random.Random(seed))
+    dtypes = (drawn.x_dtype, *drawn.dtypes.values())
+    eps = float(jnp.finfo("bfloat16" if jnp.bfloat16 in dtypes else "float32").eps)
+    assert_close(found, expected, eps)
+
+
+def assert_close(found, expected, eps):
+    """Asks for the same trees and dtypes, and roundings of every array's size.
+
+    What a sum of sines has canceled is no smaller than its addends' roundings.
+    """
+    named = (dict(jax.tree.leaves_with_path(tree)) for tree in (found, expected))
+    found, expected = (
+        {jax.tree_util.keystr(k): v for k, v in n.items()} for n in named
+    )
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert found[name].dtype == wanted.dtype, name
+        a, b = (np.asarray(each, np.float32) for each in (found[name], wanted))
+        size = np.linalg.norm(b) + b.size**0.5
+        assert np.linalg.norm(a - b) <= 16 * eps * size, name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_model_computes_and_learns_what_flax_s_own_does(seed):
+    check(seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(5, 200))
+def test_any_other_model_does_so_too(seed):
+    check(seed)

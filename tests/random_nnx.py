@@ -1,0 +1,186 @@
+"""Drawn models of nnx: of Flax's own layers, or of ours."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from random_models import HEAD_DIM, SINGLE, VOCABULARY, Drawn
+
+import jax_ub as ub
+from jax_ub import flax as ours
+
+
+class Make:
+    """Makes the layers of a model, Flax's own."""
+
+    def __init__(self, drawn: Drawn):
+        self.drawn = drawn
+        self.options = {"rngs": nnx.Rngs(0), **drawn.plain}
+
+    def linear(self, ins, outs, parallel):
+        return nnx.Linear(ins, outs, **self.options)
+
+    def norm(self):
+        rngs = self.options["rngs"]
+        return nnx.LayerNorm(self.drawn.hidden, rngs=rngs, **self.drawn.dtypes)
+
+    def attention(self):
+        return nnx.MultiHeadAttention(*self._heads(), decode=False, **self.options)
+
+    def _heads(self):
+        d = self.drawn
+        return d.heads, d.hidden, d.heads * HEAD_DIM, d.hidden, d.kv_heads
+
+    def mlp(self):
+        return MLP(self, norm=True)
+
+    def layer(self):
+        return Layer(self)
+
+    def normed_head(self):
+        return NormedLinear(self)
+
+
+class MakeOurs(Make):
+    """Makes ours."""
+
+    def __init__(self, drawn: Drawn):
+        super().__init__(drawn)
+        self.options |= drawn.overlap
+
+    def linear(self, ins, outs, parallel):
+        return ours.Linear(ins, outs, parallel=parallel, **self.options)
+
+    def attention(self):
+        return ours.MultiHeadAttention(*self._heads(), **self.options)
+
+    def mlp(self):
+        sizes = self.drawn.hidden, self.drawn.inner
+        return ours.LayerNormMLP(*sizes, activation="swiglu", **self.options)
+
+    def layer(self):
+        d = self.drawn
+        return ours.TransformerLayer(
+            d.hidden,
+            d.inner,
+            d.heads,
+            num_gqa_groups=d.kv_heads,
+            kv_channels=HEAD_DIM,
+            is_causal=False,
+            activation="swiglu",
+            **self.options,
+        )
+
+    def normed_head(self):
+        sizes = self.drawn.hidden, self.drawn.num_outs
+        return ours.LayerNormLinear(*sizes, parallel="column", **self.options)
+
+
+class MLP(nnx.Module):
+    """`LayerNormMLP`, or a pair of layers with what went in."""
+
+    def __init__(self, make, *, norm=False, gated=True):
+        d = make.drawn
+        self.norm = make.norm() if norm else nnx.data(None)
+        self.fc1 = make.linear(d.hidden, d.inner, "column")
+        self.gate = nnx.data(None)
+        if gated:
+            self.gate = make.linear(d.hidden, d.inner, "column")
+        self.fc2 = make.linear(d.inner, d.hidden, "row")
+
+    def __call__(self, x):
+        normed = x if self.norm is None else self.norm(x)
+        h = self.fc1(normed)
+        h = jnp.tanh(h) if self.gate is None else jax.nn.silu(self.gate(normed)) * h
+        return x + self.fc2(h) if self.norm is None else self.fc2(h)
+
+
+class Layer(nnx.Module):
+    """`TransformerLayer`."""
+
+    def __init__(self, make):
+        self.attention_norm, self.attention = make.norm(), make.attention()
+        self.mlp = make.mlp()
+
+    def __call__(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(x)
+
+
+class NormedLinear(nnx.Module):
+    """`LayerNormLinear`."""
+
+    def __init__(self, make):
+        self.norm = make.norm()
+        self.linear = make.linear(make.drawn.hidden, make.drawn.num_outs, "column")
+
+    def __call__(self, x):
+        return self.linear(self.norm(x))
+
+
+class Model(nnx.Module):
+    """Blocks, between an embedding and a head where they were drawn."""
+
+    def __init__(self, make: Make):
+        d = make.drawn
+        self.drawn = d
+        self.blocks = nnx.List([_block(make, kind) for kind in d.kinds])
+        self.embed = self.head = nnx.data(None)
+        if d.begins == "embedding":
+            rngs = make.options["rngs"]
+            self.embed = nnx.Embed(VOCABULARY, d.hidden, rngs=rngs, **d.dtypes)
+        if d.ends == "head":
+            self.head = make.linear(d.hidden, d.num_outs, "column")
+        if d.ends == "normed head":
+            self.head = make.normed_head()
+
+    def __call__(self, x):
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks:
+            x = self.drawn.settled(block(x))
+        if self.drawn.ends == "tied":
+            return self.embed.attend(x)
+        return x if self.head is None else self.head(x)
+
+
+def _block(make, kind):
+    if kind in SINGLE:
+        return make.linear(*(make.drawn.hidden,) * 2, SINGLE[kind])
+    if kind in ("pair", "gated"):
+        return MLP(make, gated=kind == "gated")
+    return getattr(make, kind)()
+
+
+RULES = {
+    r".*\.(fc1|gate|query|key|value)|head(\.linear)?": "column",
+    r".*\.(fc2|out)": "row",
+}
+
+
+def models(drawn: Drawn):
+    """Functions (state, x) -> y of the plain model and of ours, and their states.
+
+    States have no values yet; they are alike but for their layouts.
+    """
+    plain = nnx.eval_shape(lambda: Model(Make(drawn)))
+    with jax.set_mesh(drawn.mesh):
+        if drawn.api == "nnx":
+            model = nnx.eval_shape(lambda: Model(MakeOurs(drawn)))
+        else:
+            model = _overlapped(nnx.eval_shape(lambda: Model(Make(drawn))), drawn)
+    (graph, state), (own_graph, own_state) = map(nnx.split, (plain, model))
+    return (
+        lambda state, x: nnx.merge(graph, state)(x),
+        lambda state, x: nnx.merge(own_graph, state)(x),
+        state,
+        own_state,
+    )
+
+
+def _overlapped(model, drawn):
+    single = {f"blocks.{i}": SINGLE.get(kind) for i, kind in enumerate(drawn.kinds)}
+    rules = {path: kind for path, kind in single.items() if kind is not None}
+    has = {"column": drawn.ends in ("head", "normed head"), "row": False}
+    if set(drawn.kinds) - set(SINGLE):
+        has = {"column": True, "row": True}
+    rules |= {pattern: kind for pattern, kind in RULES.items() if has[kind]}
+    return ub.overlap(model, rules, **drawn.overlap) if rules else model
