@@ -93,6 +93,8 @@ def draw(seed: int) -> Drawn:
     heads = num_ranks * one_of((1, 2))
     made_of = KINDS if api in ("nnx", "linen") else RETROFITTED
     types = one_of(tuple(TYPES))
+    # linen's attention has none, and JAX's not on explicit axes of one rank.
+    has_groups = api == "nnx" or (api == "overlap" and num_ranks > 1)
     if types == "explicit" and not lead and made_of is RETROFITTED:
         # Flax's attention contracts tokens, which lie over the data axes then.
         made_of = RETROFITTED[:-1]
@@ -108,9 +110,7 @@ def draw(seed: int) -> Drawn:
         hidden=num_ranks * one_of((4, 6)),
         inner=num_ranks * one_of((1, 3, 8)),
         heads=heads,
-        kv_heads=heads
-        if api in ("linen", "dot_general")
-        else one_of((num_ranks, heads)),
+        kv_heads=one_of((num_ranks, heads)) if has_groups else heads,
         x_dtype=one_of((jnp.float32, jnp.float32, jnp.bfloat16)),
         plain={
             "use_bias": one_of((True, False)),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import sharded_linear
+from jax_ub.retrofit.sharded_linear import sharded_linear, split_features
 from jax_ub.rules import main_grads as accumulators
 
 
@@ -77,7 +77,7 @@ def multiply_together(
         out_dtype=out_dtype,
     )
     each = zip(ys, kernels, strict=True)
-    results = tuple(y.reshape(*y.shape[:-1], *w.shape[num_in:]) for y, w in each)
+    results = tuple(split_features(y, w.shape[num_in:]) for y, w in each)
     if residual is None or addend is not None:
         return results
     return tuple(_add(y, residual) for y in results)

@@ -10,7 +10,12 @@ from jax.sharding import Mesh
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.retrofit.placement import Placement, resolve_kind
-from jax_ub.retrofit.sharded_linear import lay_out, sharded_linear, why_uneven
+from jax_ub.retrofit.sharded_linear import (
+    lay_out,
+    sharded_linear,
+    split_features,
+    why_uneven,
+)
 from jax_ub.shapes import FLOATS, has_symbolic_sizes
 
 
@@ -149,7 +154,7 @@ class DotGeneral:
         kernel = rhs.reshape(math.prod(rhs.shape[:num_in]), math.prod(outs))
         x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], kernel.shape[0])
         y = sharded_linear(self.placement, x, kernel, out_dtype=out_dtype)
-        return y.reshape(*y.shape[:-1], *outs)
+        return split_features(y, outs)
 
 
 def _dense_rank(lhs, rhs, dimension_numbers):

@@ -130,6 +130,16 @@ def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(y, out_sharding)
 
 
+def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Makes several dimensions of the last one, of which the first lies as that did."""
+    shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return y.reshape(shape)
+    # Of a first one of size 1, jax would shard another.
+    spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
+    return jax.lax.reshape(y, shape, out_sharding=spec)
+
+
 def _leave_whole(placement, mesh, x_shape):
     """Leaves tokens whole where a layer that is not parallel cannot have them split."""
     if placement.parallel is not None:

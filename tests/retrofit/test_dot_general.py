@@ -15,6 +15,7 @@ from programs import calls, compiled_text
 
 import jax_ub as ub
 from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
+from jax_ub.flax import Linear
 
 DENSE = (((2,), (0,)), ((), ()))
 
@@ -71,6 +72,17 @@ def test_several_dimensions_are_contracted_as_one():
         program = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))
         assert calls(compiled_text(program, x, w)) == {"all_gather_matmul": 1}
         y = program(x, w)
+    assert_trees_close(y, lax.dot_general(x, w, dims))
+
+
+def test_one_head_of_one_rank_lies_on_the_axis_of_heads():
+    x, w = normal(0, (4, 8, 16)), normal(1, (16, 1, 8))
+    dims = (((2,), (0,)), ((), ()))
+    with jax.set_mesh(mesh_of(2, 1, "explicit")):
+        y = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))(x, w)
+        layer = Linear(16, (1, 8), parallel="column", rngs=nnx.Rngs(0))
+        of_layer = jax.eval_shape(layer, x)
+    assert y.sharding.spec == of_layer.sharding.spec == P("dp", None, "tp", None)
     assert_trees_close(y, lax.dot_general(x, w, dims))
 
 
