@@ -110,7 +110,7 @@ class MLP(nn.Module):
         else:
             h = jnp.tanh(h)
         y = make.linear(d.hidden, "row", "fc2")(h)
-        return y if self.norm else x + y
+        return y if self.norm else x + d.settled(y)
 
 
 class Layer(nn.Module):

@@ -69,7 +69,7 @@ class Drawn:
         return jnp.asarray(noise.standard_normal((*shape, self.hidden)), self.x_dtype)
 
     def settled(self, x: jax.Array) -> jax.Array:
-        """Puts x between two blocks: an explicit mesh adds nothing that lies apart."""
+        """Gathers what a block made: an explicit mesh adds nothing that lies apart."""
         spec = jax.typeof(x).sharding.spec
         return jax.sharding.reshard(x, P()) if any(spec) else x
 
@@ -95,8 +95,9 @@ def draw(seed: int) -> Drawn:
     types = one_of(tuple(TYPES))
     # linen's attention has none, and JAX's not on explicit axes of one rank.
     has_groups = api == "nnx" or (api == "overlap" and num_ranks > 1)
-    if types == "explicit" and not lead and made_of is RETROFITTED:
-        # Flax's attention contracts tokens, which lie over the data axes then.
+    if types == "explicit" and math.prod(lead) == 1 and made_of is RETROFITTED:
+        # Flax's attention contracts tokens, which lie over the data axes without a
+        # leading axis; and JAX 0.12's takes no single sequence that lies on one.
         made_of = RETROFITTED[:-1]
     return Drawn(
         api=api,

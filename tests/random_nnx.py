@@ -80,6 +80,7 @@ class MLP(nnx.Module):
 
     def __init__(self, make, *, norm=False, gated=True):
         d = make.drawn
+        self.drawn = d
         self.norm = make.norm() if norm else nnx.data(None)
         self.fc1 = make.linear(d.hidden, d.inner, "column")
         self.gate = nnx.data(None)
@@ -91,7 +92,8 @@ class MLP(nnx.Module):
         normed = x if self.norm is None else self.norm(x)
         h = self.fc1(normed)
         h = jnp.tanh(h) if self.gate is None else jax.nn.silu(self.gate(normed)) * h
-        return x + self.fc2(h) if self.norm is None else self.fc2(h)
+        y = self.fc2(h)
+        return x + self.drawn.settled(y) if self.norm is None else y
 
 
 class Layer(nnx.Module):
