@@ -30,7 +30,8 @@ def loss_of(apply):
 def gradients(apply, params, x):
     has_gradient = jnp.issubdtype(x.dtype, jnp.floating)
     argnums = (0, 1) if has_gradient else (0,)
-    return jax.value_and_grad(loss_of(apply), argnums, has_aux=True)(params, x)
+    grads, y = jax.grad(loss_of(apply), argnums, has_aux=True)(params, x)
+    return y, grads
 
 
 # What is done with a model, given as apply(params, x): all return a tree of arrays.
@@ -62,7 +63,7 @@ def accumulated(apply, params, x, pick):
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params, sums, xs):
         def add(sums, x):
-            (_, y), (grads, *_) = gradients(apply, params, x)
+            y, (grads, *_) = gradients(apply, params, x)
             return jax.tree.map(jnp.add, sums, grads), y
 
         return jax.lax.scan(add, sums, xs)
@@ -91,14 +92,14 @@ def frozen(apply, params, x, pick):
         both = tree.unflatten(given.get(i, leaf) for i, leaf in enumerate(leaves))
         return loss_of(apply)(both, x)
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    run = jax.jit(jax.grad(loss, has_aux=True))
     return run([leaves[i] for i in learned], x)
 
 
 def trained(apply, params, x, pick):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params, x):
-        (_, y), (grads, *_) = gradients(apply, params, x)
+        y, (grads, *_) = gradients(apply, params, x)
         move = lambda a, g: a - (1e-3 * g).astype(a.dtype)  # noqa: E731
         return jax.tree.map(move, params, grads), y
 
@@ -173,10 +174,7 @@ def check(seed):
 
 
 def assert_close(found, expected, eps):
-    """Asks for the same trees and dtypes, and roundings of every array's size.
-
-    What a sum of sines has canceled is no smaller than its addends' roundings.
-    """
+    """Asks for the same trees and dtypes, and roundings of every array's size."""
     named = (dict(jax.tree.leaves_with_path(tree)) for tree in (found, expected))
     found, expected = (
         {jax.tree_util.keystr(k): v for k, v in n.items()} for n in named
