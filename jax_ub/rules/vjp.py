@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -39,9 +40,14 @@ def keep_if(wanted: bool, value):
     """A residual, or placeholders in a tree of the same structure.
 
     jax keeps one tree of residuals for all uses of a jaxpr, which may be differentiated
-    for other operands each time, so what is left out must not change the structure.
+    for other operands each time, so what is left out must not change the structure. Nor
+    along which axes `jax.vmap` maps it: a placeholder is made of the value it is for.
     """
-    return value if wanted else jax.tree.map(lambda _: placeholder(), value)
+    return value if wanted else jax.tree.map(_emptied, value)
+
+
+def _emptied(value):
+    return lax.slice_in_dim(value, 0, 0).astype(bool)
 
 
 def placeholder() -> jax.Array:

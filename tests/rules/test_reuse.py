@@ -1,12 +1,14 @@
 """Rules in programs that are not compiled, and jaxprs that are differentiated twice."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import tp_mesh
 
 import jax_ub as ub
+from jax_ub.rules.vjp import keep_if
 
 ROWS, COLUMNS = P("tp"), P(None, "tp")
 WANTED = (0, 1, (0, 2), (0, 1, 2), 2, 0)
@@ -59,3 +61,11 @@ def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
         run = jax.jit(run)
     for wanted in WANTED:
         assert_equal(gradients(run, wanted), gradients(plain, wanted))
+
+
+# So it does with the axes along which residuals are mapped.
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_what_is_left_out_is_mapped_like_the_value_it_is_for(axis):
+    left_out = jax.vmap(lambda x: keep_if(False, x), axis, out_axes=None)
+    with pytest.raises(ValueError, match=f"output was batched on axis {axis}"):
+        left_out(jnp.zeros((2, 3, 4)))
