@@ -31,6 +31,7 @@ SAME = [
             "matmul_all_reduce",
             "matmul_reduce_scatter",
             "random_models",
+            "random_programs",
         )
     ),
 ]

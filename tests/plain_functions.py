@@ -1,0 +1,144 @@
+"""The public functions in plain `jax.lax`, which JAX differentiates by itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def vary(x, axes):
+    """Casts to vary over `axes` too, where values are typed by what they vary over."""
+    new = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(new)), to="varying") if new else x
+
+
+@jax.custom_vjp
+def _into(w, main_grad):
+    return w
+
+
+_into.defvjp(lambda w, mg: (w, mg), lambda mg, dw: (jnp.zeros_like(dw), mg + dw))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """The public functions as plain jax.lax; JAX differentiates them itself."""
+
+    is_tracked: bool
+
+    def _over(self, axis_name, x):
+        axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+        return vary(x, axes) if self.is_tracked else x
+
+    @staticmethod
+    def _dot(x, w, main_grad, rhs_transposed=False):
+        w = w.astype(jnp.float32)
+        if main_grad is not None:
+            w = _into(
+                vary(w, jax.typeof(main_grad).manual_axis_type.varying), main_grad
+            )
+        return x.astype(jnp.float32) @ (w.T if rhs_transposed else w)
+
+    @staticmethod
+    def _sum(dtype, y, *addends):
+        for addend in addends:
+            y = y if addend is None else y + addend.astype(jnp.float32)
+        return y.astype(dtype)
+
+    def all_gather_matmul(  # noqa: PLR0913, as the public one
+        self,
+        x,
+        w,
+        *,
+        axis_name,
+        bias=None,
+        method=None,
+        return_gathered=False,
+        out_dtype=None,
+        main_grad=None,
+        rhs_transposed=False,
+    ):
+        if not isinstance(w, tuple):
+            bias, main_grad = (v if v is None else (v,) for v in (bias, main_grad))
+        ws = w if isinstance(w, tuple) else (w,)
+        none = (None,) * len(ws)
+        gathered = lax.all_gather(
+            self._over(axis_name, x), axis_name, axis=x.ndim - 2, tiled=True
+        )
+        ys = tuple(
+            self._sum(
+                out_dtype or x.dtype, self._dot(gathered, w, mg, rhs_transposed), b
+            )
+            for w, b, mg in zip(ws, bias or none, main_grad or none, strict=True)
+        )
+        y = ys if isinstance(w, tuple) else ys[0]
+        return (y, gathered) if return_gathered else y
+
+    def matmul_reduce_scatter(
+        self,
+        x,
+        w,
+        *,
+        axis_name,
+        bias=None,
+        residual=None,
+        method=None,
+        out_dtype=None,
+        main_grad=None,
+    ):
+        y = lax.psum_scatter(
+            self._over(axis_name, self._dot(x, w, main_grad)),
+            axis_name,
+            scatter_dimension=x.ndim - 2,
+            tiled=True,
+        )
+        return self._sum(out_dtype or x.dtype, y, bias, residual)
+
+    def matmul_all_reduce(
+        self,
+        x,
+        w,
+        *,
+        axis_name,
+        bias=None,
+        residual=None,
+        method=None,
+        out_dtype=None,
+        main_grad=None,
+    ):
+        y = lax.psum(self._over(axis_name, self._dot(x, w, main_grad)), axis_name)
+        return self._sum(out_dtype or x.dtype, y, bias, residual)
+
+    def all_reduce(self, x, *, axis_name):
+        return lax.psum(self._over(axis_name, x), axis_name)
+
+    def dgrad_add(self, dy, w, residual):
+        return self._sum(residual.dtype, self._dot(dy, w, None, True), residual)
+
+    def wgrad_accumulate(self, x, dy, main_grad):
+        x, dy = (v.reshape(-1, v.shape[-1]).astype(jnp.float32) for v in (x, dy))
+        return self._sum(main_grad.dtype, x.T @ dy, main_grad)
+
+    def linear(  # noqa: PLR0913, as the public one
+        self,
+        x,
+        w,
+        b=None,
+        *,
+        parallel=None,
+        axis_name=None,
+        sequence_parallel=True,
+        method=None,
+        main_grad=None,
+        rhs_transposed=False,
+    ):
+        given = {"axis_name": axis_name, "bias": b, "main_grad": main_grad}
+        if parallel == "row":
+            scatters = sequence_parallel
+            op = self.matmul_reduce_scatter if scatters else self.matmul_all_reduce
+            return op(x, w, **given)
+        if parallel == "column" and sequence_parallel:
+            return self.all_gather_matmul(x, w, rhs_transposed=rhs_transposed, **given)
+        y = self._sum(x.dtype, self._dot(x, w, main_grad, rhs_transposed), b)
+        return self._over(axis_name, y) if parallel else y
