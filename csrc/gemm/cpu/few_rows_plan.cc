@@ -44,6 +44,7 @@ void FewRowsPlan::Run(int64_t unit, Scratch& scratch) const {
     for (int64_t j = 0; j < num_k_segments; ++j) AddSegment(i, j, columns, a, sums);
   }
   c_.Store(reinterpret_cast<float*>(sums), strip_, {0, problem_.m}, columns);
+  c_.CopyReplicas({0, problem_.m}, columns);
 }
 
 void FewRowsPlan::WidenA(std::byte* rows) const {

@@ -116,9 +116,11 @@ void TiledPlan::RunBlock(Range rows,
                     block_sums + column_tile * row_tiles * sums_step_);
       packed_b += b_.PanelBytes(k.size());
     }
-    if (c_.stores_rows() && k.end == problem_.k) {
+    if (k.end < problem_.k) continue;
+    if (c_.stores_rows()) {
       StoreRows(block, columns, block_sums, row_tiles, workspace.rows);
     }
+    c_.CopyReplicas(block, columns);
   }
 }
 

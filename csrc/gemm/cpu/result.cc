@@ -42,6 +42,10 @@ void ScaleBlock(
 // 1024 x 1024: GEMM+AR 8 % faster, with the operations that read it next 0 to 6 %).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
+void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
+  std::memcpy(to, from, size);
+}
+
 // Copies past the caches; FinishStream before another thread may read.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
@@ -56,7 +60,7 @@ void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
   }
   std::memcpy(to + at, from + at, size - at);
 #else
-  std::memcpy(to, from, size);
+  CopyBytes(to, from, size);
 #endif
 }
 
@@ -75,7 +79,8 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
-      is_streamed_(stores_rows() && addends_.empty() &&
+      are_copies_(view_.num_replicas > 1 && addends_.empty()),
+      is_streamed_(are_copies_ &&
                    problem.m * problem.n * view_.num_replicas * SizeOf(view_.dtype) >
                        kStreamedBytes),
       is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
@@ -105,8 +110,8 @@ bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
   return true;
 }
 
-void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) const {
-  if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);
+template <typename Visit>
+void Result::ForEachPiece(Range rows, Range columns, const Visit& visit) const {
   const auto& row_bounds = view_.row_bounds;
   const auto& column_bounds = view_.column_bounds;
   const int64_t first_column = FindSegment(column_bounds, columns.begin);
@@ -115,15 +120,29 @@ void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) 
     for (int64_t c = columns.begin, j = first_column; c < columns.end; ++j) {
       const int64_t c_end = std::min(columns.end, column_bounds[j + 1]);
       if (r_end > r && c_end > c) {
-        StorePiece(sums + (r - rows.begin) * sums_stride + (c - columns.begin),
-                   sums_stride, i * num_column_segments_ + j,
-                   {r - row_bounds[i], r_end - row_bounds[i]},
-                   {c - column_bounds[j], c_end - column_bounds[j]});
+        visit(Piece{i * num_column_segments_ + j,
+                    {r - row_bounds[i], r_end - row_bounds[i]},
+                    {c - column_bounds[j], c_end - column_bounds[j]}},
+              r - rows.begin, c - columns.begin);
       }
       c = c_end;
     }
     r = r_end;
   }
+}
+
+void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) const {
+  if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);
+  ForEachPiece(rows, columns, [&](const Piece& piece, int64_t row, int64_t column) {
+    StorePiece(sums + row * sums_stride + column, sums_stride, piece);
+  });
+}
+
+void Result::CopyReplicas(Range rows, Range columns) const {
+  if (!are_copies_) return;
+  ForEachPiece(rows, columns,
+               [&](const Piece& piece, int64_t, int64_t) { CopyPiece(piece); });
+  if (is_streamed_) FinishStream();
 }
 
 void Result::Prefetch(Range rows, Range columns) const {
@@ -150,41 +169,47 @@ void Result::Prefetch(Range rows, Range columns) const {
 
 void Result::StorePiece(const float* sums,
                         int64_t sums_stride,
-                        int64_t segment,
-                        Range rows,
-                        Range columns) const {
+                        const Piece& piece) const {
   const int num_summands = 1 + static_cast<int>(addends_.size());
   Summand summands[1 + kMaxAddends];
   summands[0] = {sums, 4 * sums_stride, DType::kF32};
-  const int64_t num_segments = num_row_segments_ * num_column_segments_;
-  const std::byte* first = nullptr;  // of the replicas
-  int64_t first_stride = 0;
-  for (int replica = 0; replica < view_.num_replicas; ++replica) {
-    const int64_t index = replica * num_segments + segment;
+  const int num_stored = are_copies_ ? 1 : view_.num_replicas;
+  for (int replica = 0; replica < num_stored; ++replica) {
+    const int64_t index = IndexOf(replica, piece);
     for (int i = 1; i < num_summands; ++i) {
       const AddendView& addend = addends_[i - 1];
       const AddendSegment& from = addend.segments[index];
       const int64_t bytes = SizeOf(addend.dtype);
-      const int64_t offset = rows.begin * from.row_stride + columns.begin;
+      const int64_t offset = piece.rows.begin * from.row_stride + piece.columns.begin;
       summands[i] = {from.data + offset * bytes, from.row_stride * bytes, addend.dtype};
     }
-    const Segment& to = view_.segments[index];
-    const int64_t bytes = SizeOf(view_.dtype);
-    std::byte* data = to.data + (rows.begin * to.row_stride + columns.begin) * bytes;
-    const int64_t stride = to.row_stride * bytes;
-    if (replica == 0 || !is_streamed_) {
-      kernels_.sum(summands, num_summands, rows.size(), columns.size(), data, stride,
-                   view_.dtype);
-      first = data;
-      first_stride = stride;
-    } else {
-      for (int64_t r = 0; r < rows.size(); ++r) {
-        StreamBytes(data + r * stride, first + r * first_stride,
-                    columns.size() * bytes);
-      }
+    const BytesAt to = Find(replica, piece);
+    kernels_.sum(summands, num_summands, piece.rows.size(), piece.columns.size(),
+                 to.data, to.row_stride, view_.dtype);
+  }
+}
+
+void Result::CopyPiece(const Piece& piece) const {
+  const auto copy = is_streamed_ ? StreamBytes : CopyBytes;
+  const int64_t row_bytes = piece.columns.size() * SizeOf(view_.dtype);
+  const BytesAt from = Find(0, piece);
+  for (int replica = 1; replica < view_.num_replicas; ++replica) {
+    const BytesAt to = Find(replica, piece);
+    for (int64_t r = 0; r < piece.rows.size(); ++r) {
+      copy(to.data + r * to.row_stride, from.data + r * from.row_stride, row_bytes);
     }
   }
-  if (is_streamed_) FinishStream();
+}
+
+int64_t Result::IndexOf(int replica, const Piece& piece) const {
+  return replica * num_row_segments_ * num_column_segments_ + piece.segment;
+}
+
+Result::BytesAt Result::Find(int replica, const Piece& piece) const {
+  const Segment& to = view_.segments[IndexOf(replica, piece)];
+  const int64_t bytes = SizeOf(view_.dtype);
+  return {to.data + (piece.rows.begin * to.row_stride + piece.columns.begin) * bytes,
+          to.row_stride * bytes};
 }
 
 }  // namespace jax_ub

@@ -15,13 +15,17 @@ class Result {
   // Both outlive the result.
   Result(const GemmProblem& problem, const KernelSet& kernels);
 
-  // result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica. `sums`
-  // holds the rectangle's rows at a distance of `sums_stride` elements, and is scaled.
+  // result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica, or in the
+  // first one if the others are copies. `sums` holds the rectangle's rows at a distance of
+  // `sums_stride` elements, and is scaled.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
+
+  // Copies the first replica to the others, if they are its copies.
+  void CopyReplicas(Range rows, Range columns) const;
 
   // Whether Store wants whole rows of a unit at once, not one tile after the other: short
   // pieces of many replicas take longer.
-  bool stores_rows() const { return view_.num_replicas > 1; }
+  bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
   // Whether a kernel may store the rectangle itself, as it lies in one segment; then
   // `output` says where it goes, and with what it is added up.
@@ -32,12 +36,26 @@ class Result {
   void Prefetch(Range rows, Range columns) const;
 
  private:
-  // The part that lies in one segment, in every replica. Ranges are within the segment.
-  void StorePiece(const float* sums,
-                  int64_t sums_stride,
-                  int64_t segment,
-                  Range rows,
-                  Range columns) const;
+  // What lies of a rectangle in one segment. Ranges are within the segment.
+  struct Piece {
+    int64_t segment;
+    Range rows;
+    Range columns;
+  };
+
+  struct BytesAt {
+    std::byte* data;
+    int64_t row_stride;
+  };
+
+  // visit(piece, its first row and column within the rectangle) for all pieces.
+  template <typename Visit>
+  void ForEachPiece(Range rows, Range columns, const Visit& visit) const;
+  void StorePiece(const float* sums, int64_t sums_stride, const Piece& piece) const;
+  void CopyPiece(const Piece& piece) const;
+  // Of the segment, and of a piece's memory, in one replica.
+  int64_t IndexOf(int replica, const Piece& piece) const;
+  BytesAt Find(int replica, const Piece& piece) const;
 
   const float scale_;
   const ResultView& view_;
@@ -45,8 +63,9 @@ class Result {
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
-  const bool is_streamed_;  // replicas, but for the first
-  const bool is_plain_;     // one replica, unscaled, with an addend at most
+  const bool are_copies_;   // the replicas, of the first one
+  const bool is_streamed_;  // the copies go past the caches
+  const bool is_plain_;     // stored once, unscaled, with an addend at most
 };
 
 }  // namespace jax_ub
