@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[given.command].error(text)
     try:
         status = given.run(given)
-        # Flushes stdout where there is one: a closed pipe is to be noticed here.
-        print(end="", flush=True)
-        return status
+        return _flush(status)
     except UbError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -61,6 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _drop(sys.stdout)
         return 128 + signal.SIGPIPE
+
+
+def _flush(status):
+    """Writes the rest of stdout, where there is one; a closed pipe is noticed here."""
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # as where a disk is full
+        _drop(sys.stdout)
+        if status == 0:  # otherwise the command has said why
+            print(f"cannot write to stdout: {error.strerror}", file=sys.stderr)
+            return 1
+    return status
 
 
 def _has_reader(output):

@@ -30,6 +30,21 @@ def test_a_reader_that_is_gone_ends_a_command_quietly(buffered, monkeypatch):
     assert ended == (128 + signal.SIGPIPE, "")
 
 
+def test_a_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    script = tmp_path / "script.py"
+    script.write_text("print('left in the buffer')")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", _SAY, "trace", "--json", "/dev/null", str(script)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert ended.returncode == 1
+    reason = b"cannot write to stdout: No space left on device\n"
+    assert ended.stderr.endswith(reason)
+
+
 def test_a_broken_pipe_of_a_script_is_shown(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise BrokenPipeError('a socket of its own')")
