@@ -17,7 +17,7 @@ from jax_ub.ops.operation import (
     windows,
 )
 from jax_ub.rules.fused_group import fit, like_if
-from jax_ub.rules.vjp import placeholder, save
+from jax_ub.rules.vjp import keep_if, placeholder, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,14 @@ class FusibleGroup:
     def _kept(self, residuals, saves):
         """The residuals that are read, and placeholders for what others would read."""
         possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
+
+        def keep(values, wanted, name):
+            if name not in values:  # inside a fused window: for every use of the jaxpr
+                return placeholder()
+            return keep_if(name in wanted, save(values[name], name))
+
         return tuple(
-            {
-                name: save(values[name], name)
-                if name in wanted and name in values
-                else placeholder()
-                for name in sorted(names)
-            }
+            {name: keep(values, wanted, name) for name in sorted(names)}
             for values, wanted, names in zip(residuals, saves, possible, strict=True)
         )
 

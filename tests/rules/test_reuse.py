@@ -1,5 +1,7 @@
 """Rules in programs that are not compiled, and jaxprs that are differentiated twice."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from operands import assert_equal, small_integers
 from programs import tp_mesh
 
 import jax_ub as ub
+from jax_ub import ops
 from jax_ub.rules.vjp import keep_if
 
 ROWS, COLUMNS = P("tp"), P(None, "tp")
@@ -69,3 +72,37 @@ def test_what_is_left_out_is_mapped_like_the_value_it_is_for(axis):
     left_out = jax.vmap(lambda x: keep_if(False, x), axis, out_axes=None)
     with pytest.raises(ValueError, match=f"output was batched on axis {axis}"):
         left_out(jnp.zeros((2, 3, 4)))
+
+
+def twice(function, first, second):
+    """Of w and x, mapped by jax.vmap: two calls, for other gradients each."""
+
+    def calls(w, x):
+        frozen = {
+            "w": (jax.lax.stop_gradient(w), x),
+            "x": (w, jax.lax.stop_gradient(x)),
+        }
+        one, other = (function(*frozen.get(name, (w, x))) for name in (first, second))
+        return one + 3 * other
+
+    return jax.vmap(calls)
+
+
+@pytest.mark.parametrize("of_ops", [False, True])
+@pytest.mark.parametrize("frozen", list(itertools.permutations(["w", "x", ""], 2)))
+def test_a_jaxpr_is_mapped_and_differentiated_for_other_operands(of_ops, frozen):
+    linear = ops.Linear(4, 4, use_bias=False)
+    seq = ops.Sequential(linear, ops.ConstantScale(2.0), linear)
+
+    def layer(w, x):
+        if of_ops:
+            return seq(({"kernel": w}, {}, {"kernel": w}), x)
+        return ub.linear(2 * ub.linear(x, w), w)
+
+    def loss(function):
+        run = twice(function, *frozen)
+        return lambda w, x: (run(w, x) * small_integers(2, (2, 3, 4))).sum()
+
+    w, x = small_integers(0, (2, 4, 4)), small_integers(1, (2, 3, 4))
+    found = jax.grad(loss(jax.jit(layer)), (0, 1))(w, x)
+    assert_equal(found, jax.grad(loss(lambda w, x: 2 * (x @ w) @ w), (0, 1))(w, x))
