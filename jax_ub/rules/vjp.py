@@ -47,7 +47,8 @@ def keep_if(wanted: bool, value):
 
 
 def _emptied(value):
-    return lax.slice_in_dim(value, 0, 0).astype(bool)
+    rows = value if value.ndim else value[None]
+    return lax.slice_in_dim(rows, 0, 0).astype(bool)
 
 
 def placeholder() -> jax.Array:
