@@ -1,6 +1,7 @@
 """The public functions in plain `jax.lax`, which JAX differentiates by itself."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -75,28 +76,16 @@ class Plain:
         y = ys if isinstance(w, tuple) else ys[0]
         return (y, gathered) if return_gathered else y
 
-    def matmul_reduce_scatter(
-        self,
-        x,
-        w,
-        *,
-        axis_name,
-        bias=None,
-        residual=None,
-        method=None,
-        out_dtype=None,
-        main_grad=None,
-    ):
-        y = lax.psum_scatter(
-            self._over(axis_name, self._dot(x, w, main_grad)),
-            axis_name,
-            scatter_dimension=x.ndim - 2,
-            tiled=True,
-        )
-        return self._sum(out_dtype or x.dtype, y, bias, residual)
+    def matmul_reduce_scatter(self, x, w, **given):
+        axis = {"scatter_dimension": x.ndim - 2, "tiled": True}
+        return self._summed(functools.partial(lax.psum_scatter, **axis), x, w, **given)
 
-    def matmul_all_reduce(
+    def matmul_all_reduce(self, x, w, **given):
+        return self._summed(lax.psum, x, w, **given)
+
+    def _summed(  # noqa: PLR0913, what the public ones take
         self,
+        collective,
         x,
         w,
         *,
@@ -107,7 +96,8 @@ class Plain:
         out_dtype=None,
         main_grad=None,
     ):
-        y = lax.psum(self._over(axis_name, self._dot(x, w, main_grad)), axis_name)
+        partial = self._over(axis_name, self._dot(x, w, main_grad))
+        y = collective(partial, axis_name)
         return self._sum(out_dtype or x.dtype, y, bias, residual)
 
     def all_reduce(self, x, *, axis_name):

@@ -137,7 +137,7 @@ def at_once(*functions):
 
 def close():
     begins.wait()
-    time.sleep(0.5)  # the other one is in its destructor
+    time.sleep(0.5)  # until the other one is in its destructor: no event can tell
     events.append("closes")
     held[1].close()
 
