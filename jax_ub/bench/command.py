@@ -52,8 +52,6 @@ SCHEMA = 1
 _BARRIER = "barrier"
 # Fewer than in one process: every round is several calls of several processes.
 _PROCESS_ROUNDS = 7
-# Where others had more of the cores than this in a round, a case is marked.
-DISTURBED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience",
         type=positive,
-        help="run up to this many times as many rounds, and keep those in which other "
-        "processes left the cores alone",
+        help="run up to this many times as many rounds, and keep those in which "
+        "others left the machine alone",
     )
     parser.add_argument(
         "--method", default="auto", help="the method under test (default: auto)"
@@ -187,7 +185,8 @@ def _over_processes(given):
     if given.rounds is None and not given.quick:
         given.rounds = _PROCESS_ROUNDS
     chosen = options(given)
-    told = process_command.options(given, chosen.dtypes, chosen.shapes, chosen.rounds)
+    times = {"rounds": chosen.rounds, "patience": chosen.patience}
+    told = process_command.options(given, chosen.dtypes, chosen.shapes, times)
     return process_command.run(given.processes, told, given.json)
 
 
@@ -243,15 +242,11 @@ def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
 def _print_rest(results, verdicts):
     notes = dict.fromkeys(note for result in results for note in result.case.notes)
     fallbacks = dict.fromkeys(f"{f.label}: {f.reason}" for f in methods.fallbacks())
-    disturbed = [r for r in results if r.elsewhere > DISTURBED]
     sections = {
         "Memory beside operands and results, each device": table.memory_table(results),
         "Goals": table.verdict_table(verdicts) if verdicts else [],
         "Missing": list(notes),
-        "Disturbed by other processes, judge with care": [
-            f"{result.case.title}: {result.elsewhere:.0%} of the cores"
-            for result in disturbed
-        ],
+        table.DISTURBED: table.disturbed(results),
         "NOT overlapped, run as plain jax.lax": list(fallbacks),
     }
     for title, lines in sections.items():

@@ -7,6 +7,7 @@ round that was disturbed says little, and is repeated.
 import os
 import pathlib
 import time
+from collections.abc import Callable
 
 # The kernel counts in ticks of 10 ms on each core: a shorter time says nothing.
 _LEAST_S = 0.1
@@ -16,9 +17,20 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 class Elsewhere:
     """Measures, from one `share` to the next, what ran on the cores besides this."""
 
-    def __init__(self, statistics: pathlib.Path = pathlib.Path("/proc/stat")):
-        """Starts to measure; without Linux's statistics, nothing runs elsewhere."""
+    def __init__(
+        self,
+        statistics: pathlib.Path = pathlib.Path("/proc/stat"),
+        own_seconds: Callable[[], float] | None = None,
+    ):
+        """Starts to measure; without Linux's statistics, nothing runs elsewhere.
+
+        Args:
+            statistics: the kernel's.
+            own_seconds: the time that this has had on all cores; None is that of this
+                process.
+        """
         self._statistics = statistics
+        self._own_seconds = own_seconds or time.process_time
         self._last_share = 0.0
         self._start = self._now()
 
@@ -38,7 +50,7 @@ class Elsewhere:
         return self._last_share
 
     def _now(self):
-        own = time.process_time()
+        own = self._own_seconds()
         return time.perf_counter(), self._busy_seconds(default=own), own
 
     def _busy_seconds(self, default):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ub.bench.devices import AXIS, Ranks, Spec
-from jax_ub.bench.timing import Contender, Rounds
+from jax_ub.bench.elsewhere import Elsewhere
+from jax_ub.bench.timing import Contender, Patience, Rounds
 from jax_ub.runtime import engine
 
 # A barrier needs no memory; this is the least that a communicator takes.
@@ -74,10 +76,18 @@ class Job:
 
     def slowest(self, seconds: Sequence[float]) -> np.ndarray:
         """The time of the slowest process, for each of the same measurements."""
+        return self._of_all(seconds).max(axis=0)
+
+    def cpu_seconds(self) -> float:
+        """What all processes together have had of the cores."""
+        return float(self._of_all([time.process_time()]).sum())
+
+    def _of_all(self, seconds):
+        """The measurements of every process, a row for each."""
         mine = np.asarray(seconds, np.float64).view(np.uint32)
         every = np.asarray(multihost_utils.process_allgather(mine))
         each = every.reshape(self.num_processes, -1).astype(np.uint32)
-        return np.max(np.ascontiguousarray(each).view(np.float64), axis=0)
+        return np.ascontiguousarray(each).view(np.float64)
 
     def choice(self, index: int) -> int:
         """What process 0 chose."""
@@ -99,18 +109,26 @@ class Job:
         return ways[int(np.argmin(best))]
 
     def interleave(
-        self, together: Sequence[Contender], alone: Sequence[Contender], rounds: int
+        self,
+        together: Sequence[Contender],
+        alone: Sequence[Contender],
+        rounds: int,
+        patience: int,
     ) -> Rounds:
         """Times every contender once in each round, as `timing.interleave` does.
 
         Args:
             together: what all processes run; the slowest one's time counts.
             alone: what process 0 runs, while the others wait.
-            rounds: how many.
+            rounds: how many are kept.
+            patience: how many times as many are run at most, by process 0's judgement.
         """
+        others = Elsewhere(own_seconds=self.cpu_seconds)
+        waiting = Patience(rounds, patience)
         seconds: list[float] = []
         lonely: list[list[float]] = []
-        for number in range(rounds):
+        while not self.choice(waiting.is_over):
+            number = waiting.num_rounds
             times = [0.0] * len(together)
             extra = [1.0] * len(alone)  # where nothing is measured
             places = range(len(together) + len(alone))
@@ -124,11 +142,12 @@ class Job:
                         extra[other] = alone[other].seconds()
             seconds += times
             lonely.append(extra)
-        slowest = self.slowest(seconds).reshape(rounds, len(together))
+            waiting.add(max([others.share(), *(c.lost for c in alone)]))
+        slowest = self.slowest(seconds).reshape(-1, len(together))
         found = {c.name: list(slowest[:, i]) for i, c in enumerate(together)}
         for i, contender in enumerate(alone):
             found[contender.name] = [extra[i] for extra in lonely]
-        return Rounds(found, 0.0)
+        return waiting.keep(found)
 
     def barrier_s(self, count: int, batches: int) -> list[float]:
         """Seconds of a barrier of all processes: one mean of `count` for each batch."""

@@ -30,11 +30,12 @@ _BARRIERS, _BATCHES = 500, 15
 class Bench:
     """Makes, checks and times the cases of a job."""
 
-    def __init__(self, job: Job, method: str, rounds: int):
-        """Measures with `rounds` rounds each."""
+    def __init__(self, job: Job, method: str, rounds: int, patience: int = 1):
+        """Measures with `rounds` rounds each, of `patience` times as many at most."""
         self._job = job
         self._method = method
         self._rounds = rounds
+        self._patience = patience
         self._dots = FastestDots()
 
     def forward(self, name: str, dtype: str, column: Shape) -> Result:
@@ -100,7 +101,8 @@ class Bench:
             self._job.meet()
             if contender.program is not None:
                 contender()
-        return evaluate(case, self._job.interleave(together, alone, self._rounds))
+        rounds = self._job.interleave(together, alone, self._rounds, self._patience)
+        return evaluate(case, rounds)
 
     def _case(self, op, dtype, shape, flops):
         num = self._job.num_processes

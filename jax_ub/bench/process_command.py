@@ -4,7 +4,7 @@ import argparse
 import json
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,16 @@ class JobError(UbError, RuntimeError):
     """The processes of a benchmark failed."""
 
 
-def options(given: argparse.Namespace, dtypes, shapes, rounds: int) -> dict[str, Any]:
+def options(
+    given: argparse.Namespace, dtypes, shapes, times: Mapping[str, int]
+) -> dict[str, Any]:
     """What each job is told, in JSON's types.
+
+    Args:
+        given: the command line.
+        dtypes: of the operands.
+        shapes: the sizes of the column linears.
+        times: "rounds", and "patience" with them.
 
     Raises:
         JobError: if none of the ops that were chosen runs in several processes.
@@ -43,7 +51,7 @@ def options(given: argparse.Namespace, dtypes, shapes, rounds: int) -> dict[str,
         "ops": ops,
         "dtypes": list(dtypes),
         "shapes": [[shape.M, shape.K, shape.N] for shape in shapes],
-        "rounds": rounds,
+        **times,
         "method": given.method,
     }
 
@@ -66,6 +74,9 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
     lines += [table.process_line(result) for result in results]
     if verdicts:
         lines += ["", "Goals", "", *table.verdict_table(verdicts)]
+    disturbed = table.disturbed(results)
+    if disturbed:
+        lines += ["", table.DISTURBED, "", *disturbed]
     fallbacks = dict.fromkeys(text for d in documents for text in d["fallbacks"])
     if fallbacks:
         lines += ["", "NOT overlapped, run as plain jax.lax", "", *fallbacks]
@@ -122,7 +133,8 @@ def _take_part(told):
     )
     about = record.record()
     results = []
-    for result in _measure(Bench(job, told["method"], told["rounds"]), told, shapes):
+    bench = Bench(job, told["method"], told["rounds"], told["patience"])
+    for result in _measure(bench, told, shapes):
         results.append(result.as_json())
         if job.is_first:
             print(table.process_line(result), flush=True)

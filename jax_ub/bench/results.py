@@ -20,7 +20,7 @@ class Result:
         speedups: how many times as fast as each peer jax_ub is.
         shares: each limit's time over jax_ub's: 1 is as fast as the limit; the plain
             GEMM's also without what launching takes, where that was timed.
-        elsewhere: the part of the cores that other processes had, in the worst round.
+        elsewhere: the part of the machine that others had, in the worst round.
     """
 
     case: Case

@@ -60,6 +60,11 @@ _MEMORY_COLUMNS = (
     ("not allocated", 46),
 )
 
+# The title of what `disturbed` finds.
+DISTURBED = "Disturbed by others, judge with care"
+# Where others had more of the machine than this in a round, a case is marked.
+_DISTURBED_SHARE = 0.1
+
 
 def result_head() -> str:
     """The first two lines of the table of results."""
@@ -133,6 +138,15 @@ def memory_table(results: Sequence[Result]) -> list[str]:
 def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
     """Every figure beside its limit and its goal."""
     return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
+
+
+def disturbed(results: Sequence[Result]) -> list[str]:
+    """The cases that no patience found calm rounds for."""
+    return [
+        f"{result.case.title}: {result.elsewhere:.0%} of the machine"
+        for result in results
+        if result.elsewhere > _DISTURBED_SHARE
+    ]
 
 
 def duration(microseconds: float) -> str:

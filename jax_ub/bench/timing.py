@@ -14,7 +14,7 @@ from jax_ub.bench.elsewhere import Elsewhere
 _HOPELESS = 1.5
 # The rounds of the others.
 _TRIALS = 4
-# A round is disturbed where others had more of the cores than this.
+# A round is disturbed where others had more of the machine than this.
 _CALM = 0.05
 
 
@@ -29,6 +29,8 @@ class Contender:
         way: how it is written, where there was a choice.
         carry: the operand that the result replaces after each call, because the program
             takes it donated; None for the usual program.
+        lost: the part of the machine's speed that was missing in the last timed call,
+            of a program that can tell.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Contender:
     operands: list[Any]
     way: str = ""
     carry: int | None = None
+    lost: float = 0.0
 
     def __call__(self) -> Any:
         """Runs the program once and waits for its result."""
@@ -56,7 +59,40 @@ class Rounds:
     """The seconds of every contender in each round, and who else was computing."""
 
     seconds: dict[str, list[float]]
-    elsewhere: float  # the largest part of the cores that others had in one round
+    elsewhere: float  # the largest part of the machine that others had in one round
+
+
+class Patience:
+    """Decides how many rounds are run, and which are kept: the calmest."""
+
+    def __init__(self, rounds: int, patience: int):
+        """Keeps `rounds` of at most `patience` times as many."""
+        self._rounds, self._most = rounds, rounds * patience
+        self._shares: list[float] = []
+
+    def add(self, share: float) -> None:
+        """Takes note of a round, and of the part of the machine that others had."""
+        self._shares.append(share)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many were run."""
+        return len(self._shares)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough calm rounds, or no more to be run."""
+        calm = sum(share <= _CALM for share in self._shares)
+        return calm >= self._rounds or self.num_rounds >= self._most
+
+    def keep(self, seconds: dict[str, list[float]]) -> Rounds:
+        """The calmest rounds, of the seconds of every contender in all of them."""
+        numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
+        kept = numbers[: self._rounds]
+        return Rounds(
+            {name: [every[i] for i in kept] for name, every in seconds.items()},
+            self._shares[kept[-1]],
+        )
 
 
 def interleave(
@@ -73,20 +109,14 @@ def interleave(
         patience: how many times as many rounds are run at most, to find calm ones.
     """
     others = Elsewhere()
-    run: list[tuple[float, dict[str, float]]] = []
-    while len(run) < rounds * patience and _count_calm(run) < rounds:
-        order = random.Random(len(run)).sample(contenders, len(contenders))
-        seconds = {contender.name: contender.seconds() for contender in order}
-        run.append((others.share(), seconds))
-    kept = sorted(run, key=lambda one: one[0])[:rounds]
-    return Rounds(
-        {c.name: [seconds[c.name] for _, seconds in kept] for c in contenders},
-        kept[-1][0],
-    )
-
-
-def _count_calm(run):
-    return sum(share <= _CALM for share, _ in run)
+    waiting = Patience(rounds, patience)
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    while not waiting.is_over:
+        number = waiting.num_rounds
+        for contender in random.Random(number).sample(contenders, len(contenders)):
+            seconds[contender.name].append(contender.seconds())
+        waiting.add(max([others.share(), *(c.lost for c in contenders)]))
+    return waiting.keep(seconds)
 
 
 def fastest(ways: Sequence[Contender]) -> Contender:

@@ -36,6 +36,18 @@ def test_a_call_at_the_peak_takes_as_long_as_its_operations(dtype):
     assert contender.seconds() == pytest.approx(5e-3)
 
 
+def test_a_machine_that_is_slower_than_it_was_has_lost_a_part(monkeypatch):
+    monkeypatch.setattr(peak, "_best", {})
+    (contender,) = peak.at_peak(Ranks(2), "float32", 10**9)
+    rates = iter([100.0, 75.0, 200.0])
+    contender.program = lambda *operands: next(rates)
+    lost = []
+    for _ in range(3):
+        contender.seconds()
+        lost.append(contender.lost)
+    assert lost == [0.0, 0.25, 0.0]
+
+
 def test_a_call_without_products_has_no_peak_and_neither_has_one_on_gpus():
     assert peak.at_peak(Ranks(1), "float32", 0) == []
     assert peak.at_peak(types.SimpleNamespace(platform="gpu"), "float32", 8) == []

@@ -77,7 +77,8 @@ def forward_or_fail(bench, *case):
 
 Bench.forward = forward_or_fail
 told = dict(ops=["all_gather_matmul"], dtypes=["float32"], shapes=[[8, 8, 8]], rounds=2)
-part(json.dumps(told | dict(method="auto", path={str(tmp_path / "found.json")!r})))
+told |= dict(method="auto", patience=1)
+part(json.dumps(told | dict(path={str(tmp_path / "found.json")!r})))
 """)
     launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", str(program)]
     ended = subprocess.run(launch, text=True, capture_output=True, timeout=100)

@@ -1,3 +1,5 @@
+import dataclasses
+
 from jax_ub.bench import cases, goals, table
 from jax_ub.bench.cases import Case, Memory
 from jax_ub.bench.results import evaluate
@@ -37,6 +39,13 @@ def test_a_line_shows_time_speedups_and_shares():
     assert line["xla_best"] == "1.40 ±0%"
     assert line["xla_ring"] == ""
     assert line["plain_gemm"] == "0.90"
+
+
+def test_cases_that_stayed_disturbed_are_named():
+    calm = example()
+    busy = dataclasses.replace(calm, elsewhere=0.25)
+    name = "all_gather_matmul 512x1024x2816 bfloat16 P=8"
+    assert table.disturbed([calm, busy]) == [f"{name}: 25% of the machine"]
 
 
 def test_the_table_is_markdown():

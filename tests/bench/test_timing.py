@@ -54,6 +54,19 @@ def test_the_calmest_rounds_are_kept(monkeypatch):
     assert rounds.elsewhere == 0.01
 
 
+def test_a_round_in_which_the_machine_was_slower_is_not_kept():
+    lost = iter([0.3, 0.0, 0.04, 0.2])
+
+    class Meter(Contender):
+        def seconds(self):
+            self.lost = next(lost)
+            return self.lost
+
+    rounds = interleave([Meter("m", None, [])], 2, patience=4)
+    assert rounds.seconds["m"] == [0.0, 0.04]
+    assert rounds.elsewhere == 0.04
+
+
 def test_patience_ends(monkeypatch):
     monkeypatch.setattr(timing.Elsewhere, "share", lambda self: 0.7)
     log = []
@@ -106,6 +119,17 @@ def test_what_runs_elsewhere_is_what_this_process_did_not_use(tmp_path, monkeypa
     # One second of 100 ticks on two cores, of which half a core was busy.
     statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
     assert others.share() == pytest.approx(0.25)
+
+
+def test_what_a_job_used_is_not_elsewhere(tmp_path, monkeypatch):
+    statistics = tmp_path / "stat"
+    statistics.write_text("cpu 100 0 100 900 0 0 0 0 0 0\n")
+    clock, own = iter([0.0, 1.0]), iter([0.0, 0.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    others = Elsewhere(statistics, own_seconds=lambda: next(own))
+    statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
+    assert others.share() == 0.0
 
 
 def test_without_linux_s_statistics_nothing_runs_elsewhere(tmp_path):
