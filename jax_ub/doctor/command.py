@@ -16,6 +16,7 @@ from jax_ub.bench.arguments import positive
 from jax_ub.doctor.examination import examine
 from jax_ub.doctor.finding import Finding, State
 from jax_ub.launch.parts import devices_of_each, run_parts
+from jax_ub.runtime import backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,7 @@ def command(given: argparse.Namespace) -> int:
     """
     if given.part is not None:
         jax.distributed.initialize()
+        backend.start()  # where it cannot, this says so in one line
         _write(_part(given.part, jax.process_index()), list(examine(together=True)))
         return 0
     several = given.processes > 1

@@ -131,8 +131,10 @@ def test_several_processes_compute_together(capfd):
 def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     assert main(["doctor", "--processes", "2"]) == 1
-    out = capfd.readouterr().out
-    assert "FAULT  2 processes  ended with exit status 1" in out
+    out, err = capfd.readouterr()
+    assert "FAULT  2 processes  ended with exit status 2" in out
+    assert "] python -m jax_ub: error: jax does not start on 'no_such_platform'" in err
+    assert "Traceback" not in err
 
 
 def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
