@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from jax_ub.errors import UbError
 
+# Where the processes of a machine meet.
+HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -45,7 +47,7 @@ def environment(
         )
     first = process * devices_per_process
     devices = range(first, first + devices_per_process)
-    address = f"127.0.0.1:{port}"
+    address = f"{HOST}:{port}"
     defaults = {
         # jaxlib deadlocks with more launches in flight than its pool has threads.
         "NPROC": str(max(os.cpu_count() or 1, 4 * devices_per_process)),
@@ -66,7 +68,7 @@ def environment(
     }
     if num_hosts > 1:
         ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
-    result = {**defaults, **given, **ours, **_past_proxies(given, "127.0.0.1")}
+    result = {**defaults, **given, **ours, **_past_proxies(given, HOST)}
     # JAX looks for Open MPI first: an mpirun that started the launcher is not ours.
     result.pop("OMPI_MCA_orte_hnp_uri", None)
     return result

@@ -1,6 +1,7 @@
 """The launcher, mostly with programs that do without jax, and how all of it ends."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import uuid
 import pytest
 
 import jax_ub
+from jax_ub.__main__ import main
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -349,3 +351,14 @@ def test_wrong_options_are_refused(arguments, message):
     status, _, err = launch(*arguments)
     assert status == 2
     assert message in err
+
+
+def test_a_machine_without_loopback_is_told_so(monkeypatch, capsys):
+    # As in a new network namespace, where JAX would wait for five minutes.
+    def unreachable(self, address):
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr("socket.socket.connect", unreachable)
+    assert main(["launch", "-n", "2", __file__]) == 2
+    text = "127.0.0.1, where the processes meet, cannot be reached: Network is unre"
+    assert text in capsys.readouterr().err
