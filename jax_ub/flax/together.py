@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import sharded_linear, split_features
+from jax_ub.retrofit.sharded_linear import as_matrix, sharded_linear, split_features
 from jax_ub.rules import main_grads as accumulators
 
 
@@ -132,7 +132,4 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
 
 
 def _matrices(kernels, num_in):
-    return tuple(
-        w if w.ndim == 2 else w.reshape(math.prod(w.shape[:num_in]), -1)
-        for w in kernels
-    )
+    return tuple(as_matrix(w, num_in) for w in kernels)

@@ -1,7 +1,6 @@
 """A `dot_general` for Flax's layers that overlaps their contraction."""
 
 import dataclasses
-import math
 
 import jax
 from jax import lax
@@ -11,6 +10,7 @@ from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import (
+    as_matrix,
     lay_out,
     sharded_linear,
     split_features,
@@ -151,7 +151,7 @@ class DotGeneral:
         self.placement.check_contraction(lhs, rhs, num_in)
         self.placement.check_kernel_spec(jax.typeof(rhs).sharding.spec, num_in)
         outs = rhs.shape[num_in:]
-        kernel = rhs.reshape(math.prod(rhs.shape[:num_in]), math.prod(outs))
+        kernel = as_matrix(rhs, num_in)
         x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], kernel.shape[0])
         y = sharded_linear(self.placement, x, kernel, out_dtype=out_dtype)
         return split_features(y, outs)

@@ -130,6 +130,17 @@ def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(y, out_sharding)
 
 
+def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
+    """Makes a matrix of a kernel `[*in, *out]`, which has `num_in` in dimensions."""
+    if kernel.ndim == 2:
+        return kernel
+    ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
+    # In two steps: over explicit axes jax merges dimensions in one place at a time.
+    return kernel.reshape(math.prod(ins), *outs).reshape(
+        math.prod(ins), math.prod(outs)
+    )
+
+
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Makes several dimensions of the last one, of which the first lies as that did."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding

@@ -34,11 +34,17 @@ def test_parameters_are_those_of_flax(parallel, use_bias):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "ins", "outs"), [("column", 16, (4, 8)), ("row", (4, 8), 16)]
+    ("parallel", "ins", "outs"),
+    [
+        ("column", 16, (4, 8)),
+        ("row", (4, 8), 16),
+        ("column", (4, 2), (4, 8)),
+        ("row", (4, 8), (4, 2)),
+    ],
 )
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_several_dimensions_are_those_of_linear_general(parallel, ins, outs, types):
-    axis = (-2, -1) if parallel == "row" else -1
+    axis = (-2, -1) if isinstance(ins, tuple) else -1
     flax = nnx.LinearGeneral(ins, outs, axis=axis, rngs=nnx.Rngs(0))
     x = normal(0, (4, 8, *flax.in_features))
     with jax.set_mesh(mesh_of(2, 2, types)):

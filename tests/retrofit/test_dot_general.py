@@ -65,10 +65,13 @@ def test_inside_shard_map_it_takes_shards():
     assert_trees_close(y, x @ w)
 
 
-def test_several_dimensions_are_contracted_as_one():
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_several_dimensions_are_contracted_as_one(types):
     x, w = normal(0, (4, 8, 2, 8)), normal(1, (2, 8, 4, 8))
     dims = (((2, 3), (0, 1)), ((), ()))
-    with jax.set_mesh(mesh_of(1, 2)):
+    with jax.set_mesh(mesh_of(1, 2, types)):
+        if types == "explicit":
+            w = jax.device_put(w, P(None, None, "tp"))
         program = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))
         assert calls(compiled_text(program, x, w)) == {"all_gather_matmul": 1}
         y = program(x, w)
