@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
@@ -15,8 +16,18 @@ from jax_ub.errors import (
     nearest,
 )
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
-from jax_ub.retrofit.placement import kind_of_spec, resolve_kind, sharding_of
+from jax_ub.retrofit.einsum import Einsum, Equation
+from jax_ub.retrofit.placement import (
+    kind_of_spec,
+    resolve_kind,
+    sharded_dim,
+    sharding_of,
+)
 from jax_ub.runtime.overlaps import LayerPath
+
+# What Flax's layers have by default, and what `overlap` sets: it may replace both.
+_PLAIN = (None, lax.dot_general, jnp.einsum)
+_OURS = (DotGeneral, Einsum)
 
 
 def overlap(
@@ -34,10 +45,12 @@ def overlap(
         model = ub.overlap(model)
         model = ub.overlap(model, {r".*\.(q|k|v|up)_proj": "column", r".*\.o": "row"})
 
-    Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, in place;
-    parameters are left as they are. Calling it again replaces what it set before.
-    `overlapped` lists the result. A layer with a `dot_general` of its own, such as a
-    quantized one, keeps it: "auto" leaves it alone, and `ub.fallbacks` says so.
+    Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, and the
+    `einsum_op` of its `nnx.Einsum` layers, in place; parameters are left as they are.
+    Calling it again replaces what it set before. `overlapped` lists the result. A layer
+    with a `dot_general` of its own, such as a quantized one, keeps it, and an einsum
+    that is no dense layer's is left as it is: "auto" leaves both alone, and
+    `ub.fallbacks` says so.
 
     Transformer Engine: none.
 
@@ -63,21 +76,21 @@ def overlap(
             is sharded the other way than its rule says, or "auto" finds no sharded
             kernel.
         UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
-            own.
+            own, or an einsum that is no dense layer's.
     """
     layers = dict(_linear_layers(model))
     if not layers:
         raise ShapeContractError(
-            f"overlap: the model, of type {type(model).__name__}, has no nnx.Linear "
-            "and no nnx.LinearGeneral. Pass an nnx model that has; linen's layers take "
-            "dot_general=ub.dot_general(kind)."
+            f"overlap: the model, of type {type(model).__name__}, has no "
+            "nnx.Linear, nnx.LinearGeneral or nnx.Einsum. Pass an nnx model that has; "
+            "linen's layers take dot_general=ub.dot_general(kind)."
         )
     if not isinstance(rules, Mapping):
         _check_auto(rules)
-        kinds = _without_own(layers, _by_sharding(layers, axis_name))
+        kinds = _without_kept(layers, _by_sharding(layers, axis_name))
     else:
         kinds = _by_path(rules, list(layers))
-        _check_none_own(layers, kinds)
+        _check_none_kept(layers, kinds)
     chosen = {}
     for path, kind in kinds.items():
         layer = layers[path]
@@ -93,7 +106,11 @@ def overlap(
         chosen[path].placement.check_kernel_spec(_spec(layer), _num_in(layer))
     # Only now, so that a refused call leaves the model as it was.
     for path, replacement in chosen.items():
-        layers[path].dot_general = replacement
+        layer = layers[path]
+        if _is_einsum(layer):
+            layer.einsum_op = Einsum(replacement, _sharded_label(layer, axis_name))
+        else:
+            layer.dot_general = replacement
     return model
 
 
@@ -108,19 +125,16 @@ def overlapped(model: Any) -> dict[str, str]:
     Returns:
         By path, such as "layers.0.up", "column" or "row".
     """
-    return {
-        path: layer.dot_general.kind
-        for path, layer in _linear_layers(model)
-        if isinstance(layer.dot_general, DotGeneral)
-    }
+    ops = ((path, _op(layer)) for path, layer in _linear_layers(model))
+    return {path: op.kind for path, op in ops if isinstance(op, _OURS)}
 
 
 def _linear_layers(model) -> Iterator[tuple[str, Any]]:
-    """Yields the path and the node of every layer with a `dot_general` to replace."""
-    from flax import nnx  # flax is optional, and only this function needs it
+    """Yields the path and the node of every layer with an op to replace."""
+    from flax import nnx  # flax is optional, and only these functions need it
 
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Linear) or (
+        if isinstance(node, nnx.Linear | nnx.Einsum) or (
             # A dot_general_cls is used instead, and batch axes are no dense layer's.
             isinstance(node, nnx.LinearGeneral)
             and node.dot_general_cls is None
@@ -129,8 +143,28 @@ def _linear_layers(model) -> Iterator[tuple[str, Any]]:
             yield ".".join(map(str, path)), node
 
 
+def _is_einsum(layer) -> bool:
+    from flax import nnx
+
+    return isinstance(layer, nnx.Einsum)
+
+
+def _equation(layer) -> Equation | None:
+    """Returns the equation of an `nnx.Einsum` that is a dense layer, or None."""
+    equation = Equation.read(layer.einsum_str)
+    return equation if equation.is_dense else None
+
+
+def _op(layer):
+    """Returns what the layer multiplies with."""
+    return layer.einsum_op if _is_einsum(layer) else layer.dot_general
+
+
 def _num_in(layer) -> int:
     """Returns how many dimensions of the layer's kernel are contracted."""
+    if _is_einsum(layer):
+        equation = _equation(layer)
+        return 0 if equation is None else len(equation.ins)
     return _count(layer.in_features)
 
 
@@ -179,33 +213,42 @@ def _by_path(rules, paths) -> dict[str, str]:
     return {path: kind for path, kind in found.items() if kind is not None}
 
 
-def _own(layer):
-    """Returns a layer's `dot_general` where it is neither jax's nor ours, or None."""
-    found = layer.dot_general
-    return None if found is lax.dot_general or isinstance(found, DotGeneral) else found
+def _why_kept(layer) -> tuple[str, str] | None:
+    """Says why a layer keeps its op, and what would change that, or None."""
+    op = _op(layer)
+    name, plain = "a dot_general", "jax.lax.dot_general"
+    if _is_einsum(layer):
+        name, plain = "an einsum_op", "jax.numpy.einsum"
+    if op not in _PLAIN and not isinstance(op, _OURS):
+        return f"has {name} of its own, {op}", f"Set it to {plain} first"
+    if _is_einsum(layer) and _equation(layer) is None:
+        return (
+            f"has einsum_str = {layer.einsum_str!r}, which is no dense layer's",
+            "Write one with each label in two of x, kernel and result",
+        )
+    return None
 
 
-def _without_own(layers, kinds) -> dict[str, str]:
-    """Leaves out, and notes, the layers with a `dot_general` of their own."""
-    kept = {}
+def _without_kept(layers, kinds) -> dict[str, str]:
+    """Leaves out, and notes, the layers that keep their op."""
+    found = {}
     for path, kind in kinds.items():
-        own = _own(layers[path])
-        if own is None:
-            kept[path] = kind
+        kept = _why_kept(layers[path])
+        if kept is None:
+            found[path] = kind
         else:
-            reason = f"the layer has a dot_general of its own, {own}"
-            methods.record_fallback(f"overlap({path!r})", reason)
-    return kept
+            methods.record_fallback(f"overlap({path!r})", f"the layer {kept[0]}")
+    return found
 
 
-def _check_none_own(layers, paths):
+def _check_none_kept(layers, paths):
     for path in paths:
-        own = _own(layers[path])
-        if own is not None:
+        kept = _why_kept(layers[path])
+        if kept is not None:
+            reason, fix = kept
             raise UnsupportedOverlapError(
-                f"overlap: the layer {path!r} has a dot_general of its own, {own}, "
-                "which the rule would replace. Set it to jax.lax.dot_general first, or "
-                f"leave the layer alone: {{{path!r}: None, ...}}."
+                f"overlap: the layer {path!r} {reason}. {fix}, or leave the layer "
+                f"alone: {{{path!r}: None, ...}}."
             )
 
 
@@ -221,10 +264,29 @@ def _compiled(pattern) -> re.Pattern[str]:
 
 def _spec(layer) -> tuple:
     """Returns the layout of a kernel [in..., out...], by its array or its metadata."""
+    if not _is_einsum(layer):
+        num_dims = _num_in(layer) + _count(layer.out_features)
+        return _kernel_spec(layer.kernel, num_dims)
+    spec = _kernel_spec(layer.kernel, len(layer.kernel_shape))
+    equation = _equation(layer)
+    if equation is None or not spec:
+        return spec
+    entries = dict(zip(equation.kernel, spec, strict=False))
+    return tuple(entries.get(label) for label in equation.ins + equation.outs)
+
+
+def _sharded_label(layer, axis_name) -> str:
+    """Returns the label of an einsum's dimension on `axis_name`, "" where none is."""
+    equation, dim = _equation(layer), sharded_dim(_spec(layer), axis_name)
+    if equation is None or dim is None:
+        return ""
+    return (equation.ins + equation.outs)[dim]
+
+
+def _kernel_spec(kernel, num_dims) -> tuple:
+    """Returns the layout of a kernel of `num_dims` in the order of its dimensions."""
     from flax import nnx
 
-    kernel = layer.kernel
-    num_dims = _num_in(layer) + _count(layer.out_features)
     by_array = getattr(sharding_of(kernel.get_value()), "spec", ())
     if any(by_array):
         # The kernels of stacked layers have leading axes of their own.

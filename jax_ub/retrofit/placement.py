@@ -44,9 +44,17 @@ def kind_of_spec(spec: Sequence | None, num_in: int, axis_name: str) -> str | No
         num_in: how many of its dimensions are contracted.
         axis_name: the tensor-parallel mesh axis.
     """
+    dim = sharded_dim(spec, axis_name)
+    if dim is None:
+        return None
+    return "row" if dim < num_in else "column"
+
+
+def sharded_dim(spec: Sequence | None, axis_name: str) -> int | None:
+    """Returns the first dimension of an array that lies on `axis_name`, or None."""
     for dim, entry in enumerate(spec or ()):
         if axis_name in (entry if isinstance(entry, tuple) else (entry,)):
-            return "row" if dim < num_in else "column"
+            return dim
     return None
 
 

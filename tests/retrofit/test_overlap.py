@@ -266,3 +266,106 @@ def test_attention_decodes_one_token_at_a_time():
         for i in range(x.shape[1]):
             token = x[:, i : i + 1]
             assert_trees_close(step(ours, token), flax(token))
+
+
+class Heads(nnx.Module):
+    """Attention's products as einsums: queries, stacked keys and values, and out."""
+
+    def __init__(self, out_shardings=(None, None, None)):
+        rngs = nnx.Rngs(0)
+        make = [
+            ("BTD,NDH->BTNH", (4, 16, 8), (4, 8)),
+            ("BTD, SDKH -> SBTKH", (3, 16, 4, 8), None),
+            ("...NH,NHD->...D", (4, 8, 16), (16,)),
+        ]
+        self.query, self.stacked, self.out = (
+            nnx.Einsum(*args, rngs=rngs, kernel_metadata=sharded(*each) if each else {})
+            for args, each in zip(make, out_shardings, strict=True)
+        )
+
+    def __call__(self, x):
+        key, value, gate = self.stacked(x)
+        return x + self.out(jnp.sin(self.query(x)) * key + value * gate)
+
+
+HEADS = {"query": "column", "stacked": "column", "out": "row"}
+# Heads are neither the first dimension of the stacked kernels nor contracted.
+HEADS_SPECS = [("tp", None, None), (None, None, "tp", None), ("tp", None, None)]
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_einsums_that_are_dense_layers_are_overlapped(types):
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = ub.overlap(Heads(HEADS_SPECS))
+        assert ub.overlapped(model) == HEADS
+        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+        graph, state = nnx.split(model)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        text = compiled_text(program, state, x)
+    assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
+    expected = nnx.value_and_grad(loss)(Heads(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rules_shard_the_first_labels_of_einsums_behind_what_stacks_results():
+    x = normal(0, (4, 8, 16))
+    model = ub.overlap(Heads(), HEADS)
+    with jax.set_mesh(mesh_of(1, 4)):
+        graph, state = nnx.split(model)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        text = compiled_text(program, state, x)
+        y = program(state, x)
+    assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
+    # By heads, 4, and not by 3: keys, values and gates lie where they are used.
+    assert not collectives(text)
+    assert_trees_close(y, Heads()(x))
+
+
+def test_einsums_that_are_no_dense_layers_are_left_alone():
+    def rounded(subscripts, x, kernel, **options):
+        return jnp.einsum(subscripts, jnp.round(x), kernel, **options)
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            options = {"rngs": nnx.Rngs(0), "kernel_metadata": sharded("tp", None)}
+            self.batched = nnx.Einsum("TEK,EK->TE", (4, 16), None, **options)
+            self.repeated = nnx.Einsum("TK,KKN->TN", (16, 16, 4), None, **options)
+            self.rounded = nnx.Einsum("TK,KN->TN", (16, 4), None, **options)
+            self.rounded.einsum_op = rounded
+            self.row = nnx.Einsum("TK,KN->TN", (16, 4), None, **options)
+
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(Experts())
+    assert ub.overlapped(model) == {"row": "row"}
+    notes = {note.label: note.reason for note in ub.fallbacks()[-3:]}
+    equation = "the layer has einsum_str = {}, which is no dense layer's"
+    assert notes["overlap('batched')"] == equation.format("'TEK,EK->TE'")
+    assert notes["overlap('repeated')"] == equation.format("'TK,KKN->TN'")
+    assert "an einsum_op of its own, <function" in notes["overlap('rounded')"]
+    for path, text in (
+        ("batched", "'TEK,EK->TE', which is no dense layer's. Write one with each"),
+        ("rounded", "Set it to jax.numpy.einsum first, or leave the layer alone"),
+    ):
+        with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
+            ub.overlap(model, {path: "column"})
+
+
+def test_an_einsum_lays_its_result_out_where_it_cannot_be_overlapped_either():
+    x = normal(0, (4, 7, 16))
+    with jax.set_mesh(mesh_of(2, 2, "explicit")):
+        model = ub.overlap(Heads(HEADS_SPECS))
+        for spec in (P(None, None, None, "tp"), P(None, "dp")):
+            y = model.stacked(x, out_sharding=spec)
+            assert y.sharding.spec == P(*spec, *[None] * (5 - len(spec)))
+            assert_trees_close(y, Heads().stacked(x))
+    assert "has 7 tokens" in ub.fallbacks()[-1].reason
+
+
+def test_an_einsum_of_other_dimensions_says_so():
+    model = ub.overlap(Heads(), HEADS)
+    text = "x (8, 16) and kernel (4, 16, 8) have other numbers of dimensions than in"
+    with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
+        model.query(jnp.ones((8, 16)))
