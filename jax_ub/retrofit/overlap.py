@@ -83,7 +83,8 @@ def overlap(
         raise ShapeContractError(
             f"overlap: the model, of type {type(model).__name__}, has no "
             "nnx.Linear, nnx.LinearGeneral or nnx.Einsum. Pass an nnx model that has; "
-            "linen's layers take dot_general=ub.dot_general(kind)."
+            "linen's layers take dot_general=ub.dot_general(kind), or "
+            "nn.intercept_methods(jax_ub.flax.linen.Overlap(rules)) around their calls."
         )
     if not isinstance(rules, Mapping):
         _check_auto(rules)
@@ -202,7 +203,7 @@ def _by_path(rules, paths) -> dict[str, str]:
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_kind("overlap", kind)
-        matched = list(filter(_compiled(pattern).fullmatch, paths))
+        matched = list(filter(compile_rule(pattern).fullmatch, paths))
         if not matched:
             raise UnknownNameError(
                 f"overlap: the rule {pattern!r} matches no linear layer of the model; "
@@ -252,7 +253,12 @@ def _check_none_kept(layers, paths):
             )
 
 
-def _compiled(pattern) -> re.Pattern[str]:
+def compile_rule(pattern: str) -> re.Pattern[str]:
+    """Reads the path of a rule.
+
+    Raises:
+        UnknownNameError: if it is no regular expression.
+    """
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:

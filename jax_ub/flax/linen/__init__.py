@@ -6,4 +6,5 @@ from jax_ub.flax.linen.linear import Linear as Linear
 from jax_ub.flax.linen.multi_head_attention import (
     MultiHeadAttention as MultiHeadAttention,
 )
+from jax_ub.flax.linen.overlap import Overlap as Overlap
 from jax_ub.flax.linen.transformer_layer import TransformerLayer as TransformerLayer

@@ -1,0 +1,121 @@
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax_models import assert_trees_close, mesh_of
+from operands import normal
+from programs import calls, compiled_text
+
+import jax_ub as ub
+from jax_ub.flax.linen import Overlap
+
+RULES = {
+    r".*\.(query|key|value)": "column",
+    r".*\.out": "row",
+    r".*\.up": "column",
+    r".*\.down": "rs",
+}
+
+
+class Block(nn.Module):
+    """Attention and an MLP of Flax's own layers."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = x + nn.MultiHeadAttention(4, name="attention")(x)
+        return x + nn.Dense(16, name="down")(jnp.sin(nn.Dense(32, name="up")(x))), None
+
+
+class Model(nn.Module):
+    """Two blocks under `nn.scan` and `nn.remat`, and a head that no rule names."""
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return nn.Dense(3, name="head")(scan(name="blocks")(x, None)[0])
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_layers_of_an_unmodified_model_are_overlapped(types):
+    model, x = Model(), normal(0, (4, 8, 16))
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(model.apply(variables, x)))
+
+    expected = jax.value_and_grad(loss)(variables, x)
+    overlap = Overlap(RULES)
+    with jax.set_mesh(mesh_of(2, 2, types)), nn.intercept_methods(overlap):
+        x = jax.device_put(x, jax.P("dp", "tp"))
+        text = compiled_text(jax.jit(model.apply), variables, x)
+        actual = jax.jit(jax.value_and_grad(loss))(variables, x)
+        assert_trees_close(jax.jit(model.init)(jax.random.key(0), x), variables)
+    assert calls(text) == {"all_gather_matmul": 4, "matmul_reduce_scatter": 2}
+    columns = ("attention.query", "attention.key", "attention.value", "up")
+    assert overlap.overlapped == {
+        **{f"blocks.{name}": "column" for name in columns},
+        "blocks.attention.out": "row",
+        "blocks.down": "row",
+    }
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_outside_of_the_block_a_bound_layer_is_flax_s_own():
+    x = normal(0, (4, 8, 16))
+    layer = nn.Dense(32)
+    bound = layer.bind(layer.init(jax.random.key(0), x))
+    with jax.set_mesh(mesh_of(1, 2)), nn.intercept_methods(Overlap({"": "column"})):
+        y = bound(x)
+    assert bound.dot_general is None
+    assert_trees_close(y, bound(x))
+
+
+def test_the_first_rule_that_matches_counts():
+    x = normal(0, (4, 8, 16))
+    overlap = Overlap({r"blocks\.up": None, **RULES}, sequence_parallel=False)
+    model = Model()
+    variables = model.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh_of(1, 2)), nn.intercept_methods(overlap):
+        text = compiled_text(jax.jit(model.apply), variables, x)
+    assert calls(text)["matmul_all_reduce"] == 2
+    assert "blocks.up" not in overlap.overlapped
+
+
+def test_a_layer_with_a_dot_general_of_its_own_is_refused():
+    def rounded(lhs, rhs, dimension_numbers, **options):
+        return jax.lax.dot_general(jnp.round(lhs), rhs, dimension_numbers, **options)
+
+    x = normal(0, (4, 8, 16))
+    text = (
+        "overlap: the layer '' has a dot_general of its own, <function .*. Leave the "
+        "layer alone: {'': None, ...}."
+    )
+    for own in ({"dot_general": rounded}, {"dot_general_cls": lambda: rounded}):
+        layer = nn.Dense(32, **own)
+        variables = layer.init(jax.random.key(0), x)
+        with (
+            nn.intercept_methods(Overlap({"": "column"})),
+            pytest.raises(ub.errors.UnsupportedOverlapError, match=text),
+        ):
+            layer.apply(variables, x)
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "error", "text"),
+    [
+        ({"up(": "column"}, {}, "UnknownNameError", "'up(' is no regular expression"),
+        ({"up": "col"}, {}, "UnknownNameError", "'col' is not a way to shard a kernel"),
+        ({}, {"method": "drect"}, "UnknownNameError", "method = 'drect'"),
+        ({}, {"mesh": "tp"}, "ShapeContractError", "mesh = 'tp' is of type str"),
+    ],
+)
+def test_rules_and_options_that_cannot_be_are_refused(rules, options, error, text):
+    with pytest.raises(getattr(ub.errors, error), match=re.escape(text)):
+        Overlap(rules, **options)
