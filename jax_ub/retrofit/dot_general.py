@@ -4,7 +4,8 @@ import dataclasses
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods
 from jax_ub.errors import UnsupportedOverlapError
@@ -107,6 +108,8 @@ class DotGeneral:
         if reason is None:
             y = self._overlap(lhs, rhs, num_in, preferred_element_type)
             return lay_out(y, out_sharding)
+        if out_sharding is None and num_in is not None and self.kind == "row":
+            out_sharding = _whole_features(lhs, num_in, rhs.ndim - num_in)
         with methods.falling_back(self.placement.op, reason):
             return lax.dot_general(
                 lhs,
@@ -155,6 +158,15 @@ class DotGeneral:
         x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], kernel.shape[0])
         y = sharded_linear(self.placement, x, kernel, out_dtype=out_dtype)
         return split_features(y, outs)
+
+
+def _whole_features(lhs, num_in, num_out):
+    """Returns a row layer's layout where explicit axes ask for it: tokens as in x."""
+    sharding = jax.typeof(lhs).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    lead = sharding.spec[: lhs.ndim - num_in]
+    return sharding.update(spec=P(*lead, *[None] * num_out))
 
 
 def _dense_rank(lhs, rhs, dimension_numbers):

@@ -252,6 +252,19 @@ def test_an_error_in_a_layer_names_its_path():
             model(jnp.ones((2, 7, 16)))
 
 
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_a_model_takes_one_token_on_any_mesh(types):
+    x = normal(0, (4, 1, 16))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model, token = ub.overlap(sharded_block()), jax.device_put(x, P("dp"))
+        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, token)
+    assert "has 1 tokens" in ub.fallbacks()[-1].reason
+    expected = nnx.value_and_grad(loss)(plain_block(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_attention_decodes_one_token_at_a_time():
     x = normal(0, (2, 3, 16))
     flax, ours = (
