@@ -1,5 +1,6 @@
 """`flax.nnx.Linear` and `LinearGeneral`, tensor parallel."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -35,6 +36,7 @@ class LinearOptions(TypedDict, total=False):
     sequence_parallel: bool
     method: str | None
     main_grad: bool
+    fsdp_axes: tuple[str, ...] | str
 
 
 def overlap_name(name: str, options: LinearOptions) -> str | None:
@@ -93,6 +95,7 @@ class Linear(nnx.Module):
         method: str | None = None,
         ub_name: str | None = None,
         main_grad: bool = False,
+        fsdp_axes: tuple[str, ...] | str = (),
     ):
         """Creates the parameters, sharded where a mesh is known.
 
@@ -110,7 +113,7 @@ class Linear(nnx.Module):
             preferred_element_type: dtype of the result; None is that of the inputs.
             rngs: the random keys.
             kernel_metadata: metadata of the kernel; "out_sharding" in it replaces the
-                layout that `parallel` gives.
+                layout that `parallel` and `fsdp_axes` give.
             bias_metadata: the same for the bias.
             parallel: "column", "row" or None.
             axis_name: the tensor-parallel mesh axis.
@@ -123,6 +126,8 @@ class Linear(nnx.Module):
             method: how it runs; None is `JAX_UB_METHOD`, or "auto".
             ub_name: the layer's name: in errors, and in `initialize_ub`.
             main_grad: whether the kernel's gradient is accumulated into `main_grad`.
+            fsdp_axes: the mesh axes that shard the kernel's other dimension, or the in
+                dimension where `parallel` is None (FSDP).
 
         Raises:
             UnknownNameError: if there is no such `parallel`, `method` or axis.
@@ -131,7 +136,14 @@ class Linear(nnx.Module):
                 other one.
         """
         self.placement = Placement(
-            parallel, axis_name, mesh, data_axes, sequence_parallel, method, ub_name
+            parallel,
+            axis_name,
+            mesh,
+            data_axes,
+            sequence_parallel,
+            method,
+            ub_name,
+            fsdp_axes,
         )
         ins = read_sizes(self.placement.op, "in_features", in_features)
         outs = read_sizes(self.placement.op, "out_features", out_features)
@@ -139,8 +151,8 @@ class Linear(nnx.Module):
         if known is not None:
             self.placement.check_features((ins[0], outs[0]), known)
         in_entry, out_entry = self.placement.kernel_spec
-        out_spec = (out_entry, *[None] * (len(outs) - 1))
-        spec = (in_entry, *[None] * (len(ins) - 1), *out_spec)
+        further = [None] * (len(outs) - 1)
+        spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
         shape = (*ins, *outs)
         # Initial values depend on the number of inputs and outputs alone.
         flat = (math.prod(ins), math.prod(outs))
@@ -155,7 +167,8 @@ class Linear(nnx.Module):
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             bias, bias_metadata = _unboxed(bias, bias_metadata)
-            bias_metadata = _with_sharding(bias_metadata, out_spec, self.placement)
+            bias_spec = (*self.placement.bias_spec, *further)
+            bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
             self.bias = nnx.Param(bias.reshape(outs), **bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
@@ -208,7 +221,7 @@ def call_together(
         promoted.append(layer.promote_dtype(given, dtype=layer.dtype))
     all_inputs, kernels, biases = zip(*promoted, strict=True)
     return multiply_together(
-        first.placement,
+        _placement_of(first),
         all_inputs[0],
         kernels,
         [bias for bias in biases if bias is not None],
@@ -217,6 +230,21 @@ def call_together(
         residual=residual,
         out_dtype=first.preferred_element_type,
     )
+
+
+def _placement_of(layer):
+    """That of the layer, on the FSDP axes that its kernel's metadata names."""
+    num_in, kernel = len(sizes_of(layer.in_features)), layer.kernel
+    # Kernels of stacked layers may have names for axes in front of theirs.
+    spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
+    placement = layer.placement
+    placement = placement.with_fsdp_of(spec, placement.find_mesh(), num_in)
+    dim = placement.fsdp_dim * num_in
+    size = (*sizes_of(layer.in_features), *sizes_of(layer.out_features))[dim]
+    in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if in_shard_map and kernel.shape[dim] == size:  # the caller keeps it whole there
+        placement = dataclasses.replace(placement, fsdp_axes=())
+    return placement
 
 
 def _unboxed(values, metadata):
@@ -230,7 +258,7 @@ def _unboxed(values, metadata):
 def _with_sharding(metadata, spec, placement):
     """Adds `spec` to a variable's metadata, where the caller says nothing else."""
     said = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
-    if placement.parallel is None or said:
+    if said or not any(placement.kernel_spec):
         return metadata
     added: dict[str, Any] = {"out_sharding": tuple(spec)}
     if placement.mesh is not None:

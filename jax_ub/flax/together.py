@@ -1,5 +1,6 @@
 """Linear layers of several dimensions, and several of them in one call."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from jax_ub.errors import ShapeContractError
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import as_matrix, sharded_linear, split_features
 from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.fsdp import gather_kernels
 
 
 def multiply_together(
@@ -51,6 +53,10 @@ def multiply_together(
     shapes.check_array(placement.op, "x", inputs)
     if residual is not None:
         shapes.check_array(placement.op, "residual", residual)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not set(manual).isdisjoint(placement.fsdp_axes):
+        operands = inputs, kernels, main_grads
+        placement, kernels, main_grads = _gathered(placement, manual, *operands, num_in)
     mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
     for kernel in kernels:
         placement.check_contraction(inputs, kernel, num_in)
@@ -81,6 +87,18 @@ def multiply_together(
     if residual is None or addend is not None:
         return results
     return tuple(_add(y, residual) for y in results)
+
+
+def _gathered(placement, manual, inputs, kernels, main_grads, num_in):
+    """Gathers kernels that the caller's own `shard_map` has cut for FSDP."""
+    axes = tuple(name for name in placement.fsdp_axes if name in manual)
+    for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
+        accumulators.claim(placement.op, main_grad, kernel)  # the gathered is another
+    dim = placement.fsdp_dim * num_in
+    parts = tuple(kernels), tuple(main_grads)
+    gathered = gather_kernels(inputs, *parts, axes=axes, dim=dim)
+    others = tuple(name for name in placement.fsdp_axes if name not in manual)
+    return dataclasses.replace(placement, fsdp_axes=others), *gathered
 
 
 def _add(y, residual):

@@ -29,6 +29,7 @@ def dot_general(
     sequence_parallel: bool = True,
     data_axes: tuple[str, ...] | None = None,
     ub_name: str | None = None,
+    fsdp_axes: tuple[str, ...] | str = (),
 ) -> "DotGeneral":
     """Makes a `dot_general=` for `nn.Dense`, `nnx.Linear` and their like.
 
@@ -48,6 +49,9 @@ def dot_general(
             otherwise a column layer gathers nothing and a row layer all-reduces.
         data_axes: the mesh axes over the leading axis of x; None takes all the others.
         ub_name: the layer's name: in errors, and in `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP); the
+            types of an explicit mesh show them by themselves. Inside `jax.shard_map`
+            the kernel is gathered over them by the caller.
 
     Returns:
         A hashable callable with the signature of `jax.lax.dot_general`.
@@ -65,6 +69,7 @@ def dot_general(
             sequence_parallel,
             method,
             ub_name,
+            fsdp_axes,
         )
     )
 

@@ -95,7 +95,7 @@ def overlap(
     chosen = {}
     for path, kind in kinds.items():
         layer = layers[path]
-        chosen[path] = dot_general(
+        own = dot_general(
             kind,
             axis_name=axis_name,
             mesh=mesh if mesh is not None else _mesh(layer),
@@ -103,8 +103,10 @@ def overlap(
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
             ub_name=LayerPath(path),
-        )
-        chosen[path].placement.check_kernel_spec(_spec(layer), _num_in(layer))
+        ).placement
+        spec, num_in = _spec(layer), _num_in(layer)
+        own.check_kernel_spec(spec, num_in)
+        chosen[path] = DotGeneral(own.with_fsdp_of(spec, own.find_mesh(), num_in))
     # Only now, so that a refused call leaves the model as it was.
     for path, replacement in chosen.items():
         layer = layers[path]

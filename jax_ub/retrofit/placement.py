@@ -73,12 +73,14 @@ class Placement:
             are not.
         method: how the layer runs; None is `JAX_UB_METHOD`, or "auto".
         ub_name: the layer's name: in errors, and in `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or the
+            in dimension where the layer is not parallel.
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`, or
             `sequence_parallel` is neither true nor false.
         ShapeContractError: if `mesh` is none, `axis_name` is not one name, or
-            `data_axes` are no names of other axes, each once.
+            `data_axes` or `fsdp_axes` are no names of other axes, each once.
     """
 
     parallel: str | None
@@ -88,6 +90,7 @@ class Placement:
     sequence_parallel: bool = True
     method: str | None = None
     ub_name: str | None = None
+    fsdp_axes: tuple[str, ...] | str = ()
 
     def __post_init__(self):
         """Checks names and flags, and makes the data axes hashable."""
@@ -100,7 +103,10 @@ class Placement:
                 'mesh axis. Pass the axis of the ranks, for example axis_name="tp".'
             )
         if self.data_axes is not None:
-            object.__setattr__(self, "data_axes", self._read_data_axes())
+            data_axes = self._read_axes("data_axes", "dp", self.data_axes)
+            object.__setattr__(self, "data_axes", data_axes)
+        fsdp_axes = self._read_axes("fsdp_axes", "fsdp", self.fsdp_axes)
+        object.__setattr__(self, "fsdp_axes", fsdp_axes)
         shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
         if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
             raise ShapeContractError(
@@ -110,24 +116,23 @@ class Placement:
             )
         methods.resolve(self.op, self.method, None)
 
-    def _read_data_axes(self):
-        given = self.data_axes
+    def _read_axes(self, argument, example, given):
         names = tuple(given) if isinstance(given, tuple | list) else (given,)
         if not all(isinstance(name, str) for name in names):
             raise ShapeContractError(
-                f"{self.op}: data_axes = {given!r} are not names of mesh "
-                'axes. Pass a tuple of them, for example data_axes=("dp",).'
+                f"{self.op}: {argument} = {given!r} are not names of mesh "
+                f'axes. Pass a tuple of them, for example {argument}=("{example}",).'
             )
         if self.axis_name in names:
             others = tuple(name for name in names if name != self.axis_name)
             raise ShapeContractError(
-                f"{self.op}: data_axes = {names} has axis_name = {self.axis_name!r}, "
+                f"{self.op}: {argument} = {names} has axis_name = {self.axis_name!r}, "
                 "whose ranks share the tokens and features of the same examples. Pass "
-                f"data_axes={others}, or another axis_name."
+                f"{argument}={others}, or another axis_name."
             )
         if len(set(names)) < len(names):
             raise ShapeContractError(
-                f"{self.op}: data_axes = {names} names a mesh axis twice. Name each "
+                f"{self.op}: {argument} = {names} names a mesh axis twice. Name each "
                 "once."
             )
         return names
@@ -141,8 +146,16 @@ class Placement:
     @property
     def kernel_spec(self) -> P:
         """The layout of the kernel [in, out]."""
-        layouts = {"row": P(self.axis_name, None), "column": P(None, self.axis_name)}
-        return layouts.get(self.parallel or "", P(None, None))
+        other = self.fsdp_axes or None
+        if isinstance(other, tuple) and len(other) == 1:
+            (other,) = other
+        layouts = {"row": P(self.axis_name, other), "column": P(other, self.axis_name)}
+        return layouts.get(self.parallel or "", P(other, None))
+
+    @property
+    def fsdp_dim(self) -> int:
+        """The dimension of the kernel [in, out] that lies on `fsdp_axes`."""
+        return 1 if self.parallel == "row" else 0
 
     @property
     def bias_spec(self) -> P:
@@ -151,7 +164,24 @@ class Placement:
 
     def whole(self) -> "Placement":
         """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
-        return dataclasses.replace(self, parallel=None, data_axes=None, method="xla")
+        changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
+        return dataclasses.replace(self, method="xla", **changes)
+
+    def with_fsdp_of(
+        self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
+    ) -> "Placement":
+        """That with the `fsdp_axes` which a kernel's layout shows.
+
+        Args:
+            spec: the layout of the kernel `[in..., out...]`, None where unknown.
+            mesh: the mesh; a layout of other names, logical ones, shows nothing.
+            num_in: how many of its dimensions are contracted.
+        """
+        dim = self.fsdp_dim * num_in
+        entry = spec[dim] if spec is not None and dim < len(spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,)
+        others = mesh is not None and set(names) <= {*mesh.shape} - {self.axis_name}
+        return dataclasses.replace(self, fsdp_axes=names) if others else self
 
     def may_fall_back(self) -> bool:
         """Whether the layer may become plain JAX: nobody named a method of its own."""
@@ -182,6 +212,12 @@ class Placement:
                 return sharding.mesh
         return None
 
+    def num_manual_fsdp(self) -> int:
+        """Returns into how many parts the caller's `shard_map` cuts a kernel so."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = set(mesh.manual_axes)
+        return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
+
     def axis_size(self, mesh: AnyMesh) -> int:
         """Returns the number of ranks on the tensor-parallel axis of `mesh`.
 
@@ -196,7 +232,8 @@ class Placement:
         return mesh.shape[self.axis_name]
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
-        """Refuses a global kernel [in, out] whose sharded dimension does not divide."""
+        """Refuses a global kernel [in, out] whose sharded dimensions do not divide."""
+        self._check_fsdp(shape[self.fsdp_dim], mesh)
         dim = _SHARDED_DIM.get(self.parallel or "")
         if dim is None:
             return
@@ -209,6 +246,22 @@ class Placement:
             f"not divide into the {num_ranks} ranks of mesh axis {self.axis_name!r}. "
             f"Use {padded}, or do not shard this layer."
         )
+
+    def _check_fsdp(self, size, mesh):
+        for name in self.fsdp_axes:
+            if name not in mesh.shape:
+                raise UnknownNameError(
+                    f"{self.op}: fsdp_axes has {name!r}, which is not an axis of the "
+                    f"mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                )
+        num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
+        if size % num_ranks:
+            raise ShapeContractError(
+                f"{self.op}: the kernel has {size} {_IN_OUT[self.fsdp_dim]} features, "
+                f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
+                f"{self.fsdp_axes}. Use {math.ceil(size / num_ranks) * num_ranks}, or "
+                "fsdp_axes=() for this layer."
+            )
 
     def check_contraction(
         self, x: jax.Array, kernel: jax.Array, num_in: int = 1
@@ -245,8 +298,18 @@ class Placement:
         raise ShapeContractError(
             f"{self.op}: the kernel is sharded {P(*spec or ())}, along its {dim} "
             f"dimension, but {self.parallel!r} wants its {wanted} dimension on "
-            f"{self.axis_name!r}. Shard it {self.kernel_spec}, or use {found!r}."
+            f"{self.axis_name!r}. Shard it {self._instead_of(spec)}, or use {found!r}."
         )
+
+    def _instead_of(self, spec):
+        """Says how a kernel that is sharded `spec` should be, with all its axes."""
+        entries = (each if isinstance(each, tuple) else (each,) for each in spec)
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        others = tuple(name for name in names if name not in (None, self.axis_name))
+        if not others:
+            return str(self.kernel_spec)
+        fixed = dataclasses.replace(self, fsdp_axes=others)
+        return f"{fixed.kernel_spec}, as fsdp_axes={others} does"
 
 
 def sharding_of(array: Any) -> Any:

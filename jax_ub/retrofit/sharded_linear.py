@@ -37,6 +37,7 @@ from jax_ub.errors import (
 from jax_ub.retrofit.placement import AnyMesh, Placement
 from jax_ub.rules import main_grads
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
+from jax_ub.rules.fsdp import gather_kernels, gathering_again
 from jax_ub.rules.linear import whole_rows
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
@@ -103,6 +104,7 @@ def sharded_linear(
             "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
             f"over {placement.axis_name!r}."
         )
+    placement = placement.with_fsdp_of(jax.typeof(kernels[0]).sharding.spec, mesh)
     for each in kernels:
         placement.check_features(each.shape, mesh)
         placement.check_kernel_spec(jax.typeof(each).sharding.spec)
@@ -208,12 +210,17 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     x = operands[0]
     data_axes = data_axes_of(placement, mesh, x.shape)
     x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
+    # Ranks that hold the same tokens may leave it to XLA to gather their kernels.
+    fsdp_axes = tuple(name for name in placement.fsdp_axes if mesh.shape[name] > 1)
+    if not set(fsdp_axes) <= set(data_axes):
+        fsdp_axes = ()
+    placement = dataclasses.replace(placement, fsdp_axes=fsdp_axes)
     kernel_spec = placement.kernel_spec
     specs = (x_spec, kernel_spec, placement.bias_spec, kernel_spec, y_spec)
     shown = _shown_axes(placement, mesh, x.shape)
     _, out_spec = _activation_specs(placement, shown, x.ndim)
     # The axes whose ranks hold other tokens for the same part of the kernel.
-    replicas = data_axes
+    replicas = tuple(name for name in data_axes if name not in fsdp_axes)
     if placement.parallel is None and placement.sequence_parallel:
         replicas += (placement.axis_name,)
 
@@ -221,8 +228,13 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
         if replicas:
             on_first = functools.partial(_on_first_replica, axes=replicas)
             main_grad = jax.tree.map(on_first, main_grad)
+        if fsdp_axes:
+            along = {"axes": fsdp_axes, "dim": placement.fsdp_dim}
+            kernel, main_grad = gather_kernels(x, kernel, main_grad, **along)
         return _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual)
 
+    if fsdp_axes:
+        local = gathering_again(local, fsdp_axes)
     return on_shards(local, mesh, specs, out_spec, *operands)
 
 

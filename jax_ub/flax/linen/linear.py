@@ -55,6 +55,7 @@ class Linear(TensorParallel):
             self.sequence_parallel,
             self.method,
             self.ub_name,
+            self.fsdp_axes,
         )
 
     def __call__(
@@ -85,7 +86,8 @@ class Linear(TensorParallel):
             mesh = jax.sharding.get_abstract_mesh()
             placement.check_features((in_sizes[0], out_sizes[0]), mesh)
             out_sizes = (out_sizes[0] // placement.axis_size(mesh), *out_sizes[1:])
-        shape = (*in_sizes, *out_sizes)
+        shape = [*in_sizes, *out_sizes]
+        shape[placement.fsdp_dim * len(in_sizes)] //= placement.num_manual_fsdp()
         kernel_init = _of_matrix(self.kernel_init, len(in_sizes))
         kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
         bias = main_grad = None

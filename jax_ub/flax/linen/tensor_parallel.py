@@ -35,6 +35,8 @@ class TensorParallel(nn.Module, kw_only=True):
         main_grad: whether a kernel's gradient is accumulated into the f32 variable
             `main_grad` of the collection "_overwrite_with_gradient", whose cotangent is
             its new value; that of the kernel is zero.
+        fsdp_axes: the mesh axes that shard the kernels' other dimensions, or the in
+            dimension where a layer is not parallel (FSDP).
     """
 
     use_bias: bool = True
@@ -50,6 +52,7 @@ class TensorParallel(nn.Module, kw_only=True):
     sequence_parallel: bool = True
     method: str | None = None
     main_grad: bool = False
+    fsdp_axes: tuple[str, ...] | str = ()
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:

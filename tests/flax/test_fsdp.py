@@ -1,0 +1,403 @@
+"""Kernels that lie on data axes, too: layouts, collectives, numbers, checkpoints."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax_models import TYPES, Block, assert_trees_close, loss, plain_block
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal
+from programs import calls, collectives, compiled_text
+
+import jax_ub as ub
+from jax_ub.errors import ShapeContractError, UnknownNameError
+from jax_ub.flax import Linear, MainGrad, TransformerLayer, linen, with_main_grads
+
+AXES = ("dp", "fsdp", "tp")
+X = P(("dp", "fsdp"), "tp")
+COLUMN, ROW = P("fsdp", "tp"), P("tp", "fsdp")
+INIT = nnx.initializers.lecun_normal()
+RULES = (("embed", "fsdp"), ("mlp", "tp"))
+
+
+def mesh_of(types="auto", shape=(2, 2, 2)) -> Mesh:
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(TYPES[types],) * 3)
+
+
+def block(make=Linear, up=None, down=None, **options):
+    """A block whose kernels may carry a layout, as Flax has it."""
+
+    def layer(sizes, parallel, spec):
+        given = {"parallel": parallel} if make is Linear else {}
+        if spec is not None:
+            names = {"out_sharding": tuple(spec), "sharding_rules": RULES}
+            given["kernel_metadata"] = names
+        return lambda rngs: make(*sizes, rngs=rngs, **given, **options)
+
+    return Block(
+        layer((16, 32), "column", up), layer((32, 16), "row", down), nnx.Rngs(0)
+    )
+
+
+def with_dot_general():
+    """Flax's own layers, of which only an explicit mesh knows the layout."""
+    model = block(nnx.Linear, COLUMN, ROW)
+    model.up.dot_general = ub.dot_general("column", fsdp_axes="fsdp")
+    model.down.dot_general = ub.dot_general("row", fsdp_axes=("fsdp",))
+    return model
+
+
+def by_path():
+    """A model that was put on the mesh when it was there."""
+    model = plain_block()
+    for layer, spec in ((model.up, COLUMN), (model.down, ROW)):
+        layer.kernel.set_value(jax.device_put(layer.kernel[...], spec))
+    return ub.overlap(model, {"up": "column", "down": "row"})
+
+
+MODELS = {
+    "option": lambda: block(fsdp_axes="fsdp"),
+    "logical axes": lambda: block(up=("embed", "mlp"), down=("mlp", "embed")),
+    "overlap": lambda: ub.overlap(block(nnx.Linear, COLUMN, ROW)),
+    "overlap by path": by_path,
+    "dot_general": with_dot_general,
+}
+
+
+def specs_of(tree):
+    return jax.tree.map(lambda array: array.sharding.spec, nnx.to_pure_dict(tree))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_training_keeps_every_layout(name, types):
+    x, optimizer = normal(0, (8, 8, 16)), optax.adam(0.1)
+    noted = len(ub.fallbacks())
+    with jax.set_mesh(mesh_of(types)):
+        graph, params = nnx.split(MODELS[name]())
+        state = jax.jit(optimizer.init)(params)
+        layouts = specs_of(params)
+        assert (layouts["up"]["kernel"], layouts["down"]["kernel"]) == (COLUMN, ROW)
+
+        def step(params, state, x):
+            gradients = jax.grad(lambda p: loss(nnx.merge(graph, p), x))(params)
+            updates, state = optimizer.update(gradients, state)
+            return optax.apply_updates(params, updates), state, gradients
+
+        x = jax.device_put(x, X)
+        program = jax.jit(step, donate_argnums=(0, 1))
+        text = compiled_text(program, params, state, x)
+        params, state, gradients = program(params, state, x)
+
+    for tree in (params, gradients, state[0].mu, state[0].nu):
+        found = specs_of(tree)
+        assert (found["up"]["kernel"], found["down"]["kernel"]) == (COLUMN, ROW)
+    assert len(ub.fallbacks()) == noted
+    assert calls(text)["all_gather_matmul"] == 2
+    assert calls(text)["matmul_reduce_scatter"] == 1
+    # XLA's own: each kernel, whole but for "tp", that of the second layer again in the
+    # backward unless XLA keeps it; gradients go back to their parts.
+    kernels = re.findall(r"= f32\[([\d,]+,[\d,]+)\]\S* all-gather\(", text)
+    assert kernels in (["16,16"] * 2, ["16,16"] * 3)
+    assert collectives(text)["reduce-scatter"] == 2
+    assert not re.search(r"f32\[16,16\]\S* all-reduce\(", text)
+
+    plain = plain_block()
+    expected = nnx.grad(loss)(plain, normal(0, (8, 8, 16)))
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        (P(None, ("tp", "fsdp")), P(("tp", "fsdp"), None)),
+        (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None)),
+    ],
+)
+def test_both_axes_may_lie_on_one_dimension(up, down, types):
+    x = normal(0, (8, 8, 16))
+    with jax.set_mesh(mesh_of(types)):
+        model = block(nnx.Linear, up, down)
+        assert ub.overlapped(ub.overlap(model)) == {"up": "column", "down": "row"}
+        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    expected = nnx.value_and_grad(loss)(plain_block(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected[1]))
+
+
+@pytest.mark.parametrize(
+    ("types", "shape", "options"),
+    [
+        ("auto", (64, 16), {}),
+        ("explicit", (8, 8, 16), {"data_axes": ("fsdp", "dp")}),
+        ("auto", (8, 8, 16), {"sequence_parallel": False}),
+        # Ranks of "fsdp" have the same examples: XLA gathers the kernels.
+        ("auto", (8, 8, 16), {"data_axes": ("dp",)}),
+        ("explicit", (3, 8, 16), {}),
+    ],
+)
+def test_any_spread_of_the_examples_gives_the_same(types, shape, options):
+    x = normal(0, shape)
+    with jax.set_mesh(mesh_of(types)):
+        model = block(fsdp_axes=("dp", "fsdp"), **options)
+        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    expected = nnx.value_and_grad(loss)(plain_block(), x)
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected[1]))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_a_transformer_layer_takes_the_axes_for_all_its_kernels(types):
+    sizes, options = (16, 32, 4), {"activation": "swiglu", "num_gqa_groups": 2}
+    x = normal(0, (8, 8, 16))
+    plain = TransformerLayer(*sizes, rngs=nnx.Rngs(0), **options)
+    with jax.set_mesh(mesh_of(shape=(1, 1, 1))):
+        expected = nnx.jit(nnx.value_and_grad(loss))(plain, x)
+    with jax.set_mesh(mesh_of(types)):
+        made = {"rngs": nnx.Rngs(0), "fsdp_axes": "fsdp", **options}
+        model = TransformerLayer(*sizes, **made)
+        assert model.attention.query.kernel.sharding.spec == P("fsdp", "tp", None)
+        assert model.attention.out.kernel.sharding.spec == P("tp", None, "fsdp")
+        assert model.mlp.fc2.bias.sharding.spec == P(None)
+        graph, state = nnx.split(model)
+        program = jax.jit(
+            jax.value_and_grad(lambda state, x: loss(nnx.merge(graph, state), x))
+        )
+        text = compiled_text(program, state, jax.device_put(x, X))
+        value, gradients = program(state, x)
+    assert collectives(text)["reduce-scatter"] == 7
+    assert_trees_close(value, expected[0], rtol=1e-4)
+    expected = nnx.to_pure_dict(expected[1])
+    assert_trees_close(nnx.to_pure_dict(gradients), expected, rtol=1e-4)
+
+
+class LinenBlock(nn.Module):
+    ours: bool
+
+    @nn.compact
+    def __call__(self, x):
+        def make(features, kind, names, name):
+            options = {"kernel_init": nn.with_logical_partitioning(INIT, names)}
+            if self.ours:
+                options |= {"parallel": kind, "fsdp_axes": "fsdp"}
+                return linen.Linear(features, name=name, **options)
+            dot_general = ub.dot_general(kind, fsdp_axes="fsdp")
+            return nn.Dense(features, dot_general=dot_general, name=name, **options)
+
+        up = make(32, "column", ("embed", "mlp"), "up")
+        return x + make(16, "row", ("mlp", "embed"), "down")(nn.gelu(up(x)))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_linen_models_are_created_sharded_by_their_rules(ours, types):
+    x, model = normal(0, (8, 8, 16)), LinenBlock(ours)
+    mesh = mesh_of(types)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, X)
+        specs = nn.get_partition_spec(jax.eval_shape(model.init, jax.random.key(0), x))
+        layouts = nn.logical_to_mesh_sharding(specs, mesh, RULES)
+        init = jax.jit(model.init, out_shardings=layouts)
+        variables = nn.unbox(init(jax.random.key(0), x))
+
+        program = jax.jit(jax.grad(lambda v, x: loss(lambda x: model.apply(v, x), x)))
+        text = compiled_text(program, variables, x)
+        gradients = program(variables, x)["params"]
+    assert gradients["up"]["kernel"].sharding.spec == COLUMN
+    assert gradients["down"]["kernel"].sharding.spec == ROW
+    assert collectives(text)["reduce-scatter"] == 2
+    plain = plain_block()
+    for name in ("up", "down"):
+        kernel = variables["params"][name]["kernel"]
+        getattr(plain, name).kernel[...] = np.asarray(kernel)
+    expected = nnx.to_pure_dict(nnx.grad(loss)(plain, np.asarray(x)))
+    assert_trees_close(gradients, expected)
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_a_scan_over_layers_keeps_no_gathered_kernels(types):
+    x = normal(0, (8, 8, 16))
+    with jax.set_mesh(mesh_of(types)):
+        graph, state = nnx.split(block(fsdp_axes="fsdp"))
+
+        def stack(array):
+            layout = P(None, *array.sharding.spec)
+            return jax.device_put(np.stack([np.asarray(array)] * 5), layout)
+
+        def value(state, x):
+            def run(x, state):
+                return nnx.merge(graph, state)(x), None
+
+            return loss(lambda x: jax.lax.scan(run, x, state)[0], x)
+
+        states = jax.tree.map(stack, state)
+        program = jax.jit(jax.grad(value))
+        text = compiled_text(program, states, jax.device_put(x, X))
+    assert "f32[5,16,8]" in text  # the parts of them
+    assert "f32[5,16,16]" not in text
+    assert collectives(text)["all-gather"] == 4  # each kernel forward and backward
+
+
+@pytest.mark.parametrize(
+    ("types", "axes"), [("auto", ("fsdp",)), ("explicit", ("dp", "fsdp"))]
+)
+def test_microbatches_accumulate_into_the_parts(axes, types):
+    xs = normal(0, (3, 8, 8, 16))
+    with jax.set_mesh(mesh_of(types)):
+        model = block(fsdp_axes=axes, main_grad=True)
+        graph, params, main_grads = nnx.split(model, nnx.Param, MainGrad)
+
+        def step(params, main_grads, xs):
+            def add(carry, x):
+                sums, main_grads = carry
+                of = lambda *state: loss(nnx.merge(graph, *state), x)  # noqa: E731
+                found, main_grads = jax.grad(of, argnums=(0, 1))(params, main_grads)
+                return (jax.tree.map(jnp.add, sums, found), main_grads), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            (sums, main_grads), _ = jax.lax.scan(add, (zeros, main_grads), xs)
+            return with_main_grads(sums, main_grads)
+
+        xs = jax.device_put(xs, P(None, *X))
+        program = jax.jit(step, donate_argnums=1)
+        text = compiled_text(program, params, main_grads, xs)
+        layouts = specs_of(params)
+        gradients = program(params, main_grads, xs)
+    kernels = [specs_of(gradients)[name]["kernel"] for name in ("up", "down")]
+    assert kernels == [layouts[name]["kernel"] for name in ("up", "down")]
+    # The backward gathers the second kernel again, and nobody the accumulators.
+    assert collectives(text)["all-gather"] == 3
+    assert collectives(text)["reduce-scatter"] == 2
+    expected = nnx.grad(loss)(plain_block(), np.asarray(xs).reshape(-1, 8, 16))
+    expected = nnx.to_pure_dict(expected)
+    assert_trees_close(nnx.to_pure_dict(gradients), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_parts_are_gathered(check_vma):
+    x = normal(0, (8, 8, 16))
+    with jax.set_mesh(mesh_of()):
+        graph, state = nnx.split(block(fsdp_axes="fsdp"))
+        specs = nnx.get_partition_spec(state)
+
+        def differentiate(specs):
+            apply = jax.shard_map(
+                lambda state, x: nnx.merge(graph, state)(x),
+                in_specs=(specs, X),
+                out_specs=X,
+                check_vma=check_vma,
+            )
+            return jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(apply(*given)))))
+
+        gradients = differentiate(specs)(state, x)
+        of_ranks = {P("fsdp", "tp"): P(None, "tp"), P("tp", "fsdp"): P("tp")}
+        whole = jax.tree.map(lambda spec: of_ranks.get(spec, spec), specs)
+        of_whole = differentiate(whole)(state, x)
+    expected = nnx.to_pure_dict(nnx.grad(loss)(plain_block(), x))
+    assert_trees_close(nnx.to_pure_dict(gradients), expected)
+    assert_trees_close(nnx.to_pure_dict(of_whole), expected)
+
+
+@pytest.mark.parametrize("parallel", ["column", "row", None])
+def test_inside_shard_map_linen_takes_parts(parallel):
+    x, dense = normal(0, (8, 8, 16)), nn.Dense(32)
+    variables = dense.init(jax.random.key(0), x)
+    ours = linen.Linear(32, parallel=parallel, fsdp_axes="fsdp")
+    kernel = {"column": COLUMN, "row": ROW, None: P("fsdp")}[parallel]
+    specs = {"params": {"kernel": kernel, "bias": ours.placement.bias_spec}}
+    tokens, features = X, P(("dp", "fsdp"), None, "tp")
+    apply = jax.shard_map(
+        ours.apply,
+        mesh=mesh_of(),
+        in_specs=(specs, features if parallel == "row" else tokens),
+        out_specs=features if parallel == "column" else tokens,
+    )
+    assert_trees_close(jax.jit(apply)(variables, x), dense.apply(variables, x))
+
+
+def test_checkpoints_go_on_under_another_mesh(tmp_path):
+    x = normal(0, (8, 8, 16))
+    with jax.set_mesh(mesh_of(shape=(2, 2, 2))):
+        state = nnx.state(block(fsdp_axes="fsdp"))
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "step", state)
+    with jax.set_mesh(mesh_of(shape=(1, 4, 2))):
+        model = nnx.eval_shape(lambda: block(fsdp_axes="fsdp"))
+        like = nnx.state(block(fsdp_axes="fsdp"))
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(tmp_path / "step", like)
+        nnx.update(model, restored)
+        assert model.up.kernel.sharding.shard_shape((16, 32)) == (4, 16)
+        y = nnx.jit(lambda model, x: model(x))(model, x)
+    assert_trees_close(y, plain_block()(x))
+    assert_equal(nnx.to_pure_dict(restored), nnx.to_pure_dict(state))
+
+
+def layer(*sizes, parallel="column", **options):
+    return Linear(*sizes or (16, 32), parallel=parallel, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: layer(15, 32, fsdp_axes="fsdp"),
+            ShapeContractError,
+            "linear(parallel='column'): the kernel has 15 in features, which do not "
+            "divide into the 2 ranks of fsdp_axes = ('fsdp',). Use 16, or fsdp_axes=()",
+        ),
+        (
+            lambda: layer(32, 18, parallel="row", fsdp_axes=("dp", "fsdp")),
+            ShapeContractError,
+            "the kernel has 18 out features, which do not divide into the 4 ranks of",
+        ),
+        (
+            lambda: layer(fsdp_axes="fsdpp"),
+            UnknownNameError,
+            "fsdp_axes has 'fsdpp', which is not an axis of the mesh {'dp': 2, 'fsdp': "
+            "2, 'tp': 2}. Did you mean 'fsdp'?",
+        ),
+        (
+            lambda: layer(fsdp_axes=("fsdp", "tp")),
+            ShapeContractError,
+            "fsdp_axes = ('fsdp', 'tp') has axis_name = 'tp', whose ranks share the "
+            "tokens and features of the same examples. Pass fsdp_axes=('fsdp',), or",
+        ),
+        (
+            lambda: ub.dot_general("row", fsdp_axes=3),
+            ShapeContractError,
+            "fsdp_axes = 3 are not names of mesh axes. Pass a tuple of them, for "
+            'example fsdp_axes=("fsdp",).',
+        ),
+        (
+            lambda: TransformerLayer(
+                16,
+                32,
+                4,
+                kernel_init=nnx.with_partitioning(INIT, ("fsdp", "tp")),
+                rngs=nnx.Rngs(0),
+            ),
+            ShapeContractError,
+            "'row' wants its in dimension on 'tp'. Shard it P('tp', 'fsdp'), as "
+            "fsdp_axes=('fsdp',) does, or use 'column'.",
+        ),
+        (
+            lambda: layer(kernel_metadata={"out_sharding": (("fsdp", "tp"), None)}),
+            ShapeContractError,
+            "the kernel is sharded P(('fsdp', 'tp'), None), along its in dimension, "
+            "but 'column' wants its out dimension on 'tp'. Shard it P('fsdp', 'tp')",
+        ),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(make, error, text):
+    with jax.set_mesh(mesh_of()), pytest.raises(error, match=re.escape(text)):
+        make()
