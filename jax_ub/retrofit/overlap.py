@@ -47,7 +47,8 @@ def overlap(
 
     Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, and the
     `einsum_op` of its `nnx.Einsum` layers, in place; parameters are left as they are.
-    Calling it again replaces what it set before. `overlapped` lists the result. A layer
+    Calling it again replaces what it set before. Further axes of the kernels' sharding
+    (FSDP) are known to the layers from then on. `overlapped` lists the result. A layer
     with a `dot_general` of its own, such as a quantized one, keeps it, and an einsum
     that is no dense layer's is left as it is: "auto" leaves both alone, and
     `ub.fallbacks` says so.

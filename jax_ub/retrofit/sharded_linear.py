@@ -13,6 +13,9 @@ they are multiplied as they are. On global arrays it makes the `shard_map` itsel
 axis. Without sequence parallelism no token axis is sharded over `tp`; a layer that is
 not parallel leaves tokens whole where `tp` does not divide them, too. Where x is
 `[tokens, features]`, its tokens lie over `(data..., tp)`.
+
+A kernel's other dimension may lie on data axes, too (FSDP): the rank's part is gathered
+inside the `shard_map`, so that its gradient is scattered there.
 """
 
 import dataclasses
