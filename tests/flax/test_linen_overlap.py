@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax_models import assert_trees_close, mesh_of
 from operands import normal
-from programs import calls, compiled_text
+from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
 from jax_ub.flax.linen import Overlap
@@ -86,6 +86,25 @@ def test_the_first_rule_that_matches_counts():
         text = compiled_text(jax.jit(model.apply), variables, x)
     assert calls(text)["matmul_all_reduce"] == 2
     assert "blocks.up" not in overlap.overlapped
+
+
+def test_kernels_may_lie_on_a_data_axis_too():
+    layer, x = nn.Dense(32), normal(0, (4, 8, 16))
+    kernel = layer.init(jax.random.key(0), x)["params"]["kernel"]
+
+    def loss(kernel, x):
+        params = {"kernel": kernel, "bias": jnp.zeros(32)}
+        return jnp.sum(jnp.sin(layer.apply({"params": params}, x)))
+
+    expected = jax.grad(loss)(kernel, x)
+    overlap = Overlap({"": "column"}, fsdp_axes="dp")
+    with jax.set_mesh(mesh_of(2, 2)), nn.intercept_methods(overlap):
+        on_mesh = jax.device_put(kernel, jax.P("dp", "tp"))
+        text = compiled_text(jax.jit(jax.grad(loss)), on_mesh, x)
+        gradient = jax.jit(jax.grad(loss))(on_mesh, x)
+    assert gradient.sharding.spec == jax.P("dp", "tp")
+    assert collectives(text)["reduce-scatter"] == 1
+    assert_trees_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_with_a_dot_general_of_its_own_is_refused():

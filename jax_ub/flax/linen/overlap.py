@@ -34,6 +34,8 @@ class Overlap:
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
         data_axes: the mesh axes over the leading axis of x; None takes all the others.
+        fsdp_axes: the mesh axes that shard the kernels' other dimension (FSDP); the
+            types of an explicit mesh show them by themselves.
 
     Attributes:
         overlapped: "column" or "row" by path, of the layers that it met so far: a rule
@@ -42,7 +44,8 @@ class Overlap:
     Raises:
         UnknownNameError: if a rule is no regular expression or names no kind, or there
             is no such method.
-        ShapeContractError: if `mesh` is none.
+        ShapeContractError: if `mesh` is none, or `data_axes` or `fsdp_axes` are no
+            names of other axes, each once.
     """
 
     overlapped: dict[str, str]
@@ -56,6 +59,7 @@ class Overlap:
         method: str | None = None,
         sequence_parallel: bool = True,
         data_axes: tuple[str, ...] | None = None,
+        fsdp_axes: tuple[str, ...] | str = (),
     ):
         """Reads the rules."""
         self._rules = [
@@ -71,6 +75,7 @@ class Overlap:
             "method": method,
             "sequence_parallel": sequence_parallel,
             "data_axes": data_axes,
+            "fsdp_axes": fsdp_axes,
         }
         dot_general("column", **self._options)  # refuses what it cannot take
         self.overlapped = {}
