@@ -206,8 +206,9 @@ def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
         return _multiply(placement.whole(), out_dtype, x, *operands)
 
 
-# One program where nothing around the layer is compiled; otherwise without effect.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+# One program where nothing around the layer is compiled. Not inlined: outside jax.jit
+# jax 0.10.2 takes scans and what is rematerialized apart, and runs what it finds there.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]

@@ -356,6 +356,25 @@ def test_remat_recomputes_the_same_gradients():
     assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
 
 
+@pytest.mark.parametrize("around", ["remat", "scan"])
+def test_gradients_may_be_taken_where_nothing_is_compiled(around):
+    def total(model, x):
+        graph, state = nnx.split(model)
+
+        def call(x, _=None):
+            return nnx.merge(graph, state)(x), None
+
+        if around == "remat":
+            return jnp.sum(jnp.sin(jax.checkpoint(call)(x)[0]))
+        return jnp.sum(jnp.sin(jax.lax.scan(call, x, length=1)[0]))
+
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(1, 2)):
+        gradients = nnx.grad(total)(block(), x)
+    expected = nnx.grad(loss)(plain_block(), x)
+    assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+
+
 def test_an_extra_batch_axis_is_mapped():
     x = normal(0, (3, 4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2)):
