@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.traverse_util import flatten_dict, unflatten_dict
 from random_models import HEAD_DIM, SINGLE, VOCABULARY, Drawn
 
 import jax_ub as ub
@@ -146,8 +148,10 @@ class Model(nn.Module):
         make, d = self.make, self.make.drawn
         embed = nn.Embed(VOCABULARY, d.hidden, name="embed", **d.dtypes)
         x = embed(x) if d.begins == "embedding" else x
+        x = d.settled(x) if d.keeps else x
         for i, kind in enumerate(d.kinds):
-            x = d.settled(_block(make, kind, f"block{i}")(x))
+            run = _scanned if d.repeats else _run
+            x = run(d, _block(make, kind, f"block{i}"), x)
         if d.ends == "head":
             return make.linear(d.num_outs, "column", "head")(x)
         if d.ends == "normed head":
@@ -163,6 +167,29 @@ def _block(make, kind, name):
     return getattr(make, kind)(name)
 
 
+def _run(drawn, block, x):
+    """Calls a block, under what is drawn around it."""
+    if drawn.wrap == "remat":
+        return nn.remat(drawn.run, policy=drawn.policy)(block, x)
+    if drawn.wrap == "cond" and not block.is_initializing():
+        return nn.cond(jnp.all(x == x), drawn.run, lambda _, x: x, block, x)
+    return drawn.run(block, x)
+
+
+def _scanned(drawn, block, x):
+    """Calls a block several times, with parameters of their own."""
+    if drawn.wrap == "remat":
+        scan = nn.remat_scan(drawn.run, (drawn.repeats,), drawn.policy)
+        return scan(block, x)
+    scan = nn.scan(
+        lambda block, x, _: (_run(drawn, block, x), None),
+        variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0},
+        split_rngs={"params": True},
+        length=drawn.repeats,
+    )
+    return scan(block, x, None)[0]
+
+
 def models(drawn: Drawn):
     """Functions (variables, x) -> y of the plain model and of ours, and the variables.
 
@@ -175,3 +202,23 @@ def models(drawn: Drawn):
     with jax.set_mesh(drawn.mesh):
         own_variables = jax.eval_shape(model.init, *given)
     return plain.apply, model.apply, variables, own_variables
+
+
+def split(variables):
+    """The parameters of all variables, and the accumulators beside them."""
+    others = dict(variables)
+    main_grads = {OVERWRITE_WITH_GRADIENT: others.pop(OVERWRITE_WITH_GRADIENT, {})}
+    return others, main_grads
+
+
+def join(params, main_grads):
+    """The variables of both."""
+    return {**params, **main_grads}
+
+
+def with_main_grads(gradients, main_grads):
+    """Gradients, with accumulated ones in the places of their kernels' own."""
+    flat = flatten_dict(gradients)
+    for (_, *path, _), main_grad in flatten_dict(main_grads).items():
+        flat["params", *path, "kernel"] = main_grad
+    return unflatten_dict(flat)

@@ -17,9 +17,17 @@ VOCABULARY, HEAD_DIM = 24, 4
 RETROFITTED = ("column", "row", "plain", "pair", "gated", "attention")
 KINDS = (*RETROFITTED, "mlp", "layer")
 SINGLE = {"column": "column", "row": "row", "plain": None}
+# What is around every block. A condition has one value everywhere, and is true.
+WRAPS = (None, None, None, "remat", "cond")
+POLICIES = (
+    None,
+    jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_only_these_names("jax_ub.y"),
+    jax.checkpoint_policies.save_anything_except_these_names("jax_ub.x"),
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # modules that hold it are hashed
 class Drawn:
     """A model, a mesh and inputs."""
 
@@ -35,6 +43,10 @@ class Drawn:
     inner: int
     heads: int
     kv_heads: int
+    repeats: int  # of every block, in a scan; 0 for a block alone
+    wrap: str | None
+    policy: Any  # what is saved where blocks are rematerialized
+    spreads: bool  # parameters over the data axes, too
     x_dtype: Any
     plain: dict[str, Any]  # the options of Flax's own layers
     overlap: dict[str, Any]  # and those of ours besides
@@ -68,6 +80,21 @@ class Drawn:
             return jnp.asarray(noise.integers(0, VOCABULARY, shape), jnp.int32)
         return jnp.asarray(noise.standard_normal((*shape, self.hidden)), self.x_dtype)
 
+    @property
+    def main_grad(self) -> bool:
+        """Whether our kernels have accumulators of their gradients."""
+        return self.overlap.get("main_grad", False)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what comes out of a block has to be like what went in."""
+        return self.repeats > 0 or self.wrap == "cond"
+
+    def run(self, block, x: jax.Array) -> jax.Array:
+        """Calls a block."""
+        y = self.settled(block(x))
+        return y.astype(x.dtype) if self.keeps else y
+
     def settled(self, x: jax.Array) -> jax.Array:
         """Gathers what a block made: an explicit mesh adds nothing that lies apart."""
         spec = jax.typeof(x).sharding.spec
@@ -99,27 +126,38 @@ def draw(seed: int) -> Drawn:
         # Flax's attention contracts tokens, which lie over the data axes without a
         # leading axis; and JAX 0.12's takes no single sequence that lies on one.
         made_of = RETROFITTED[:-1]
+    kinds = tuple(drawn.choices(made_of, k=one_of((1, 2, 3))))
+    # JAX's attention cannot multiply it on CPUs.
+    has_half = not {"attention", "layer"} & set(kinds)
+    half = jnp.float16 if has_half and drawn.random() < 0.3 else jnp.bfloat16
+    overlap = {
+        "sequence_parallel": one_of((True, True, False)),
+        "method": one_of((None, None, "direct", "xla", "ring_exchange")),
+    }
+    if api in ("nnx", "linen"):
+        overlap["main_grad"] = drawn.random() < 0.25
     return Drawn(
         api=api,
-        kinds=tuple(drawn.choices(made_of, k=one_of((1, 2, 3)))),
+        kinds=kinds,
         begins="embedding" if ends == "tied" else one_of(("inputs", "embedding")),
         ends=ends,
         axes=axes,
         types=types,
         lead=lead,
-        tokens=num_parts * one_of((1, 2)),
-        hidden=num_ranks * one_of((4, 6)),
+        tokens=num_parts * one_of((1, 2, 3)),
+        hidden=num_ranks * one_of((3, 4, 5, 6)),
         inner=num_ranks * one_of((1, 3, 8)),
         heads=heads,
         kv_heads=one_of((num_ranks, heads)) if has_groups else heads,
-        x_dtype=one_of((jnp.float32, jnp.float32, jnp.bfloat16)),
+        repeats=one_of((0, 0, 0, 2, 3)),
+        wrap=one_of(WRAPS),
+        policy=one_of(POLICIES),
+        spreads=one_of((True, False)),
+        x_dtype=one_of((jnp.float32, jnp.float32, half)),
         plain={
             "use_bias": one_of((True, False)),
-            "dtype": one_of((None, None, jnp.float32, jnp.bfloat16)),
-            "param_dtype": one_of((jnp.float32, jnp.float32, jnp.bfloat16)),
+            "dtype": one_of((None, None, jnp.float32, half)),
+            "param_dtype": one_of((jnp.float32, jnp.float32, half)),
         },
-        overlap={
-            "sequence_parallel": one_of((True, True, False)),
-            "method": one_of((None, None, "direct", "xla", "ring_exchange")),
-        },
+        overlap=overlap,
     )

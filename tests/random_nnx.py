@@ -8,13 +8,16 @@ from random_models import HEAD_DIM, SINGLE, VOCABULARY, Drawn
 import jax_ub as ub
 from jax_ub import flax as ours
 
+# Another axis of parameters, which no mesh axis shards.
+STACKED = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+
 
 class Make:
     """Makes the layers of a model, Flax's own."""
 
-    def __init__(self, drawn: Drawn):
+    def __init__(self, drawn: Drawn, rngs=None):
         self.drawn = drawn
-        self.options = {"rngs": nnx.Rngs(0), **drawn.plain}
+        self.options = {"rngs": rngs or nnx.Rngs(0), **drawn.plain}
 
     def linear(self, ins, outs, parallel):
         return nnx.Linear(ins, outs, **self.options)
@@ -43,8 +46,8 @@ class Make:
 class MakeOurs(Make):
     """Makes ours."""
 
-    def __init__(self, drawn: Drawn):
-        super().__init__(drawn)
+    def __init__(self, drawn: Drawn, rngs=None):
+        super().__init__(drawn, rngs)
         self.options |= drawn.overlap
 
     def linear(self, ins, outs, parallel):
@@ -119,13 +122,31 @@ class NormedLinear(nnx.Module):
         return self.linear(self.norm(x))
 
 
+class Stack(nnx.Module):
+    """Blocks of one kind, which a scan calls one after the other."""
+
+    def __init__(self, make, kind):
+        self.drawn = d = make.drawn
+
+        def create(rngs):
+            return _block(type(make)(d, rngs), kind)
+
+        create = nnx.vmap(create, in_axes=0, out_axes=0, **STACKED)
+        self.layers = nnx.split_rngs(splits=d.repeats)(create)(nnx.Rngs(0))
+
+    def __call__(self, x):
+        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, **STACKED)
+        return scan(lambda block, x: _run(self.drawn, block, x))(self.layers, x)
+
+
 class Model(nnx.Module):
     """Blocks, between an embedding and a head where they were drawn."""
 
     def __init__(self, make: Make):
         d = make.drawn
         self.drawn = d
-        self.blocks = nnx.List([_block(make, kind) for kind in d.kinds])
+        create = Stack if d.repeats else _block
+        self.blocks = nnx.List([create(make, kind) for kind in d.kinds])
         self.embed = self.head = nnx.data(None)
         if d.begins == "embedding":
             rngs = make.options["rngs"]
@@ -137,8 +158,9 @@ class Model(nnx.Module):
 
     def __call__(self, x):
         x = x if self.embed is None else self.embed(x)
+        x = self.drawn.settled(x) if self.drawn.keeps else x
         for block in self.blocks:
-            x = self.drawn.settled(block(x))
+            x = block(x) if self.drawn.repeats else _run(self.drawn, block, x)
         if self.drawn.ends == "tied":
             return self.embed.attend(x)
         return x if self.head is None else self.head(x)
@@ -151,6 +173,17 @@ def _block(make, kind):
         return MLP(make, gated=kind == "gated")
     return getattr(make, kind)()
 
+
+def _run(drawn, block, x):
+    """Calls a block, under what is drawn around it."""
+    if drawn.wrap == "remat":
+        return nnx.remat(drawn.run, policy=drawn.policy)(block, x)
+    if drawn.wrap == "cond":
+        return nnx.cond(jnp.all(x == x), drawn.run, lambda _, x: x, block, x)
+    return drawn.run(block, x)
+
+
+with_main_grads = ours.with_main_grads
 
 RULES = {
     r".*\.(fc1|gate|query|key|value)|head(\.linear)?": "column",
@@ -179,10 +212,23 @@ def models(drawn: Drawn):
 
 
 def _overlapped(model, drawn):
-    single = {f"blocks.{i}": SINGLE.get(kind) for i, kind in enumerate(drawn.kinds)}
+    inside = ".layers" if drawn.repeats else ""
+    single = {
+        f"blocks.{i}{inside}": SINGLE.get(kind) for i, kind in enumerate(drawn.kinds)
+    }
     rules = {path: kind for path, kind in single.items() if kind is not None}
     has = {"column": drawn.ends in ("head", "normed head"), "row": False}
     if set(drawn.kinds) - set(SINGLE):
         has = {"column": True, "row": True}
     rules |= {pattern: kind for pattern, kind in RULES.items() if has[kind]}
     return ub.overlap(model, rules, **drawn.overlap) if rules else model
+
+
+def split(state):
+    """The parameters of a state, and the accumulators beside them."""
+    return nnx.split_state(state, nnx.Param, ours.MainGrad)
+
+
+def join(params, main_grads):
+    """The state of both."""
+    return nnx.merge_state(params, main_grads)
