@@ -15,6 +15,8 @@ POLICIES = (
     jax.checkpoint_policies.everything_saveable,
     jax.checkpoint_policies.save_only_these_names("jax_ub.y", "jax_ub.x"),
     jax.checkpoint_policies.save_only_these_names("jax_ub.gathered"),
+    jax.checkpoint_policies.save_anything_except_these_names("jax_ub.x"),
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 )
 
 
@@ -26,6 +28,9 @@ def fit(x, shape):
 
 class Programs(Calls):
     """Draws parts of a program: calls, chains of them, and what JAX makes of those."""
+
+    # JAX 0.10.2 scans and rematerializes no call of a rule where nothing is compiled.
+    is_compiled = True
 
     def chain(self, shape, depth, length):
         """Parts one after the other."""
@@ -49,18 +54,10 @@ class Programs(Calls):
         if not depth or self.chance(0.45):
             return self.call(shape)
         outside, self.may_accumulate = self.may_accumulate, False
-        transformed = self.draw.choice(
-            (
-                self.passed,
-                self.passed,
-                self.repeated,
-                self.vmapped,
-                self.scanned,
-                self.switched,
-                self.looped,
-                self.differentiated,
-            )
-        )
+        ways = [self.passed] * 2 + [self.repeated, self.vmapped, self.switched]
+        ways += [self.looped, self.differentiated]
+        ways += [self.mapped, self.scanned] * self.is_compiled
+        transformed = self.draw.choice(ways)
         part = transformed(shape, depth - 1)
         self.may_accumulate = outside
         return part
@@ -81,15 +78,21 @@ class Programs(Calls):
             )
             return rule
 
+        def in_donating_jit(run):
+            call = jax.jit(run, donate_argnums=1)
+            return lambda values, x: call(values, jnp.copy(x))
+
         policy = self.draw.choice(POLICIES)
-        name, wrap = self.draw.choice(
-            [
-                ("jit", jax.jit),
-                ("remat", functools.partial(jax.checkpoint, policy=policy)),
-                ("named", functools.partial(jax.named_call, name="part")),
-                ("custom_vjp", in_custom_vjp),
-            ]
-        )
+        wraps = [
+            ("jit", jax.jit),
+            ("donating", in_donating_jit),
+            ("named", functools.partial(jax.named_call, name="part")),
+            ("custom_vjp", in_custom_vjp),
+        ]
+        if self.is_compiled:
+            remat = functools.partial(jax.checkpoint, policy=policy)
+            wraps.append(("remat", remat))
+        name, wrap = self.draw.choice(wraps)
 
         def run(functions, values, x):
             return wrap(functools.partial(inner.run, functions))(values, x)
@@ -143,6 +146,33 @@ class Programs(Calls):
             for parameter, place in zip(inner.parameters, places, strict=True)
         )
         name = f"vmap[{x_axis}, {places}]({inner.name})"
+        return Part(name, parameters, run, (size, *inner.shape))
+
+    def mapped(self, shape, depth):
+        """By `lax.map` over the first axis of x and of some parameters."""
+        if len(shape) == 1:
+            return self.inner(shape, depth)
+        size, *inside = shape
+        inner = self.inner(tuple(inside), depth)
+        stacked = [self.chance(0.4) for _ in inner.parameters]
+        batch_size = self.draw.choice([None, None, 1, 2])
+
+        def run(functions, values, x):
+            def call(operands):
+                x, own = operands
+                filled = tuple(own.get(i, value) for i, value in enumerate(values))
+                y = inner.run(functions, filled, x)
+                return self.everywhere(y)
+
+            own = {i: values[i] for i, is_stacked in enumerate(stacked) if is_stacked}
+            x = self.everywhere(x)
+            return lax.map(call, (x, own), batch_size=batch_size)
+
+        parameters = tuple(
+            p.stacked(size) if s else p
+            for p, s in zip(inner.parameters, stacked, strict=True)
+        )
+        name = f"map[{batch_size}, {stacked}]({inner.name})"
         return Part(name, parameters, run, (size, *inner.shape))
 
     def scanned(self, shape, depth):

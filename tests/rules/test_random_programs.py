@@ -27,6 +27,7 @@ MESHES = (
     {"dp": (2,), "tp": (2, 3, 4)},
     {"tp": (2, 3), "dp": (2,)},
     {"dp": (2,), "pp": (1, 2), "tp": (2,)},
+    {"tp": (3,), "pp": (2,)},
 )
 
 
@@ -40,6 +41,7 @@ class Program:
         draw.shuffle(ranks)
         self.mesh = Mesh(np.array(ranks).reshape(*sizes.values()), tuple(sizes))
         maker = Programs(draw, sizes, runs_once)
+        maker.is_compiled = not is_tiny
         connect(self.mesh, maker.axis_name)
         batch = [draw.randint(1, 3) for _ in range(draw.choice([0, 0, 1, 1, 2]))]
         rows = draw.choice([1, 2, 3]) * draw.choice([1, maker.num_ranks])
@@ -54,6 +56,7 @@ class Program:
         self.wanted = self.floats
         if draw.random() < 0.5:
             self.wanted = draw.sample(self.floats, draw.randint(1, len(self.floats)))
+        self.num_pulls = draw.choice([1, 1, 1, 2])
         self.cotangent = small_integers(99, (self.mesh.size, *self.chain.shape))
 
     def value(self, seed, parameter):
@@ -75,7 +78,10 @@ class Program:
         )
 
     def step(self, function):
-        """Of a cotangent and operands: y, and the gradients of the wanted ones."""
+        """Of a cotangent and operands: y, and the gradients of the wanted ones.
+
+        Some pull two cotangents back, one after the other.
+        """
 
         def step(cotangent, *operands):
             def call(*wanted):
@@ -85,7 +91,8 @@ class Program:
                 return function(*filled)
 
             y, pull = jax.vjp(call, *(operands[i] for i in self.wanted))
-            return y, pull(cotangent)
+            pulls = range(self.num_pulls)
+            return y, [pull(jnp.roll(cotangent, i, -1)) for i in pulls]
 
         return step
 

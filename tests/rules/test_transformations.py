@@ -363,6 +363,10 @@ def test_forward_mode_is_refused():
     run = on_ranks(column, tp_mesh(4), (ROWS, COLUMNS), FEATURES)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(run, (x, w), (x, w))
+    y, of_tangents = jax.linearize(run, x, w)
+    assert_equal(y, x @ w)
+    with pytest.raises(TypeError, match="forward-mode"):
+        of_tangents(x, w)
 
 
 def test_second_derivatives_are_refused():
