@@ -22,8 +22,8 @@ from jax_ub.runtime import engine
 
 # A barrier needs no memory; this is the least that a communicator takes.
 _PAGE_BYTES = 4096
-# Rounds in which the fastest way is looked for. With two, gloo's 64 rows in bf16 came out
-# as people write them, which takes half as long again as the fastest way.
+# Rounds in which the fastest way is looked for. With two, gloo's 64 rows in bf16 came
+# out as people write them, which takes half as long again as the fastest way.
 _TRIALS = 8
 
 
