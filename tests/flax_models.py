@@ -41,6 +41,14 @@ def loss(model, x):
     return jnp.sum(jnp.sin(model(x)))
 
 
+def assert_learns_as(model, x, found, **tolerances):
+    """Asks for the loss and the gradients that a model has without a mesh."""
+    value, gradients = nnx.value_and_grad(loss)(model, x)
+    assert_trees_close(found[0], value, rtol=1e-4)
+    actual, expected = map(nnx.to_pure_dict, (found[1], gradients))
+    assert_trees_close(actual, expected, **tolerances)
+
+
 def away_from_initial(variables):
     """Adds noise, so that no bias is zero and no scale is one."""
     leaves, tree = jax.tree.flatten(variables)

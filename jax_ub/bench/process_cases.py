@@ -30,7 +30,7 @@ _BARRIERS, _BATCHES = 500, 15
 class Bench:
     """Makes, checks and times the cases of a job."""
 
-    def __init__(self, job: Job, method: str, rounds: int, patience: int = 1):
+    def __init__(self, job: Job, method: str, rounds: int, patience: int):
         """Measures with `rounds` rounds each, of `patience` times as many at most."""
         self._job = job
         self._method = method

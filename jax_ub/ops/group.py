@@ -113,7 +113,9 @@ class FusibleGroup:
         possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
 
         def keep(values, wanted, name):
-            if name not in values:  # inside a fused window: for every use of the jaxpr
+            if name not in values:
+                # The fusions leave none, whatever is differentiated: there is no value
+                # that another use of the jaxpr would keep, or jax.vmap would map.
                 return placeholder()
             return keep_if(name in wanted, save(values[name], name))
 

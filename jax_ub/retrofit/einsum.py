@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.retrofit.dot_general import DotGeneral
 
 
@@ -101,9 +101,17 @@ class Einsum:
         """Multiplies as `jax.numpy.einsum` does; sums are in f32 at any precision.
 
         Raises:
+            UnsupportedOverlapError: if the equation, which a call may bring, is no
+                dense layer's.
             ShapeContractError: if x or kernel has other dimensions than the equation.
         """
         equation = Equation.read(subscripts, x.ndim)
+        if not equation.is_dense:
+            raise UnsupportedOverlapError(
+                f"{self.dense.placement.op}: {subscripts!r} is no dense layer's. Call "
+                "the layer with each label in two of x, kernel and result, or leave it "
+                "alone in the rules of ub.overlap."
+            )
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
                 f"{self.dense.placement.op}: x {x.shape} and kernel {kernel.shape} "

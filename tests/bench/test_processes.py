@@ -131,7 +131,7 @@ def test_a_job_that_fails_says_so(monkeypatch, capsys):
 
 def test_contenders_that_disagree_are_an_error():
     job = types.SimpleNamespace(num_processes=2)
-    bench = process_cases.Bench(job, "auto", 1)
+    bench = process_cases.Bench(job, "auto", 1, 1)
     together = [
         Contender(name, lambda value=value: jnp.full(3, value), [])
         for name, value in ((cases.OWN, 1.5), (cases.BEST, 1.0))

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_models import Block, assert_trees_close, loss, mesh_of, plain_block
+from flax_models import (
+    Block,
+    assert_learns_as,
+    assert_trees_close,
+    loss,
+    mesh_of,
+    plain_block,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -75,11 +82,8 @@ def test_one_line_overlaps_what_is_sharded(types):
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = ub.overlap(sharded_model())
         assert ub.overlapped(model) == KINDS
-        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
-    expected = nnx.value_and_grad(loss)(plain_model(), x)
-    assert_trees_close(value, expected[0], rtol=1e-4)
-    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
-    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+        found = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    assert_learns_as(plain_model(), x, found, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_was_sharded_by_hand_needs_no_mesh():
@@ -257,12 +261,9 @@ def test_a_model_takes_one_token_on_any_mesh(types):
     x = normal(0, (4, 1, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
         model, token = ub.overlap(sharded_block()), jax.device_put(x, P("dp"))
-        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, token)
+        found = nnx.jit(nnx.value_and_grad(loss))(model, token)
     assert "has 1 tokens" in ub.fallbacks()[-1].reason
-    expected = nnx.value_and_grad(loss)(plain_block(), x)
-    assert_trees_close(value, expected[0], rtol=1e-4)
-    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
-    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_learns_as(plain_block(), x, found, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_decodes_one_token_at_a_time():
@@ -312,15 +313,12 @@ def test_einsums_that_are_dense_layers_are_overlapped(types):
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = ub.overlap(Heads(HEADS_SPECS))
         assert ub.overlapped(model) == HEADS
-        value, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+        found = nnx.jit(nnx.value_and_grad(loss))(model, x)
         graph, state = nnx.split(model)
         program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         text = compiled_text(program, state, x)
     assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
-    expected = nnx.value_and_grad(loss)(Heads(), x)
-    assert_trees_close(value, expected[0], rtol=1e-4)
-    actual, expected = map(nnx.to_pure_dict, (gradients, expected[1]))
-    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_learns_as(Heads(), x, found, rtol=1e-4, atol=1e-4)
 
 
 def test_rules_shard_the_first_labels_of_einsums_behind_what_stacks_results():
@@ -364,6 +362,17 @@ def test_einsums_that_are_no_dense_layers_are_left_alone():
     ):
         with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
             ub.overlap(model, {path: "column"})
+
+
+def test_an_equation_that_a_call_brings_must_be_a_dense_layer_s_too():
+    with jax.set_mesh(mesh_of(1, 2)):
+        layer = nnx.Einsum("TK,KN->TN", (4, 4), None, rngs=nnx.Rngs(0))
+        model = ub.overlap(nnx.List([layer]), {"0": "column"})
+        x = normal(0, (4, 4))
+        assert_trees_close(model[0](x, "TK,NK->TN"), x @ layer.kernel[...].T)
+        text = "'TK,TK->T' is no dense layer's. Call the layer with each label in two"
+        with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
+            model[0](x, "TK,TK->T")
 
 
 def test_an_einsum_lays_its_result_out_where_it_cannot_be_overlapped_either():
