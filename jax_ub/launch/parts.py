@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -36,22 +37,37 @@ def run_parts(
     launch += ["--devices-per-process", str(devices_per_process)]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
-    with _unwinding_at_sigterm():
-        return subprocess.run(command, stdout=stdout).returncode
+    return _run_until_sigterm(command, stdout)
 
 
-@contextlib.contextmanager
-def _unwinding_at_sigterm():
-    """Lets SIGTERM end the command as Ctrl-C does: its folder for the parts goes."""
+def _run_until_sigterm(command, stdout):
+    """Lets SIGTERM end the command as Ctrl-C does: its folder for the parts goes.
 
-    def end(number, _):
-        raise SystemExit(128 + number)
+    The handler raises nothing: amid the launcher's start, that would leave it behind.
+    """
+    process: subprocess.Popen | None = None
+    came = threading.Event()
+
+    def end(*_):
+        came.set()
+        if process is not None:
+            process.terminate()
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        with subprocess.Popen(command, stdout=stdout) as process:
+            if came.is_set():
+                process.terminate()
+            try:
+                status = process.wait()
+            except BaseException:  # Ctrl-C
+                process.kill()
+                raise
     finally:
         signal.signal(signal.SIGTERM, before)
+    if came.is_set():
+        raise SystemExit(128 + signal.SIGTERM)
+    return status
 
 
 def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:

@@ -1,6 +1,8 @@
 """Commands that start themselves in several processes."""
 
+import contextlib
 import signal
+import subprocess
 import sys
 import tempfile
 
@@ -38,11 +40,33 @@ def test_sigterm_leaves_no_folder_of_the_parts(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)),
-        tempfile.TemporaryDirectory(dir=tmp_path) as folder,
-    ):
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         run_parts(["doctor", "--part", folder], num_processes=2, devices_per_process=1)
     assert [*tmp_path.iterdir()] == [python]
+
+
+def test_sigterm_amid_the_launchers_start_leaves_no_launcher(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with ended_by_sigterm():
+        run_parts(["doctor"], num_processes=2, devices_per_process=1)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+
+
+@contextlib.contextmanager
+def ended_by_sigterm():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        yield
     assert signal.getsignal(signal.SIGTERM) is before
