@@ -347,7 +347,7 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
       ExecuteRank(at, gang.calls[i], plan, timeout_s, transport, device, trace);
     } catch (...) {
       own = std::current_exception();
-      if (!communicator_->poison()) {
+      if (own != communicator_->poison()) {  // else it is what a peer has told
         const size_t num_begun = std::min(running->next.load(), num_ranks);
         own =
             WithShortage(own, static_cast<int>(num_begun), static_cast<int>(num_ranks));
