@@ -1,4 +1,5 @@
-// Graphs within graphs. A child's nodes are the graph's own, one behind the other.
+// Graphs within graphs, and fills beside them. A child's nodes are the graph's own, one
+// behind the other.
 #include <atomic>
 #include <memory>
 #include <set>
@@ -53,6 +54,82 @@ std::vector<int> Within(const Node& node, size_t first) {
   return dependencies;
 }
 
+// Adds the nodes of a child, behind the children `dependencies`.
+CUresult AddChild(Graph& graph,
+                  const std::vector<Node>& nodes,
+                  const CUgraphNode* dependencies,
+                  size_t num_dependencies,
+                  CUgraphNode* node) {
+  std::set<int> before;
+  for (size_t i = 0; i < num_dependencies; ++i) {
+    const Child* const other = FindChild(graph.children, dependencies[i]);
+    if (other == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    before.merge(EndsOf(graph, *other));
+  }
+  static std::atomic<uintptr_t> last = 0x8;
+  const Child added{last += 0x10, graph.nodes.size(), nodes.size()};
+  for (const Node& one : nodes) {
+    Node moved = Moved(one, added.first);
+    if (moved.dependencies.empty()) {
+      moved.dependencies.assign(before.begin(), before.end());
+    }
+    graph.nodes.push_back(std::move(moved));
+  }
+  graph.children.push_back(added);
+  *node = reinterpret_cast<CUgraphNode>(added.handle);
+  return CUDA_SUCCESS;
+}
+
+CUresult SetChild(Call& call,
+                  CUgraphExec handle,
+                  CUgraphNode node,
+                  const std::vector<Node>& wanted) {
+  GraphExec* const exec = call.machine.execs.Find(handle);
+  if (exec == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const Child* const child = FindChild(exec->children, node);
+  const bool is_there =
+      call.machine.graphs.Find(reinterpret_cast<CUgraph>(exec->graph)) != nullptr;
+  if (child == nullptr || !is_there || child->count != wanted.size()) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  // Launches that go on have the nodes of before.
+  std::vector<Node> nodes = *exec->nodes;
+  for (size_t i = 0; i < child->count; ++i) {
+    Node& old = nodes[child->first + i];
+    const Node next = Moved(wanted[i], child->first);
+    if (!MayBecome(old.operation, next.operation, exec->has_priorities) ||
+        Within(old, child->first) != next.dependencies) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    old.operation = next.operation;
+  }
+  exec->nodes = std::make_shared<const std::vector<Node>>(std::move(nodes));
+  return CUDA_SUCCESS;
+}
+
+template <typename Value>
+Operation FillBy(const Call& call, const CUDA_MEMSET_NODE_PARAMS& params) {
+  return FillOf(call, "a fill of a graph", params.dst, static_cast<Value>(params.value),
+                params.width);
+}
+
+// None where the driver takes no such fill; or the emulation, which takes none of rows.
+std::vector<Node> FillNode(const Call& call,
+                           const CUDA_MEMSET_NODE_PARAMS* params,
+                           CUcontext context) {
+  const int device = DeviceOf(call, context);
+  if (params == nullptr || device < 0 || params->width == 0 || params->height != 1) {
+    return {};
+  }
+  const unsigned size = params->elementSize;
+  if ((size != 1 && size != 2 && size != 4) || params->dst % size != 0) return {};
+  Operation fill = size == 1   ? FillBy<uint8_t>(call, *params)
+                   : size == 2 ? FillBy<uint16_t>(call, *params)
+                               : FillBy<uint32_t>(call, *params);
+  fill.device = device;
+  return {{std::move(fill), {}}};
+}
+
 }  // namespace
 
 }  // namespace emulated
@@ -82,53 +159,43 @@ CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
       if (one.operation.kind == Operation::Kind::kFree) return CUDA_ERROR_INVALID_VALUE;
     }
     if (child->nodes.empty()) call.Violate("a child graph has no nodes");
-    std::set<int> before;
-    for (size_t i = 0; i < num_dependencies; ++i) {
-      const Child* const other = FindChild(graph->children, dependencies[i]);
-      if (other == nullptr) return CUDA_ERROR_INVALID_VALUE;
-      before.merge(EndsOf(*graph, *other));
-    }
-    static std::atomic<uintptr_t> last = 0x8;
-    const Child added{last += 0x10, graph->nodes.size(), child->nodes.size()};
-    for (const Node& one : child->nodes) {
-      Node moved = Moved(one, added.first);
-      if (moved.dependencies.empty()) {
-        moved.dependencies.assign(before.begin(), before.end());
-      }
-      graph->nodes.push_back(std::move(moved));
-    }
-    graph->children.push_back(added);
-    *node = reinterpret_cast<CUgraphNode>(added.handle);
-    return CUDA_SUCCESS;
+    return AddChild(*graph, child->nodes, dependencies, num_dependencies, node);
   });
 }
 
-CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec_handle,
+CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec,
                                                   CUgraphNode node,
-                                                  CUgraph child_handle) {
+                                                  CUgraph child) {
   return Run("GraphExecChildGraphNodeSetParams", [&](Call& call) {
-    GraphExec* const exec = call.machine.execs.Find(exec_handle);
-    const Graph* const graph = call.machine.graphs.Find(child_handle);
-    if (exec == nullptr || graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    const Child* const child = FindChild(exec->children, node);
-    const bool is_there =
-        call.machine.graphs.Find(reinterpret_cast<CUgraph>(exec->graph)) != nullptr;
-    if (child == nullptr || !is_there || child->count != graph->nodes.size()) {
+    const Graph* const graph = call.machine.graphs.Find(child);
+    if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    return SetChild(call, exec, node, graph->nodes);
+  });
+}
+
+CUresult EmulatedGraphAddMemsetNode(CUgraphNode* node,
+                                    CUgraph handle,
+                                    const CUgraphNode* dependencies,
+                                    size_t num_dependencies,
+                                    const CUDA_MEMSET_NODE_PARAMS* params,
+                                    CUcontext context) {
+  return Run("GraphAddMemsetNode", [&](Call& call) {
+    Graph* const graph = call.machine.graphs.Find(handle);
+    const std::vector<Node> fill = FillNode(call, params, context);
+    if (node == nullptr || graph == nullptr || fill.empty()) {
       return CUDA_ERROR_INVALID_VALUE;
     }
-    // Launches that go on have the nodes of before.
-    std::vector<Node> nodes = *exec->nodes;
-    for (size_t i = 0; i < child->count; ++i) {
-      Node& old = nodes[child->first + i];
-      const Node next = Moved(graph->nodes[i], child->first);
-      if (!MayBecome(old.operation, next.operation, exec->has_priorities) ||
-          Within(old, child->first) != next.dependencies) {
-        return CUDA_ERROR_INVALID_VALUE;
-      }
-      old.operation = next.operation;
-    }
-    exec->nodes = std::make_shared<const std::vector<Node>>(std::move(nodes));
-    return CUDA_SUCCESS;
+    return AddChild(*graph, fill, dependencies, num_dependencies, node);
+  });
+}
+
+CUresult EmulatedGraphExecMemsetNodeSetParams(CUgraphExec exec,
+                                              CUgraphNode node,
+                                              const CUDA_MEMSET_NODE_PARAMS* params,
+                                              CUcontext context) {
+  return Run("GraphExecMemsetNodeSetParams", [&](Call& call) {
+    const std::vector<Node> fill = FillNode(call, params, context);
+    return fill.empty() ? CUDA_ERROR_INVALID_VALUE : SetChild(call, exec, node, fill);
   });
 }
 

@@ -75,14 +75,7 @@ CUresult Fill(
     if (to % sizeof(Value) != 0) return CUDA_ERROR_INVALID_VALUE;
     if (call.FindStream(stream) == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     if (count == 0) return CUDA_SUCCESS;
-    Operation operation;
-    operation.name = name;
-    operation.kind = Operation::Kind::kFill;
-    operation.owners = {OwnerOf(call, to)};
-    operation.touches.push_back(
-        {to, 1, static_cast<int64_t>(count * sizeof(Value)), 0});
-    operation.run = [=] { std::fill_n(reinterpret_cast<Value*>(to), count, value); };
-    return Enqueue(call, stream, std::move(operation));
+    return Enqueue(call, stream, FillOf(call, name, to, value, count));
   });
 }
 

@@ -130,6 +130,9 @@ bool IsDevice(const Call& call, CUdevice device) {
 CUcontext ContextOf(const Call& call, int device) {
   return reinterpret_cast<CUcontext>(call.machine.generation * 0x1000 + 0x10 + device);
 }
+
+}  // namespace
+
 int DeviceOf(const Call& call, CUcontext context) {
   const uint64_t device = reinterpret_cast<uint64_t>(context) -
                           reinterpret_cast<uint64_t>(ContextOf(call, 0));
@@ -138,6 +141,8 @@ int DeviceOf(const Call& call, CUcontext context) {
              ? static_cast<int>(device)
              : -1;
 }
+
+namespace {
 
 CUresult Init(unsigned flags) {
   return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;

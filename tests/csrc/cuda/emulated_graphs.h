@@ -1,5 +1,6 @@
-// What XLA calls to put graphs that it captured into a larger one, and to give them other
-// addresses there, by the rules of the driver API: functions that the engine does not call.
+// What XLA calls to put graphs that it captured into a larger one, and fills, and to give
+// them other addresses there, by the rules of the driver API: functions that the engine
+// does not call. The nodes that it puts one behind the other are called children here.
 #pragma once
 
 #include <cuda.h>
@@ -27,6 +28,23 @@ CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
 CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec,
                                                   CUgraphNode node,
                                                   CUgraph child);
+
+// A fill by the device of `context`, behind the nodes `dependencies`, which are children
+// too. XLA writes the number of a partition so.
+CUresult EmulatedGraphAddMemsetNode(CUgraphNode* node,
+                                    CUgraph graph,
+                                    const CUgraphNode* dependencies,
+                                    size_t num_dependencies,
+                                    const CUDA_MEMSET_NODE_PARAMS* params,
+                                    CUcontext context);
+
+// The node fills so in launches from now on. Refused, with CUDA_ERROR_INVALID_VALUE, unless
+// the graph of the node is still there, the memory has the same owner, and both fills have
+// one dimension.
+CUresult EmulatedGraphExecMemsetNodeSetParams(CUgraphExec exec,
+                                              CUgraphNode node,
+                                              const CUDA_MEMSET_NODE_PARAMS* params,
+                                              CUcontext context);
 
 // What the stream is given until its capture ends goes into `graph`, which is empty.
 CUresult EmulatedStreamBeginCaptureToGraph(CUstream stream,

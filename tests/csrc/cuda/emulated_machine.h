@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -104,7 +105,7 @@ struct Event {
   std::set<int> tips;
 };
 
-// Nodes of a graph that are a child graph's.
+// Nodes of a graph that were added as one: a child graph's, or a fill.
 struct Child {
   uintptr_t handle = 0;
   size_t first = 0;
@@ -263,6 +264,19 @@ SharedMoment MomentOf(Stream& stream);
 // Whose memory lies there: a device's, or -1, the host's.
 int OwnerOf(const Call& call, uint64_t address);
 
+// `count` elements from `to` on become `value`. The address is a multiple of theirs.
+template <typename Value>
+Operation FillOf(
+    const Call& call, const char* name, uint64_t to, Value value, size_t count) {
+  Operation operation;
+  operation.name = name;
+  operation.kind = Operation::Kind::kFill;
+  operation.owners = {OwnerOf(call, to)};
+  operation.touches = {{to, 1, static_cast<int64_t>(count * sizeof(Value)), 0}};
+  operation.run = [=] { std::fill_n(reinterpret_cast<Value*>(to), count, value); };
+  return operation;
+}
+
 // Into the capture of a stream; the nodes' own dependencies are indices into `nodes`.
 CUresult AddNodes(Stream& stream, const std::vector<Node>& nodes);
 
@@ -278,6 +292,8 @@ std::vector<uint64_t> BehindMulticast(uint64_t address);
 // Of a device's memory.
 int64_t FreeBytes(const Machine& machine, int device);
 
+// The device of a context that is retained; -1: there is none.
+int DeviceOf(const Call& call, CUcontext context);
 void SetCurrentDevice(int device);
 int CurrentDevice(const Machine& machine);
 

@@ -187,6 +187,65 @@ TEST(CopiesAndFillsKeepTheOwnersOfTheirMemory) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
+TEST(FillsAreNodesThatAreUpdatedToo) {
+  EmulatedMachine machine({.num_devices = 2, .seed = 5, .max_delay_us = 200});
+  {
+    const Gpu gpu;
+    const Stream stream(driver, 0);
+    const Context peer(driver, 1);
+    const DeviceMemory to(driver, 64), copy(driver, 64);
+    const DeviceMemory remote = [&] {
+      const ScopedContext current(driver, peer.get());
+      return DeviceMemory(driver, 64);
+    }();
+    const auto filling = [](const DeviceMemory& memory, unsigned value, unsigned size) {
+      return CUDA_MEMSET_NODE_PARAMS{.dst = memory.get(),
+                                     .pitch = 0,
+                                     .value = value,
+                                     .elementSize = size,
+                                     .width = 64 / size,
+                                     .height = 1};
+    };
+    const Captured take(stream.get(),
+                        [&](CUstream on) { Gpu::Copy(on, copy.get(), to.get(), 64); });
+    CUgraph graph = nullptr;
+    Check(driver, EmulatedGraphCreate(&graph, 0), "create");
+    CUgraphNode fill = nullptr, child = nullptr;
+    const auto add = [&](const CUDA_MEMSET_NODE_PARAMS& params) {
+      return EmulatedGraphAddMemsetNode(&fill, graph, nullptr, 0, &params,
+                                        gpu.context());
+    };
+    CUDA_MEMSET_NODE_PARAMS rows = filling(to, 1, 4), odd = rows;
+    rows.height = 2;
+    odd.elementSize = 3;
+    CHECK_EQ(add(rows), CUDA_ERROR_INVALID_VALUE);
+    CHECK_EQ(add(odd), CUDA_ERROR_INVALID_VALUE);
+    CHECK_EQ(add(filling(to, 7, 4)), CUDA_SUCCESS);
+    Check(driver, EmulatedGraphAddChildGraphNode(&child, graph, &fill, 1, take.get()),
+          "add");
+    CUgraphExec exec = nullptr;
+    Check(driver, driver.GraphInstantiate(&exec, graph, 0), "instantiate");
+    const auto launched = [&] {
+      Check(driver, driver.GraphLaunch(exec, stream.get()), "launch");
+      return Gpu::Read(stream.get(), copy.get(), 16);
+    };
+    const auto update = [&](const CUDA_MEMSET_NODE_PARAMS& params) {
+      return EmulatedGraphExecMemsetNodeSetParams(exec, fill, &params, gpu.context());
+    };
+    CHECK(launched() == std::vector<uint32_t>(16, 7));
+    CHECK_EQ(update(filling(to, 0x109, 2)), CUDA_SUCCESS);
+    CHECK(launched() == std::vector<uint32_t>(16, 0x1090109));
+    CHECK_EQ(update(filling(to, 0x109, 1)), CUDA_SUCCESS);
+    CHECK(launched() == std::vector<uint32_t>(16, 0x9090909));
+    CHECK_EQ(update(rows), CUDA_ERROR_INVALID_VALUE);
+    CHECK_EQ(update(filling(remote, 1, 4)), CUDA_ERROR_INVALID_VALUE);
+    driver.GraphDestroy(graph);
+    CHECK_EQ(update(filling(to, 7, 4)), CUDA_ERROR_INVALID_VALUE);
+    driver.GraphExecDestroy(exec);
+  }
+  CHECK_EQ(machine.Complaints(), "");
+}
+
 // Another kernel is taken, another priority only where it has no effect.
 TEST(KernelsKeepTheirPriorityAndMayBeOthers) {
   EmulatedMachine machine;

@@ -21,6 +21,10 @@ using emulated::RunInContext;
 
 const Driver& driver() { return EmulatedDriver(); }
 
+CUDA_MEMSET_NODE_PARAMS FillOf(const CUDA_MEMSET_NODE_PARAMS_v2& fill) {
+  return {fill.dst, fill.pitch, fill.value, fill.elementSize, fill.width, fill.height};
+}
+
 }  // namespace
 
 extern "C" {
@@ -154,6 +158,15 @@ CUresult cuGraphAddChildGraphNode(CUgraphNode* node,
   return EmulatedGraphAddChildGraphNode(node, graph, dependencies, num_dependencies,
                                         child);
 }
+CUresult cuGraphAddMemsetNode(CUgraphNode* node,
+                              CUgraph graph,
+                              const CUgraphNode* dependencies,
+                              size_t num_dependencies,
+                              const CUDA_MEMSET_NODE_PARAMS* params,
+                              CUcontext context) {
+  return EmulatedGraphAddMemsetNode(node, graph, dependencies, num_dependencies, params,
+                                    context);
+}
 // As jaxlib 0.12 does it. A child that is moved into the graph is not destroyed by XLA.
 CUresult cuGraphAddNode(CUgraphNode* node,
                         CUgraph graph,
@@ -161,20 +174,39 @@ CUresult cuGraphAddNode(CUgraphNode* node,
                         const CUgraphEdgeData*,
                         size_t num_dependencies,
                         CUgraphNodeParams* params) {
-  if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) return CUDA_ERROR_NOT_SUPPORTED;
-  return EmulatedGraphAddChildGraphNode(node, graph, dependencies, num_dependencies,
-                                        params->graph.graph);
+  if (params->type == CU_GRAPH_NODE_TYPE_GRAPH) {
+    return EmulatedGraphAddChildGraphNode(node, graph, dependencies, num_dependencies,
+                                          params->graph.graph);
+  }
+  if (params->type == CU_GRAPH_NODE_TYPE_MEMSET) {
+    const CUDA_MEMSET_NODE_PARAMS fill = FillOf(params->memset);
+    return EmulatedGraphAddMemsetNode(node, graph, dependencies, num_dependencies,
+                                      &fill, params->memset.ctx);
+  }
+  return CUDA_ERROR_NOT_SUPPORTED;
 }
 CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec exec,
                                             CUgraphNode node,
                                             CUgraph child) {
   return EmulatedGraphExecChildGraphNodeSetParams(exec, node, child);
 }
+CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec exec,
+                                        CUgraphNode node,
+                                        const CUDA_MEMSET_NODE_PARAMS* params,
+                                        CUcontext context) {
+  return EmulatedGraphExecMemsetNodeSetParams(exec, node, params, context);
+}
 CUresult cuGraphExecNodeSetParams(CUgraphExec exec,
                                   CUgraphNode node,
                                   CUgraphNodeParams* params) {
-  if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) return CUDA_ERROR_NOT_SUPPORTED;
-  return EmulatedGraphExecChildGraphNodeSetParams(exec, node, params->graph.graph);
+  if (params->type == CU_GRAPH_NODE_TYPE_GRAPH) {
+    return EmulatedGraphExecChildGraphNodeSetParams(exec, node, params->graph.graph);
+  }
+  if (params->type == CU_GRAPH_NODE_TYPE_MEMSET) {
+    const CUDA_MEMSET_NODE_PARAMS fill = FillOf(params->memset);
+    return EmulatedGraphExecMemsetNodeSetParams(exec, node, &fill, params->memset.ctx);
+  }
+  return CUDA_ERROR_NOT_SUPPORTED;
 }
 CUresult cuStreamBeginCaptureToGraph(CUstream stream,
                                      CUgraph graph,
