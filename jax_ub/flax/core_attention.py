@@ -17,7 +17,7 @@ from jax_ub.errors import ShapeContractError, UnknownNameError
 from jax_ub.flax.dropout import own_key, varying_axes
 from jax_ub.flax.rotary import rotate
 from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import data_axes_of, on_shards
+from jax_ub.retrofit.sharded_linear import lead_axes, of_several_ranks, on_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _on_mesh(core, mesh, *operands):
     """Attends in a `shard_map` over every axis that is not manual yet."""
     q, _, _, mask, positions, _ = operands
     placement = core.placement
-    data_axes = data_axes_of(placement, mesh, q.shape) if q.ndim > 3 else ()
+    data_axes = lead_axes(placement, mesh, q) if q.ndim > 3 else ()
     lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
     axis_name = None if placement.parallel is None else placement.axis_name
     heads = P(*lead, None, axis_name, None)
@@ -168,7 +168,8 @@ def _on_mesh(core, mesh, *operands):
     )
 
     # The ranks of a shard_map around this one have other sequences, too.
-    axes = {*varying_axes(q), *data_axes, axis_name} - {None}
+    several = of_several_ranks(mesh, data_axes)
+    axes = {*varying_axes(q), *several, axis_name} - {None}
 
     def local(*operands):
         return core.attend(axes, *operands)

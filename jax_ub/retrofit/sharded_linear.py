@@ -170,7 +170,7 @@ def why_uneven(
     placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> str | None:
     """Says why x [..., tokens, K] cannot be cut as `placement` asks, None if it can."""
-    data_axes = data_axes_of(placement, mesh, x_shape)
+    data_axes = of_several_ranks(mesh, _data_axes(placement, mesh, x_shape))
     num_data = math.prod(mesh.shape[name] for name in data_axes)
     num_tp = mesh.shape[placement.axis_name] if placement.sequence_parallel else 1
     num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
@@ -212,7 +212,8 @@ def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
 def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
-    data_axes = data_axes_of(placement, mesh, x.shape)
+    shown = lead_axes(placement, mesh, x)
+    data_axes = of_several_ranks(mesh, shown)
     x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
     # Ranks that hold the same tokens may leave it to XLA to gather their kernels.
     fsdp_axes = tuple(name for name in placement.fsdp_axes if mesh.shape[name] > 1)
@@ -221,7 +222,6 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     placement = dataclasses.replace(placement, fsdp_axes=fsdp_axes)
     kernel_spec = placement.kernel_spec
     specs = (x_spec, kernel_spec, placement.bias_spec, kernel_spec, y_spec)
-    shown = _shown_axes(placement, mesh, x.shape)
     _, out_spec = _activation_specs(placement, shown, x.ndim)
     # The axes whose ranks hold other tokens for the same part of the kernel.
     replicas = tuple(name for name in data_axes if name not in fsdp_axes)
@@ -294,16 +294,28 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
     return multiply(kernel, bias, main_grad)
 
 
-def data_axes_of(
-    placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
-) -> tuple[str, ...]:
-    """Returns the axes of more than one rank that shard the leading axis of x."""
-    axes = _shown_axes(placement, mesh, x_shape)
-    return tuple(name for name in axes if mesh.shape[name] > 1)
+def of_several_ranks(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of more than one rank: the others move nothing."""
+    return tuple(name for name in names if mesh.shape[name] > 1)
 
 
-def _shown_axes(placement, mesh, x_shape):
-    """Returns those, and explicit axes of one rank, which types name as any other."""
+def lead_axes(placement: Placement, mesh: AnyMesh, x: jax.Array) -> tuple[str, ...]:
+    """Returns the axes that shard the leading axis of x and of the result.
+
+    Types of an explicit mesh name those of one rank, too, and in an order. So these are
+    as x has them, where it lies on the same ranks already.
+    """
+    axes = _data_axes(placement, mesh, x.shape)
+    entry = jax.typeof(x).sharding.spec[0]
+    names = entry if isinstance(entry, tuple) else (entry,)
+    others = {*mesh.shape} - {placement.axis_name}
+    own = tuple(name for name in names if name in others)
+    lies_so = {*of_several_ranks(mesh, own)} == {*of_several_ranks(mesh, axes)}
+    return own if own and lies_so and placement.data_axes is None else axes
+
+
+def _data_axes(placement, mesh, x_shape):
+    """Returns those for a shape alone, explicit axes of one rank among them."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     explicit = _explicit_axes(mesh)
     chosen = placement.data_axes

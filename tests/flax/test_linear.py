@@ -11,7 +11,7 @@ from operands import assert_equal, normal, small_integers
 from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
-from jax_ub.flax import Linear
+from jax_ub.flax import Linear, TransformerLayer
 
 PARALLEL = ("column", "row", None)
 
@@ -134,6 +134,20 @@ def test_types_of_an_explicit_mesh_name_axes_of_one_rank_too(dp, tp, parallel):
         model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
         y = jax.eval_shape(model, jnp.zeros((4, 8, 16)))
     assert y.sharding.spec == layout
+
+
+@pytest.mark.parametrize("axes", ["dp", ("dp", "one"), ("one", "dp"), ("one",)])
+def test_types_of_an_explicit_mesh_name_axes_as_x_does(axes):
+    mesh = jax.make_mesh((1, 2 if "dp" in axes else 1, 2), ("one", "dp", "tp"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(0, (4, 8, 16)), P(axes, "tp", None))
+        up, down = (
+            Linear(*features, parallel=parallel, rngs=nnx.Rngs(0))
+            for features, parallel in [((16, 32), "column"), ((32, 16), "row")]
+        )
+        assert jax.jit(lambda x: x + down(up(x)))(x).sharding == x.sharding
+        layer = TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0))
+        assert jax.jit(layer)(x).sharding == x.sharding
 
 
 def test_a_plain_layer_needs_no_mesh():
