@@ -1,6 +1,5 @@
 import json
 import pathlib
-import subprocess
 
 import jax
 import pytest
@@ -138,14 +137,14 @@ def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
 
 
 def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
-    def of_each(line, stdout):
-        path = pathlib.Path(line[line.index("--part") + 1])
+    def of_each(arguments, **_):
+        path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = doctor.Finding("jaxlib threads", State.WARNING, threads)
             command._write(command._part(path, index), [finding])
-        return subprocess.CompletedProcess(line, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", of_each)
+    monkeypatch.setattr(command, "run_parts", of_each)
     assert main(["doctor", "--processes", "2"]) == 0
     first, other = capsys.readouterr().out.splitlines()
     assert first.split() == ["warn", "jaxlib", "threads", "8"]
