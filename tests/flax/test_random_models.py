@@ -202,12 +202,13 @@ def check(seed):
     deed = accumulated if drawn.main_grad else pick.choice(DEEDS)
     library = random_linen if drawn.is_linen else random_nnx
     plain, own, params, own_params = library.models(drawn)
-    x = drawn.inputs(seed)
-    expected = deed(plain, values(params, seed, drawn.repeats), x, random.Random(seed))
+    plain_x = drawn.inputs(seed)
+    plain_params = values(params, seed, drawn.repeats)
+    expected = deed(plain, plain_params, plain_x, random.Random(seed))
     with jax.set_mesh(drawn.mesh):
         own_params, main_grads = library.split(own_params)
         own_params = values(own_params, seed, drawn.repeats, laid_out(drawn, pick))
-        x = placed(x, drawn, random.Random(seed))
+        x = placed(plain_x, drawn, random.Random(seed))
         if drawn.main_grad:
             place = laid_out(drawn, pick)
             main_grads = values(main_grads, seed, drawn.repeats, place)
@@ -216,21 +217,40 @@ def check(seed):
             found = deed(own, own_params, x, random.Random(seed))
     dtypes = (drawn.x_dtype, *drawn.dtypes.values())
     eps = max(float(jnp.finfo(dtype or "float32").eps) for dtype in dtypes)
-    assert_close(found, expected, eps)
+    found, expected = named(found), named(expected)
+    assert types_of(found) == types_of(expected)
+    if far(found, expected, eps):
+        # XLA of jax 0.12 rounds sums over several dimensions to bf16 on their way.
+        exact = deed(plain, in_f32(plain_params), in_f32(plain_x), random.Random(seed))
+        assert far(found, named(exact), eps) == []
 
 
-def assert_close(found, expected, eps):
-    """Asks for the same trees and dtypes, and roundings of every array's size."""
-    named = (dict(jax.tree.leaves_with_path(tree)) for tree in (found, expected))
-    found, expected = (
-        {jax.tree_util.keystr(k): v for k, v in n.items()} for n in named
-    )
-    assert found.keys() == expected.keys()
+def named(tree):
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def types_of(arrays):
+    return {name: array.dtype for name, array in arrays.items()}
+
+
+def far(found, expected, eps):
+    """Names the arrays that differ by more than roundings of their size."""
+    names = []
     for name, wanted in expected.items():
-        assert found[name].dtype == wanted.dtype, name
         a, b = (np.asarray(each, np.float32) for each in (found[name], wanted))
         size = np.linalg.norm(b) + b.size**0.5
-        assert np.linalg.norm(a - b) <= 16 * eps * size, name
+        if not np.linalg.norm(a - b) <= 16 * eps * size:
+            names.append(name)
+    return names
+
+
+def in_f32(tree):
+    def widen(array):
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(jnp.float32) if is_float else array
+
+    return jax.tree.map(widen, tree)
 
 
 # Small ones, of every kind of model and with everything that may be around a block.
