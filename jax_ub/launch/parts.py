@@ -37,26 +37,26 @@ def run_parts(
     launch += ["--devices-per-process", str(devices_per_process)]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
-    return _run_until_sigterm(command, stdout)
+    return _run_passing_sigterm_on(command, stdout)
 
 
-def _run_until_sigterm(command, stdout):
-    """Lets SIGTERM end the command as Ctrl-C does: its folder for the parts goes.
+def _run_passing_sigterm_on(command, stdout):
+    """Lets SIGTERM end the launcher, then this process: its folder for the parts goes.
 
     The handler raises nothing: amid the launcher's start, that would leave it behind.
     """
     process: subprocess.Popen | None = None
-    came = threading.Event()
+    is_asked = threading.Event()
 
     def end(*_):
-        came.set()
+        is_asked.set()
         if process is not None:
             process.terminate()
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         with subprocess.Popen(command, stdout=stdout) as process:
-            if came.is_set():
+            if is_asked.is_set():
                 process.terminate()
             try:
                 status = process.wait()
@@ -65,7 +65,7 @@ def _run_until_sigterm(command, stdout):
                 raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    if came.is_set():
+    if is_asked.is_set():
         raise SystemExit(128 + signal.SIGTERM)
     return status
 

@@ -13,16 +13,23 @@ from jax_ub.launch.parts import run_parts
 
 @pytest.fixture
 def interpreter(tmp_path, monkeypatch):
-    path = tmp_path / "python"
-    path.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
-    path.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(path))
+    """Lets a shell script stand in for Python."""
+
+    def be(script):
+        path = tmp_path / "python"
+        path.write_text("#!/bin/sh\n" + script)
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return path
+
+    return be
 
 
 @pytest.mark.parametrize("prints_aside", [False, True])
 def test_the_launcher_is_asked_for_processes_of_the_command(
     interpreter, prints_aside, capfd
 ):
+    interpreter('echo "$@"; exit 3')
     status = run_parts(
         ["doctor", "--part", "a file"],
         num_processes=3,
@@ -35,21 +42,15 @@ def test_the_launcher_is_asked_for_processes_of_the_command(
     assert capfd.readouterr() == (("", printed) if prints_aside else (printed, ""))
 
 
-def test_sigterm_leaves_no_folder_of_the_parts(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+def test_sigterm_leaves_no_folder_of_the_parts(interpreter, tmp_path):
+    python = interpreter("kill -TERM $PPID; exec sleep 60")
     with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         run_parts(["doctor", "--part", folder], num_processes=2, devices_per_process=1)
     assert [*tmp_path.iterdir()] == [python]
 
 
-def test_sigterm_amid_the_launchers_start_leaves_no_launcher(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+def test_sigterm_amid_the_launchers_start_leaves_no_launcher(interpreter, monkeypatch):
+    interpreter("exec sleep 60")
     started = []
 
     class Interrupted(subprocess.Popen):

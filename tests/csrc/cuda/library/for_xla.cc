@@ -21,7 +21,7 @@ using emulated::RunInContext;
 
 const Driver& driver() { return EmulatedDriver(); }
 
-CUDA_MEMSET_NODE_PARAMS FillOf(const CUDA_MEMSET_NODE_PARAMS_v2& fill) {
+CUDA_MEMSET_NODE_PARAMS WithoutContext(const CUDA_MEMSET_NODE_PARAMS_v2& fill) {
   return {fill.dst, fill.pitch, fill.value, fill.elementSize, fill.width, fill.height};
 }
 
@@ -167,7 +167,8 @@ CUresult cuGraphAddMemsetNode(CUgraphNode* node,
   return EmulatedGraphAddMemsetNode(node, graph, dependencies, num_dependencies, params,
                                     context);
 }
-// As jaxlib 0.12 does it. A child that is moved into the graph is not destroyed by XLA.
+// As jaxlib 0.12 does it; 0.11 calls those above. A child that is moved into the graph is
+// not destroyed by XLA.
 CUresult cuGraphAddNode(CUgraphNode* node,
                         CUgraph graph,
                         const CUgraphNode* dependencies,
@@ -179,7 +180,7 @@ CUresult cuGraphAddNode(CUgraphNode* node,
                                           params->graph.graph);
   }
   if (params->type == CU_GRAPH_NODE_TYPE_MEMSET) {
-    const CUDA_MEMSET_NODE_PARAMS fill = FillOf(params->memset);
+    const CUDA_MEMSET_NODE_PARAMS fill = WithoutContext(params->memset);
     return EmulatedGraphAddMemsetNode(node, graph, dependencies, num_dependencies,
                                       &fill, params->memset.ctx);
   }
@@ -203,7 +204,7 @@ CUresult cuGraphExecNodeSetParams(CUgraphExec exec,
     return EmulatedGraphExecChildGraphNodeSetParams(exec, node, params->graph.graph);
   }
   if (params->type == CU_GRAPH_NODE_TYPE_MEMSET) {
-    const CUDA_MEMSET_NODE_PARAMS fill = FillOf(params->memset);
+    const CUDA_MEMSET_NODE_PARAMS fill = WithoutContext(params->memset);
     return EmulatedGraphExecMemsetNodeSetParams(exec, node, &fill, params->memset.ctx);
   }
   return CUDA_ERROR_NOT_SUPPORTED;
