@@ -95,8 +95,10 @@ class Plain:
         method=None,
         out_dtype=None,
         main_grad=None,
+        rhs_transposed=False,
     ):
-        partial = self._over(axis_name, self._dot(x, w, main_grad))
+        product = self._dot(x, w, main_grad, rhs_transposed)
+        partial = self._over(axis_name, product)
         y = collective(partial, axis_name)
         return self._sum(out_dtype or x.dtype, y, bias, residual)
 
@@ -127,7 +129,7 @@ class Plain:
         if parallel == "row":
             scatters = sequence_parallel
             op = self.matmul_reduce_scatter if scatters else self.matmul_all_reduce
-            return op(x, w, **given)
+            return op(x, w, rhs_transposed=rhs_transposed, **given)
         if parallel == "column" and sequence_parallel:
             return self.all_gather_matmul(x, w, rhs_transposed=rhs_transposed, **given)
         y = self._sum(x.dtype, self._dot(x, w, main_grad, rhs_transposed), b)

@@ -191,8 +191,10 @@ class Calls:
 
     def scatter(self, shape, options):
         *batch, rows, k = shape
-        w = self.kernel(k, self.size())
-        shape = (*batch, rows // self.num_ranks, w.shape[1])
+        options["rhs_transposed"] = transposed = self.chance(0.2)
+        n = self.size()
+        w = self.kernel(k, n, transposed)
+        shape = (*batch, rows // self.num_ranks, n)
         self.method(options)
         self.out_dtype(options)
         options["axis_name"] = self.axis_name
@@ -202,8 +204,10 @@ class Calls:
         return self.calling("scatter", "matmul_reduce_scatter", w, options, shape)
 
     def reduce(self, shape, options):
-        w = self.kernel(shape[-1], self.size())
-        shape = (*shape[:-1], w.shape[1])
+        options["rhs_transposed"] = transposed = self.chance(0.2)
+        n = self.size()
+        w = self.kernel(shape[-1], n, transposed)
+        shape = (*shape[:-1], n)
         self.method(options)
         self.out_dtype(options)
         options["axis_name"] = self.axis_name
@@ -221,7 +225,7 @@ class Calls:
             if shape[-2] % self.num_ranks == 0:
                 ways.append(("row", True))
         parallel, sequence_parallel = self.draw.choice(ways)
-        transposed = parallel != "row" and self.chance(0.2)
+        transposed = self.chance(0.2)
         n = self.size()
         w = self.kernel(shape[-1], n, transposed)
         if parallel and sequence_parallel:

@@ -7,12 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub import shapes
-from jax_ub.errors import (
-    ShapeContractError,
-    UnknownNameError,
-    UnsupportedOverlapError,
-    nearest,
-)
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
 from jax_ub.methods import Method
 from jax_ub.primitives import varying
 from jax_ub.primitives.matmul import matmul
@@ -80,7 +75,8 @@ def linear(  # noqa: PLR0913, pinned
             cotangent is `main_grad + dw`, written in place where its buffer is free,
             and that of `w` is zero. Every call needs its own.
         rhs_transposed: whether the kernel is `[out, in]`, such as an embedding that the
-            output projection reuses: `w.T` would be a copy of it. Not for "row".
+            output projection reuses. It is read in place, and its gradient has the same
+            layout; `w.T` would copy it.
 
     Returns:
         What the table says, summed in f32 and rounded once to the dtype of `x`.
@@ -125,11 +121,6 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
         )
     shapes.check_flag(OP, "sequence_parallel", sequence_parallel)
     shapes.check_flag(OP, "rhs_transposed", rhs_transposed)
-    if parallel == "row" and rhs_transposed:
-        raise UnsupportedOverlapError(
-            f'{OP}: rhs_transposed with parallel = "row". Pass w.T, which is a copy; '
-            "kernels of other layers are read where they lie."
-        )
 
 
 def whole_rows(  # noqa: PLR0913, those of the functions that communicate
@@ -143,6 +134,7 @@ def whole_rows(  # noqa: PLR0913, those of the functions that communicate
     method: Method | str | None = None,
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
     """`linear` where it gathers nothing, with what the fused functions add and round.
 
@@ -157,6 +149,7 @@ def whole_rows(  # noqa: PLR0913, those of the functions that communicate
         method: as of `linear`.
         out_dtype: dtype of the result; None is that of `x`.
         main_grad: as of `linear`.
+        rhs_transposed: as of `linear`.
 
     Returns:
         `[..., M, N/P]`.
@@ -167,6 +160,7 @@ def whole_rows(  # noqa: PLR0913, those of the functions that communicate
         UnsupportedOverlapError: as `linear`.
     """
     site = _open_whole_rows(axis_name, ub_name, method)
+    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
     given = {"bias": bias, "main_grad": main_grad, "residual": residual}
     return _whole_rows_at(site, x, w, out_dtype=out_dtype, **given)
 

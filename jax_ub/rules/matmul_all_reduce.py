@@ -1,5 +1,7 @@
 """GEMM+AR and its derivative: a row-parallel linear layer, not sequence parallel."""
 
+import dataclasses
+
 import jax
 from jax.typing import DTypeLike
 
@@ -29,6 +31,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     method: Method | str | None = None,
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
     """Multiplies this rank's features and sums the products over the ranks.
 
@@ -56,6 +59,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
             is `main_grad + dw`, written in place where its buffer is free, and that of
             `w` is zero.
+        rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
+            and its gradient has the same layout; `w.T` would copy it.
 
     Returns:
         `[..., M, N]`, the same on every rank.
@@ -64,12 +69,14 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         ShapeContractError: if the operands do not fit each other, the mesh, or the
             capacity of `initialize_ub`, or bias or residual differ between ranks.
         UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
-            of that `ub_name`.
+            of that `ub_name`, or `rhs_transposed` is not a bool.
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
+    site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
     return matmul_all_reduce_at(
-        open_site(OP, axis_name, ub_name, method),
+        dataclasses.replace(site, rhs_transposed=rhs_transposed),
         x,
         w,
         bias=bias,
@@ -84,9 +91,10 @@ def matmul_all_reduce_at(
 ):
     """`matmul_all_reduce` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
-    shapes.check_operands(site.label, x, w)
-    shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
-    result = (*x.shape[:-1], w.shape[1])
+    kernel = site.kernel(w)
+    shapes.check_operands(site.label, x, kernel)
+    shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
+    result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
@@ -109,7 +117,8 @@ def _check_replicated(site, **addends):
 
 
 def _forward(site, x, w, bias, residual):
-    return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
+    options = {"rhs_transposed": site.rhs_transposed, "out_dtype": site.out_dtype}
+    return fused((x,), (w,), bias, residual, **options, **site.fused)
 
 
 def _gradients(site, x, w, dy, main_grad):

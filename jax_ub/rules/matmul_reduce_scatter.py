@@ -1,5 +1,7 @@
 """GEMM+RS and its derivative: a row-parallel linear layer, sequence parallel."""
 
+import dataclasses
+
 import jax
 from jax.typing import DTypeLike
 
@@ -26,6 +28,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     method: Method | str | None = None,
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
+    rhs_transposed: bool = False,
 ) -> jax.Array:
     """Multiplies this rank's features and scatters the rows of the sum over the ranks.
 
@@ -48,6 +51,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
             is `main_grad + dw`, written in place where its buffer is free, and that of
             `w` is zero.
+        rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
+            and its gradient has the same layout; `w.T` would copy it.
 
     Returns:
         `[..., M/P, N]`: this rank's rows.
@@ -56,12 +61,14 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         ShapeContractError: if the operands do not fit each other, the mesh, or the
             capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
-            of that `ub_name`.
+            of that `ub_name`, or `rhs_transposed` is not a bool.
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
+    site = open_site(OP, axis_name, ub_name, method)
+    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
     return matmul_reduce_scatter_at(
-        open_site(OP, axis_name, ub_name, method),
+        dataclasses.replace(site, rhs_transposed=rhs_transposed),
         x,
         w,
         bias=bias,
@@ -76,10 +83,11 @@ def matmul_reduce_scatter_at(
 ):
     """`matmul_reduce_scatter` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
-    shapes.check_operands(site.label, x, w)
-    shapes.check_contraction(site.label, x, w, site.num_ranks, "in")
+    kernel = site.kernel(w)
+    shapes.check_operands(site.label, x, kernel)
+    shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
     shapes.check_divides(site.label, x, site.num_ranks)
-    result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, w.shape[1])
+    result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
@@ -90,7 +98,8 @@ def matmul_reduce_scatter_at(
 
 
 def _forward(site, x, w, bias, residual):
-    return fused((x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused)
+    options = {"rhs_transposed": site.rhs_transposed, "out_dtype": site.out_dtype}
+    return fused((x,), (w,), bias, residual, **options, **site.fused)
 
 
 _row = layer(_forward, row_gradients)

@@ -22,14 +22,16 @@ def row_gradients(
     Args:
         site: the call.
         x: activations, `[..., M, K/P]`; None if the kernel's gradient is not wanted.
-        w: kernel, `[K/P, N]`; None if the gradient of x is not wanted.
+        w: kernel, `[K/P, N]`, or `[N, K/P]` if `site.rhs_transposed`; None if the
+            gradient of x is not wanted.
         dy: gradient of the result, `[..., M/P, N]`: this rank's rows.
-        main_grad: what the kernel's gradient is added to, f32 `[K/P, N]`, or None.
+        main_grad: what the kernel's gradient is added to, f32, of the kernel's shape;
+            or None.
         residual: what the gradient of x is added to, `[..., M, K/P]`, in its buffer
             and its dtype; or None.
 
     Returns:
-        `[..., M, K/P]` and `[K/P, N]`, or None.
+        `[..., M, K/P]` and the kernel's shape, or None.
     """
     dy = dy.astype(site.dtype)
     # What the dgrad gathers serves the wgrad too, unless that reads it in place.
@@ -41,7 +43,7 @@ def row_gradients(
             (w,),
             None,
             None if residual is None else (residual,),
-            rhs_transposed=True,
+            rhs_transposed=not site.rhs_transposed,
             return_gathered=reuses,
             out_dtype=site.dtype if residual is None else residual.dtype,
             **site.dgrad.fused,
@@ -52,8 +54,12 @@ def row_gradients(
     if gathered is None and site.method.copies_operands:
         gathered = all_gather(dy, **site.alone)
     main_grads, dtype = accumulation(site, (dy,), main_grad)
-    if gathered is not None:
-        (dw,) = wgrad(x, (gathered,), main_grads, out_dtype=dtype, **site.local)
+    rows, where = (dy, site.fused) if gathered is None else (gathered, site.local)
+    is_gathered_here = gathered is None
+    if site.rhs_transposed:  # dy^T x
+        operands, gather = (rows, (x,)), "x"
     else:
-        (dw,) = wgrad(x, (dy,), main_grads, gather="dy", out_dtype=dtype, **site.fused)
+        operands, gather = (x, (rows,)), "dy"
+    gather = gather if is_gathered_here else None
+    (dw,) = wgrad(*operands, main_grads, gather=gather, out_dtype=dtype, **where)
     return dx, dw

@@ -78,10 +78,35 @@ def plain_logits(x, embedding, b):
     return x @ embedding.T + b
 
 
-def test_a_row_kernel_that_lies_transposed_is_refused():
-    x, w = jnp.ones((4, 8)), jnp.ones((6, 8))
-    with pytest.raises(ub.errors.UnsupportedOverlapError, match=r"Pass w\.T"):
-        ub.linear(x, w, parallel="row", axis_name="tp", rhs_transposed=True)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_row_kernel_may_be_stored_as_out_in(sequence_parallel, num_ranks):
+    rows = P("tp") if sequence_parallel else P()
+
+    def layer(x, w, b, main_grad):
+        return ub.linear(
+            x,
+            w,
+            b,
+            parallel="row",
+            axis_name="tp",
+            sequence_parallel=sequence_parallel,
+            main_grad=main_grad,
+            rhs_transposed=True,
+        )
+
+    kernel = P(None, "tp")
+    specs = (P(None, "tp"), kernel, P(), kernel)
+    layer = on_ranks(layer, tp_mesh(num_ranks), specs, rows)
+    x = small_integers(0, (3 * num_ranks, 5 * num_ranks))
+    w = small_integers(1, (7, 5 * num_ranks))
+    values = x, w, small_integers(2, (7,)), small_integers(3, w.shape)
+    y, expected = jax.vjp(plain_logits, *values[:3])
+    assert_equal(jax.jit(layer)(*values), y)
+    dy = small_integers(4, y.shape)
+    dx, dw, db = expected(dy)
+    pull = jax.jit(lambda dy, *v: jax.vjp(layer, *v)[1](dy))
+    assert_equal(pull(dy, *values), (dx, jnp.zeros_like(dw), db, values[3] + dw))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -45,6 +45,33 @@ def test_values_and_gradients_are_exact(method, check_vma):
     assert_equal(step(*values), expected)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_kernel_may_be_stored_as_out_in(method, check_vma):
+    layer = on_ranks(
+        lambda x, w, b, r: ub.matmul_all_reduce(
+            x,
+            w,
+            axis_name="tp",
+            bias=b,
+            residual=r,
+            method=method,
+            rhs_transposed=True,
+        ),
+        dp_tp_mesh(2, 4),
+        (FEATURES, P(None, "tp"), P(), WHOLE),
+        WHOLE,
+        check_vma=check_vma,
+    )
+    x, w, b, residual = operands(4)
+    values, wanted = (x, w.T, b, residual), (0, 1, 2, 3)
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(layer(*v)), wanted))
+    expected = jax.value_and_grad(
+        lambda x, w, b, r: weighted(plain(x, w.T, b, r)), wanted
+    )(*values)
+    assert_equal(step(*values), expected)
+
+
 def test_typed_backward_communicates_nothing():
     x, w, _, _ = operands(4)
     layer = on_ranks(

@@ -115,3 +115,35 @@ def test_results_and_gradients_have_their_dtypes(dtype, out_dtype):
     y, pull = jax.vjp(layer, x, w, b.astype("float32"), residual)
     assert y.dtype == (out_dtype or dtype)
     assert [g.dtype for g in pull(y)] == [dtype, dtype, "float32", dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"), [(2, "bfloat16"), (3, "float16"), (4, "float32")]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_kernel_may_be_stored_as_out_in(method, num_ranks, dtype):
+    layer = on_ranks(
+        lambda x, w, b, r: ub.matmul_reduce_scatter(
+            x,
+            w,
+            axis_name="tp",
+            bias=b,
+            residual=r,
+            method=method,
+            rhs_transposed=True,
+        ),
+        tp_mesh(num_ranks),
+        (P(None, None, "tp"), P(None, "tp"), P(), P(None, "tp")),
+        P(None, "tp"),
+    )
+    x, w, b, residual = operands(num_ranks, dtype)
+    values, wanted = (x, w.T, b, residual), (0, 1, 2, 3)
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(layer(*v)), wanted))
+    expected = jax.value_and_grad(
+        lambda x, w, b, r: weighted(plain(x, w.T, b, r)), wanted
+    )(*(value.astype("float32") for value in values))
+    found = step(*values)
+    assert [g.dtype for g in found[1]] == [dtype] * 4
+    assert_equal(found, jax.tree.map(lambda e, f: e.astype(f.dtype), expected, found))
+    if method != "xla":
+        assert " transpose(" not in compiled_text(step, *values)
