@@ -55,11 +55,9 @@ def row_gradients(
         gathered = all_gather(dy, **site.alone)
     main_grads, dtype = accumulation(site, (dy,), main_grad)
     rows, where = (dy, site.fused) if gathered is None else (gathered, site.local)
-    is_gathered_here = gathered is None
-    if site.rhs_transposed:  # dy^T x
-        operands, gather = (rows, (x,)), "x"
-    else:
-        operands, gather = (x, (rows,)), "dy"
-    gather = gather if is_gathered_here else None
-    (dw,) = wgrad(*operands, main_grads, gather=gather, out_dtype=dtype, **where)
+    # dy^T x where the kernel is [out, in]: its first operand has the rows.
+    first, second = (rows, x) if site.rhs_transposed else (x, rows)
+    name = "x" if site.rhs_transposed else "dy"
+    gather = name if gathered is None else None
+    (dw,) = wgrad(first, (second,), main_grads, gather=gather, out_dtype=dtype, **where)
     return dx, dw
