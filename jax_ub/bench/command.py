@@ -11,10 +11,13 @@ from jax_ub.bench import (
     cases,
     devices,
     goals,
+    latency_cases,
     plot,
     process_command,
     record,
+    small_cases,
     table,
+    thread_counts,
     workloads,
 )
 from jax_ub.bench.arguments import list_of, names_of, positive
@@ -28,7 +31,8 @@ from jax_ub.bench.gemm_cases import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub.bench.latency_cases import latency
 from jax_ub.bench.linear_cases import linear_backward, linear_pair
 from jax_ub.bench.results import Result, evaluate
-from jax_ub.bench.timing import Rounds, interleave
+from jax_ub.bench.small_cases import small
+from jax_ub.bench.timing import interleave
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import (
     ShapeContractError,
@@ -36,6 +40,7 @@ from jax_ub.errors import (
 )
 from jax_ub.outputs import output_path, picture_path, write_json
 
+DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 OPS: dict[str, Builder] = {
     "gemm": gemm,
     **{name: functools.partial(forward, op) for name, op in FORWARD_OPS.items()},
@@ -45,8 +50,13 @@ OPS: dict[str, Builder] = {
     "wgrad_accumulate": wgrad_accumulate,
     "fused": fused,
     "latency": latency,
+    "small": small,
 }
-DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+# Sizes of the ops that no --shapes changes, by dtype.
+_FIXED_SHAPES: dict[str, dict[str, Shape]] = {
+    "latency": dict.fromkeys(DTYPES.values(), latency_cases.SHAPE),
+    "small": small_cases.SHAPES,
+}
 # Written into the JSON, and raised where a key changes its meaning.
 SCHEMA = 1
 _BARRIER = "barrier"
@@ -66,6 +76,7 @@ class Options:
     method: str = "auto"
     patience: int = 1
     variants: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--variants",
         type=names_of(dict.fromkeys(VARIANTS)),
         help=f"of the op gemm: {', '.join(VARIANTS)} (default: all)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=list_of(positive),
+        help="values of JAX_UB_NUM_THREADS that are compared with the first of them, "
+        "as in 2,16,64",
     )
     parser.add_argument("--rounds", type=positive, help="timed calls of each program")
     parser.add_argument(
@@ -119,7 +136,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options(given: argparse.Namespace) -> Options:
-    """What the command line asks for, completed with defaults."""
+    """What the command line asks for, completed with defaults.
+
+    Raises:
+        UnsupportedOverlapError: if options exclude each other.
+        ShapeContractError: if sizes do not divide into the ranks.
+    """
     chosen = {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(Options)
@@ -134,7 +156,52 @@ def options(given: argparse.Namespace) -> Options:
         raise UnsupportedOverlapError(
             "bench: a barrier is between processes. Add --processes 2."
         )
-    for shape in found.shapes:
+    _check_options(given, found)
+    _check_shapes(found)
+    return found
+
+
+def _check_options(given, found):
+    """Rejects options that exclude each other or have no effect."""
+    if found.threads:
+        if given.processes is not None:
+            raise UnsupportedOverlapError(
+                "bench: --threads has no effect with --processes: each process "
+                "computes on its part of the cores. Leave one of them out."
+            )
+        if given.platform != "cpu":
+            raise UnsupportedOverlapError(
+                "bench: --threads counts the threads of the CPU engine, and --platform "
+                f"is {given.platform}. Leave one of them out."
+            )
+        if given.plot is not None:
+            raise UnsupportedOverlapError(
+                "bench: --plot has no picture of --threads. Leave it out, or take "
+                "--json."
+            )
+        if len(set(found.threads)) < len(found.threads):
+            raise UnsupportedOverlapError(
+                f"bench: --threads {','.join(map(str, found.threads))} names a count "
+                "twice. Name each count once."
+            )
+    if found.variants and "gemm" not in found.ops:
+        raise UnsupportedOverlapError(
+            "bench: --variants are those of the op gemm, and --ops is "
+            f"{','.join(found.ops)}. Add gemm to --ops, or leave --variants out."
+        )
+    if given.shapes is not None and set(found.ops) <= {*_FIXED_SHAPES, _BARRIER}:
+        raise UnsupportedOverlapError(
+            f"bench: --shapes has no effect on {', '.join(found.ops)}, whose sizes are "
+            "fixed. Leave --shapes out, or add an op to --ops."
+        )
+
+
+def _check_shapes(found):
+    shapes = list(found.shapes)
+    for op in found.ops:
+        fixed = _FIXED_SHAPES.get(op, {})
+        shapes += [fixed[dtype] for dtype in found.dtypes if dtype in fixed]
+    for shape in shapes:
         for num_ranks in found.devices:
             if not shape.divides(num_ranks):
                 raise ShapeContractError(
@@ -142,7 +209,6 @@ def options(given: argparse.Namespace) -> Options:
                     f"Take sizes that are multiples of {num_ranks}, or leave "
                     f"{num_ranks} out of --devices."
                 )
-    return found
 
 
 def command(given: argparse.Namespace) -> int:
@@ -159,9 +225,10 @@ def command(given: argparse.Namespace) -> int:
     print(_describe(about, chosen))
     dots = FastestDots()
     results = []
-    print("\n" + table.result_head())
+    print("\n" + (table.threads_head() if chosen.threads else table.result_head()))
     for result in measure(chosen, dots):
-        print(table.result_line(result), flush=True)
+        line = table.threads_line if chosen.threads else table.result_line
+        print(line(result), flush=True)
         results.append(result)
         if given.json is not None:  # an interrupted run keeps what it has
             found = document(about, chosen, dots, results)
@@ -180,6 +247,11 @@ def _over_processes(given):
     if given.plot is not None:
         raise UnsupportedOverlapError(
             "bench: --plot has no picture of --processes. Leave it out, or take --json."
+        )
+    if given.devices is not None:
+        raise UnsupportedOverlapError(
+            "bench: --devices has no effect with --processes, which run one rank each. "
+            "Leave one of them out."
         )
     given.devices = given.processes
     if given.rounds is None and not given.quick:
@@ -200,14 +272,21 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
                 )
                 for case in _cases(op, place, chosen.shapes):
                     cases.check_agreement(case)
-                    yield evaluate(case, _timed(case, chosen))
+                    yield from _timed(case, chosen)
 
 
-def _timed(case: Case, chosen: Options) -> Rounds:
-    # After its first call a donated operand has the sharding of a result, for which the
-    # program is compiled once more.
-    interleave(case.contenders, 1)
-    return interleave(case.contenders, chosen.rounds, chosen.patience)
+def _timed(case: Case, chosen: Options) -> list[Result]:
+    contenders = case.contenders
+    if chosen.threads:
+        contenders = thread_counts.contenders(case, chosen.threads)
+    with thread_counts.restored():
+        # After its first call a donated operand has the sharding of a result, for
+        # which the program is compiled once more.
+        interleave(contenders, 1)
+        rounds = interleave(contenders, chosen.rounds, chosen.patience)
+    if chosen.threads:
+        return thread_counts.evaluate_each(case, rounds, chosen.threads)
+    return [evaluate(case, rounds)]
 
 
 def document(
@@ -229,13 +308,14 @@ def document(
 
 
 def _judge(about, results):
-    # The goals are those of CPUs.
+    # The goals are those of CPUs, with the default number of threads.
+    if any(result.threads for result in results):
+        return []
     return goals.judge(results) if about["machine"]["device_kind"] == "cpu" else []
 
 
 def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
-    # What is latency does not depend on the shapes.
-    for shape in shapes[:1] if op == "latency" else shapes:
+    for shape in shapes[:1] if op in _FIXED_SHAPES else shapes:
         yield from OPS[op](place, shape)
 
 
@@ -252,7 +332,8 @@ def _print_rest(results, verdicts):
     for title, lines in sections.items():
         if lines:
             print(f"\n{title}\n")
-            print("\n".join(lines))
+            # A case has several results where thread counts are compared.
+            print("\n".join(dict.fromkeys(lines)))
 
 
 def _describe(about, chosen):

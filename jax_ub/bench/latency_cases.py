@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 import jax_ub as ub
@@ -45,11 +46,20 @@ def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
             lambda x, w: ub.all_gather_matmul(x[:rows], w, **where),
             lambda x, w: peers.naive_column(x[:rows], w),
         ),
+        "matmul_reduce_scatter": (
+            lambda x, w: _repeated(ub.matmul_reduce_scatter(x, w, **where), num_ranks),
+            lambda x, w: _repeated(peers.naive_row(x, w), num_ranks),
+        ),
         "matmul_all_reduce": (
             lambda x, w: ub.matmul_all_reduce(x, w, **where),
             lambda x, w: peers.naive_all_reduce(x, w),
         ),
     }
+
+
+def _repeated(y, num_ranks):
+    """Scattered rows once for each rank, so that the next call has all of them."""
+    return jnp.tile(y, (num_ranks, 1))
 
 
 def _case(place, variant, own, xla):

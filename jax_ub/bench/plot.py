@@ -66,6 +66,8 @@ def _panel(panel, results):
     for result in results:
         case = result.case
         name = case.variant if case.op == "gemm" else case.op.replace("_", "\n")
+        if case.op == "small":
+            name += "\n" + case.variant.replace("_", "\n")
         groups.setdefault(f"{name}\nP={case.num_ranks}", []).append(result)
     width = 0.8 / len(_SERIES)
     for place, (series, (label, colour)) in enumerate(_SERIES.items()):

@@ -21,6 +21,9 @@ class Result:
         shares: each limit's time over jax_ub's: 1 is as fast as the limit; the plain
             GEMM's also without what launching takes, where that was timed.
         elsewhere: the part of the machine that others had, in the worst round.
+        threads: how many threads the engine computed with, where several counts are
+            compared.
+        over_first: jax_ub's time over its time with the first of these counts.
     """
 
     case: Case
@@ -28,6 +31,8 @@ class Result:
     speedups: dict[str, Summary]
     shares: dict[str, Summary]
     elsewhere: float
+    threads: int | None = None
+    over_first: Summary | None = None
 
     @property
     def own(self) -> Summary:
@@ -57,6 +62,8 @@ class Result:
             "memory": case.memory and dataclasses.asdict(case.memory),
             "notes": case.notes,
             "elsewhere": self.elsewhere,
+            "threads": self.threads,
+            "over_first": self.over_first and dataclasses.asdict(self.over_first),
         }
 
     @classmethod
@@ -82,7 +89,7 @@ class Result:
 
 def evaluate(case: Case, rounds: Rounds) -> Result:
     """Draws a case's figures from the seconds of its rounds."""
-    each = _each_call(case, rounds.seconds)
+    each = each_call(case, rounds.seconds)
     own = each[cases.OWN]
     return Result(
         case=case,
@@ -96,7 +103,8 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
     )
 
 
-def _each_call(case, times):
+def each_call(case: Case, times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The seconds of one call, also where programs chain several."""
     if case.calls == 1:
         return times
     each = dict(times)

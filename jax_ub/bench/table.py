@@ -24,6 +24,18 @@ _RESULT_COLUMNS = (
     ("copy", 5),
     ("peak", 5),
 )
+_THREADS_COLUMNS = (
+    ("op", 29),
+    ("P", 2),
+    ("dtype", 8),
+    ("M x K x N", 14),
+    ("threads", 7),
+    ("time", 9),
+    ("spread", 6),
+    ("over first", 12),
+    ("xla_best", 12),
+    ("plain_gemm", 10),
+)
 _PROCESS_COLUMNS = (
     ("op", 29),
     ("processes", 9),
@@ -87,6 +99,29 @@ def result_line(result: Result) -> str:
         f"{result.gflops:.0f}" if case.flops else "",
         *speedups,
         *(_share(result.shares.get(name)) for name in limits),
+    )
+
+
+def threads_head() -> str:
+    """The first two lines of the table of thread counts."""
+    return _head(_THREADS_COLUMNS)
+
+
+def threads_line(result: Result) -> str:
+    """One case with one thread count: time, and time over that of the first count."""
+    case = result.case
+    return _line(
+        _THREADS_COLUMNS,
+        f"{case.op} {case.variant}".strip(),
+        case.num_ranks,
+        case.dtype,
+        case.shape,
+        result.threads,
+        duration(result.own.median),
+        f"{result.own.spread:.0%}",
+        _speedup(result.over_first),
+        _speedup(result.speedups.get(cases.BEST)),
+        _share(result.shares.get(cases.PLAIN)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_ub.bench.elsewhere import Elsewhere
+from jax_ub.runtime import engine
 
 # A way that is this much slower than the best one after a single call is not tried on.
 _HOPELESS = 1.5
@@ -31,6 +32,8 @@ class Contender:
             takes it donated; None for the usual program.
         lost: the part of the machine's speed that was missing in the last timed call,
             of a program that can tell.
+        threads: how many threads the engine may compute with, or None to leave that
+            as it is.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Contender:
     way: str = ""
     carry: int | None = None
     lost: float = 0.0
+    threads: int | None = None
 
     def __call__(self) -> Any:
         """Runs the program once and waits for its result."""
@@ -49,6 +53,10 @@ class Contender:
 
     def seconds(self) -> float:
         """Times one call, dispatch included."""
+        if self.threads is not None:
+            # The threads of another count may still be spinning: one call goes first.
+            engine.load().set_num_threads(self.threads)
+            self()
         start = time.perf_counter()
         self()
         return time.perf_counter() - start

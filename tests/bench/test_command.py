@@ -6,10 +6,19 @@ import pytest
 
 from jax_ub import methods
 from jax_ub.__main__ import main
-from jax_ub.bench import cases, command, devices, plot, record
+from jax_ub.bench import (
+    cases,
+    command,
+    devices,
+    plot,
+    record,
+    thread_counts,
+    timing,
+)
 from jax_ub.bench.cases import check_agreement, tolerance
 from jax_ub.bench.gemm_cases import gemm
 from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.runtime import engine
 
 
 def run(tmp_path, *arguments):
@@ -44,6 +53,42 @@ def test_some_variants_of_the_gemm_are_compared(tmp_path):
     found = run(tmp_path, *asked, "--devices", "1")
     names = {result["variant"] for result in found["results"]}
     assert names == {"tn+add", "nn"}
+
+
+def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
+    before = engine.load().num_threads()
+    asked = ("--ops", "latency,small,dgrad_add", "--dtypes", "f32", "--devices", "2")
+    found = run(tmp_path, *asked, "--threads", "1,3")
+    assert engine.load().num_threads() == before
+    assert found["options"]["threads"] == [1, 3]
+    assert found["verdicts"] == []
+    every = collections.defaultdict(list)
+    for result in found["results"]:
+        every[result["op"], result["variant"]].append(result)
+    assert {op for op, _ in every} == {"latency", "small", "dgrad_add"}
+    forward = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
+    for op in ("latency", "small"):
+        assert forward <= {variant for name, variant in every if name == op}
+    for first, other in every.values():
+        assert (first["threads"], other["threads"]) == (1, 3)
+        assert first["over_first"]["median"] == 1
+        own = [r["times_us"]["jax_ub"]["median"] for r in (first, other)]
+        assert other["over_first"]["median"] == pytest.approx(own[1] / own[0])
+        assert first["times_us"]["xla_best"] == other["times_us"]["xla_best"]
+        assert other["speedups"]["xla_best"]["median"] > 0
+        if first["op"] == "small":
+            assert other["shares"]["plain_gemm"]["median"] > 0
+    assert "| over first " in capsys.readouterr().out
+
+
+def test_a_program_runs_with_its_thread_count():
+    seen = []
+    contender = timing.Contender(
+        "any", lambda: seen.append(engine.load().num_threads()), [], threads=3
+    )
+    with thread_counts.restored():
+        contender.seconds()
+    assert set(seen) == {3}
 
 
 def test_slots_of_a_method_are_counted_as_memory(tmp_path):
@@ -115,6 +160,7 @@ def test_a_picture_of_latency_alone_is_refused(tmp_path, capsys):
         (["--dtypes", "f8"], "'f8' is not known"),
         (["--variants", "nm"], "'nm' is not known"),
         (["--devices", "0"], "'0' is not a positive number"),
+        (["--threads", "2,0"], "'0' is not a positive number"),
         (["--rounds", "many"], "'many' is not a positive number"),
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
     ],
@@ -131,6 +177,14 @@ def test_what_cannot_be_read_is_refused(arguments, text, capsys):
         (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
         (["--method", "drect"], "Did you mean 'direct'?"),
         (["--processes", "2", "--plot", "x.png"], "--plot has no picture of --proc"),
+        (["--processes", "2", "--devices", "2"], "--devices has no effect with --pro"),
+        (["--processes", "2", "--threads", "2"], "--threads has no effect with --pro"),
+        (["--platform", "cuda", "--threads", "2"], "threads of the CPU engine, and --"),
+        (["--threads", "2,4", "--plot", "x.png"], "--plot has no picture of --threads"),
+        (["--threads", "2,4,2"], "--threads 2,4,2 names a count twice"),
+        (["--ops", "small", "--variants", "nn"], "--variants are those of the op gemm"),
+        (["--ops", "small,latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
+        (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments, text, capsys):

@@ -3,6 +3,7 @@ import dataclasses
 from jax_ub.bench import cases, goals, table
 from jax_ub.bench.cases import Case, Memory
 from jax_ub.bench.results import evaluate
+from jax_ub.bench.statistics import Summary
 from jax_ub.bench.timing import Rounds
 from jax_ub.bench.workloads import Shape
 
@@ -38,6 +39,18 @@ def test_a_line_shows_time_speedups_and_shares():
     assert line["GF/s"] == "295"
     assert line["xla_best"] == "1.40 ±0%"
     assert line["xla_ring"] == ""
+    assert line["plain_gemm"] == "0.90"
+
+
+def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
+    head = cells(table.threads_head().splitlines()[0])
+    ratio = Summary(1.07, 0.04, 1.1)
+    result = dataclasses.replace(example(), threads=64, over_first=ratio)
+    line = dict(zip(head, cells(table.threads_line(result)), strict=True))
+    assert line["threads"] == "64"
+    assert line["time"] == "10 ms"
+    assert line["over first"] == "1.07 ±2%"
+    assert line["xla_best"] == "1.40 ±0%"
     assert line["plain_gemm"] == "0.90"
 
 

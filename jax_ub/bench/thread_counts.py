@@ -1,0 +1,71 @@
+"""`--threads`: the same calls with several numbers of threads, in the same rounds."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax_ub.bench import cases
+from jax_ub.bench.cases import Case
+from jax_ub.bench.results import Result, each_call, evaluate
+from jax_ub.bench.statistics import ratio
+from jax_ub.bench.timing import Contender, Rounds
+from jax_ub.runtime import engine
+
+# jax_ub's programs; a chain of calls has two.
+_OWN = (cases.OWN, f"{cases.OWN}_once")
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Gives the engine back the number of threads that it has on entry."""
+    cpu = engine.load()
+    before = cpu.num_threads(), cpu.part_of_cores()
+    try:
+        yield
+    finally:
+        cpu.set_num_threads(*before)
+
+
+def contenders(case: Case, counts: Sequence[int]) -> list[Contender]:
+    """The contenders of a case, with jax_ub's programs once for each thread count.
+
+    All others run with the first count, so that limits which the engine computes
+    belong to the reference.
+    """
+    first, *others = counts
+    found = [dataclasses.replace(c, threads=first) for c in case.contenders]
+    own = [c for c in case.contenders if c.name in _OWN]
+    found += [
+        dataclasses.replace(c, name=_name(c.name, count), threads=count)
+        for count in others
+        for c in own
+    ]
+    return found
+
+
+def evaluate_each(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[Result]:
+    """A case's figures for each thread count, the first of which is the reference."""
+    every = [_with_count(rounds.seconds, count) for count in counts[1:]]
+    every.insert(0, {name: s for name, s in rounds.seconds.items() if "@" not in name})
+    own = [each_call(case, seconds)[cases.OWN] for seconds in every]
+    return [
+        dataclasses.replace(
+            evaluate(case, Rounds(seconds, rounds.elsewhere)),
+            threads=count,
+            over_first=ratio(own[i], own[0]),
+        )
+        for i, (count, seconds) in enumerate(zip(counts, every, strict=True))
+    ]
+
+
+def _name(name, count):
+    return f"{name}@{count}"
+
+
+def _with_count(seconds, count):
+    """The rounds as if jax_ub had only run with `count` threads."""
+    found = {name: every for name, every in seconds.items() if "@" not in name}
+    for name in _OWN:
+        if name in found:
+            found[name] = seconds[_name(name, count)]
+    return found
