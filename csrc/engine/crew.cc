@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "platform/error.h"
-#include "platform/thread.h"
 
 namespace jax_ub {
 
@@ -71,7 +70,7 @@ std::exception_ptr WithShortage(const std::exception_ptr& failure,
 
 Crew::Crew(int num_threads) : num_threads_(std::max(num_threads, 1)) {
   num_called_ = 1;
-  StartThread([this] { Loop(); });
+  StartThread([this] { Loop(); }, signal_mask_);
 }
 
 void Crew::set_num_threads(int num_threads, const std::vector<int>& cores) {
@@ -116,7 +115,7 @@ bool Crew::Summon(std::unique_lock<std::mutex>& lock) {
     member->wake.notify_one();
   }
   try {
-    for (; num_new > 0; --num_new) StartThread([this] { Loop(); });
+    for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
   } catch (const SystemError&) {
     // The work is left to the threads there are. One of them may sleep because those
     // who do not come were on their way.

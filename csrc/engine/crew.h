@@ -23,6 +23,7 @@
 
 #include "engine/cores.h"
 #include "gemm/scratch.h"
+#include "platform/thread.h"
 
 namespace jax_ub {
 
@@ -106,6 +107,7 @@ class Crew {
   std::unique_ptr<Scratch> TakeScratch();
   void GiveScratch(std::unique_ptr<Scratch> scratch);
 
+  const SignalMask signal_mask_;  // of all threads, whoever starts them
   std::atomic<int> num_threads_;
   std::atomic<int64_t> scratch_bytes_{0};
 

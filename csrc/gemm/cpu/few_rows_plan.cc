@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
-#include "gemm/cpu/arithmetic_mode.h"
+#include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
-#include "gemm/cpu/arithmetic_mode.h"
 #include "gemm/cpu/few_rows_plan.h"
+#include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
 

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "gemm/cpu/arithmetic_mode.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/views.h"
+#include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "platform/error.h"
-#include "platform/thread.h"
 
 namespace jax_ub {
 
@@ -25,7 +24,7 @@ void Peers::Watch(const Group& group, std::function<void(const PeerNews&)> tell)
   tell_ = std::move(tell);
   try {
     wake_ = NewEvent();
-    thread_ = std::make_unique<std::thread>(NewThread([this] { Run(); }));
+    thread_ = std::make_unique<Thread>([this] { Run(); });
   } catch (const SystemError& error) {
     const std::string text = group.ErrorPrefix() +
                              group.Describe(group.own(), getpid()) +
@@ -68,7 +67,7 @@ void Peers::Close() {
     is_closed_ = true;
   }
   NotifyEvent(wake_);
-  thread_->join();
+  thread_->Join();
   thread_.reset();
   std::lock_guard lock(mutex_);
   watched_.clear();

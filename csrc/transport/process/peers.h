@@ -11,11 +11,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "platform/file_descriptor.h"
+#include "platform/thread.h"
 #include "transport/process/group.h"
 #include "transport/process/message.h"
 
@@ -75,7 +75,7 @@ class Peers {
   std::mutex mutex_;  // guards is_closed_, Watched::unsent and the connections' lives
   bool is_closed_ = false;
   std::vector<Watched> watched_;
-  std::unique_ptr<std::thread> thread_;
+  std::unique_ptr<Thread> thread_;
 };
 
 }  // namespace jax_ub
