@@ -54,10 +54,27 @@ class TimeoutError(CommunicatorError):
     """A rank waited for its peers until its deadline."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+_LONGEST_VALUE = 200
+
+
+def shown(value: object) -> str:
+    """Returns the repr of a value for an error: shortened, and whatever its type is.
+
+    The repr of an arbitrary object may raise, recurse or have no end.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__} without a repr>"
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """Says which known name is closest to `name`, and lists all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     meant = f"Did you mean {close[0]!r}? " if close else ""
     return f"{meant}Known: {', '.join(map(repr, known))}."
 

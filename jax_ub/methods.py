@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_ub.errors import UnknownNameError, nearest
+from jax_ub.errors import UnknownNameError, nearest, shown
 
 
 class Method(enum.Enum):
@@ -114,12 +114,12 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
     names = [known.value for known in Method]
     if not isinstance(name, str):
         raise UnknownNameError(
-            f"{op}: {source} = {name!r} is of type {type(name).__name__}, not the name "
-            f"of a method. {nearest('', names)}"
+            f"{op}: {source} = {shown(name)} is of type {type(name).__name__}, not the "
+            f"name of a method. {nearest('', names)}"
         )
     if name not in names:
         raise UnknownNameError(
-            f"{op}: {source} = {name!r} is not a method. {nearest(name, names)}"
+            f"{op}: {source} = {shown(name)} is not a method. {nearest(name, names)}"
         )
     return Method(name)
 

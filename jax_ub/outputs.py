@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jax_ub.errors import UbError
+from jax_ub.errors import UbError, shown
 
 _PICTURES = (".png", ".pdf", ".svg")
 
@@ -26,14 +26,17 @@ def output_path(text: str) -> pathlib.Path:
     """
     path = pathlib.Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder. Name a file in it.")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is a folder. Name a file in it."
+        )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"there is no folder {str(path.parent)!r} for {path.name!r}. Make it first."
+            f"there is no folder {shown(str(path.parent))} for {shown(path.name)}. "
+            "Make it first."
         )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{text!r} may not be written. Name another file, or change who may."
+            f"{shown(text)} may not be written. Name another file, or change who may."
         )
     return path
 
@@ -47,7 +50,7 @@ def picture_path(text: str) -> pathlib.Path:
     path = output_path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} ends in none of {', '.join(_PICTURES)}. Name a picture."
+            f"{shown(text)} ends in none of {', '.join(_PICTURES)}. Name a picture."
         )
     return path
 
@@ -62,7 +65,9 @@ def writing(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error.strerror}.") from error
+        raise OutputError(
+            f"cannot write {shown(str(path))}: {error.strerror}."
+        ) from error
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:

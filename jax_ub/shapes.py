@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from jax_ub.errors import ShapeContractError, UnknownNameError
+from jax_ub.errors import ShapeContractError, UnknownNameError, shown
 
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
@@ -34,7 +34,8 @@ def check_size(op: str, name: str, value) -> None:
     """Refuses a global size that is no positive integer."""
     if not is_integer(value) or value < 1:
         raise ShapeContractError(
-            f"{op}: {name} = {value!r} is not a positive integer. Pass the global size."
+            f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
+            "size."
         )
 
 
@@ -42,8 +43,8 @@ def check_epsilon(op: str, name: str, value) -> None:
     """Refuses what a norm cannot add to a variance before its root."""
     if not is_number(value) or not value >= 0:
         raise ShapeContractError(
-            f"{op}: {name} = {value!r} is not a number of 0 or more. Pass one, for "
-            "example 1e-6."
+            f"{op}: {name} = {shown(value)} is not a number of 0 or more. Pass one, "
+            "for example 1e-6."
         )
 
 
@@ -51,15 +52,15 @@ def check_rate(op: str, name: str, value) -> None:
     """Refuses what is no probability below 1, of an element to be dropped."""
     if not is_number(value) or not 0 <= value < 1:
         raise ShapeContractError(
-            f"{op}: {name} = {value!r}, but it is the probability of a zero. Pass a "
-            f"number, 0 <= {name} < 1."
+            f"{op}: {name} = {shown(value)}, but it is the probability of a zero. Pass "
+            f"a number, 0 <= {name} < 1."
         )
 
 
 def check_flag(op: str, name: str, value) -> None:
     """Refuses what is neither true nor false, such as a string."""
     if value not in (True, False):
-        raise UnknownNameError(f"{op}: {name} = {value!r}. Pass True or False.")
+        raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
 
 
 def check_array(op: str, name: str, array) -> None:

@@ -1,9 +1,12 @@
+import ast
 import pathlib
 
 import jax
 import pytest
 
 from jax_ub import errors
+
+PACKAGE = pathlib.Path(errors.__file__).parent
 
 
 def test_deadline_becomes_a_timeout_error():
@@ -68,3 +71,38 @@ def test_the_guide_has_every_error():
     ]
     assert len(own) > 5
     assert [name for name in own if f"{name}`" not in text] == []
+
+
+class BrokenRepr:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def test_a_value_is_shown_by_its_repr():
+    assert errors.shown("tp") == "'tp'"
+
+
+def test_a_value_without_a_repr_is_shown_by_its_type():
+    assert errors.shown(BrokenRepr()) == "<BrokenRepr without a repr>"
+    assert errors.shown([BrokenRepr()]) == "<list without a repr>"
+    assert errors.shown(10**5000) == "<int without a repr>"
+
+
+def test_a_long_value_is_shortened():
+    assert errors.shown("x" * 1000) == f"'{'x' * 199}... (1002 characters)"
+
+
+def test_no_name_is_near_to_what_is_no_string():
+    assert errors.nearest(BrokenRepr(), ["column"]) == "Known: 'column'."
+
+
+def test_errors_never_format_a_value_by_its_repr():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{value.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        for value in ast.walk(node)
+        if isinstance(value, ast.FormattedValue) and value.conversion == ord("r")
+    ]
+    assert not found, "use {shown(value)}: a repr may raise, or have no end"

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from jax_ub.errors import UbError, UnknownNameError, nearest
+from jax_ub.errors import UbError, UnknownNameError, nearest, shown
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -24,7 +24,9 @@ def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
 
     def read(name: str) -> str:
         if name not in known:
-            raise UnknownNameError(f"{name!r} is not known. {nearest(name, known)}")
+            raise UnknownNameError(
+                f"{shown(name)} is not known. {nearest(name, known)}"
+            )
         return name
 
     return list_of(read)
@@ -34,5 +36,5 @@ def positive(text: str) -> int:
     """Reads a count."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")
     return value

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 
 _TEXT = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -54,7 +54,7 @@ def parse_shape(text: str) -> Shape:
     sizes = [int(size) for size in match.groups()] if match else [0]
     if 0 in sizes:
         raise ShapeContractError(
-            f"shape {text!r} is not MxKxN with positive sizes. Write, for "
+            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
             "example, 512x1024x2816."
         )
     return Shape(*sizes)

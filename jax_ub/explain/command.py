@@ -12,7 +12,7 @@ import tempfile
 
 import jax
 
-from jax_ub.errors import UbError
+from jax_ub.errors import UbError, shown
 from jax_ub.explain import hlo
 from jax_ub.explain.program import call_rows, exposed, machine, pair_rows, summary
 from jax_ub.explain.table import Table
@@ -49,7 +49,7 @@ def command(given: argparse.Namespace) -> int:
     # Python before 3.13 leaves the "--" there that ends the options of explain.
     script, *arguments = given.program[given.program[0] == "--" :]
     if not is_script(script):
-        raise ExplainArgumentError(f"explain: there is no script {script!r}.")
+        raise ExplainArgumentError(f"explain: there is no script {shown(script)}.")
     found, status = explain_script(script, arguments, given.hardware)
     if jax.process_index() == 0:
         sys.stdout.write(f"{found}\n")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_ub.errors import UnknownNameError, nearest
+from jax_ub.errors import UnknownNameError, nearest, shown
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -54,6 +54,6 @@ def resolve(op: str, activation: str | Function) -> tuple[Function, bool]:
     if activation in PLAIN:
         return PLAIN[activation], False
     raise UnknownNameError(
-        f"{op}: activation = {activation!r} is not known. "
-        f"{nearest(str(activation), {**PLAIN, **GATED})} Or pass a function."
+        f"{op}: activation = {shown(activation)} is not known. "
+        f"{nearest(activation, {**PLAIN, **GATED})} Or pass a function."
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError, UnknownNameError
+from jax_ub.errors import ShapeContractError, UnknownNameError, shown
 from jax_ub.flax.dropout import own_key, varying_axes
 from jax_ub.flax.rotary import rotate
 from jax_ub.retrofit.placement import Placement
@@ -54,8 +54,8 @@ class CoreAttention:
         """Checks the function, which may be mistaken for the name of one."""
         if self.attention_fn is not None and not callable(self.attention_fn):
             raise UnknownNameError(
-                f"attention: attention_fn = {self.attention_fn!r} is no function. Pass "
-                "one, for example functools.partial(jax.nn.dot_product_attention, "
+                f"attention: attention_fn = {shown(self.attention_fn)} is no function. "
+                "Pass one, for example functools.partial(jax.nn.dot_product_attention, "
                 'implementation="cudnn").'
             )
 
@@ -75,8 +75,8 @@ class CoreAttention:
             if num % num_ranks:
                 raise ShapeContractError(
                     f"attention: {name} = {num} does not divide into the {num_ranks} "
-                    f"ranks of mesh axis {axis_name!r}, which have whole heads. Use "
-                    f"{-(-num // num_ranks) * num_ranks}, or fewer ranks."
+                    f"ranks of mesh axis {shown(axis_name)}, which have whole heads. "
+                    f"Use {-(-num // num_ranks) * num_ranks}, or fewer ranks."
                 )
 
     def __call__(

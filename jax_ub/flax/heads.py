@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
 
 
 def project(
@@ -71,8 +71,8 @@ def check_sizes(
         return
     if not shapes.is_number(rotary_base) or not rotary_base > 0:
         raise ShapeContractError(
-            f"{op}: rotary_base = {rotary_base!r} is not a positive number. Pass one, "
-            "for example 10000.0, or None for no rotary embeddings."
+            f"{op}: rotary_base = {shown(rotary_base)} is not a positive number. Pass "
+            "one, for example 10000.0, or None for no rotary embeddings."
         )
     head_dim = qkv_features // num_heads
     if head_dim % 2:

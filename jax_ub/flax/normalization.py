@@ -11,6 +11,7 @@ from jax_ub.errors import (
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
+    shown,
 )
 from jax_ub.retrofit.placement import resolve_kind
 
@@ -25,8 +26,8 @@ def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
     """
     if normalization not in norms:
         raise UnknownNameError(
-            f"{op}: normalization = {normalization!r} is not known. "
-            f"{nearest(str(normalization), norms)}"
+            f"{op}: normalization = {shown(normalization)} is not known. "
+            f"{nearest(normalization, norms)}"
         )
     return norms[normalization]
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import as_matrix, sharded_linear, split_features
 from jax_ub.rules import main_grads as accumulators
@@ -143,8 +143,8 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
     sizes = sizes_of(features)
     if not sizes or not all(shapes.is_integer(size) and size > 0 for size in sizes):
         raise ShapeContractError(
-            f"{op}: {name} = {features!r} is neither a positive integer nor several. "
-            "Pass the global size, or a tuple with one for each dimension."
+            f"{op}: {name} = {shown(features)} is neither a positive integer nor "
+            "several. Pass the global size, or a tuple with one for each dimension."
         )
     return sizes
 

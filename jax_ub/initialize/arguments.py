@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ub import shapes
-from jax_ub.errors import ConfigurationError, ConfigurationTypeError
+from jax_ub.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub.overlap_config import UserBufferQuantizationMode
 from jax_ub.runtime import overlaps
 
@@ -23,7 +23,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     overlaps.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
-            f"initialize_ub: quantization_modes = {modes!r} is a "
+            f"initialize_ub: quantization_modes = {shown(modes)} is a "
             f"{type(modes).__name__}. Pass a list, such as "
             "[ub.UserBufferQuantizationMode.NONE]."
         )
@@ -32,7 +32,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise ConfigurationTypeError(
-                f"initialize_ub: quantization_modes has {mode!r}, which is no "
+                f"initialize_ub: quantization_modes has {shown(mode)}, which is no "
                 "ub.UserBufferQuantizationMode. Use its NONE and FP8."
             )
     if len(set(modes)) != len(modes) or (use_fp8 and overlaps.FP8 not in modes):
@@ -47,8 +47,8 @@ def read_size(name: str, value: Any) -> int:
     """A size of at least one."""
     if not shapes.is_integer(value):
         raise ConfigurationTypeError(
-            f"initialize_ub: {name} = {value!r} is a {type(value).__name__}, not an "
-            "integer. Pass 1 or more."
+            f"initialize_ub: {name} = {shown(value)} is a {type(value).__name__}, not "
+            "an integer. Pass 1 or more."
         )
     if value < 1:
         raise ConfigurationError(
@@ -61,8 +61,8 @@ def read_shape(shape: Any) -> tuple[int, int]:
     """The capacity, tokens of all ranks and features."""
     if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
-            f"initialize_ub: shape = {shape!r} is not [T, H], the tokens of all ranks "
-            "together and their features."
+            f"initialize_ub: shape = {shown(shape)} is not [T, H], the tokens of all "
+            "ranks together and their features."
         )
     sizes = read_size("shape[0]", shape[0]), read_size("shape[1]", shape[1])
     if math.prod(sizes) > _MOST_ELEMENTS:
@@ -81,7 +81,7 @@ def read_dtype(dtype: Any) -> np.dtype:
         found = None
     if found not in shapes.FLOATS:
         raise ConfigurationError(
-            f"initialize_ub: dtype = {dtype!r} is none of float32, bfloat16 and "
+            f"initialize_ub: dtype = {shown(dtype)} is none of float32, bfloat16 and "
             "float16. FP8 buffers are a quantization mode: quantization_modes=[FP8]."
         )
     return found
@@ -91,7 +91,7 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
     """The mesh that has the axes, or one of consecutive devices for an empty one."""
     if not isinstance(mesh, Mesh):
         raise ConfigurationTypeError(
-            f"initialize_ub: mesh = {mesh!r} is a {type(mesh).__name__}, but the "
+            f"initialize_ub: mesh = {shown(mesh)} is a {type(mesh).__name__}, but the "
             "devices must be known. Pass a jax.sharding.Mesh."
         )
     if mesh.empty:
@@ -100,7 +100,7 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
     if missing:
         raise ConfigurationError(
             f"initialize_ub: the mesh has the axes {tuple(mesh.axis_names)}, not "
-            f"{missing[0]!r}. Pass the one of the ranks as axis_name=."
+            f"{shown(missing[0])}. Pass the one of the ranks as axis_name=."
         )
     size = math.prod(mesh.shape[axis] for axis in axes)
     if size != tp_size:
@@ -136,8 +136,8 @@ def per_mode(
         return [ub_cfgs] * len(modes)
     if not isinstance(ub_cfgs, list | tuple):
         raise ConfigurationTypeError(
-            f"initialize_ub: ub_cfgs = {ub_cfgs!r} is a {type(ub_cfgs).__name__}. Pass "
-            "a dictionary of names, or a list with one for each quantization mode."
+            f"initialize_ub: ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}. "
+            "Pass a dictionary of names, or a list with one for each quantization mode."
         )
     if len(ub_cfgs) != len(modes):
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ub import methods
-from jax_ub.errors import ConfigurationError, LifecycleError
+from jax_ub.errors import ConfigurationError, LifecycleError, shown
 from jax_ub.initialize.arguments import (
     read_dtype,
     read_mesh,
@@ -222,7 +222,7 @@ def _place(axes, domain, devices) -> Place:
         platform=cuda.platform_of(devices[0]),
         capacity=domain.capacity if domain is not None else 0,
         num_slots=domain.num_slots if domain is not None else 0,
-        name=f"initialize_ub(axis_name={axes!r})",
+        name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals=cuda.ordinals(list(filter(cuda.is_cuda, own))),
     )
 
@@ -244,7 +244,7 @@ def _about(domain: Domain, place: Place) -> dict[str, str]:
         "the devices of the ranks": str(domain.groups),
         "the groups that are connected already": communicators.shared_groups(place),
         **{
-            f"ub_cfgs[{name!r}][{key!r}] for {mode.name}": str(value)
+            f"ub_cfgs[{shown(name)}][{shown(key)}] for {mode.name}": str(value)
             for (name, mode), overlap in domain.overlaps.items()
             for key, value in overlap.config.items()
         },

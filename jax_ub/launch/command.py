@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 
+from jax_ub.errors import shown
 from jax_ub.launch import supervisor
 from jax_ub.launch.environment import LaunchError, environment
 from jax_ub.launch.port import reserve_port
@@ -121,8 +122,8 @@ def _check(given):
     program, *_ = _program(given)
     if not given.module and not os.path.exists(program):
         raise LaunchError(
-            f"launch: there is no script {program!r}. To run a module, put -m before "
-            "it."
+            f"launch: there is no script {shown(program)}. To run a module, put -m "
+            "before it."
         )
 
 

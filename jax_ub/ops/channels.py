@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.ops.operation import BasicOperation
 
 
@@ -71,9 +71,9 @@ def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
             if channel.name in producers:
                 first, _ = producers[channel.name]
                 raise ShapeContractError(
-                    f"{describe(ops, place)}: the channel {channel.name!r} is already "
-                    f"that of {describe(ops, first)}. Give every extra output a name "
-                    "of its own."
+                    f"{describe(ops, place)}: the channel {shown(channel.name)} is "
+                    f"already that of {describe(ops, first)}. Give every extra output "
+                    "a name of its own."
                 )
             producers[channel.name] = (place, wire)
     return producers
@@ -84,13 +84,14 @@ def _source(ops, place, name, producers) -> int:
     if name not in producers:
         known = nearest(name, producers) if producers else "There is none at all."
         raise UnknownNameError(
-            f"{describe(ops, place)}: no extra output has the channel {name!r}. {known}"
+            f"{describe(ops, place)}: no extra output has the channel {shown(name)}. "
+            f"{known}"
         )
     producer, wire = producers[name]
     if producer >= place:
         raise ShapeContractError(
-            f"{describe(ops, place)}: it takes the channel {name!r}, which comes from "
-            f"{describe(ops, producer)}, not before it. Move the producer to the "
+            f"{describe(ops, place)}: it takes the channel {shown(name)}, which comes "
+            f"from {describe(ops, producer)}, not before it. Move the producer to the "
             "front."
         )
     return wire

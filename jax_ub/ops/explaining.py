@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ub import methods, shapes, simulate
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.explain import Row, Table
 from jax_ub.methods import Method
 from jax_ub.ops.basic.all_gather import AllGather
@@ -75,8 +75,8 @@ class Sizes:
             if value is None or (shapes.is_integer(value) and value > 0):
                 continue
             raise ShapeContractError(
-                f"explain: {name} = {value!r} is not a positive integer. Pass one, or "
-                "leave it out."
+                f"explain: {name} = {shown(value)} is not a positive integer. Pass "
+                "one, or leave it out."
             )
 
     def ranks_on(self, axis_name: str) -> int | None:
@@ -96,7 +96,7 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
         for name in _PASSES:
             first, window = passes[name][place]
             comm_name = getattr(op, "comm_name", None)
-            named = "" if comm_name is None else f" {comm_name!r}"
+            named = "" if comm_name is None else f" {shown(comm_name)}"
             scope = f"{place} {op.label}{named}, {name}"
             if isinstance(op, BasicLinear):
                 row = _linear(op, name, window, reasons[name].get(place, []), sizes)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
@@ -212,8 +212,8 @@ class BasicOperation(Operation):
             )
         if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
             raise ShapeContractError(
-                f"{self.label}: {name!r} is not the name of a channel. Pass a string "
-                "without spaces."
+                f"{self.label}: {shown(name)} is not the name of a channel. Pass a "
+                "string without spaces."
             )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from jax_ub.errors import FusionError
+from jax_ub.errors import FusionError, shown
 from jax_ub.ops.operation import Fusion
 
 PASSES = ("joint", "forward", "backward")
@@ -68,8 +68,8 @@ def without_fusions() -> Iterator[None]:
 def _register(name, fusion, prepend):
     if not callable(fusion):
         raise FusionError(
-            f"register_{name}_fusion: fusion = {fusion!r} cannot be called. Pass a "
-            "function that takes and returns a list of operations."
+            f"register_{name}_fusion: fusion = {shown(fusion)} cannot be called. Pass "
+            "a function that takes and returns a list of operations."
         )
     if fusion not in _FUSIONS[name]:
         _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)

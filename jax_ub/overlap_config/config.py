@@ -11,6 +11,7 @@ from jax_ub.errors import (
     ConfigurationTypeError,
     UnknownNameError,
     nearest,
+    shown,
 )
 from jax_ub.methods import Method
 from jax_ub.shapes import is_integer
@@ -195,14 +196,16 @@ def read_entry(name: str, entry: object) -> dict[str, object]:
     """
     if not isinstance(entry, Mapping):
         raise ConfigurationTypeError(
-            f"ub_cfgs[{name!r}] = {entry!r} is a {type(entry).__name__}, not a "
+            f"ub_cfgs[{shown(name)}] = {shown(entry)} is a {type(entry).__name__}, not "
+            "a "
             'dictionary of keys and values, such as {"method": "pipeline"}.'
         )
     read = {key: _read_value(name, key, value) for key, value in entry.items()}
     if read.pop("atomic_gemm", False):
         raise ConfigurationError(
-            f'ub_cfgs[{name!r}]["atomic_gemm"] = True: cuBLAS 13 has no atomic GEMM, '
-            "which this would need. Leave it out; the other methods overlap as well."
+            f'ub_cfgs[{shown(name)}]["atomic_gemm"] = True: cuBLAS 13 has no '
+            "atomic GEMM, which this would need. Leave it out; the other "
+            "methods overlap as well."
         )
     return _with_comm_type(name, read)
 
@@ -210,13 +213,13 @@ def read_entry(name: str, entry: object) -> dict[str, object]:
 def _read_value(name, key, value):
     if key not in KEYS:
         raise UnknownNameError(
-            f"ub_cfgs[{name!r}] has no key {key!r}. {nearest(str(key), KEYS)}"
+            f"ub_cfgs[{shown(name)}] has no key {shown(key)}. {nearest(key, KEYS)}"
         )
     read, words = KEYS[key]
     try:
         return read(value)
     except (TypeError, ValueError) as error:
-        found = f"ub_cfgs[{name!r}][{key!r}] = {value!r} is not"
+        found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(value)} is not"
         if key == "method" and isinstance(value, str):
             known = nearest(value, [method.value for method in Method])
             raise UnknownNameError(f"{found} a method. {known}") from None
@@ -232,7 +235,8 @@ def _with_comm_type(name, read):
     comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
     if read.setdefault("comm_type", comm_type) is not comm_type:
         raise ConfigurationError(
-            f"ub_cfgs[{name!r}] has is_reduce_scatter = {scatters}, but comm_type = "
+            f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but comm_type "
+            "= "
             f'"{read["comm_type"].value}". Leave one of them out.'
         )
     return read

@@ -6,7 +6,7 @@ import pathlib
 import types
 from collections.abc import Mapping
 
-from jax_ub.errors import ConfigurationError, ConfigurationTypeError
+from jax_ub.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.config import CommOverlapType
 from jax_ub.overlap_config.names import NAMES
@@ -77,8 +77,8 @@ def _read_yaml(source):
     yaml = _yaml()
     if not isinstance(source, str | os.PathLike):
         raise ConfigurationTypeError(
-            f"overlap_config.from_te: {source!r} is a {type(source).__name__}. Pass a "
-            "dictionary, YAML text, or the path of a YAML file."
+            f"overlap_config.from_te: {shown(source)} is a {type(source).__name__}. "
+            "Pass a dictionary, YAML text, or the path of a YAML file."
         )
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
         return _parse(yaml, _read_file(source))
@@ -93,7 +93,7 @@ def _read_file(path):
         return pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: it is no UTF-8
         raise ConfigurationError(
-            f"overlap_config.from_te: cannot read {str(path)!r}: "
+            f"overlap_config.from_te: cannot read {shown(str(path))}: "
             f"{getattr(error, 'strerror', None) or error}. Pass the path of a YAML "
             "file, its text, or a dictionary."
         ) from error
@@ -122,8 +122,8 @@ def _check_keys(yaml, text):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigurationError(
-                    f"overlap_config.from_te: line {line} has {key.value!r} again, "
-                    f"after line {lines[key.value]}. Keep one of them."
+                    f"overlap_config.from_te: line {line} has {shown(key.value)} "
+                    f"again, after line {lines[key.value]}. Keep one of them."
                 )
             lines[key.value] = line
 

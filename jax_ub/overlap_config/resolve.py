@@ -11,6 +11,7 @@ from jax_ub.errors import (
     ConfigurationTypeError,
     UnknownNameError,
     nearest,
+    shown,
 )
 from jax_ub.methods import Method
 from jax_ub.overlap_config.config import (
@@ -86,14 +87,16 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
         return {}
     if not isinstance(ub_cfgs, Mapping):
         raise ConfigurationTypeError(
-            f"ub_cfgs = {ub_cfgs!r} is a {type(ub_cfgs).__name__}, not a dictionary of "
+            f"ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}, not a "
+            "dictionary of "
             'names, such as {"proj_fprop": {"method": "ring_exchange"}}.'
         )
     entries = {}
     for name, entry in ub_cfgs.items():
         if not isinstance(name, str) or not name:
             raise ConfigurationTypeError(
-                f"ub_cfgs has the key {name!r}, which is no name: names are strings."
+                f"ub_cfgs has the key {shown(name)}, which is no name: names are "
+                "strings."
             )
         entries[name] = read_entry(name, entry)
         _check_name(name, entries[name])
@@ -107,9 +110,9 @@ def _check_forwards(entries):
         full = f"{name}_{FPROP}"
         if split_name(name) == (name, FPROP) and full in {*NAMES, *entries}:
             raise ConfigurationError(
-                f"ub_cfgs[{name!r}] is the forward of the layer {name!r}, and so is "
-                f"{full!r}, which its calls run as. Leave {name!r} out: the passes of "
-                "a layer are configured one by one."
+                f"ub_cfgs[{shown(name)}] is the forward of the layer {shown(name)}, "
+                f"and so is {shown(full)}, which its calls run as. Leave {shown(name)} "
+                "out: the passes of a layer are configured one by one."
             )
 
 
@@ -118,7 +121,8 @@ def _check_name(name, entry):
         if "comm_type" in entry:
             return
         raise UnknownNameError(
-            f"ub_cfgs has no overlap {name!r}. {nearest(name, NAMES)} A name of your "
+            f"ub_cfgs has no overlap {shown(name)}. {nearest(name, NAMES)} A name of "
+            "your "
             'own says what it communicates: "comm_type": "AG" or "RS".'
         )
 
@@ -175,9 +179,10 @@ def _is_displaced(name, entries):
         return False
     if name in entries:
         raise ConfigurationError(
-            f'ub_cfgs has {name!r}, but {dgrad!r} with method "{method}" reduce-'
-            f"scatters dx itself, so that the wgrad has nothing to communicate. Leave "
-            f'{name!r} out, or give {dgrad!r} the method "bulk".'
+            f'ub_cfgs has {shown(name)}, but {shown(dgrad)} with method "{method}" '
+            f"reduce-scatters dx itself, so that the wgrad has nothing to "
+            f"communicate. Leave {shown(name)} out, or give {shown(dgrad)} the "
+            'method "bulk".'
         )
     return True
 
@@ -192,7 +197,7 @@ def _method_and_type(name, entry):
         comm_type = _RS if direction == DGRAD else comm_type
     if entry.get("comm_type", comm_type) is not comm_type:
         raise ConfigurationError(
-            f'ub_cfgs[{name!r}]: with method "{method.value}" it is '
+            f'ub_cfgs[{shown(name)}]: with method "{method.value}" it is '
             f'"{comm_type.value}", not "{entry["comm_type"].value}". Leave comm_type '
             "and is_reduce_scatter out."
         )
@@ -200,7 +205,8 @@ def _method_and_type(name, entry):
     if method not in possible:
         known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
         raise ConfigurationError(
-            f"ub_cfgs[{name!r}]: a {direction} with {comm_type.value} has no method "
+            f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} has no "
+            "method "
             f'"{method.value}". Possible here: {known}.'
         )
     return method, comm_type
@@ -220,7 +226,8 @@ def _check_keys(name, method, comm_type, entry, defaults):
         where = {None: "", True: " that reduce-scatters", False: " that gathers"}
         methods = ", ".join(f'"{one.value}"' for one in only)
         raise ConfigurationError(
-            f"ub_cfgs[{name!r}][{key!r}] = {entry[key]!r} does nothing with method "
+            f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} does nothing "
+            "with method "
             f'"{method.value}" ({comm_type.value}): only {methods}'
             f"{where[scatters]} has it. Leave it out; {_IGNORED}"
         )
@@ -229,7 +236,7 @@ def _check_keys(name, method, comm_type, entry, defaults):
 def _check_fp8(name, method, comm_type, entry, mode):
     if mode is not UserBufferQuantizationMode.FP8 or "fp8_buf" not in entry:
         return
-    found = f"ub_cfgs[{name!r}]['fp8_buf'] = {entry['fp8_buf']}"
+    found = f"ub_cfgs[{shown(name)}]['fp8_buf'] = {entry['fp8_buf']}"
     if comm_type is _AG and not entry["fp8_buf"]:
         raise ConfigurationError(
             f"{found}, but what an FP8 GEMM gathers is FP8. Leave it out; {_IGNORED}"
@@ -244,8 +251,8 @@ def _check_fp8(name, method, comm_type, entry, mode):
 def _check_aggregate(name, merged, num_ranks):
     if merged["aggregate"] and num_ranks % 2:
         raise ConfigurationError(
-            f"ub_cfgs[{name!r}]['aggregate'] = True joins pairs of ranks, but there "
-            f"are {num_ranks}. Leave it out, or use an even tp_size."
+            f"ub_cfgs[{shown(name)}]['aggregate'] = True joins pairs of ranks, but "
+            f"there are {num_ranks}. Leave it out, or use an even tp_size."
         )
 
 
@@ -259,7 +266,7 @@ def _check_pairs(resolved):
         other = resolved.get(partner)
         if other is None or other.method != Method.BULK.value:
             raise ConfigurationError(
-                f'ub_cfgs[{name!r}] is "bulk", but {partner!r} is not: the dgrad '
-                "gathers x, and the wgrad scatters dx. Configure both, with comm_type "
-                '"AG" for the dgrad and "RS" for the wgrad, or neither.'
+                f'ub_cfgs[{shown(name)}] is "bulk", but {shown(partner)} is not: the '
+                "dgrad gathers x, and the wgrad scatters dx. Configure both, with "
+                'comm_type "AG" for the dgrad and "RS" for the wgrad, or neither.'
             )

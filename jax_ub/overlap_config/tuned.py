@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
+from jax_ub.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method, Variant
 from jax_ub.outputs import write_json, writing
 from jax_ub.overlap_config.choice import Choice
@@ -104,14 +104,14 @@ def read(path: str | os.PathLike[str]) -> Tunings:
         found = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"tuned choices in {str(path)!r}: {error}. Write the file with: "
+            f"tuned choices in {shown(str(path))}: {error}. Write the file with: "
             "python -m jax_ub tune --output FILE. A YAML file of Megatron's is read "
             "by ub.overlap_config.from_te."
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ConfigurationError(
-            f"tuned choices in {str(path)!r}: it is no file of schema {SCHEMA}. Write "
-            "it anew with: python -m jax_ub tune --output FILE"
+            f"tuned choices in {shown(str(path))}: it is no file of schema {SCHEMA}. "
+            "Write it anew with: python -m jax_ub tune --output FILE"
         )
     try:
         return {
@@ -119,11 +119,13 @@ def read(path: str | os.PathLike[str]) -> Tunings:
             for tuning in found["tunings"]
         }
     except UnknownNameError as error:
-        raise UnknownNameError(f"tuned choices in {str(path)!r}: {error}") from error
+        raise UnknownNameError(
+            f"tuned choices in {shown(str(path))}: {error}"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"tuned choices in {str(path)!r}: {type(error).__name__} {error}. Write "
-            "the file anew with: python -m jax_ub tune --output FILE"
+            f"tuned choices in {shown(str(path))}: {type(error).__name__} {error}. "
+            "Write the file anew with: python -m jax_ub tune --output FILE"
         ) from error
 
 
@@ -162,8 +164,8 @@ def choices(path: str | os.PathLike[str], here: Maker) -> Choices:
     if here not in tunings:
         made = "; ".join(map(str, tunings)) or "nothing"
         raise ConfigurationError(
-            f"tuned choices in {str(path)!r} were made on {made}, but this is {here}. "
-            "Add a tuning for it: python -m jax_ub tune --output FILE"
+            f"tuned choices in {shown(str(path))} were made on {made}, but this is "
+            f"{here}. Add a tuning for it: python -m jax_ub tune --output FILE"
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
     return Choices(str(path), _digest(by_case), by_case)
@@ -182,11 +184,11 @@ def _read_entry(entry: dict[str, Any]):
     names = [field.name for field in dataclasses.fields(Case)]
     case = Case(**{name: entry[name] for name in names})
     if case.op not in OPS:
-        raise UnknownNameError(f"no op {case.op!r}. {nearest(case.op, OPS)}")
+        raise UnknownNameError(f"no op {shown(case.op)}. {nearest(case.op, OPS)}")
     methods = [method.value for method in methods_of(case.op)]
     if entry["method"] not in methods:
         raise UnknownNameError(
-            f"no method {entry['method']!r}. {nearest(entry['method'], methods)}"
+            f"no method {shown(entry['method'])}. {nearest(entry['method'], methods)}"
         )
     tuning = dict(entry["tuning"])
     tuning["variant"] = Variant(tuning.get("variant", Variant.PLAIN))

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest, shown
 from jax_ub.runtime import communicators
 from jax_ub.shapes import has_symbolic_sizes
 
@@ -30,12 +30,14 @@ def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
     axes = axis_tuple(axis_name)
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShapeContractError(
-            f"{op}: axis_name = {axis_name!r} is not the name of a mesh axis. Pass the "
+            f"{op}: axis_name = {shown(axis_name)} is not the name of a mesh axis. "
+            "Pass the "
             'axis of the ranks, for example axis_name="tp".'
         )
     if len(set(axes)) < len(axes):
         raise ShapeContractError(
-            f"{op}: axis_name = {axis_name!r} names a mesh axis twice. Name each once."
+            f"{op}: axis_name = {shown(axis_name)} names a mesh axis twice. Name each "
+            "once."
         )
 
 
@@ -53,15 +55,15 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
     missing = [axis for axis in axes if axis not in manual]
     if manual and missing and missing[0] not in mesh.axis_names:
         raise ShapeContractError(
-            f"{op}: axis_name = {axis_name!r}, but the mesh of this jax.shard_map has "
-            f"no axis {missing[0]!r}. {nearest(missing[0], mesh.axis_names)}"
+            f"{op}: axis_name = {shown(axis_name)}, but the mesh of this jax.shard_map "
+            f"has no axis {shown(missing[0])}. {nearest(missing[0], mesh.axis_names)}"
         )
     if missing:
         here = f"only {tuple(manual)} are" if manual else "no axis is manual here"
         raise ShapeContractError(
-            f"{op}: axis_name = {axis_name!r} is not a manual mesh axis; {here}. Call "
-            "it inside jax.shard_map over all mesh axes, for example jax.shard_map(f, "
-            "mesh=mesh, in_specs=..., out_specs=...)."
+            f"{op}: axis_name = {shown(axis_name)} is not a manual mesh axis; {here}. "
+            "Call it inside jax.shard_map over all mesh axes, for example "
+            "jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
         )
     return lax.axis_size(axes)
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import UnsupportedOverlapError, shown
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import (
     as_matrix,
@@ -143,7 +143,7 @@ class DotGeneral:
                 return None
             raise UnsupportedOverlapError(
                 f"{placement.op}: {reason}, and inside shard_map over "
-                f"{placement.axis_name!r} nothing else would communicate. Use "
+                f"{shown(placement.axis_name)} nothing else would communicate. Use "
                 "jax.lax.dot_general and communicate yourself, or call it on global "
                 "arrays."
             )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub.retrofit.dot_general import DotGeneral
 
 
@@ -108,15 +108,15 @@ class Einsum:
         equation = Equation.read(subscripts, x.ndim)
         if not equation.is_dense:
             raise UnsupportedOverlapError(
-                f"{self.dense.placement.op}: {subscripts!r} is no dense layer's. Call "
-                "the layer with each label in two of x, kernel and result, or leave it "
-                "alone in the rules of ub.overlap."
+                f"{self.dense.placement.op}: {shown(subscripts)} is no dense layer's. "
+                "Call the layer with each label in two of x, kernel and result, or "
+                "leave it alone in the rules of ub.overlap."
             )
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
                 f"{self.dense.placement.op}: x {x.shape} and kernel {kernel.shape} "
-                f"have other numbers of dimensions than in {subscripts!r}. Pass one "
-                "for each label."
+                f"have other numbers of dimensions than in {shown(subscripts)}. Pass "
+                "one for each label."
             )
         ins, outs = (
             self._sharded_first(equation.ins),

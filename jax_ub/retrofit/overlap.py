@@ -14,6 +14,7 @@ from jax_ub.errors import (
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
+    shown,
 )
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.einsum import Einsum, Equation
@@ -179,8 +180,8 @@ def _count(features):
 def _check_auto(rules):
     if rules != "auto":
         raise UnknownNameError(
-            f'overlap: rules = {rules!r} is neither "auto" nor a dictionary. Pass, for '
-            'example, {r".*\\.up": "column"} to go by path.'
+            f'overlap: rules = {shown(rules)} is neither "auto" nor a dictionary. '
+            'Pass, for example, {r".*\\.up": "column"} to go by path.'
         )
 
 
@@ -195,8 +196,9 @@ def _by_sharding(layers, axis_name) -> dict[str, str]:
         path = next(iter(layers))
         raise ShapeContractError(
             f"overlap: none of the model's {len(layers)} linear layers has a kernel "
-            f'sharded over {axis_name!r}, so that rules="auto" finds nothing to do. '
-            f'Shard the kernels first, or pass rules={{{path!r}: "column", ...}}.'
+            f'sharded over {shown(axis_name)}, so that rules="auto" finds nothing to '
+            f"do. Shard the kernels first, or pass "
+            f'rules={{{shown(path)}: "column", ...}}.'
         )
     return kinds
 
@@ -209,8 +211,8 @@ def _by_path(rules, paths) -> dict[str, str]:
         matched = list(filter(compile_rule(pattern).fullmatch, paths))
         if not matched:
             raise UnknownNameError(
-                f"overlap: the rule {pattern!r} matches no linear layer of the model; "
-                f"a rule must match a whole path. {nearest(pattern, paths)}"
+                f"overlap: the rule {shown(pattern)} matches no linear layer of the "
+                f"model; a rule must match a whole path. {nearest(pattern, paths)}"
             )
         for path in matched:
             found.setdefault(path, resolved)
@@ -227,7 +229,7 @@ def _why_kept(layer) -> tuple[str, str] | None:
         return f"has {name} of its own, {op}", f"Set it to {plain} first"
     if _is_einsum(layer) and _equation(layer) is None:
         return (
-            f"has einsum_str = {layer.einsum_str!r}, which is no dense layer's",
+            f"has einsum_str = {shown(layer.einsum_str)}, which is no dense layer's",
             "Write one with each label in two of x, kernel and result",
         )
     return None
@@ -241,7 +243,7 @@ def _without_kept(layers, kinds) -> dict[str, str]:
         if kept is None:
             found[path] = kind
         else:
-            methods.record_fallback(f"overlap({path!r})", f"the layer {kept[0]}")
+            methods.record_fallback(f"overlap({shown(path)})", f"the layer {kept[0]}")
     return found
 
 
@@ -251,8 +253,8 @@ def _check_none_kept(layers, paths):
         if kept is not None:
             reason, fix = kept
             raise UnsupportedOverlapError(
-                f"overlap: the layer {path!r} {reason}. {fix}, or leave the layer "
-                f"alone: {{{path!r}: None, ...}}."
+                f"overlap: the layer {shown(path)} {reason}. {fix}, or leave the layer "
+                f"alone: {{{shown(path)}: None, ...}}."
             )
 
 
@@ -266,8 +268,8 @@ def compile_rule(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise UnknownNameError(
-            f"overlap: the rule {pattern!r} is no regular expression: {error}. Escape "
-            "what is meant as it stands, for example with re.escape(path)."
+            f"overlap: the rule {shown(pattern)} is no regular expression: {error}. "
+            "Escape what is meant as it stands, for example with re.escape(path)."
         ) from error
 
 

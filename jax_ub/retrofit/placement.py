@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods, shapes
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
 from jax_ub.runtime import settings
 
@@ -30,8 +30,8 @@ def resolve_kind(op: str, kind: str | None) -> str:
     known = {"column": "column", "row": "row", **_ALIASES}
     if not isinstance(kind, str) or kind not in known:
         raise UnknownNameError(
-            f"{op}: {kind!r} is not a way to shard a kernel. "
-            f"{nearest(str(kind), known)}"
+            f"{op}: {shown(kind)} is not a way to shard a kernel. "
+            f"{nearest(kind, known)}"
         )
     return known[kind]
 
@@ -99,7 +99,8 @@ class Placement:
             object.__setattr__(self, "parallel", kind)
         if not isinstance(self.axis_name, str):
             raise ShapeContractError(
-                f"{self.op}: axis_name = {self.axis_name!r} is not the name of one "
+                f"{self.op}: axis_name = {shown(self.axis_name)} is not the name of "
+                "one "
                 'mesh axis. Pass the axis of the ranks, for example axis_name="tp".'
             )
         if self.data_axes is not None:
@@ -110,7 +111,7 @@ class Placement:
         shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
         if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
             raise ShapeContractError(
-                f"{self.op}: mesh = {self.mesh!r} is of type "
+                f"{self.op}: mesh = {shown(self.mesh)} is of type "
                 f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh, or None for "
                 "that of jax.set_mesh or of the arrays."
             )
@@ -120,15 +121,15 @@ class Placement:
         names = tuple(given) if isinstance(given, tuple | list) else (given,)
         if not all(isinstance(name, str) for name in names):
             raise ShapeContractError(
-                f"{self.op}: {argument} = {given!r} are not names of mesh "
+                f"{self.op}: {argument} = {shown(given)} are not names of mesh "
                 f'axes. Pass a tuple of them, for example {argument}=("{example}",).'
             )
         if self.axis_name in names:
             others = tuple(name for name in names if name != self.axis_name)
             raise ShapeContractError(
-                f"{self.op}: {argument} = {names} has axis_name = {self.axis_name!r}, "
-                "whose ranks share the tokens and features of the same examples. Pass "
-                f"{argument}={others}, or another axis_name."
+                f"{self.op}: {argument} = {names} has axis_name = "
+                f"{shown(self.axis_name)}, whose ranks share the tokens and features "
+                f"of the same examples. Pass {argument}={others}, or another axis_name."
             )
         if len(set(names)) < len(names):
             raise ShapeContractError(
@@ -140,8 +141,8 @@ class Placement:
     @property
     def op(self) -> str:
         """The layer's name in errors."""
-        name = "" if self.ub_name is None else f" (ub_name {self.ub_name!r})"
-        return f"linear(parallel={self.parallel!r}){name}"
+        name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
+        return f"linear(parallel={shown(self.parallel)}){name}"
 
     @property
     def kernel_spec(self) -> P:
@@ -226,8 +227,8 @@ class Placement:
         """
         if self.axis_name not in mesh.shape:
             raise UnknownNameError(
-                f"{self.op}: axis_name = {self.axis_name!r} is not an axis of the mesh "
-                f"{dict(mesh.shape)}. {nearest(self.axis_name, mesh.axis_names)}"
+                f"{self.op}: axis_name = {shown(self.axis_name)} is not an axis of the "
+                f"mesh {dict(mesh.shape)}. {nearest(self.axis_name, mesh.axis_names)}"
             )
         return mesh.shape[self.axis_name]
 
@@ -243,16 +244,16 @@ class Placement:
         padded = math.ceil(shape[dim] / num_ranks) * num_ranks
         raise ShapeContractError(
             f"{self.op}: the kernel has {shape[dim]} {_IN_OUT[dim]} features, which do "
-            f"not divide into the {num_ranks} ranks of mesh axis {self.axis_name!r}. "
-            f"Use {padded}, or do not shard this layer."
+            f"not divide into the {num_ranks} ranks of mesh axis "
+            f"{shown(self.axis_name)}. Use {padded}, or do not shard this layer."
         )
 
     def _check_fsdp(self, size, mesh):
         for name in self.fsdp_axes:
             if name not in mesh.shape:
                 raise UnknownNameError(
-                    f"{self.op}: fsdp_axes has {name!r}, which is not an axis of the "
-                    f"mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                    f"{self.op}: fsdp_axes has {shown(name)}, which is not an axis of "
+                    f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
                 )
         num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
         if size % num_ranks:
@@ -297,8 +298,9 @@ class Placement:
         wanted = _IN_OUT[_SHARDED_DIM[self.parallel]]
         raise ShapeContractError(
             f"{self.op}: the kernel is sharded {P(*spec or ())}, along its {dim} "
-            f"dimension, but {self.parallel!r} wants its {wanted} dimension on "
-            f"{self.axis_name!r}. Shard it {self._instead_of(spec)}, or use {found!r}."
+            f"dimension, but {shown(self.parallel)} wants its {wanted} dimension on "
+            f"{shown(self.axis_name)}. Shard it {self._instead_of(spec)}, or use "
+            f"{shown(found)}."
         )
 
     def _instead_of(self, spec):

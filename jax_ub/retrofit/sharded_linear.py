@@ -36,6 +36,7 @@ from jax_ub.errors import (
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
+    shown,
 )
 from jax_ub.retrofit.placement import AnyMesh, Placement
 from jax_ub.rules import main_grads
@@ -105,7 +106,7 @@ def sharded_linear(
             f"{placement.op}: no mesh is known here: none was given, jax.set_mesh has "
             "set none (`with mesh:` does not), and the kernel shows none. Call it "
             "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
-            f"over {placement.axis_name!r}."
+            f"over {shown(placement.axis_name)}."
         )
     placement = placement.with_fsdp_of(jax.typeof(kernels[0]).sharding.spec, mesh)
     for each in kernels:
@@ -323,8 +324,8 @@ def _data_axes(placement, mesh, x_shape):
     for name in names:
         if name not in mesh.shape:
             raise UnknownNameError(
-                f"{placement.op}: data_axes has {name!r}, which is not an axis of the "
-                f"mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                f"{placement.op}: data_axes has {shown(name)}, which is not an axis of "
+                f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
             )
     axes = tuple(
         name

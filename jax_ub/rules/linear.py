@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
 from jax_ub.primitives import varying
 from jax_ub.primitives.matmul import matmul
@@ -97,7 +97,7 @@ def linear(  # noqa: PLR0913, pinned
         site = _open_whole_rows(axis_name if parallel else None, ub_name, method)
     else:
         op, product = fused
-        called = f"{OP} (parallel = {parallel!r}): {op}"
+        called = f"{OP} (parallel = {shown(parallel)}): {op}"
         site = open_site(called, axis_name, ub_name, method, like=op)
     site = dataclasses.replace(site, rhs_transposed=rhs_transposed, bias_name="b")
     given = {"bias": b, "main_grad": main_grad}
@@ -111,12 +111,13 @@ def linear(  # noqa: PLR0913, pinned
 def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
     if parallel is not None and parallel not in _KINDS:
         raise UnknownNameError(
-            f"{OP}: parallel = {parallel!r} is not a way to shard a kernel. "
-            f"{nearest(str(parallel), _KINDS)} None does not shard it."
+            f"{OP}: parallel = {shown(parallel)} is not a way to shard a kernel. "
+            f"{nearest(parallel, _KINDS)} None does not shard it."
         )
     if parallel is not None and axis_name is None:
         raise ShapeContractError(
-            f"{OP}: parallel = {parallel!r} needs the mesh axis that the kernel is "
+            f"{OP}: parallel = {shown(parallel)} needs the mesh axis that the kernel "
+            "is "
             'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
         )
     shapes.check_flag(OP, "sequence_parallel", sequence_parallel)

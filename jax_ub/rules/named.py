@@ -8,7 +8,7 @@
 | linear, column, not sequence parallel | local | RS | local |
 """
 
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import UnsupportedOverlapError, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 from jax_ub.overlap_config.choice import Choice
@@ -69,10 +69,10 @@ def _check(label, op, direction, possible, overlap: Overlap):
         for one in possible
     )
     raise UnsupportedOverlapError(
-        f"{label}: overlap {overlap.name!r} is configured for "
+        f"{label}: overlap {shown(overlap.name)} is configured for "
         f'{overlap.comm_type.value} with method "{overlap.method}", but the '
         f"{direction} of {op} communicates {wanted}. Use another ub_name, configure "
-        f"{overlap.name!r} for it, or pass method=."
+        f"{shown(overlap.name)} for it, or pass method=."
     )
 
 

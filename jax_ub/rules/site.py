@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jax_ub import methods, shapes
-from jax_ub.errors import UnknownNameError
+from jax_ub.errors import UnknownNameError, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
@@ -185,7 +185,7 @@ def open_local_site(
 
 def label_of(op: str, ub_name: str | None) -> str:
     """What a call is called in errors and in the record of fallbacks."""
-    return op if ub_name is None else f"{op} (ub_name {ub_name!r})"
+    return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
 def plan_site(
@@ -201,7 +201,8 @@ def plan_site(
     label = label_of(op, ub_name)
     if ub_name is not None and not isinstance(ub_name, str):
         raise UnknownNameError(
-            f"{op}: ub_name = {ub_name!r} is of type {type(ub_name).__name__}. Pass "
+            f"{op}: ub_name = {shown(ub_name)} is of type {type(ub_name).__name__}. "
+            "Pass "
             'the name of a layer, such as "qkv", or leave ub_name out.'
         )
     chosen = methods.resolve(label, method, settings.method())

@@ -2,7 +2,7 @@
 
 import jax
 
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import UnsupportedOverlapError, shown
 
 
 def start() -> list[jax.Device]:
@@ -19,7 +19,7 @@ def start() -> list[jax.Device]:
     # An assertion of JAX's where it knows a platform, but nothing is installed for it.
     except (RuntimeError, AssertionError) as error:
         platforms = getattr(jax.config, "jax_platforms", None)
-        asked = "" if platforms is None else f" on {platforms!r}"
+        asked = "" if platforms is None else f" on {shown(platforms)}"
         reason = str(error) or "nothing is installed for it"
         raise UnsupportedOverlapError(
             f"jax does not start{asked}: {reason.rstrip('.')}. Install what it needs, "

@@ -8,7 +8,7 @@ import types
 
 import jax
 
-from jax_ub.errors import ConfigurationError, nearest
+from jax_ub.errors import ConfigurationError, nearest, shown
 from jax_ub.runtime import settings
 
 _PLATFORM = "cpu"
@@ -88,7 +88,7 @@ def check_isa() -> None:
     name, known = settings.isa(), load().isas()
     if name is not None and name not in known:
         raise ConfigurationError(
-            f"JAX_UB_ISA = {name!r} is no instruction set that is here. "
+            f"JAX_UB_ISA = {shown(name)} is no instruction set that is here. "
             f"{nearest(name, known)} Set one of these, or unset it."
         )
 

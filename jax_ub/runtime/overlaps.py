@@ -17,6 +17,7 @@ from jax_ub.errors import (
     UnknownOverlapError,
     UnsupportedOverlapError,
     nearest,
+    shown,
 )
 from jax_ub.methods import DEFAULT_SPLITS
 from jax_ub.overlap_config import (
@@ -156,7 +157,7 @@ class Domain:
         axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
         raise ShapeContractError(
             f"{label}: it communicates {needed} tokens of {features} features, "
-            f"{needed * features} elements, but the buffers of axis {axes!r} hold "
+            f"{needed * features} elements, but the buffers of axis {shown(axes)} hold "
             f"{holds}, for shape = {self.shape}. Call initialize_ub(shape={wanted}, "
             '...), or pass method="xla".'
         )
@@ -214,8 +215,8 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
     """
     if not isinstance(use_fp8, int | np.bool_):
         raise ConfigurationTypeError(
-            f"{label}: use_fp8 = {use_fp8!r} is of type {type(use_fp8).__name__}. Pass "
-            "True or False; modes go in initialize_ub(quantization_modes=[...])."
+            f"{label}: use_fp8 = {shown(use_fp8)} is of type {type(use_fp8).__name__}. "
+            "Pass True or False; modes go in initialize_ub(quantization_modes=[...])."
         )
 
 
@@ -228,15 +229,17 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
             string.
         UnknownOverlapError: if there is none of that name, or one on several axes.
     """
-    check_use_fp8(f"get_ub({name!r})", use_fp8)
+    check_use_fp8(f"get_ub({shown(name)})", use_fp8)
     if not isinstance(name, str):
         raise ConfigurationTypeError(
-            f"get_ub({name!r}): the name is of type {type(name).__name__}. Pass one "
+            f"get_ub({shown(name)}): the name is of type {type(name).__name__}. Pass "
+            "one "
             'such as "qkv_fprop".'
         )
     if not _DOMAINS:
         raise LifecycleError(
-            f"get_ub({name!r}): nothing was initialised. Call ub.initialize_ub first."
+            f"get_ub({shown(name)}): nothing was initialised. Call ub.initialize_ub "
+            "first."
         )
     mode = FP8 if use_fp8 else NONE
     places = [d for d in domains() if axis_name in (None, d.axis_name)]
@@ -246,22 +249,22 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
     if found:
         axes = ", ".join(repr(one.axis_name) for one in found)
         raise UnknownOverlapError(
-            f"get_ub({name!r}): several axes have it: {axes}. Pass axis_name=."
+            f"get_ub({shown(name)}): several axes have it: {axes}. Pass axis_name=."
         )
     raise UnknownOverlapError(_missing(name, use_fp8, places))
 
 
 def _missing(name, use_fp8, places):
     if not places:
-        return f"get_ub({name!r}): there are only the axes {list(_DOMAINS)}."
+        return f"get_ub({shown(name)}): there are only the axes {list(_DOMAINS)}."
     known = dict.fromkeys(one for domain in places for one in domain.names())
     if name in known:
         modes = sorted({mode.name for domain in places for mode in domain.modes})
         return (
-            f"get_ub({name!r}, use_fp8={use_fp8}): it was initialised for "
+            f"get_ub({shown(name)}, use_fp8={use_fp8}): it was initialised for "
             f"quantization_modes {modes} only."
         )
-    return f"get_ub({name!r}): no overlap has that name. {nearest(name, known)}"
+    return f"get_ub({shown(name)}): no overlap has that name. {nearest(name, known)}"
 
 
 def find(
@@ -320,11 +323,11 @@ def _refuse(label, domain, ub_name, layer):
     known = dict.fromkeys(names.split_name(name)[0] for name in domain.names())
     if layer in known:
         raise UnsupportedOverlapError(
-            f"{label}: {ub_name!r} was initialised for FP8 buffers only, but the "
+            f"{label}: {shown(ub_name)} was initialised for FP8 buffers only, but the "
             "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
         )
     raise UnknownNameError(
-        f"{label}: axis {domain.axis_name} has no overlap {ub_name!r}. "
+        f"{label}: axis {domain.axis_name} has no overlap {shown(ub_name)}. "
         f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
         "leave ub_name out."
     )

@@ -2,7 +2,7 @@
 
 import os
 
-from jax_ub.errors import ConfigurationError
+from jax_ub.errors import ConfigurationError, shown
 
 # The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
 _LONGEST_TIMEOUT_S = 1e9
@@ -129,7 +129,7 @@ def _switch(name):
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
         raise ConfigurationError(
-            f"{name} = {text!r} is neither 0 nor 1. Set one of these, or unset it."
+            f"{name} = {shown(text)} is neither 0 nor 1. Set one of these, or unset it."
         )
     return text == "1"
 
@@ -144,7 +144,7 @@ def _positive(name, kind, unit):
         value = 0
     if not value > 0:
         raise ConfigurationError(
-            f"{name} = {text!r} is not a positive number of {unit}. Set one, or unset "
-            "it."
+            f"{name} = {shown(text)} is not a positive number of {unit}. Set one, or "
+            "unset it."
         )
     return value

@@ -5,7 +5,7 @@ import math
 import sys
 
 from jax_ub import pictures
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.outputs import output_path, picture_path, write_json
 from jax_ub.simulate import hardware as machines
 from jax_ub.simulate import models, plot, tables, variants
@@ -195,7 +195,7 @@ def _machine(given):
     if not machine.is_host:
         raise ShapeContractError(
             "simulate: --gflops and --copy-gbs are what a host measured; "
-            f"{machine.name!r} has its figures. Add --hardware cpu."
+            f"{shown(machine.name)} has its figures. Add --hardware cpu."
         )
     return machines.host(
         _measured("--gflops", given.gflops, machine.flops_per_s),

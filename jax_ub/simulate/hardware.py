@@ -9,7 +9,7 @@ latencies, are assumptions; `jax_ub simulate` prints them with every table.
 import dataclasses
 from collections.abc import Mapping
 
-from jax_ub.errors import UnknownNameError, nearest
+from jax_ub.errors import UnknownNameError, nearest, shown
 
 # H200: 788 of 989.4 TFLOP/s, 4.3 of 4.8 TB/s.
 _GEMM_SHARE = 788 / 989.4
@@ -144,6 +144,6 @@ def find(name: "str | Hardware") -> Hardware:
         return name
     if name not in HARDWARE:
         raise UnknownNameError(
-            f"hardware {name!r} is not known. {nearest(name, HARDWARE)}"
+            f"hardware {shown(name)} is not known. {nearest(name, HARDWARE)}"
         )
     return HARDWARE[name]

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jax_ub.errors import UnknownNameError, nearest
+from jax_ub.errors import UnknownNameError, nearest, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Model:
         names = [layer.name for layer in self.layers]
         if name not in names:
             raise UnknownNameError(
-                f"simulate: {self.name} has no layer {name!r}. {nearest(name, names)}"
+                f"simulate: {self.name} has no layer {shown(name)}. "
+                f"{nearest(name, names)}"
             )
         return self.layers[names.index(name)]
 
@@ -81,5 +82,7 @@ def find(name: str) -> Model:
         UnknownNameError: if there is none of that name; names the nearest.
     """
     if name not in MODELS:
-        raise UnknownNameError(f"model {name!r} is not known. {nearest(name, MODELS)}")
+        raise UnknownNameError(
+            f"model {shown(name)} is not known. {nearest(name, MODELS)}"
+        )
     return MODELS[name]

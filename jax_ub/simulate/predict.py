@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jax_ub import methods
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method, Variant
 from jax_ub.simulate import hardware as machines
 from jax_ub.simulate import plan
@@ -101,7 +101,9 @@ def estimate(
 ) -> Prediction:
     """The same as `predict`, with the parts of the time and the bytes."""
     if op not in OPS:
-        raise UnknownNameError(f"simulate: op {op!r} is not known. {nearest(op, OPS)}")
+        raise UnknownNameError(
+            f"simulate: op {shown(op)} is not known. {nearest(op, OPS)}"
+        )
     if min(M, K, N, P) < 1:
         raise ShapeContractError(
             f"simulate: {op} of M = {M}, K = {K}, N = {N} on P = {P} ranks. Give sizes "

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ub.errors import UnknownNameError
+from jax_ub.errors import UnknownNameError, shown
 from jax_ub.outputs import write_json
 from jax_ub.tracing.spans import UNIT, Call, Span, Trace, merged
 
@@ -147,6 +147,6 @@ def _read(path):
         return Trace(calls, spans, document[_CATEGORY]["num_dropped"])
     except (ValueError, KeyError, TypeError) as error:
         raise UnknownNameError(
-            f"trace: {str(path)!r} is not a trace that jax_ub wrote. Give the files of "
-            "ub.trace or `python -m jax_ub trace --json`."
+            f"trace: {shown(str(path))} is not a trace that jax_ub wrote. Give the "
+            "files of ub.trace or `python -m jax_ub trace --json`."
         ) from error

@@ -14,7 +14,7 @@ import tempfile
 import jax
 
 from jax_ub import pictures, shapes
-from jax_ub.errors import UbError, nearest
+from jax_ub.errors import UbError, nearest, shown
 from jax_ub.launch.parts import devices_of_each, run_parts
 from jax_ub.outputs import output_path, picture_path
 from jax_ub.runtime import settings
@@ -121,14 +121,18 @@ def _check(given):
             "in each. Leave it out."
         )
     if given.program and not is_script(given.program[0]):
-        raise TraceArgumentError(f"trace: there is no script {given.program[0]!r}.")
+        raise TraceArgumentError(
+            f"trace: there is no script {shown(given.program[0])}."
+        )
     if given.label is not None and given.png is None:
         raise TraceArgumentError(
-            f"trace: --label {given.label!r} is what a picture shows. Add --png."
+            f"trace: --label {shown(given.label)} is what a picture shows. Add --png."
         )
     for path in given.merge or ():
         if not path.is_file():
-            raise TraceArgumentError(f"trace: --merge: there is no file {str(path)!r}.")
+            raise TraceArgumentError(
+                f"trace: --merge: there is no file {shown(str(path))}."
+            )
     if given.op:
         _check_op(given)
 
@@ -136,7 +140,7 @@ def _check(given):
 def _check_op(given):
     if given.op not in demonstration.OPS:
         raise TraceArgumentError(
-            f"trace: op {given.op!r} is not known. "
+            f"trace: op {shown(given.op)} is not known. "
             f"{nearest(given.op, demonstration.OPS)}"
         )
     if given.repeats < 1:
@@ -145,7 +149,7 @@ def _check_op(given):
         )
     if given.dtype not in _DTYPES:
         raise TraceArgumentError(
-            f"trace: --dtype {given.dtype!r} is not known. "
+            f"trace: --dtype {shown(given.dtype)} is not known. "
             f"{nearest(given.dtype, _DTYPES)}"
         )
     if given.tp < 1 or given.tp % given.processes:
@@ -158,7 +162,7 @@ def _check_op(given):
         s.isdecimal() and int(s) % given.tp == 0 for s in sizes
     ):
         raise TraceArgumentError(
-            f"trace: --shape {given.shape!r} is not MxKxN of multiples of --tp "
+            f"trace: --shape {shown(given.shape)} is not MxKxN of multiples of --tp "
             f"{given.tp}, such as 512x1024x2816."
         )
 
@@ -224,7 +228,7 @@ def _chosen(trace, label):
     labels = [call.label for call in trace.calls]
     if label not in labels:
         raise TraceArgumentError(
-            f"trace: no call is named {label!r}. "
+            f"trace: no call is named {shown(label)}. "
             f"{nearest(label, dict.fromkeys(labels))}"
         )
     indices = [index for index, found in enumerate(labels) if found == label]

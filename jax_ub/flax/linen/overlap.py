@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh
 
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import UnsupportedOverlapError, shown
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.overlap import compile_rule
 from jax_ub.retrofit.placement import resolve_kind
@@ -97,8 +97,8 @@ class Overlap:
         own = before if layer.dot_general_cls is None else layer.dot_general_cls
         if own not in (None, lax.dot_general) and not isinstance(own, DotGeneral):
             raise UnsupportedOverlapError(
-                f"overlap: the layer {path!r} has a dot_general of its own, {own}. "
-                f"Leave the layer alone: {{{path!r}: None, ...}}."
+                f"overlap: the layer {shown(path)} has a dot_general of its own, "
+                f"{own}. Leave the layer alone: {{{shown(path)}: None, ...}}."
             )
         self.overlapped[path] = kind
         ours = dot_general(kind, ub_name=LayerPath(path), **self._options)

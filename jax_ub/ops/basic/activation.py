@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.ops.operation import BasicOperation
 
 
@@ -106,7 +106,7 @@ class GatedActivation(Activation):
         size = self.glu_interleave_size
         if size is not None and (not shapes.is_integer(size) or size < 1):
             raise ShapeContractError(
-                f"{self.label}: glu_interleave_size = {size!r} is not a positive "
+                f"{self.label}: glu_interleave_size = {shown(size)} is not a positive "
                 "integer. Pass the features of a block, or None for [gate | up]."
             )
 

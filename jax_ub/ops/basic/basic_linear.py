@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError, UnknownNameError, nearest
+from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.operation import BasicOperation, Needs, Params, compute_dtype
 from jax_ub.rules import main_grads as accumulators
@@ -96,8 +96,8 @@ class BasicLinear(BasicOperation):
         mode = self.tensor_parallel_mode
         if mode is not None and mode not in MODES:
             raise UnknownNameError(
-                f"{self.label}: tensor_parallel_mode = {mode!r} is not a way to shard "
-                f"a kernel. {nearest(str(mode), MODES)} None does not shard it."
+                f"{self.label}: tensor_parallel_mode = {shown(mode)} is not a way to "
+                f"shard a kernel. {nearest(mode, MODES)} None does not shard it."
             )
         for name in ("in_features", "out_features"):
             shapes.check_size(self.label, name, getattr(self, name))
@@ -228,18 +228,19 @@ def _checked_options(label, options):
     options = dict(options) if isinstance(options, (Mapping, tuple)) else options
     if not isinstance(options, dict) or "comm_name" not in options:
         raise ShapeContractError(
-            f"{label}: userbuffers_options = {options!r} names no overlap. Pass "
+            f"{label}: userbuffers_options = {shown(options)} names no overlap. Pass "
             'userbuffers_options={"comm_name": "qkv"}, or None for none.'
         )
     for name in options:
         if name not in known:
             raise UnknownNameError(
-                f"{label}: userbuffers_options has no {name!r}. {nearest(name, known)}"
+                f"{label}: userbuffers_options has no {shown(name)}. "
+                f"{nearest(name, known)}"
             )
     name = options["comm_name"]
     if not isinstance(name, str) or not name:
         raise ShapeContractError(
-            f"{label}: comm_name = {name!r} is not the name of an overlap. Pass a "
+            f"{label}: comm_name = {shown(name)} is not the name of an overlap. Pass a "
             'string, for example "qkv".'
         )
     return tuple(options.items())

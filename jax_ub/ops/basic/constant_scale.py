@@ -3,7 +3,7 @@
 import dataclasses
 
 from jax_ub import shapes
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.ops.operation import BasicOperation
 
 
@@ -27,7 +27,7 @@ class ConstantScale(BasicOperation):
         """
         if not shapes.is_number(self.scale):
             raise ShapeContractError(
-                f"{self.label}: scale = {self.scale!r} is of type "
+                f"{self.label}: scale = {shown(self.scale)} is of type "
                 f"{type(self.scale).__name__}, not a number that is known before "
                 "anything runs. Pass a Python number, for example float(scale)."
             )

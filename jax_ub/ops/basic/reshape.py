@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.shapes import is_integer
 
@@ -32,8 +32,8 @@ class Reshape(BasicOperation):
         shape = self.shape
         if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
             raise ShapeContractError(
-                f"{self.label}: shape = {shape!r} is not a tuple of sizes. Pass one, "
-                "for example (-1, 128)."
+                f"{self.label}: shape = {shown(shape)} is not a tuple of sizes. Pass "
+                "one, for example (-1, 128)."
             )
         object.__setattr__(self, "shape", tuple(shape))
 

@@ -22,6 +22,7 @@ from jax_ub.errors import (
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
+    shown,
 )
 from jax_ub.methods import Method
 from jax_ub.ops.basic.basic_linear import BasicLinear
@@ -63,7 +64,7 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
         window = (*window, behind[0])
         axis_name = behind[0].axis_name
     if num_ranks(axis_name) == 1:
-        return f"axis {axis_name!r} has one rank"
+        return f"axis {shown(axis_name)} has one rank"
     return window
 
 
@@ -148,8 +149,8 @@ def open_linear(
     """
     if tensor_parallel_mode not in MODES:
         raise UnknownNameError(
-            f"{op}: tensor_parallel_mode = {tensor_parallel_mode!r} does not shard a "
-            f"kernel. {nearest(str(tensor_parallel_mode), MODES)}"
+            f"{op}: tensor_parallel_mode = {shown(tensor_parallel_mode)} does not "
+            f"shard a kernel. {nearest(tensor_parallel_mode, MODES)}"
         )
     if not sequence_parallel:
         raise UnsupportedOverlapError(
@@ -159,7 +160,8 @@ def open_linear(
         )
     if axis_name is None:
         raise ShapeContractError(
-            f"{op}: tensor_parallel_mode = {tensor_parallel_mode!r} needs the mesh "
+            f"{op}: tensor_parallel_mode = {shown(tensor_parallel_mode)} needs the "
+            "mesh "
             'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
         )
     like = LIKE[tensor_parallel_mode]

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from jax_ub.errors import ConfigurationError, UnknownNameError, nearest
+from jax_ub.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub.runtime import settings
 from jax_ub.runtime.bootstrap.directory import Directory
 from jax_ub.runtime.bootstrap.jax_service import JaxService, job
@@ -35,8 +35,8 @@ def check_backend(backend: str | None) -> None:
     name, directory = _split(backend)
     if name not in _BACKENDS or (name != "file" and ":" in str(backend)):
         raise UnknownNameError(
-            f"initialize_ub: bootstrap_backend = {backend!r} is not one. "
-            f"{nearest(str(name), _BACKENDS)} None is jax: the service of "
+            f"initialize_ub: bootstrap_backend = {shown(backend)} is not one. "
+            f"{nearest(name, _BACKENDS)} None is jax: the service of "
             "jax.distributed.initialize(). Leave it out where Transformer Engine had "
             '"nccl" or "gloo".'
         )

@@ -6,7 +6,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-from jax_ub.errors import CommunicatorError
+from jax_ub.errors import CommunicatorError, shown
 
 
 class Directory:
@@ -62,8 +62,8 @@ class Directory:
         except OSError as error:
             raise CommunicatorError(
                 f"initialize_ub: the directory of bootstrap_backend, "
-                f"{str(self._folder)!r}, cannot be used: {error.strerror}. Name one "
-                "that all processes may write to."
+                f"{shown(str(self._folder))}, cannot be used: {error.strerror}. Name "
+                "one that all processes may write to."
             ) from error
 
     def _path(self, key):
