@@ -89,7 +89,7 @@ class Sizes:
 def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
     """Makes the table of a fuser's linears and collectives; two rows for each."""
     rows: list[Row] = []
-    passes = {name: _windows(fuser.fused("joint", name)) for name in _PASSES}
+    passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _refusals(fuser, name) for name in _PASSES}
     lacks_ranks = False
     for place, op in enumerate(fuser.basic_ops):
@@ -120,7 +120,7 @@ def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
 def _refusals(fuser, name) -> dict[int, list[str]]:
     """Why fusions left operations alone, by their places."""
     found: dict[int, list[str]] = {}
-    for fusion, before, _ in fuser.steps("joint", name):
+    for fusion, before, _ in fuser.steps(name):
         owner = getattr(fusion, "__self__", None)
         if not (isinstance(owner, type) and issubclass(owner, FusedOperation)):
             continue

@@ -12,7 +12,14 @@ from jax_ub.ops import registry
 from jax_ub.ops.channels import describe, find_routes
 from jax_ub.ops.group import FusibleGroup
 from jax_ub.ops.grouping import make_groups
-from jax_ub.ops.operation import Fusion, Op, Operation, expand, windows
+from jax_ub.ops.operation import (
+    FusedOperation,
+    Fusion,
+    Op,
+    Operation,
+    expand,
+    windows,
+)
 from jax_ub.rules.fused_group import fused_group
 
 
@@ -51,40 +58,58 @@ class OperationFuser:
     @property
     def forward_ops(self) -> list[Op]:
         """What computes the results, in forward order."""
-        return self.fused("joint", "forward")
+        return self.fused("forward")
 
     @property
     def backward_ops(self) -> list[Op]:
         """What computes the gradients, in forward order too."""
-        return self.fused("joint", "backward")
+        return self.fused("backward")
 
-    def fused(self, *passes: str) -> list[Op]:
-        """The list after some passes.
+    def fused(self, direction: str) -> list[Op]:
+        """Returns the list after the joint fusions and those of one direction.
 
-        Raises:
-            FusionError: if a fusion returns something that is not the same operations.
-        """
-        lists = [after for _, _, after in self.steps(*passes)]
-        return lists[-1] if lists else list(self.basic_ops)
-
-    def steps(self, *passes: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Every fusion of some passes, the list that it saw and the one it returned.
+        Args:
+            direction: "forward" or "backward".
 
         Raises:
             FusionError: if a fusion returns something that is not the same operations.
         """
-        ops: list[Op] = list(self.basic_ops)
-        for name in passes:
+        ops = self._given(direction)
+        for _, _, after in self.steps(direction):
+            ops = after
+        return ops
+
+    def steps(self, direction: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
+        """Returns every fusion, the list that it saw and the one it returned.
+
+        Raises:
+            FusionError: if a fusion returns something that is not the same operations.
+        """
+        ops = self._given(direction)
+        for name in ("joint", direction):
             for fusion in registry.fusions(name):
                 before, ops = ops, list(fusion(list(ops)))
-                self._check(fusion, ops)
+                qualified = getattr(fusion, "__qualname__", repr(fusion))
+                self._check(f"the fusion {qualified}", ops)
                 yield fusion, before, ops
 
-    def _check(self, fusion, ops):
-        name = getattr(fusion, "__qualname__", repr(fusion))
+    def _given(self, direction) -> list[Op]:
+        """Returns the operations before any fusion.
+
+        A fused operation that the caller constructed stays in the direction that it
+        overrides; elsewhere its basic operations take its place.
+        """
+        ops: list[Op] = []
+        for entry in (entry for op in self.ops for entry in op.entries):
+            stays = not isinstance(entry, FusedOperation) or entry.overrides(direction)
+            ops.extend([entry] if stays else entry.basic_ops)
+        self._check("the list", ops)
+        return ops
+
+    def _check(self, name, ops):
         if expand(ops) != self.basic_ops:
             raise FusionError(
-                f"OperationFuser: the fusion {name} returned {list(expand(ops))}, but "
+                f"OperationFuser: {name} returned {list(expand(ops))}, but "
                 f"was given {list(self.basic_ops)}. A fused operation's basic_ops must "
                 "be the ones it takes the place of, in their order."
             )
@@ -93,7 +118,7 @@ class OperationFuser:
             for place, outputs in enumerate(self.routes.outputs[window], window.start):
                 if taken.intersection(outputs):
                     raise FusionError(
-                        f"OperationFuser: the fusion {name} covers both ends of a "
+                        f"OperationFuser: {name} covers both ends of a "
                         "channel that begins at "
                         f"{describe(self.basic_ops, place)}. Extra inputs come from "
                         "outside a window: fuse less."

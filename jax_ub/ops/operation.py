@@ -13,7 +13,7 @@ names and meanings belong to the basic operation.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
@@ -52,10 +52,18 @@ class OutputChannel:
 class Operation:
     """What `Sequential` holds: a basic operation, or a composite of several."""
 
+    if TYPE_CHECKING:
+        # At run time an inherited property would shadow the field of FusedOperation.
+
+        @property
+        def basic_ops(self) -> tuple["BasicOperation", ...]:
+            """The basic operations that this one stands for, in forward order."""
+            raise NotImplementedError
+
     @property
-    def basic_ops(self) -> tuple["BasicOperation", ...]:
-        """The basic operations that this one stands for, in forward order."""
-        raise NotImplementedError
+    def entries(self) -> tuple["Op", ...]:
+        """The basic operations, and fused ones where the caller constructed them."""
+        return self.basic_ops
 
     def init(self, key: jax.Array) -> Any:
         """Creates the parameters: global arrays, in a plain pytree."""
@@ -218,15 +226,40 @@ class BasicOperation(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedOperation:
+class FusedOperation(Operation):
     """A window of basic operations that is computed in another way.
 
     A subclass overrides `forward`, `backward` or both; what it leaves is computed by
     the basic operations, one after another. Extra inputs come from outside the window,
     so no channel may begin and end in it.
+
+    As an entry of `Sequential` or `OperationFuser` it runs as it is in the passes that
+    it overrides, and the registered fusions fuse its basic operations in the others.
+    Its parameters are a tuple with one entry for each basic operation.
     """
 
     basic_ops: tuple[Any, ...]  # basic operations, whose types a subclass knows
+
+    @property
+    def entries(self) -> tuple["Op", ...]:
+        """Itself."""
+        return (self,)
+
+    def init(self, key: jax.Array) -> tuple[Any, ...]:
+        """Creates the parameters of the basic operations."""
+        return init_each(self.basic_ops, key)
+
+    def specs(self) -> tuple[Any, ...]:
+        """The `PartitionSpec` of every parameter, in the tree of `init`."""
+        return tuple(op.specs() for op in self.basic_ops)
+
+    def split(self, params: Any) -> tuple[Params, ...]:
+        """Deals the parameters out to the basic operations."""
+        return split_each(type(self).__name__, self.basic_ops, params)
+
+    def overrides(self, name: str) -> bool:
+        """Returns whether the class overrides the method "forward" or "backward"."""
+        return getattr(type(self), name) is not getattr(FusedOperation, name)
 
     @property
     def overlaps(self) -> bool:
@@ -355,6 +388,28 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
         found.append((slice(place, place + len(op.basic_ops)), op))
         place += len(op.basic_ops)
     return found
+
+
+def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
+    """Creates the parameters of several operations, each with a key of its own."""
+    return tuple(
+        op.init(jax.random.fold_in(key, place)) for place, op in enumerate(ops)
+    )
+
+
+def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
+    """Deals the parameters of several operations out to their basic operations.
+
+    Raises:
+        ShapeContractError: if there is not one entry for each operation.
+    """
+    if not isinstance(params, (tuple, list)) or len(params) != len(ops):
+        raise ShapeContractError(
+            f"{label}: params is a {type(params).__name__}, but the parameters "
+            f"of these {len(ops)} operations are a tuple with one entry for each."
+        )
+    pairs = zip(ops, params, strict=True)
+    return tuple(part for op, own in pairs for part in op.split(own))
 
 
 def constructor_call(op) -> str:

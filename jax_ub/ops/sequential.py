@@ -11,7 +11,13 @@ from jax_ub.explain.program import exposed
 from jax_ub.explain.table import Table
 from jax_ub.ops.explaining import Sizes, explain
 from jax_ub.ops.fuser import OperationFuser
-from jax_ub.ops.operation import BasicOperation, Operation
+from jax_ub.ops.operation import (
+    BasicOperation,
+    Op,
+    Operation,
+    init_each,
+    split_each,
+)
 
 
 class Sequential(Operation):
@@ -84,6 +90,11 @@ class Sequential(Operation):
         """Those of all entries."""
         return tuple(basic for op in self._ops for basic in op.basic_ops)
 
+    @property
+    def entries(self) -> tuple[Op, ...]:
+        """Those of all entries of the list."""
+        return tuple(entry for op in self._ops for entry in op.entries)
+
     def init(self, key: jax.Array) -> tuple[Any, ...]:
         """Creates the parameters: a tuple with one entry for each operation.
 
@@ -93,9 +104,7 @@ class Sequential(Operation):
         Returns:
             Global arrays, in dicts by name, which are empty for operations without.
         """
-        return tuple(
-            op.init(jax.random.fold_in(key, place)) for place, op in enumerate(self)
-        )
+        return init_each(self._ops, key)
 
     def specs(self) -> tuple[Any, ...]:
         """The `PartitionSpec` of every parameter, in the tree of `init`."""
@@ -103,13 +112,7 @@ class Sequential(Operation):
 
     def split(self, params):
         """Deals the parameters out to the basic operations."""
-        if not isinstance(params, (tuple, list)) or len(params) != len(self):
-            raise ShapeContractError(
-                f"Sequential: params is a {type(params).__name__}, but the parameters "
-                f"of these {len(self)} operations are a tuple with one entry for each."
-            )
-        pairs = zip(self, params, strict=True)
-        return tuple(part for op, own in pairs for part in op.split(own))
+        return split_each("Sequential", self._ops, params)
 
     def append(self, op: Operation) -> "Sequential":
         """Adds an operation at the end; returns the list itself."""

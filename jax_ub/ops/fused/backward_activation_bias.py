@@ -1,10 +1,19 @@
 """The gradients of an activation and of the bias before it, together."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax_ub.ops.basic.activation import Activation
 from jax_ub.ops.basic.bias import Bias
-from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
+from jax_ub.ops.fused.parts import Part, collect
+from jax_ub.ops.operation import (
+    BasicOperation,
+    FusedOperation,
+    Op,
+    front,
+    fuse_windows,
+)
 from jax_ub.rules.bias import row_sum
 
 
@@ -14,6 +23,31 @@ class BackwardActivationBias(FusedOperation):
 
     Transformer Engine: `BackwardActivationBias`, which does so where it quantizes.
     """
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        bias: Bias | None = None,
+        activation: Activation | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            bias: the bias before the activation.
+            activation: the activation.
+
+        Raises:
+            ShapeContractError: if a part is missing or the window is not fused.
+        """
+        bias, activation = collect(
+            "BackwardActivationBias",
+            basic_ops,
+            Part("bias", Bias, bias),
+            Part("activation", Activation, activation),
+        )
+        super().__init__((bias, activation))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """One derivative, for both."""
@@ -25,7 +59,7 @@ class BackwardActivationBias(FusedOperation):
         return dx.astype(dy.dtype), (d_params, {}), ((), ())
 
     @classmethod
-    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces activations with the bias before them."""
         return fuse_windows(ops, _match)
 

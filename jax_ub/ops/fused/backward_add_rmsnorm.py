@@ -1,12 +1,23 @@
 """The gradient of an RMSNorm's input, added to that of a residual."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
 from jax_ub.ops.basic.normalization import RMSNorm
-from jax_ub.ops.operation import FusedOperation, Op, front, fuse_windows
+from jax_ub.ops.fused.parts import Part, check_in_place, collect
+from jax_ub.ops.operation import (
+    BasicOperation,
+    FusedOperation,
+    Op,
+    front,
+    fuse_windows,
+)
+
+OP = "BackwardAddRMSNorm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +27,33 @@ class BackwardAddRMSNorm(FusedOperation):
     Transformer Engine: `BackwardAddRMSNorm`. Saves the pass that adds the two, and the
     rounding before it.
     """
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        add: MakeExtraOutput | None = None,
+        rmsnorm: RMSNorm | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            add: what hands the input of the norm out, not in place: its backward adds
+                the two gradients.
+            rmsnorm: the norm.
+
+        Raises:
+            ShapeContractError: if a part is missing or the window is not fused.
+        """
+        add, rmsnorm = collect(
+            OP,
+            basic_ops,
+            Part("add", MakeExtraOutput, add),
+            Part("rmsnorm", RMSNorm, rmsnorm),
+        )
+        check_in_place(OP, "add", add, wanted=False)
+        super().__init__((add, rmsnorm))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """The sum in f32."""
@@ -29,7 +67,7 @@ class BackwardAddRMSNorm(FusedOperation):
         return dx.astype(d_extra.dtype), ({}, d_params), ((), ())
 
     @classmethod
-    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces norms whose input was handed out."""
         return fuse_windows(ops, _match)
 

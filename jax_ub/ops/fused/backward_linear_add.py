@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
+from jax_ub.ops.fused.parts import Part, check_in_place, check_mode, collect
 from jax_ub.ops.fused.userbuffers_backward_linear import (
     OP,
     UserbuffersBackwardLinear,
     window_gradients,
 )
-from jax_ub.ops.fused.userbuffers_linear import Window
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.fused.userbuffers_linear import Window, match
+from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,45 @@ class BackwardLinearAdd(FusedOperation):
     """
 
     userbuffers: UserbuffersBackwardLinear | None = None
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        userbuffers: UserbuffersBackwardLinear | None = None,
+        *,
+        backward_add: MakeExtraOutput | None = None,
+        linear: BasicLinear | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            userbuffers: the overlapped linear that `basic_ops` contains, or None.
+            backward_add: what hands the input of the linear out, in place.
+            linear: a linear that is not column parallel; a row-parallel one with
+                `userbuffers_options` is overlapped.
+
+        Raises:
+            ShapeContractError: if a part is missing or the window is not fused.
+        """
+        op = "BackwardLinearAdd"
+        window = basic_ops
+        if basic_ops is not None and userbuffers is not None:
+            window = basic_ops[:2]
+        backward_add, linear = collect(
+            op,
+            window,
+            Part("backward_add", MakeExtraOutput, backward_add),
+            Part("linear", BasicLinear, linear),
+        )
+        check_in_place(op, "backward_add", backward_add, wanted=True)
+        check_mode(op, linear, "column", "dx is reduced first")
+        if basic_ops is None:
+            basic_ops = (backward_add, linear)
+            if isinstance(match([linear]), tuple):
+                userbuffers = UserbuffersBackwardLinear(linear=linear)
+        super().__init__(tuple(basic_ops))
+        object.__setattr__(self, "userbuffers", userbuffers)
 
     @property
     def overlaps(self):
@@ -66,7 +107,7 @@ class BackwardLinearAdd(FusedOperation):
         return {i: reason for i, reason in found.items() if reason}
 
     @classmethod
-    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces linears whose input was handed out in place."""
         return fuse_windows(ops, _match)
 

@@ -1,11 +1,17 @@
 """A linear with its bias in the GEMM, and the activation behind them."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax_ub.ops.basic.activation import Activation
+from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.fused import linear_windows
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.fused.parts import Part, check_mode, collect, present
+from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_windows
+
+OP = "ForwardLinearBiasActivation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,17 +22,49 @@ class ForwardLinearBiasActivation(FusedOperation):
     Saves the pass that adds the bias, and the rounding before it.
     """
 
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        activation: Activation | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            linear: a linear that is not row parallel.
+            bias: what is added in its GEMM.
+            activation: what is applied behind it.
+
+        Raises:
+            ShapeContractError: if a part is missing or the window is not fused.
+        """
+        parts = collect(
+            OP,
+            basic_ops,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("activation", Activation, activation, is_optional=True),
+        )
+        check_mode(OP, parts[0], "row", linear_windows.REDUCED)
+        super().__init__(present(*parts))
+
     def forward(self, params, x, extra_inputs, saves):
         """One GEMM; then the activation."""
-        linear, bias, *activation = self.basic_ops
+        linear, *behind = self.basic_ops
+        bias = behind.pop(0) if behind and isinstance(behind[0], Bias) else None
         y, residuals = linear_windows.forward(linear, bias, params, x)
-        if not activation:
-            return y, ((), ()), (residuals, {})
-        y, _, saved = activation[0].forward(params[2], y, (), saves[2])
-        return y, ((), (), ()), (residuals, {}, saved)
+        found = [residuals] if bias is None else [residuals, {}]
+        if behind:
+            place = len(found)
+            y, _, saved = behind[0].forward(params[place], y, (), saves[place])
+            found.append(saved)
+        return y, ((),) * len(found), tuple(found)
 
     @classmethod
-    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces linears that reduce nothing, with their bias."""
         return fuse_windows(ops, _match)
 

@@ -1,17 +1,27 @@
 """A linear with its bias, and a residual that is added, in one call."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jax_ub.ops.basic.add_extra_input import AddExtraInput
+from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.fused import linear_windows
+from jax_ub.ops.fused.parts import (
+    Part,
+    check_in_place,
+    check_mode,
+    collect,
+    present,
+)
 from jax_ub.ops.fused.userbuffers_forward_linear import (
     OP,
     UserbuffersForwardLinear,
     run_window,
 )
-from jax_ub.ops.fused.userbuffers_linear import Window
-from jax_ub.ops.operation import FusedOperation, Op, fuse_windows
+from jax_ub.ops.fused.userbuffers_linear import Window, match
+from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +38,49 @@ class ForwardLinearBiasAdd(FusedOperation):
     """
 
     userbuffers: UserbuffersForwardLinear | None = None
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        userbuffers: UserbuffersForwardLinear | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        add: AddExtraInput | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            userbuffers: the overlapped linear that `basic_ops` contains, or None.
+            linear: a linear; a row-parallel one needs `userbuffers_options`.
+            bias: what is added in its GEMM.
+            add: what is added behind that, in place.
+
+        Raises:
+            ShapeContractError: if a part is missing or the window is not fused.
+        """
+        op = "ForwardLinearBiasAdd"
+        window = basic_ops
+        if basic_ops is not None and userbuffers is not None:
+            window = (basic_ops[0], *basic_ops[len(userbuffers.basic_ops) :])
+        parts = collect(
+            op,
+            window,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("add", AddExtraInput, add),
+        )
+        check_in_place(op, "add", parts[2], wanted=True)
+        if basic_ops is None:
+            basic_ops = present(*parts)
+            is_row = parts[0].tensor_parallel_mode == "row"
+            if is_row and isinstance(match([parts[0]]), tuple):
+                userbuffers = UserbuffersForwardLinear(linear=parts[0])
+        if userbuffers is None:
+            check_mode(op, parts[0], "row", linear_windows.REDUCED)
+        super().__init__(tuple(basic_ops))
+        object.__setattr__(self, "userbuffers", userbuffers)
 
     @property
     def overlaps(self):
@@ -67,7 +120,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         )
 
     @classmethod
-    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces linears behind which something is added in place."""
         return fuse_windows(ops, _match)
 

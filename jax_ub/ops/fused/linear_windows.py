@@ -11,6 +11,8 @@ from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.operation import Extras, Op, Params, Residuals
 
+REDUCED = "its result is reduced before anything is added"
+
 
 def is_unreduced(op: Op) -> bool:
     """Whether it is a linear whose product is its result.

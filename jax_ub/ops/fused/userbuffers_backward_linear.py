@@ -1,6 +1,8 @@
 """A linear whose GEMMs overlap with their communication, backward."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax_ub.rules.vjp import promote
 OP = "UserbuffersBackwardLinear"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
     """Both gradients of a linear, beside their communication.
 
@@ -130,7 +132,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         return dx, d_params, ((),) * len(self.basic_ops)
 
     @classmethod
-    def fuse_backward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
         return cls.fuse(ops)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -27,7 +28,7 @@ from jax_ub.rules.vjp import promote
 OP = "UserbuffersForwardLinear"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
     """`BasicLinear`, `Bias`, `ReduceScatter` in one call (see `userbuffers_linear`).
 
@@ -98,7 +99,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     @classmethod
-    def fuse_forward_ops(cls, ops: list[Op]) -> list[Op]:
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
         """Replaces every window that is one of the three patterns."""
         return cls.fuse(ops)
 

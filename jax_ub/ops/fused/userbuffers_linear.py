@@ -28,6 +28,7 @@ from jax_ub.methods import Method
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
+from jax_ub.ops.fused.parts import Part, collect, present
 from jax_ub.ops.operation import (
     BasicOperation,
     FusedOperation,
@@ -72,6 +73,36 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
 class UserbuffersLinear(FusedOperation):
     """A window that is one of the patterns."""
 
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ):
+        """Makes the operation of its parts, or of a tuple of them in forward order.
+
+        Args:
+            basic_ops: the parts in forward order, in the place of the keywords.
+            linear: the linear, with `userbuffers_options`.
+            bias: what is added behind a linear whose mode is "column" or None.
+            reduce_scatter: what scatters the result of a linear whose mode is None.
+
+        Raises:
+            ShapeContractError: if the parts are none of the three patterns.
+        """
+        op = type(self).__name__
+        parts = collect(
+            op,
+            basic_ops,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("reduce_scatter", ReduceScatter, reduce_scatter, is_optional=True),
+        )
+        _check_pattern(op, *parts)
+        super().__init__(present(*parts))
+
     @property
     def overlaps(self):
         """Yes."""
@@ -84,7 +115,7 @@ class UserbuffersLinear(FusedOperation):
         return {i: reason for i, reason in found.items() if isinstance(reason, str)}
 
     @classmethod
-    def fuse(cls, ops: list[Op]) -> list[Op]:
+    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
         """Replaces every pattern by an operation of this class."""
 
         def match_front(rest):
@@ -92,6 +123,36 @@ class UserbuffersLinear(FusedOperation):
             return cls(window) if isinstance(window, tuple) else None
 
         return fuse_windows(ops, match_front)
+
+
+def _check_pattern(op, linear, bias, reduce_scatter):
+    """Checks that the operations are one of the three patterns."""
+    mode = linear.tensor_parallel_mode
+    reason = None
+    if linear.comm_name is None:
+        reason = (
+            "linear has no userbuffers_options. Pass "
+            'userbuffers_options={"comm_name": "qkv"} to ops.BasicLinear'
+        )
+    elif mode is None and reduce_scatter is None:
+        reason = (
+            "linear has tensor_parallel_mode = None and communicates nothing. Pass "
+            'reduce_scatter=ops.ReduceScatter(), or tensor_parallel_mode="column" or '
+            '"row" to ops.BasicLinear'
+        )
+    elif mode is not None and reduce_scatter is not None:
+        reason = (
+            f'linear has tensor_parallel_mode = "{mode}", but reduce_scatter belongs '
+            "behind a linear whose mode is None. Pass reduce_scatter=None"
+        )
+    elif mode == "row" and bias is not None:
+        reason = (
+            'linear has tensor_parallel_mode = "row", whose bias is added once, after '
+            "the reduce-scatter. Pass bias=None, and put the Bias behind this "
+            "operation"
+        )
+    if reason is not None:
+        raise ShapeContractError(f"{op}: {reason}.")
 
 
 @dataclasses.dataclass(frozen=True)

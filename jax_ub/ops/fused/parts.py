@@ -1,0 +1,123 @@
+"""Checks the operations that a fused operation is constructed from."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax_ub.errors import ShapeContractError
+from jax_ub.ops.operation import BasicOperation
+
+
+class Part(NamedTuple):
+    """One operation of a window: its keyword, its type, and what the caller passed."""
+
+    name: str
+    kind: type[BasicOperation]
+    given: Any
+    is_optional: bool = False
+
+
+def collect(
+    op: str, basic_ops: Sequence[BasicOperation] | None, *parts: Part
+) -> tuple[Any, ...]:
+    """Returns the operation of every part, None for an optional part that is absent.
+
+    Args:
+        op: the fused operation, for errors.
+        basic_ops: the window in forward order, or None where the parts are given.
+        *parts: the parts of the window in forward order.
+
+    Raises:
+        ShapeContractError: if a part is missing or has another type, or if both
+            spellings are used.
+    """
+    named = [part for part in parts if part.given is not None]
+    if basic_ops is None:
+        for part in parts:
+            _check_type(op, part)
+        return tuple(part.given for part in parts)
+    if named:
+        raise ShapeContractError(
+            f"{op}: basic_ops is given beside {named[0].name}. Pass the operations "
+            f"once: {_call(op, parts)}."
+        )
+    if not isinstance(basic_ops, (tuple, list)):
+        raise ShapeContractError(
+            f"{op}: basic_ops is a {type(basic_ops).__name__}, not a tuple of "
+            f"operations. Pass {_call(op, parts)}."
+        )
+    return _in_order(op, basic_ops, parts)
+
+
+def _check_type(op, part):
+    if part.given is None and part.is_optional:
+        return
+    if part.given is None:
+        raise ShapeContractError(
+            f"{op}: {part.name} is missing. Pass {part.name}=ops.{part.kind.__name__}"
+            "(...)."
+        )
+    if not isinstance(part.given, part.kind):
+        raise ShapeContractError(
+            f"{op}: {part.name} = {part.given!r} is a {type(part.given).__name__}, "
+            f"not an ops.{part.kind.__name__}. Pass one."
+        )
+
+
+def _in_order(op, basic_ops, parts):
+    """Assigns the operations of a tuple to the parts."""
+    rest = list(basic_ops)
+    found: list[BasicOperation | None] = []
+    for part in parts:
+        fits = bool(rest) and isinstance(rest[0], part.kind)
+        found.append(rest.pop(0) if fits else None)
+    is_whole = all(
+        part.is_optional or each is not None
+        for part, each in zip(parts, found, strict=True)
+    )
+    if rest or not is_whole:
+        kinds = ", ".join(type(each).__name__ for each in basic_ops)
+        raise ShapeContractError(
+            f"{op}: basic_ops has the types ({kinds}), which are not its window. Pass "
+            f"{_call(op, parts)}."
+        )
+    return tuple(found)
+
+
+def _call(op, parts):
+    """Returns the call by keyword."""
+    keywords = ", ".join(
+        f"{part.name}={'None' if part.is_optional else '...'}" for part in parts
+    )
+    return f"{op}({keywords})"
+
+
+def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
+    """Returns the operations that are not None."""
+    return tuple(op for op in ops if op is not None)
+
+
+def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
+    """Checks `in_place` of a `MakeExtraOutput` or an `AddExtraInput`.
+
+    Raises:
+        ShapeContractError: if it differs from `wanted`.
+    """
+    if part.in_place != wanted:
+        kind = type(part).__name__
+        raise ShapeContractError(
+            f"{op}: {name} = {part!r} has in_place = {part.in_place}. Pass "
+            f"{name}=ops.{kind}(in_place={wanted}), or leave {kind} unfused."
+        )
+
+
+def check_mode(op: str, linear: Any, refused: str, reason: str) -> None:
+    """Checks that a linear has another `tensor_parallel_mode` than `refused`.
+
+    Raises:
+        ShapeContractError: if it has that one.
+    """
+    if linear.tensor_parallel_mode == refused:
+        raise ShapeContractError(
+            f'{op}: linear has tensor_parallel_mode = "{refused}": {reason}. Leave '
+            "the operations unfused."
+        )
