@@ -18,7 +18,6 @@ METHODS = (
     "direct",
     "ring_exchange",
     "pipeline",
-    "bulk",
     "external",
     "xla",
 )

@@ -6,10 +6,11 @@ import dataclasses
 import enum
 import re
 from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 
-from jax_ub.errors import UnknownNameError, nearest, shown
+from jax_ub.errors import UnknownNameError, UnsupportedOverlapError, nearest, shown
 
 
 class Method(enum.Enum):
@@ -43,11 +44,6 @@ class Method(enum.Enum):
     def forward(self) -> "Method":
         """The method of a fused GEMM: bulk overlaps independent work only."""
         return Method.RING_EXCHANGE if self is Method.BULK else self
-
-    @property
-    def alone(self) -> "Method":
-        """The method of the communication, or of the GEMM, that runs by itself."""
-        return self if self in (Method.AUTO, Method.XLA) else Method.DIRECT
 
     @property
     def code(self) -> int:
@@ -122,6 +118,26 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
             f"{op}: {source} = {shown(name)} is not a method. {nearest(name, names)}"
         )
     return Method(name)
+
+
+def refuse_bulk(op: str, source: str) -> NoReturn:
+    """Refuses "bulk" for a call that multiplies what it communicates.
+
+    Args:
+        op: the op's name, for errors.
+        source: what asks for it: an argument or an environment variable.
+
+    Raises:
+        UnsupportedOverlapError: says which method to use, or how to configure a pass.
+    """
+    raise UnsupportedOverlapError(
+        f'{op}: {source} = "bulk" communicates beside a GEMM that does not depend on '
+        "the communication. Only the backward pass of a column-parallel layer has such "
+        'a GEMM. Use "ring_exchange", "pipeline", "external" or "auto", or configure '
+        "the backward pass of a named layer: "
+        'initialize_ub(ub_cfgs={"qkv_dgrad": {"method": "bulk"}, '
+        '"qkv_wgrad": {"method": "bulk"}}) and ub_name="qkv".'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from operands import small_integers
 
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 MODES = ("column", "row")
-METHODS = ("auto", "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "external", "xla")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from layouts import connect, devices
 
+import jax_ub as ub
 from jax_ub.methods import Method
 
 # Any number of ranks in one dtype, and the other dtypes on a few: the dtype is the
@@ -39,6 +40,19 @@ def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = Tru
             check_vma=check_vma,
         )
     )
+
+
+def by_method(method: str, mesh: Mesh) -> dict[str, str]:
+    """The keywords with which the call of a column layer runs by `method`.
+
+    "bulk" is a method of its backward pass alone, which a name is configured with.
+    `conftest.py` removes the configuration after the test.
+    """
+    if method != "bulk":
+        return {"method": method}
+    if not ub.is_ub_initialized("tp"):
+        ub.initialize_ub((1024, 64), mesh.shape["tp"], mesh=mesh)
+    return {"ub_name": "qkv"}
 
 
 def own_copy(tree, mesh: Mesh, spec):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from plain_functions import vary
 
-METHODS = (None, "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+METHODS = (None, "direct", "ring_exchange", "pipeline", "external", "xla")
 MOST_ROWS = 40
 
 

@@ -29,7 +29,7 @@ def method_of(call: Any) -> Method:
     Chunks are pushed into the peers' slots, nobody reads a peer in place: what is
     gathered goes to all peers at once, nearest first (a pipeline; one piece a chunk,
     unless the call says more), and sums go to the rank that owns their rows. A local
-    product, and a collective on its own, has no method to choose.
+    product has no method to choose.
     """
     if not call.axis_name:
         return Method.DIRECT
@@ -63,9 +63,8 @@ def _summed_itemsize(call, operands):
 
 
 def _chooses(call):
-    """Whether nobody said how it is to run: a collective alone has no method."""
-    alone = call.method is Method.DIRECT and call.communicates_only
-    return bool(call.axis_name) and (call.method is Method.AUTO or alone)
+    """Whether nobody said how it is to run."""
+    return bool(call.axis_name) and call.method is Method.AUTO
 
 
 def why_not(call: Any, ranks: Ranks) -> str | None:

@@ -5,10 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.methods import Method
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.bulk_reduce_scatter import bulk_reduce_scatter
+from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
@@ -42,16 +45,35 @@ def column_gradients(
     x, gathered = residuals["x"], residuals["gathered"]
     if not dys:
         return _scattered(site, ws, d_gathered, site.dtype), {}
+    _check_bulk(site)
     # Beside a gather kernels are [in, out].
-    may_be_bulk = x is not None and ws is not None and not site.rhs_transposed
-    if may_be_bulk:
+    may_be_bulk = ws is not None and not site.rhs_transposed
+    if may_be_bulk and x is not None:
         site = _as_tuned(site, x, gradients)
-    if may_be_bulk and site.communicates_beside:
-        dx, dws = _bulk(site, x, gradients, ws, main_grads)
+        is_bulk = site.communicates_beside
+    else:
+        # Where the forward pass has saved the gathered x, only "bulk" itself is.
+        is_bulk = may_be_bulk and gathered is not None and site.method is Method.BULK
+    if is_bulk:
+        dx, dws = _bulk(site, x, gathered, gradients, ws, main_grads, d_gathered)
     else:
         dx = _dgrad(site, gradients, ws, d_gathered)
         dws = _wgrad(site, x, gathered, gradients, main_grads)
     return dx, dict(zip(dys, dws, strict=False))
+
+
+def _check_bulk(site):
+    """Refuses "bulk" for kernels `[out, in]` where it was configured.
+
+    Where it is the default of a name, the gradients run as without a method.
+    """
+    is_asked = site.method is Method.BULK and site.choice.is_asked
+    if is_asked and site.rhs_transposed:
+        raise UnsupportedOverlapError(
+            f'{site.label}: method "bulk" of the dgrad needs a kernel [in, out], but '
+            "rhs_transposed = True. Pass the kernel [in, out], or configure another "
+            'method, for example "ring_exchange".'
+        )
 
 
 def _as_tuned(site, x, dys):
@@ -106,10 +128,19 @@ def _wgrad(site, x, gathered, dys, main_grads):
     )
 
 
-def _bulk(site, x, dys, ws, main_grads):
+def _bulk(site, x, gathered, dys, ws, main_grads, d_gathered):
     # x is gathered beside dy w^T, whose sums are scattered beside x^T dy.
     dtype = site.partial_dtype(len(dys))
-    partial, gathered = bulk_all_gather(dys, ws, x, partial_dtype=dtype, **site.bulk)
+    if gathered is None:
+        partial, gathered = bulk_all_gather(
+            dys, ws, x, partial_dtype=dtype, **site.bulk
+        )
+    else:
+        partial = matmul(
+            dys, ws, None, None, rhs_transposed=True, out_dtype=dtype, **site.local
+        )
+    if not is_zero(d_gathered):
+        partial += d_gathered.astype(dtype)
     main_grads, dtype = accumulation(site, dys, *(main_grads or (None,)))
     dws, dx = bulk_reduce_scatter(
         gathered,

@@ -134,26 +134,34 @@ class Site:
 
     @property
     def alone(self) -> dict[str, Any]:
-        """Where communication without a GEMM runs."""
-        return self.over_ranks(self.method.alone)
+        """Where communication without a GEMM runs: by the call's method."""
+        return self.over_ranks(self.method)
 
     @property
     def local(self) -> dict[str, Any]:
-        """Where a GEMM without communication runs.
+        """Where a GEMM without communication runs: every method is one GEMM there.
 
         Where nobody asked for a method it is as it was tuned on its own, unless it lies
         beside communication that is plain JAX: then all of it was timed.
         """
         is_tuned = self.choice.falls_back and self.method is not Method.XLA
+        overlaps_nothing = self.method in (Method.AUTO, Method.XLA)
+        method = self.method if overlaps_nothing else Method.DIRECT
         return {
-            "choice": Choice(self.method.alone, is_asked=self.choice.is_asked),
+            "choice": Choice(method, is_asked=self.choice.is_asked),
             "tuned": self.tuned if is_tuned else None,
             "label": self.label,
         }
 
 
 def open_site(
-    op: str, axis_name, ub_name: str | None, method, *, like: str | None = None
+    op: str,
+    axis_name,
+    ub_name: str | None,
+    method,
+    *,
+    like: str | None = None,
+    may_be_bulk: bool = False,
 ) -> Site:
     """Finds the ranks and the methods of a call.
 
@@ -166,13 +174,18 @@ def open_site(
         ub_name: its name in `initialize_ub`, or None.
         method: what the call itself asks for, or None.
         like: the function that communicates as this call does; None is `op`.
+        may_be_bulk: whether the call is the backward pass of a column-parallel layer
+            only, whose method may be "bulk".
 
     Raises:
         ShapeContractError: if the axis is not a manual mesh axis.
+        UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
     num_ranks = mesh.axis_size(label_of(op, ub_name), axis_name)
     axes = mesh.axis_tuple(axis_name)
-    site = plan_site(op, axes, num_ranks, ub_name, method, like=like)
+    site = plan_site(
+        op, axes, num_ranks, ub_name, method, like=like, may_be_bulk=may_be_bulk
+    )
     return dataclasses.replace(site, is_tracked=varying.is_tracked(axes))
 
 
@@ -196,6 +209,7 @@ def plan_site(
     method,
     *,
     like: str | None = None,
+    may_be_bulk: bool = False,
 ) -> Site:
     """The same for known ranks, outside `jax.shard_map` too."""
     label = label_of(op, ub_name)
@@ -206,6 +220,8 @@ def plan_site(
             'the name of a layer, such as "qkv", or leave ub_name out.'
         )
     chosen = methods.resolve(label, method, settings.method())
+    if axes and chosen is Method.BULK and not may_be_bulk:
+        methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     found = overlaps.find(label, axes, num_ranks, ub_name)
     automatic = chosen is Method.AUTO or (method is None and bool(found))
     choices = None

@@ -78,15 +78,15 @@ def test_what_is_not_predicted_for_want_of_ranks_is_said():
 
 
 def test_method_decides_what_runs_backward():
-    options = {"comm_name": "fc1", "method": "bulk"}
+    options = {"comm_name": "fc1", "method": "ring_exchange"}
     linear = ops.BasicLinear(
         8, 8, tensor_parallel_mode="column", sequence_parallel=True,
         userbuffers_options=options,
     )  # fmt: skip
     _, backward = ops.Sequential(linear).explain().rows
     assert (backward.op, backward.method) == (
-        "bulk_all_gather, bulk_reduce_scatter",
-        "bulk",
+        "matmul_reduce_scatter, all_gather, wgrad",
+        "ring_exchange",
     )
     plain = dataclasses.replace(
         linear, userbuffers_options={**options, "method": "xla"}

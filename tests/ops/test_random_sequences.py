@@ -49,7 +49,6 @@ class Walk:
         overlap = None
         if sequence_parallel and self.draw.random() < 0.7:
             methods = ["direct", "ring_exchange", "pipeline", "xla"]
-            methods += ["bulk"] if mode == "column" else []
             overlap = {"comm_name": {"column": "fc1", "row": "fc2"}[mode]}
             overlap["method"] = self.draw.choice(methods)
         op = ops.Linear(

@@ -211,14 +211,22 @@ def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
     assert summed(8, Choice(Method.RING_EXCHANGE)) is Variant.PLAIN
 
 
-def test_a_collective_on_its_own_has_no_method_to_choose(engine):
-    def function(x):
-        where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        return all_gather(x, choice=Choice(Method.DIRECT), **where)
+def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
+    def run(method):
+        def function(x):
+            where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
+            return all_gather(x, choice=Choice(method), **where)
 
-    run = on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
-    _, call = the_call(cuda_text(run, shape(8, 6)))
-    assert attribute(call, "method") == Method.PIPELINE.code
+        return on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
+
+    for method, runs in (
+        (Method.AUTO, Method.PIPELINE),
+        (Method.RING_EXCHANGE, Method.RING_EXCHANGE),
+    ):
+        _, call = the_call(cuda_text(run(method), shape(8, 6)))
+        assert attribute(call, "method") == runs.code
+    with pytest.raises(UnsupportedOverlapError, match="buffers are not mapped"):
+        cuda_text(run(Method.DIRECT), shape(8, 6))
 
 
 @pytest.mark.parametrize("method", [Method.AUTO, Method.DIRECT])

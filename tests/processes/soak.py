@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ub as ub
 
 AXES = ("tp", "mp")  # two groups of ranks may be alive at once
-METHODS = (None, "direct", "ring_exchange", "pipeline", "bulk", "external")
+METHODS = (None, "direct", "ring_exchange", "pipeline", "external")
 DTYPES = ("float32", "bfloat16", "float16")
 CAPACITY = (256, 64)
 

@@ -8,7 +8,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layouts import connect
 from operands import assert_equal, small_integers
-from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+from programs import (
+    by_method,
+    calls,
+    collectives,
+    compiled_text,
+    dp_tp_mesh,
+    on_ranks,
+    tp_mesh,
+)
 
 import jax_ub as ub
 
@@ -34,11 +42,11 @@ def plain(x, w, b):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_values_and_gradients_are_exact(method, check_vma):
+    mesh = dp_tp_mesh(2, 4)
+    options = by_method(method, mesh)
     layer = on_ranks(
-        lambda x, w, b: ub.all_gather_matmul(
-            x, w, axis_name="tp", bias=b, method=method
-        ),
-        dp_tp_mesh(2, 4),
+        lambda x, w, b: ub.all_gather_matmul(x, w, axis_name="tp", bias=b, **options),
+        mesh,
         (ROWS, COLUMNS, P("tp")),
         FEATURES,
         check_vma=check_vma,
@@ -68,10 +76,13 @@ def test_any_number_of_ranks(num_ranks):
 
 @pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
 def test_kernels_in_a_tuple_share_one_gather(method):
-    def layer(x, ws, bs):
-        return ub.all_gather_matmul(x, ws, axis_name="tp", bias=bs, method=method)
+    mesh = dp_tp_mesh(2, 2)
+    options = by_method(method, mesh)
 
-    function = on_ranks(layer, dp_tp_mesh(2, 2), (ROWS, COLUMNS, P("tp")), FEATURES)
+    def layer(x, ws, bs):
+        return ub.all_gather_matmul(x, ws, axis_name="tp", bias=bs, **options)
+
+    function = on_ranks(layer, mesh, (ROWS, COLUMNS, P("tp")), FEATURES)
     x, w, b = operands(2)
     v = small_integers(4, (6, 14))
     values = x, (w, v), (b, jnp.zeros(14))
@@ -112,21 +123,24 @@ def test_kernels_in_a_tuple_share_one_gather(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pair", [False, True])
 def test_kernels_that_lie_transposed_are_read_where_they_lie(method, pair):
+    mesh = tp_mesh(4)
+    options = by_method(method, mesh)
+
     def layer(x, ws, bs, mgs):
         return ub.all_gather_matmul(
             x,
             ws,
             axis_name="tp",
             bias=bs,
-            method=method,
             main_grad=mgs,
             rhs_transposed=True,
+            **options,
         )
 
     kernels = P("tp")
     function = on_ranks(
         layer,
-        tp_mesh(4),
+        mesh,
         (P(None, "tp"), kernels, P("tp"), kernels),
         P(None, None, "tp"),
     )
@@ -181,15 +195,15 @@ def test_kernel_without_a_gradient_leaves_the_others_right():
 @pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
 def test_gathered_operand_has_a_gradient_and_is_saved(method):
     x, w, _ = operands(2)
+    mesh = dp_tp_mesh(2, 2)
+    options = by_method(method, mesh)
 
     def layer(x, w):
         return ub.all_gather_matmul(
-            x, w, axis_name="tp", method=method, return_gathered=True
+            x, w, axis_name="tp", return_gathered=True, **options
         )
 
-    function = on_ranks(
-        layer, dp_tp_mesh(2, 2), (ROWS, COLUMNS), (FEATURES, P("dp", None, "tp"))
-    )
+    function = on_ranks(layer, mesh, (ROWS, COLUMNS), (FEATURES, P("dp", None, "tp")))
 
     def loss(x, w):
         # Side by side, the gathered copies of both ranks.
@@ -204,11 +218,10 @@ def test_gathered_operand_has_a_gradient_and_is_saved(method):
     text = compiled_text(
         jax.jit(jax.grad(lambda x, w: weighted(function(x, w)[0]), (0, 1))), x, w
     )
-    assert calls(text) == {
-        "all_gather_matmul": 1,
-        "matmul_reduce_scatter": 1,
-        "wgrad": 1,
-    }
+    backward = {"matmul_reduce_scatter": 1, "wgrad": 1}
+    if method == "bulk":
+        backward = {"matmul": 1, "bulk_reduce_scatter": 1}
+    assert calls(text) == {"all_gather_matmul": 1, **backward}
 
 
 FULL = {
@@ -223,9 +236,11 @@ FULL = {
 @pytest.mark.parametrize("method", FULL)
 def test_frozen_operands_skip_their_gemm(method):
     x, w, _ = operands(2)
+    mesh = tp_mesh(2)
+    options = by_method(method, mesh)
     function = on_ranks(
-        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", method=method),
-        tp_mesh(2),
+        lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", **options),
+        mesh,
         (P(None, "tp"), COLUMNS),
         P(None, None, "tp"),
     )

@@ -1,6 +1,7 @@
 """main_grad: an accumulator whose cotangent is its new value, in place."""
 
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import (
+    by_method,
     calls,
     compiled_text,
     copies,
@@ -28,9 +30,15 @@ KINDS = {
     "row without sequence parallelism": (P(None, "tp"), P("tp"), P("tp")),
 }
 
+KINDS_AND_METHODS = [
+    *itertools.product(KINDS, ["auto", "ring_exchange", "pipeline", "xla"]),
+    ("column", "bulk"),
+]
 
-def layer(kind, method=None):
+
+def layer(kind, method=None, mesh=None):
     parallel = None if kind is None else kind.split()[0]
+    options = by_method(method, mesh)
 
     def call(x, w, main_grad):
         return ub.linear(
@@ -40,7 +48,7 @@ def layer(kind, method=None):
             axis_name="tp",
             sequence_parallel=kind in ("column", "row"),
             main_grad=main_grad,
-            method=method,
+            **options,
         )
 
     return call
@@ -51,10 +59,9 @@ def operands():
     return x, w, small_integers(2, w.shape)
 
 
-@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk", "xla"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)
 def test_its_cotangent_is_its_new_value_and_the_kernel_s_is_zero(kind, method):
-    call = layer(kind, method)
+    call = layer(kind, method, tp_mesh(4))
 
     def gradients(x, w, main_grad):
         loss = lambda *v: jnp.sum(call(*v).astype("float32"))  # noqa: E731
@@ -215,13 +222,14 @@ def test_claims_vanish_with_their_tracers():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk", "xla"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)
 def test_accumulator_that_is_not_mapped_as_its_gradient_is_refused(
     kind, method, check_vma
 ):
+    call = layer(kind, method, tp_mesh(2))
+
     def gradient(xs, w, main_grad):
-        apply = lambda m: jax.vmap(lambda x: layer(kind, method)(x, w, m))(xs)  # noqa: E731
+        apply = lambda m: jax.vmap(lambda x: call(x, w, m))(xs)  # noqa: E731
         return jax.grad(lambda m: jnp.sum(apply(m)))(main_grad)
 
     x_spec, w_spec, _ = KINDS[kind]

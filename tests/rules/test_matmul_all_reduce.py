@@ -9,7 +9,7 @@ from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp
 
 import jax_ub as ub
 
-METHODS = ("auto", "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "external", "xla")
 FEATURES, WHOLE = P("dp", None, "tp"), P("dp")
 
 

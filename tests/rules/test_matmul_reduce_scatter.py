@@ -9,7 +9,7 @@ from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp
 
 import jax_ub as ub
 
-METHODS = ("auto", "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "external", "xla")
 FEATURES, ROWS = P("dp", None, "tp"), P("dp", "tp")
 
 
@@ -66,7 +66,6 @@ FULL = {
     "auto": {"all_gather_matmul": 1, "wgrad": 1},
     "ring_exchange": {"all_gather_matmul": 1, "wgrad": 1},
     "pipeline": {"all_gather_matmul": 1, "wgrad": 1},
-    "bulk": {"all_gather_matmul": 1, "wgrad": 1},
     "external": {"all_gather_matmul": 1, "wgrad": 1},
 }
 

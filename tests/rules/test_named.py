@@ -11,6 +11,7 @@ from operands import assert_equal, small_integers
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub import ops
 from jax_ub.methods import Method
 from jax_ub.runtime import settings
 
@@ -98,7 +99,7 @@ def test_each_pass_has_its_own_method():
     assert lowered(column(ub_name="fc1"), 0, 1) == {
         "all_gather_matmul pipeline 3": 1,
         "matmul_reduce_scatter ring_exchange": 1,
-        "all_gather direct": 1,
+        "all_gather ring_exchange": 1,
         "wgrad direct": 1,
     }
 
@@ -119,11 +120,11 @@ def test_a_direct_dgrad_lets_the_wgrad_read_in_place():
 
 def test_a_wgrad_that_was_configured_gathers_by_itself_where_no_dgrad_did():
     initialize(proj_wgrad={"method": "external"}, proj_dgrad={"method": "direct"})
-    assert lowered(row(ub_name="proj"), 1)["all_gather direct"] == 1
-    assert lowered(row(ub_name="proj"), 0, 1)["all_gather direct"] == 1
+    assert lowered(row(ub_name="proj"), 1)["all_gather external"] == 1
+    assert lowered(row(ub_name="proj"), 0, 1)["all_gather external"] == 1
     ub.destroy_ub()
     initialize(proj_wgrad={"method": "direct"})
-    assert lowered(row(ub_name="proj"), 1)["all_gather direct"] == 0
+    assert lowered(row(ub_name="proj"), 1)["wgrad direct"] == 1
 
 
 def test_free_names_and_full_names_are_found():
@@ -338,3 +339,79 @@ def test_layers_that_overlap_named_keep_their_paths_as_labels():
         model = nnx.Dict(up=nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
     ub.overlap(model, rules={"up": "column"}, mesh=mesh)
     model["up"](jnp.ones((1, 64, 32)))
+
+
+BY_METHOD = ["direct", "ring_exchange", "pipeline", "external"]
+
+
+@pytest.mark.parametrize("method", BY_METHOD)
+def test_a_named_method_runs_every_part_that_communicates(method):
+    for layer in (column, row):
+        for wanted in ((0, 1), (0,), (1,)):
+            found = lowered(layer(method=method), *wanted)
+            used = {key.split()[1] for key in found if not key.startswith("wgrad")}
+            assert used == {method}
+
+
+@pytest.mark.parametrize("method", BY_METHOD)
+def test_a_lone_collective_runs_by_its_method(method):
+    def function(x):
+        y, _, _ = ops.AllGather("tp", method=method).forward({}, x, (), frozenset())
+        z, _, _ = ops.ReduceScatter("tp", method=method).forward({}, y, (), frozenset())
+        return z
+
+    run = on_ranks(function, tp_mesh(4), P("tp"), P("tp"))
+    x, _ = operands()
+    found = re.findall(r"@jax_ub\$(\w+)\(.*?method = (\d)", run.lower(x).as_text())
+    wanted = {("all_gather", method), ("reduce_scatter", method)}
+    assert {(target, CODES[int(code)]) for target, code in found} == wanted
+    assert_equal(run(x), 4 * x)
+
+
+@pytest.mark.parametrize("layer", [column, row])
+def test_bulk_is_refused_for_a_call_that_multiplies_what_it_communicates(
+    layer, monkeypatch
+):
+    message = 'method = "bulk" communicates beside .* Use "ring_exchange".*ub_cfgs='
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
+        lowered(layer(method="bulk"), 0)
+    monkeypatch.setenv("JAX_UB_METHOD", "bulk")
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match='JAX_UB_METHOD = "bu'):
+        lowered(layer(), 0)
+
+
+def test_bulk_is_refused_for_an_operation_whatever_passes_it_to():
+    error, match = ub.errors.UnsupportedOverlapError, '"bulk" communicates beside'
+    with pytest.raises(error, match=match):
+        ops.BasicLinear(8, 8, tensor_parallel_mode="column", method="bulk")
+    with pytest.raises(error, match=r'userbuffers_options\["method"\] = "bulk"'):
+        ops.BasicLinear(8, 8, userbuffers_options={"comm_name": "a", "method": "bulk"})
+    with pytest.raises(error, match=match):
+        on_ranks(
+            lambda dy, x, w: ops.fused.UserbuffersBackwardLinear.functional_backward(
+                dy, x, w, tensor_parallel_mode="row", axis_name="tp", method="bulk"
+            )[0],
+            tp_mesh(4),
+            (P("tp"), *ROW),
+            P(None, "tp"),
+        ).lower(jnp.ones((64, 16)), *operands())
+
+
+def test_bulk_that_was_configured_is_refused_for_transposed_kernels():
+    def function(x, w):
+        return ub.all_gather_matmul(
+            x, w, axis_name="tp", ub_name="qkv", rhs_transposed=True
+        )
+
+    layer = on_ranks(function, tp_mesh(4), (P("tp"), P("tp")), P(None, "tp"))
+    x, w = operands()
+    gradient = jax.jit(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)))
+    initialize()
+    # Nobody asked for Transformer Engine's default.
+    assert "bulk" not in gradient.lower(x, w.T).as_text()
+    ub.destroy_ub()
+    initialize(qkv_dgrad={"method": "bulk"})
+    gradient = jax.jit(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)))
+    jax.clear_caches()
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=r"kernel \[in, out\]"):
+        gradient.lower(x, w.T)

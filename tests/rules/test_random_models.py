@@ -10,7 +10,7 @@ from programs import dp_tp_mesh, on_ranks
 
 import jax_ub as ub
 
-METHODS = (None, "direct", "ring_exchange", "pipeline", "bulk", "external", "xla")
+METHODS = (None, "direct", "ring_exchange", "pipeline", "external", "xla")
 WHOLE_KERNEL = {None: P(), "column": P(None, "tp"), "row": P("tp")}
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import devices
 from operands import assert_equal, small_integers
-from programs import calls, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+from programs import by_method, calls, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 
@@ -95,8 +95,10 @@ def test_vmap_of_a_pair_and_its_gradients(method):
     _, w1, w2 = operands()
     xs = small_integers(3, (3, 8, 6))
 
+    options = by_method(method, tp_mesh(4))
+
     def layers(x, w1, w2):
-        return row(column(x, w1, method=method), w2, method=method)
+        return row(column(x, w1, **options), w2, method="ring_exchange")
 
     run = on_four(jax.vmap(layers, in_axes=(0, None, None)), P(None, "tp"), STACKED)
 

@@ -10,8 +10,9 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_ub import shapes
+from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub.methods import Method
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.operation import BasicOperation, Needs, Params, compute_dtype
 from jax_ub.rules import main_grads as accumulators
@@ -88,8 +89,10 @@ class BasicLinear(BasicOperation):
         """Checks what can be checked without a mesh.
 
         Raises:
-            UnknownNameError: if there is no such mode, or no such option, or a flag is
+            UnknownNameError: if there is no such mode, method or option, or a flag is
                 neither true nor false.
+            UnsupportedOverlapError: for the method "bulk", which the forward pass does
+                not have.
             ShapeContractError: if a size is no positive integer, or an option does not
                 fit.
         """
@@ -105,6 +108,12 @@ class BasicLinear(BasicOperation):
             shapes.check_flag(self.label, name, getattr(self, name))
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)
+        for source, method in (
+            ("method", self.method),
+            ('userbuffers_options["method"]', dict(options or ()).get("method")),
+        ):
+            if methods.resolve(self.label, method, None) is Method.BULK:
+                methods.refuse_bulk(self.label, source)
 
     @property
     def comm_name(self) -> str | None:

@@ -109,6 +109,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
             ub_comm_name,
             method,
             dtype,
+            is_backward=True,
         )
         x = _required(site, "input", input, "weight", weight_requires_grad)
         w = _required(site, "weight", weight, "input", input_requires_grad)
@@ -145,7 +146,8 @@ def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
     w = saved.get("kernel") if needs[0].x else None
     main_grad = saved.get("main_grad") if x is not None else None
     dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
-    site = window.site(op, dtype).with_dw_dtype(linear.param_dtype)
+    site = window.site(op, dtype, is_backward=True)
+    site = site.with_dw_dtype(linear.param_dtype)
     dx, dw = gradients(site, window.mode, dy, x, w, main_grad, residual)
     if dx is None:
         dx = residual

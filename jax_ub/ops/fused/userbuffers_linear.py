@@ -177,7 +177,7 @@ class Window:
         """How it is parallel: a `ReduceScatter` makes it "row"."""
         return self.linear.tensor_parallel_mode or "row"
 
-    def site(self, op: str, dtype: DTypeLike) -> Site:
+    def site(self, op: str, dtype: DTypeLike, *, is_backward: bool = False) -> Site:
         """Where it runs."""
         linear, scatter = self.linear, self.reduce_scatter
         return open_linear(
@@ -188,6 +188,7 @@ class Window:
             linear.comm_name,
             dict(linear.userbuffers_options).get("method", linear.method),
             dtype,
+            is_backward=is_backward,
         )
 
 
@@ -199,6 +200,8 @@ def open_linear(
     ub_comm_name: str | None,
     method: Method | str | None,
     dtype: DTypeLike,
+    *,
+    is_backward: bool = False,
 ) -> Site:
     """Checks how a linear is parallel, and finds its ranks and its method.
 
@@ -226,7 +229,10 @@ def open_linear(
             'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
         )
     like = LIKE[tensor_parallel_mode]
-    site = open_site(op, axis_name, ub_comm_name, method, like=like)
+    may_be_bulk = is_backward and tensor_parallel_mode == "column"
+    site = open_site(
+        op, axis_name, ub_comm_name, method, like=like, may_be_bulk=may_be_bulk
+    )
     if np.dtype(dtype) not in shapes.FLOATS:
         raise ShapeContractError(
             f"{site.label}: dtype = {np.dtype(dtype)}, but the op computes in float32, "

@@ -62,7 +62,7 @@ def trained(seq, num_ranks, dtype):
     ("num_ranks", "dtype", "method", "in_place"),
     [
         (2, "float32", None, False),
-        (4, "float32", "bulk", True),
+        (4, "float32", "ring_exchange", True),
         (3, "bfloat16", "pipeline", False),
     ],
 )
