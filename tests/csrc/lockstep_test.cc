@@ -44,9 +44,10 @@ std::vector<std::string> OnEveryProcess(int num_processes,
 }
 
 // Processes that are threads: headers and halves are plain memory.
-struct Group4 {
-  static constexpr int kNumProcesses = 4;
-  Group4() {
+template <int num_processes>
+struct Processes {
+  static constexpr int kNumProcesses = num_processes;
+  Processes() {
     std::vector<ProcessHeader*> all;
     for (ProcessHeader& header : headers) all.push_back(&header);
     std::vector<Fate::Member> members;
@@ -62,6 +63,7 @@ struct Group4 {
   std::vector<std::unique_ptr<Fate>> fates;
   std::vector<std::unique_ptr<Lockstep>> ends;
 };
+using Group4 = Processes<4>;
 
 TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
   constexpr int64_t kNumCalls = 1000;
@@ -93,6 +95,40 @@ TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
     }
   });
   for (const std::string& error : errors) CHECK_EQ(error, "");
+}
+
+// A ring is a system call, and is counted only where somebody sleeps.
+TEST(OnlyTheLastProcessToArriveWakesTheOthers) {
+  constexpr int kNumProcesses = 16;
+  Processes<kNumProcesses> group;
+  std::vector<std::thread> sleepers;
+  for (int p = 1; p < kNumProcesses; ++p) {
+    sleepers.emplace_back([&, p] { group.ends[p]->Barrier(0, 0, Reason()); });
+    while (group.headers[p].doorbell.num_sleepers == 0) std::this_thread::yield();
+  }
+  for (const ProcessHeader& header : group.headers)
+    CHECK_EQ(header.doorbell.rings.load(), 0u);
+  group.ends[0]->Barrier(0, 0, Reason());
+  for (std::thread& sleeper : sleepers) sleeper.join();
+  uint32_t num_rings = 0;
+  for (const ProcessHeader& header : group.headers) num_rings += header.doorbell.rings;
+  CHECK_EQ(num_rings, kNumProcesses - 1u);
+}
+
+// The last process may die between its arrival and its rings.
+TEST(ADeathNoticeEndsABarrierThatIsComplete) {
+  Group4 group;
+  std::vector<std::thread> sleepers;
+  for (const int p : {0, 1, 2}) {
+    sleepers.emplace_back([&, p] { group.ends[p]->Barrier(0, 0, Reason()); });
+    while (group.headers[p].doorbell.num_sleepers == 0) std::this_thread::yield();
+  }
+  group.headers[3].progress.store(group.headers[0].progress.load());
+  for (const int p : {0, 1, 2}) {
+    group.fates[p]->SetGone(3, "died");
+    group.ends[p]->WakeOwn();
+  }
+  for (std::thread& sleeper : sleepers) sleeper.join();
 }
 
 TEST(AProcessThatFailedDoesNotCome) {
