@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/cores.h"
 #include "engine/peak.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
@@ -48,7 +49,8 @@ void SetNumThreads(int num_threads, const std::vector<int>& cores) {
 }
 
 nb::dict Counters() {
-  const jax_ub::Counters counters = jax_ub::ProcessEngine().counters();
+  const jax_ub::Engine* engine = jax_ub::ExistingEngine();
+  const jax_ub::Counters counters = engine ? engine->counters() : jax_ub::Counters();
   nb::dict calls;
   for (int op = 0; op < jax_ub::kNumOps; ++op) {
     const auto name = std::string(jax_ub::OpName(static_cast<jax_ub::Op>(op)));
@@ -82,7 +84,8 @@ nb::tuple SpanOf(const jax_ub::TraceEvent& event) {
 }
 
 nb::dict ReadTrace() {
-  const jax_ub::Trace trace = jax_ub::ProcessEngine().tracer().Read();
+  jax_ub::Engine* engine = jax_ub::ExistingEngine();
+  const jax_ub::Trace trace = engine ? engine->tracer().Read() : jax_ub::Trace();
   nb::list calls;
   for (const jax_ub::TraceCall& call : trace.calls) {
     nb::dict dict;
@@ -186,7 +189,14 @@ class Communicator {
     Close();
   }
 
-  void Close() { jax_ub::ProcessEngine().Leave(conductor_); }
+  // A child of fork() has no engine that knows the conductor.
+  void Close() {
+    if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
+      engine->Leave(conductor_);
+    } else {
+      conductor_->Close();
+    }
+  }
   std::string name() const { return conductor_->communicator().name(); }
   int64_t size_bytes() const { return conductor_->communicator().size_bytes(); }
   int64_t calls() const { return conductor_->num_calls(); }
@@ -263,11 +273,20 @@ NB_MODULE(_cpu, m) {
   m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"),
         nb::arg("cores") = std::vector<int>());
-  m.def("part_of_cores", [] { return jax_ub::ProcessEngine().crew().part(); });
-  m.def("num_threads", [] { return jax_ub::ProcessEngine().crew().num_threads(); });
+  m.def("has_engine", [] { return jax_ub::ExistingEngine() != nullptr; });
+  m.def("part_of_cores", [] {
+    jax_ub::Engine* engine = jax_ub::ExistingEngine();
+    return engine ? engine->crew().part() : std::vector<int>();
+  });
+  m.def("num_threads", [] {
+    jax_ub::Engine* engine = jax_ub::ExistingEngine();
+    return engine ? engine->crew().num_threads() : jax_ub::NumAllowedCores();
+  });
   m.def("peak_gflops", &PeakGflops, nb::arg("dtype"), nb::arg("duration_s"));
   m.def("counters", &Counters);
-  m.def("release_slots", [] { jax_ub::ProcessEngine().ReleaseSlots(); });
+  m.def("release_slots", [] {
+    if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) engine->ReleaseSlots();
+  });
 
   m.def(
       "set_local_devices",
@@ -299,7 +318,9 @@ NB_MODULE(_cpu, m) {
         nb::arg("timeout_s"), nb::arg("generation") = 1);
 
   m.def("start_trace", &StartTrace, nb::arg("events_per_thread") = 1 << 16);
-  m.def("stop_trace", [] { jax_ub::ProcessEngine().tracer().Stop(); });
+  m.def("stop_trace", [] {
+    if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) engine->tracer().Stop();
+  });
   m.def("read_trace", &ReadTrace);
 
   nb::class_<jax_ub::Step>(m, "Step")

@@ -104,6 +104,9 @@ def set_timeout_s(timeout_s: float) -> None:
         ValueError: the time is not positive.
     """
 
+def has_engine() -> bool:
+    """Says whether a call, or one of the settings, has made the engine."""
+
 def set_num_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
     """Sets how many threads compute at a time, and on which cores; none: on all.
 

@@ -17,6 +17,8 @@ std::mutex creation;
 
 }  // namespace
 
+Engine* ExistingEngine() { return engine.load(std::memory_order_acquire); }
+
 Engine& ProcessEngine() {
   Engine* found = engine.load(std::memory_order_acquire);
   if (found != nullptr) return *found;

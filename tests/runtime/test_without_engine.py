@@ -1,0 +1,53 @@
+"""Queries and releases of a process that has made no engine."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(script):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_destroy_ub_needs_no_thread():
+    # Nobody but root may change the user, and for root the limit does not hold.
+    run("""
+        import os, resource, jax
+        import jax_ub as ub
+        from jax_ub.runtime import engine
+        cpu = engine.load()
+        jax.devices()
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        ub.destroy_ub()
+        ub.destroy_ub("tp")
+        assert not cpu.has_engine()
+    """)
+
+
+def test_what_only_looks_or_releases_makes_no_engine():
+    run("""
+        import os
+        import jax_ub as ub
+        from jax_ub.runtime import engine
+        cpu = engine.load()
+        assert cpu.num_threads() == len(os.sched_getaffinity(0))
+        assert cpu.part_of_cores() == []
+        assert cpu.counters()["slot_bytes"] == 0
+        assert cpu.read_trace()["calls"] == []
+        cpu.stop_trace()
+        cpu.release_slots()
+        cpu.isas(), cpu.isa(), cpu.targets(), cpu.call_site_type()
+        cpu.endpoint()
+        assert not ub.is_ub_initialized()
+        assert not ub.fallbacks()
+        ub.check_communicators()
+        ub.destroy_ub()
+        assert not cpu.has_engine()
+    """)
