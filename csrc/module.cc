@@ -35,6 +35,11 @@ void SetTimeout(double timeout_s) {
   jax_ub::ProcessEngine().board().set_timeout_s(jax_ub::CheckedTimeout(timeout_s));
 }
 
+void SetFirstCallTimeout(double timeout_s) {
+  jax_ub::ProcessEngine().board().set_first_call_timeout_s(
+      jax_ub::CheckedTimeout(timeout_s));
+}
+
 void SetNumThreads(int num_threads, const std::vector<int>& cores) {
   if (num_threads < 1) {
     throw nb::value_error(
@@ -271,6 +276,7 @@ NB_MODULE(_cpu, m) {
       "set_isa", [](const std::string& name) { jax_ub::SetIsa(name); },
       nb::arg("name"));
   m.def("set_timeout_s", &SetTimeout, nb::arg("timeout_s"));
+  m.def("set_first_call_timeout_s", &SetFirstCallTimeout, nb::arg("timeout_s"));
   m.def("set_num_threads", &SetNumThreads, nb::arg("num_threads"),
         nb::arg("cores") = std::vector<int>());
   m.def("has_engine", [] { return jax_ub::ExistingEngine() != nullptr; });

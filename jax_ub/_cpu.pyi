@@ -104,6 +104,13 @@ def set_timeout_s(timeout_s: float) -> None:
         ValueError: the time is not positive.
     """
 
+def set_first_call_timeout_s(timeout_s: float) -> None:
+    """Sets how long the first call of a call site waits for other processes at least.
+
+    Raises:
+        ValueError: the time is not positive.
+    """
+
 def has_engine() -> bool:
     """Says whether a call, or one of the settings, has made the engine."""
 

@@ -90,9 +90,10 @@ std::string Join(const std::deque<std::shared_ptr<Gang>>& gangs) {
 }  // namespace
 
 Order Alignment::OrderOf(const Gang& gang) {
-  return {gang.call_site_key, static_cast<uint64_t>(static_cast<uint32_t>(gang.run_id))
-                                      << 32 |
-                                  static_cast<uint32_t>(gang.count)};
+  return {gang.call_site_key,
+          static_cast<uint64_t>(static_cast<uint32_t>(gang.run_id)) << 32 |
+              static_cast<uint32_t>(gang.count),
+          gang.is_first};
 }
 
 std::shared_ptr<Gang> Alignment::Find(
@@ -218,6 +219,7 @@ bool Conductor::Finish() {
 
 std::shared_ptr<Gang> Conductor::NextGang() {
   std::string label;
+  bool is_first_call = false;
   {
     std::lock_guard lock(mutex_);
     // OnPoison fails what is left, and may still be on its way. A call must not begin
@@ -233,70 +235,78 @@ std::shared_ptr<Gang> Conductor::NextGang() {
       return gang;
     }
     label = complete_.front()->attributes->label;
+    for (const auto& gang : complete_) is_first_call |= gang->is_first;
   }
   // No other thread changes next_call_.
   return AwaitGang(
-      communicator_->WaitOrder(next_call_, {label, 0, hooks_.timeout_s()}));
+      communicator_->WaitOrder(next_call_, ReasonFor(label, is_first_call)));
+}
+
+WaitReason Conductor::ReasonFor(const std::string& label, bool is_first_call) const {
+  const Timeouts timeouts = hooks_.timeouts();
+  return {label, 0, timeouts.Of(is_first_call), timeouts.SettingOf(is_first_call)};
 }
 
 std::shared_ptr<Gang> Conductor::AwaitGang(const Order& order) {
-  const double timeout_s = hooks_.timeout_s();
-  const Deadline deadline = Deadline::After(timeout_s);
+  const WaitReason reason = ReasonFor(communicator_->name(), order.is_first);
+  const Deadline deadline = Deadline::After(reason.timeout_s);
   std::unique_lock lock(mutex_);
   for (;;) {
     if (failure_) std::rethrow_exception(failure_);
     if (std::shared_ptr<Gang> gang = alignment_.Find(order, complete_)) {
       complete_.erase(std::find(complete_.begin(), complete_.end(), gang));
+      gang->is_first |= order.is_first;
       return gang;
     }
-    if (deadline.Expired()) throw DeadlineError(Unknown(order, timeout_s));
+    if (deadline.Expired()) throw DeadlineError(Unknown(order, reason));
     changed_.wait_until(lock, deadline.time());
   }
 }
 
 // The mutex is held.
-std::string Conductor::Unknown(const Order& order, double timeout_s) const {
+std::string Conductor::Unknown(const Order& order, const WaitReason& reason) const {
   std::ostringstream text;
   text << "CommunicatorError: jax_ub."
        << (complete_.empty() ? communicator_->name()
                              : complete_.front()->attributes->label)
        << ": " << communicator_->DescribeProcess(communicator_->process()) << " waited "
-       << timeout_s << " s for its part in call " << next_call_
+       << reason.timeout_s << " s for its part in call " << next_call_
        << ", which the leader runs (call site " << std::hex << order.call_site
        << ", run " << std::dec << static_cast<int32_t>(RunOf(order)) << ", execution "
        << static_cast<uint32_t>(order.execution) << "), but here only "
        << Join(complete_)
        << " came. The processes run different programs, or this one took another "
-          "branch. JAX_UB_TIMEOUT_S sets the seconds.";
+          "branch. "
+       << reason.setting << " sets the seconds.";
   return text.str();
 }
 
 // Returns why no process runs the call; throws what fails all of them for good.
 std::exception_ptr Conductor::Run(const Gang& gang, int64_t call) {
   const Attributes& at = *gang.attributes;
-  const double timeout_s = hooks_.timeout_s();
+  const double timeout_s = hooks_.timeouts().call_s;
   CheckAgreement(gang);
   if (const std::exception_ptr refusal = Refusal(gang, *communicator_, crew_)) {
-    Meet(gang, call, timeout_s);
+    Meet(gang, call);
     return refusal;
   }
   if (UsesSlots(at)) {
-    Meet(gang, call, timeout_s);
+    Meet(gang, call);
     RunSlots(gang, call, timeout_s);
   } else {
     ExecuteAcross({at, gang.calls, call, timeout_s, gang.trace}, *communicator_, crew_,
-                  [&] { Meet(gang, call, timeout_s); });
+                  [&] { Meet(gang, call); });
   }
   return nullptr;
 }
 
 // The arrival: every process is in this call, and means the same by it.
-void Conductor::Meet(const Gang& gang, int64_t call, double timeout_s) {
+void Conductor::Meet(const Gang& gang, int64_t call) {
   const uint64_t signature = Signature(*gang.attributes, gang.calls[0]);
   communicator_->Announce(call, signature, TextOf(signature, gang));
   {
     const TraceScope scope(gang.trace, TraceKind::kBarrier);
-    communicator_->Barrier(call, 0, {gang.attributes->label, 0, timeout_s});
+    communicator_->Barrier(call, 0, ReasonFor(gang.attributes->label, gang.is_first));
   }
   // All compare with the leader's, so that all say the same.
   const Announcement first = communicator_->announcement(0, call);

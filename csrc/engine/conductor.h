@@ -52,7 +52,7 @@ class Alignment {
 class Conductor : public std::enable_shared_from_this<Conductor> {
  public:
   struct Hooks {
-    std::function<double()> timeout_s;
+    std::function<Timeouts()> timeouts;
     // Something failed for good: whatever of this group waits elsewhere fails too.
     std::function<void(const Conductor&, const std::exception_ptr& reason)> on_failure;
   };
@@ -105,7 +105,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   std::shared_ptr<Gang> NextGang();
   std::shared_ptr<Gang> AwaitGang(const Order& order);
   std::exception_ptr Run(const Gang& gang, int64_t call);
-  void Meet(const Gang& gang, int64_t call, double timeout_s);
+  void Meet(const Gang& gang, int64_t call);
   void RunSlots(const Gang& gang, int64_t call, double timeout_s);
   bool Finish();
   void Complete(const std::shared_ptr<Gang>& gang,
@@ -113,7 +113,8 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
                 bool inline_last);
   void OnPoison(const std::exception_ptr& reason);
   std::string TextOf(uint64_t signature, const Gang& gang);
-  std::string Unknown(const Order& order, double timeout_s) const;
+  WaitReason ReasonFor(const std::string& label, bool is_first_call) const;
+  std::string Unknown(const Order& order, const WaitReason& reason) const;
 
   const std::shared_ptr<SharedCommunicator> communicator_;
   const std::vector<int64_t> devices_;

@@ -50,11 +50,11 @@ class Engine::GangJob : public Job {
   const std::function<void(const Gang&, const std::exception_ptr&)> on_failure_;
 };
 
-Engine::Engine(int num_threads, double timeout_s)
+Engine::Engine(int num_threads, Timeouts timeouts)
     : crew_(new Crew(num_threads)),
       board_(new Board(
           [crew = crew_](std::function<void()> run) { crew->Start(std::move(run)); },
-          timeout_s)) {}
+          timeouts)) {}
 
 void Engine::Submit(
     CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done) {
@@ -96,7 +96,7 @@ std::shared_ptr<Conductor> Engine::Join(
   // The hooks outlive no engine: engines never end.
   auto conductor = Conductor::Make(
       std::move(communicator), std::move(devices), generation, *crew_,
-      {[this] { return board_->timeout_s(); },
+      {[this] { return board_->timeouts(); },
        [this](const Conductor& failed, const std::exception_ptr& reason) {
          ++num_failed_gangs_;
          board_->FailAllOf(failed, reason);

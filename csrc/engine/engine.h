@@ -28,7 +28,7 @@ struct Counters {
 
 class Engine {
  public:
-  Engine(int num_threads, double timeout_s);
+  Engine(int num_threads, Timeouts timeouts);
   ~Engine() = delete;  // its threads never end
 
   // Takes a rank's call and returns at once. `done` is called when the results are

@@ -40,7 +40,7 @@ std::string OverdueText(const Gang& gang) {
        << "; waiting: rank(s) " << Join(waiting) << " (run " << gang.run_id
        << ", execution " << gang.count
        << "). The missing devices died, hang or took another branch. "
-          "JAX_UB_TIMEOUT_S sets the seconds.";
+       << gang.deadline_setting << " sets the seconds.";
   return text.str();
 }
 
@@ -93,6 +93,7 @@ CallSite::CallSite(Attributes attributes, uint64_t ordinal)
     group_keys_.back() =
         Mix(group_keys_.back(), static_cast<uint64_t>(attributes_.ranks[place] + 1));
   }
+  has_begun_.resize(group_keys_.size());
 }
 
 bool CallSite::IsGroup(int group, const std::vector<int64_t>& devices) const {
@@ -126,6 +127,8 @@ std::shared_ptr<Gang> CallSite::FindGang(Run& run,
   gang->group = group;
   gang->group_key = group_keys_[group];
   gang->count = count;
+  gang->is_first = !has_begun_[group];
+  has_begun_[group] = true;
   gang->calls.resize(size);
   gang->completions.resize(size);
   gang->conductor = conductor;
@@ -135,8 +138,8 @@ std::shared_ptr<Gang> CallSite::FindGang(Run& run,
   return gang;
 }
 
-Board::Board(std::function<void(std::function<void()>)> start, double timeout_s)
-    : start_(std::move(start)), timeout_s_(timeout_s) {}
+Board::Board(std::function<void(std::function<void()>)> start, Timeouts timeouts)
+    : start_(std::move(start)), timeouts_(timeouts) {}
 
 std::shared_ptr<Gang> Board::Arrive(CallSite& site,
                                     int64_t run_id,
@@ -182,7 +185,11 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
     return gang;
   }
   if (gang->num_arrived == 1) {
-    gang->deadline = Deadline::After(timeout_s_);
+    // All ranks of a process run one executable: only other processes compile longer, and
+    // hold up the devices that they share a group with.
+    const bool is_first = gang->is_first && !conductors_.empty();
+    gang->deadline = Deadline::After(timeouts_.Of(is_first));
+    gang->deadline_setting = timeouts_.SettingOf(is_first);
     incomplete_.emplace_back(&site, gang);
     if (!watchdog_armed_) wake_watchdog_.notify_one();
     watchdog_armed_ = true;
@@ -339,13 +346,18 @@ void Board::PoisonGroupOf(const CallSite& site,
 
 void Board::set_timeout_s(double timeout_s) {
   std::lock_guard lock(mutex_);
-  timeout_s_ = timeout_s;
+  timeouts_.call_s = timeout_s;
   wake_watchdog_.notify_one();
 }
 
-double Board::timeout_s() const {
+void Board::set_first_call_timeout_s(double timeout_s) {
   std::lock_guard lock(mutex_);
-  return timeout_s_;
+  timeouts_.first_call_s = timeout_s;
+}
+
+Timeouts Board::timeouts() const {
+  std::lock_guard lock(mutex_);
+  return timeouts_;
 }
 
 // While calls come and go it looks once a period, so that a call need not wake it: a
@@ -355,7 +367,7 @@ void Board::Watch() {
   for (;;) {
     if (incomplete_.empty()) watchdog_armed_ = false;
     wake_watchdog_.wait(lock, [this] { return watchdog_armed_; });
-    auto next = Deadline::After(std::min(timeout_s_, kWatchdogPeriodS)).time();
+    auto next = Deadline::After(std::min(timeouts_.call_s, kWatchdogPeriodS)).time();
     for (const auto& [site, gang] : incomplete_) {
       next = std::min(next, gang->deadline.time());
     }

@@ -8,6 +8,7 @@
 // may have the same ones, and then ran together silently with wrong numbers.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -31,6 +33,23 @@ using Completion = std::function<void(const std::exception_ptr& failure)>;
 
 class Conductor;
 
+// How long a call waits for its peers.
+struct Timeouts {
+  double call_s = 0;
+  // The first call of a call site waits at least this long for other processes, which
+  // may still compile the program.
+  double first_call_s = 0;
+
+  double Of(bool is_first_call) const {
+    return is_first_call ? std::max(call_s, first_call_s) : call_s;
+  }
+  // The environment variable that sets it.
+  std::string_view SettingOf(bool is_first_call) const {
+    return is_first_call && first_call_s > call_s ? "JAX_UB_FIRST_CALL_TIMEOUT_S"
+                                                  : "JAX_UB_TIMEOUT_S";
+  }
+};
+
 // The calls of all ranks of a group that belong together; where the group spans
 // processes, of the ranks in this one.
 struct Gang {
@@ -39,11 +58,13 @@ struct Gang {
   int group = 0;
   uint64_t group_key = 0;       // the same for this set of devices in every call site
   int64_t count = 0;            // which execution of the call site within the run
+  bool is_first = false;        // the first call of the call site in this group
   std::vector<RankCall> calls;  // [rank], of a conductor [local rank]
   std::vector<Completion> completions;  // the same; empty: has not arrived
   int num_arrived = 0;
   TraceContext trace;
   Deadline deadline = Deadline::After(0);
+  std::string_view deadline_setting;
 
   // Where the group spans processes:
   std::shared_ptr<Conductor> conductor;
@@ -89,7 +110,8 @@ class CallSite {
   const uint64_t key_;  // channel and ordinal
   const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
   std::vector<uint64_t> group_keys_;
-  std::deque<Run> runs_;  // guarded by Board::mutex_; newest last
+  std::vector<bool> has_begun_;  // [group], guarded by Board::mutex_
+  std::deque<Run> runs_;         // guarded by Board::mutex_; newest last
 };
 
 // Where calls meet. A watchdog fails gangs that stay incomplete until their deadline,
@@ -98,7 +120,7 @@ class CallSite {
 class Board {
  public:
   // `start` runs a completion on a thread of its own.
-  Board(std::function<void(std::function<void()>)> start, double timeout_s);
+  Board(std::function<void(std::function<void()>)> start, Timeouts timeouts);
   ~Board() = delete;  // its watchdog never ends
 
   // Adds a rank's call. Returns the gang to the last of its ranks, whose index in it is
@@ -135,7 +157,9 @@ class Board {
                      const std::exception_ptr& reason);
 
   void set_timeout_s(double timeout_s);
-  double timeout_s() const;
+  void set_first_call_timeout_s(double timeout_s);
+  double timeout_s() const { return timeouts().call_s; }
+  Timeouts timeouts() const;
 
  private:
   struct FailedRun {
@@ -158,7 +182,7 @@ class Board {
   const std::function<void(std::function<void()>)> start_;
 
   mutable std::mutex mutex_;  // guards all below, and CallSite::runs_
-  double timeout_s_;
+  Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<Gang>>> incomplete_;
   std::deque<FailedRun> failed_runs_;  // the newest kMaxRuns
   std::condition_variable wake_watchdog_;

@@ -10,7 +10,7 @@ namespace jax_ub {
 
 namespace {
 
-constexpr double kTimeoutS = 120;
+constexpr Timeouts kTimeouts = {.call_s = 120, .first_call_s = 600};
 
 std::atomic<Engine*> engine{nullptr};
 std::mutex creation;
@@ -25,7 +25,7 @@ Engine& ProcessEngine() {
   std::lock_guard lock(creation);
   found = engine.load(std::memory_order_relaxed);
   if (found == nullptr) {
-    found = new Engine(NumAllowedCores(), kTimeoutS);
+    found = new Engine(NumAllowedCores(), kTimeouts);
     engine.store(found, std::memory_order_release);
     static const int registered = pthread_atfork(
         nullptr, nullptr, [] { engine.store(nullptr, std::memory_order_release); });

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace jax_ub {
 
@@ -31,6 +32,7 @@ struct WaitReason {
   const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
   int chunk = 0;
   double timeout_s = 0;
+  std::string_view setting = "JAX_UB_TIMEOUT_S";  // of the timeout
 };
 
 class Transport {

@@ -38,6 +38,7 @@ def environment() -> Iterator[Finding]:
         _method,
         _isa,
         settings.timeout_s,
+        settings.first_call_timeout_s,
         settings.num_threads,
         settings.pool_threads,
         settings.allow_tf32,

@@ -97,6 +97,7 @@ def _configure(cpu):
     check_isa()
     given = {
         cpu.set_timeout_s: settings.timeout_s(),
+        cpu.set_first_call_timeout_s: settings.first_call_timeout_s(),
         cpu.set_num_threads: settings.num_threads(),
         cpu.set_isa: settings.isa(),
     }

@@ -6,10 +6,13 @@ from jax_ub.errors import ConfigurationError, shown
 
 # The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
 _LONGEST_TIMEOUT_S = 1e9
+# Processes that run well may wait for a core for less than this.
+_SHORTEST_TIMEOUT_S = 0.1
 DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_FIRST_CALL_TIMEOUT_S = 600.0
 _WORDS = (
-    *("ALLOW_TF32", "BOOTSTRAP_DIR", "HOST_ID", "ISA", "METHOD", "NUM_THREADS"),
-    *("NVLS", "TIMEOUT_S", "TUNED"),
+    *("ALLOW_TF32", "BOOTSTRAP_DIR", "FIRST_CALL_TIMEOUT_S", "HOST_ID", "ISA"),
+    *("METHOD", "NUM_THREADS", "NVLS", "TIMEOUT_S", "TUNED"),
 )
 NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
@@ -21,8 +24,15 @@ def method() -> str | None:
 
 def timeout_s() -> float | None:
     """`JAX_UB_TIMEOUT_S`: how long a rank waits for its peers; default 120."""
-    given_s = _positive("JAX_UB_TIMEOUT_S", float, "seconds")
-    return given_s and min(given_s, _LONGEST_TIMEOUT_S)
+    return _timeout_s("JAX_UB_TIMEOUT_S")
+
+
+def first_call_timeout_s() -> float | None:
+    """`JAX_UB_FIRST_CALL_TIMEOUT_S`: the same at a call site's first call; default 600.
+
+    Processes do not compile equally fast. `JAX_UB_TIMEOUT_S` counts where it is longer.
+    """
+    return _timeout_s("JAX_UB_FIRST_CALL_TIMEOUT_S")
 
 
 def deadline_s() -> float:
@@ -56,7 +66,7 @@ def check() -> None:
     Raises:
         ConfigurationError: if one is not.
     """
-    for read in (timeout_s, num_threads, allow_tf32, nvls):
+    for read in (timeout_s, first_call_timeout_s, num_threads, allow_tf32, nvls):
         read()
 
 
@@ -132,6 +142,16 @@ def _switch(name):
             f"{name} = {shown(text)} is neither 0 nor 1. Set one of these, or unset it."
         )
     return text == "1"
+
+
+def _timeout_s(name):
+    given_s = _positive(name, float, "seconds")
+    if given_s is not None and given_s < _SHORTEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"{name} = {os.environ[name]!r} is too short for processes that run well. "
+            f"Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
+        )
+    return given_s and min(given_s, _LONGEST_TIMEOUT_S)
 
 
 def _positive(name, kind, unit):

@@ -19,11 +19,13 @@ namespace jax_ub {
 constexpr double kLongS = 60;
 
 // Engines live for ever; so do those of the tests.
-inline Engine& NewEngine(double timeout_s = kLongS, int num_threads = 2) {
+inline Engine& NewEngine(double timeout_s = kLongS,
+                         int num_threads = 2,
+                         double first_call_timeout_s = 0) {
   static std::mutex mutex;
   static auto& engines = *new std::vector<Engine*>;
   std::lock_guard lock(mutex);
-  engines.push_back(new Engine(num_threads, timeout_s));
+  engines.push_back(new Engine(num_threads, {timeout_s, first_call_timeout_s}));
   return *engines.back();
 }
 

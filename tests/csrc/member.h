@@ -27,8 +27,9 @@ class Member {
          Bulletin& bulletin,
          const std::vector<int>& process_of_rank,
          double timeout_s = kLongS,
-         int64_t half_bytes = 1 << 20)
-      : engine_(NewEngine(timeout_s, 1)) {
+         int64_t half_bytes = 1 << 20,
+         double first_call_timeout_s = 0)
+      : engine_(NewEngine(timeout_s, 1, first_call_timeout_s)) {
     std::vector<int64_t> devices;
     std::vector<int64_t> local;
     for (size_t r = 0; r < process_of_rank.size(); ++r) {

@@ -33,7 +33,7 @@ constexpr int64_t kRoom = 1000;
 
 // Engines live for ever.
 Engine& TheEngine() {
-  static auto& engine = *new Engine(2, 60);
+  static auto& engine = *new Engine(2, {60});
   return engine;
 }
 

@@ -101,7 +101,9 @@ def test_a_call_that_fails_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize(
-    "name", ["TIMEOUT_S", "NUM_THREADS", "ALLOW_TF32", "NVLS"], ids=str.lower
+    "name",
+    ["TIMEOUT_S", "FIRST_CALL_TIMEOUT_S", "NUM_THREADS", "ALLOW_TF32", "NVLS"],
+    ids=str.lower,
 )
 def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monkeypatch):
     monkeypatch.setenv(f"JAX_UB_{name}", "many")
@@ -109,6 +111,19 @@ def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monke
         ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     assert not ub.is_ub_initialized()
     monkeypatch.delenv(f"JAX_UB_{name}")
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+
+
+@pytest.mark.parametrize("name", ["TIMEOUT_S", "FIRST_CALL_TIMEOUT_S"], ids=str.lower)
+@pytest.mark.parametrize("seconds", ["1e-320", "0.001", "0.0999"])
+def test_a_timeout_that_is_too_short_for_any_call_is_refused(
+    name, seconds, monkeypatch
+):
+    monkeypatch.setenv(f"JAX_UB_{name}", seconds)
+    text = f"JAX_UB_{name} = '{seconds}' is too short .* Set at least 0.1 seconds"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+    monkeypatch.setenv(f"JAX_UB_{name}", "0.1")
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
 
 

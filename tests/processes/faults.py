@@ -25,6 +25,7 @@ from jax_ub.runtime import connecting
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
+FIRST_CALL_S = 6.0  # longer than JAX_UB_TIMEOUT_S, where it matters
 
 
 def say(what, **details):
@@ -198,6 +199,20 @@ def dies_connecting(job):
     job.expect_error(job.initialize)
 
 
+def compiles_longer(job):
+    # A call of before waits behind the new program, with the longer deadline.
+    job.call()
+    first, job.program = job.program, jax.jit(lambda *x: job.pair(*x))
+    if job.is_victim:
+        time.sleep(FIRST_CALL_S)
+    job.call()
+    job.program = first
+    job.call()
+    if job.is_victim:
+        time.sleep(FIRST_CALL_S)
+    job.expect_error()
+
+
 def exists_twice(job):
     for _ in range(20):
         job.call()
@@ -230,7 +245,7 @@ LOSING = (
     is_missing,
     dies_connecting,
 )
-KEEPING = (stops, other_shape, leaves_a_call_out, exists_twice)
+KEEPING = (stops, other_shape, leaves_a_call_out, compiles_longer, exists_twice)
 SCENARIOS = {scenario.__name__: scenario for scenario in (*LOSING, *KEEPING)}
 
 

@@ -185,6 +185,16 @@ def test_a_call_that_one_process_left_out_is_no_matter_of_the_next_communicator(
     job.check_nothing_is_left([0, 1, 2])
 
 
+def test_a_process_that_compiles_longer_than_the_deadline_breaks_nothing():
+    job = run("compiles_longer", deadline_s=3.0)
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 1, 2], job.text
+    for error in errors:
+        assert "waited 3 s for" in error["text"]  # at the third call
+        assert "JAX_UB_TIMEOUT_S sets" in error["text"]
+    job.check_nothing_is_left([0, 1, 2])
+
+
 def test_bootstrap_without_one_process_ends_at_the_deadline():
     job = run("is_missing", deadline_s=DEADLINE_S)
     errors = by_process(job.of("error"))

@@ -59,7 +59,7 @@ void Fate::Throw(int gone, const WaitReason& reason, const Waiting& waiting) con
     throw CommunicatorError(text.str());
   }
   text << waiting.who << " waited " << reason.timeout_s << " s for " << waiting.what
-       << ". JAX_UB_TIMEOUT_S sets the seconds.";
+       << ". " << reason.setting << " sets the seconds.";
   throw DeadlineError(text.str());
 }
 

@@ -23,6 +23,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 struct Order {
   uint64_t call_site = 0;
   uint64_t execution = 0;
+  // The call site's first call in the leader: the others may still compile the program.
+  bool is_first = false;
 
   bool operator==(const Order&) const = default;
 };
