@@ -20,6 +20,10 @@ class UnknownNameError(UbError, ValueError):
     """A name (of a method, a kind, a configuration) that jax_ub does not know."""
 
 
+class UnknownArgumentError(UnknownNameError, TypeError):
+    """A keyword argument that a layer does not have."""
+
+
 class UnknownOverlapError(UnknownNameError, KeyError):
     """`get_ub` has no overlap of that name."""
 
@@ -27,7 +31,7 @@ class UnknownOverlapError(UnknownNameError, KeyError):
 
 
 class ConfigurationError(UbError, ValueError):
-    """What `initialize_ub` is given is out of range, or contradicts itself."""
+    """What `initialize_ub` or a layer is given is out of range, or contradictory."""
 
 
 class ConfigurationTypeError(ConfigurationError, TypeError):

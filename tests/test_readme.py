@@ -66,7 +66,7 @@ def test_links_and_paths_lead_somewhere(page):
 
 def test_what_the_page_for_transformer_engine_names_is_there():
     text = (TOP / "docs/transformer_engine.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=TOP)
     rows = re.findall(r"^\|.*\| (.*) \|$", text, re.MULTILINE)
     names = re.findall(r"`((?:ub|ops|jax_ub)\.[\w.]+)[`(]", "\n".join(rows))

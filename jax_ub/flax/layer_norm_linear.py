@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
-from jax_ub.flax.linear import Linear, LinearOptions
+from jax_ub.flax.linear import Linear, LinearOptions, check_options
 
 NORMS = {"LayerNorm": nnx.LayerNorm, "RMSNorm": nnx.RMSNorm}
 
@@ -96,6 +96,7 @@ class LayerNormLinear(nnx.Module):
             ShapeContractError: if a size is no positive integer, a sharded dimension
                 does not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
+        check_options(LayerNormLinear, options)
         normalizations.check_parallel("LayerNormLinear", parallel)
         shapes.check_size("LayerNormLinear", "in_features", in_features)
         self.norm = make_norm(

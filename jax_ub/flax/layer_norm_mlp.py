@@ -13,6 +13,7 @@ from jax_ub.flax.linear import (
     Linear,
     LinearOptions,
     call_together,
+    check_options,
     overlap_name,
 )
 
@@ -62,6 +63,7 @@ class LayerNormMLP(nnx.Module):
             ShapeContractError: if a size is no positive integer, `ffn_hidden_size` does
                 not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
+        check_options(LayerNormMLP, options)
         op = "LayerNormMLP"
         shapes.check_size(op, "hidden_size", hidden_size)
         shapes.check_size(op, "ffn_hidden_size", ffn_hidden_size)

@@ -1,6 +1,7 @@
 """`flax.nnx.Linear` and `LinearGeneral`, tensor parallel."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,8 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
+from jax_ub import methods
+from jax_ub.errors import UnknownArgumentError, nearest, shown
 from jax_ub.flax.main_grad import MainGrad
 from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
+from jax_ub.overlap_config.flags import OverlapFlags
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import lay_out
 
@@ -37,6 +41,40 @@ class LinearOptions(TypedDict, total=False):
     method: str | None
     main_grad: bool
     fsdp_axes: tuple[str, ...] | str
+    ub_overlap_ag: bool | None
+    ub_overlap_rs: bool | None
+    ub_overlap_rs_dgrad: bool | None
+    ub_bulk_dgrad: bool | None
+    ub_bulk_wgrad: bool | None
+
+
+def check_options(layer: type, options: LinearOptions) -> None:
+    """Checks the arguments that a larger module passes to its linear layers.
+
+    Args:
+        layer: the module, for errors.
+        options: the arguments.
+
+    Raises:
+        UnknownArgumentError: if `Linear` does not take one of them there.
+        UnknownNameError: if there is no such method, or a flag is neither true nor
+            false.
+        ConfigurationError: if flags, or a flag and the method, contradict.
+        UnsupportedOverlapError: if a flag is True without sequence parallelism.
+    """
+    op, known = layer.__name__, LinearOptions.__annotations__
+    for name in options:
+        if name not in known:
+            own = list(inspect.signature(layer).parameters)[:-1]
+            raise UnknownArgumentError(
+                f"{op}: it has no argument {shown(name)}. "
+                f"{nearest(name, [*own, *known])}"
+            )
+    OverlapFlags.of(options).check(
+        op,
+        methods.resolve(op, options.get("method"), None),
+        sequence_parallel=options.get("sequence_parallel", True),
+    )
 
 
 def overlap_name(name: str, options: LinearOptions) -> str | None:
@@ -96,6 +134,11 @@ class Linear(nnx.Module):
         ub_name: str | None = None,
         main_grad: bool = False,
         fsdp_axes: tuple[str, ...] | str = (),
+        ub_overlap_ag: bool | None = None,
+        ub_overlap_rs: bool | None = None,
+        ub_overlap_rs_dgrad: bool | None = None,
+        ub_bulk_dgrad: bool | None = None,
+        ub_bulk_wgrad: bool | None = None,
     ):
         """Creates the parameters, sharded where a mesh is known.
 
@@ -128,8 +171,22 @@ class Linear(nnx.Module):
             main_grad: whether the kernel's gradient is accumulated into `main_grad`.
             fsdp_axes: the mesh axes that shard the kernel's other dimension, or the in
                 dimension where `parallel` is None (FSDP).
+            ub_overlap_ag: whether the all-gather of a column layer's input, forward,
+                and of a row layer's output gradient, in its dgrad, overlaps. True
+                overlaps it or fails, False runs it by plain `jax.lax`, None leaves
+                the choice to jax_ub; so do the flags that follow.
+            ub_overlap_rs: the same of the reduce-scatter of a row layer's result.
+            ub_overlap_rs_dgrad: the same of the reduce-scatter of a column layer's
+                input gradient, with its dgrad GEMM.
+            ub_bulk_dgrad: the same of the all-gather of a column layer's input, beside
+                its dgrad GEMM.
+            ub_bulk_wgrad: the same of the reduce-scatter of a column layer's input
+                gradient, beside its wgrad GEMM; equal to `ub_bulk_dgrad`.
 
         Raises:
+            ConfigurationError: if flags, or a flag and the method, contradict.
+            UnsupportedOverlapError: if a flag is True and the layer is not parallel
+                over tokens, or one bulk flag differs from the other.
             UnknownNameError: if there is no such `parallel`, `method` or axis.
             ShapeContractError: if a size is no positive integer, a sharded dimension
                 does not divide into the ranks, or the kernel's metadata shards the
@@ -144,6 +201,13 @@ class Linear(nnx.Module):
             method,
             ub_name,
             fsdp_axes,
+            OverlapFlags(
+                ub_overlap_ag,
+                ub_overlap_rs,
+                ub_overlap_rs_dgrad,
+                ub_bulk_dgrad,
+                ub_bulk_wgrad,
+            ),
         )
         ins = read_sizes(self.placement.op, "in_features", in_features)
         outs = read_sizes(self.placement.op, "out_features", out_features)

@@ -15,10 +15,16 @@ from jax_ub.flax.linear import (
     Linear,
     LinearOptions,
     call_together,
+    check_options,
     overlap_name,
 )
+from jax_ub.flax.normalization import qk_norm
 from jax_ub.retrofit.placement import Placement
 
+_QK_NORMS: dict[str, Callable[..., Any]] = {
+    "RMSNorm": nnx.RMSNorm,
+    "LayerNorm": functools.partial(nnx.LayerNorm, use_bias=False),
+}
 _PLACEMENT = ("axis_name", "mesh", "data_axes", "sequence_parallel", "method")
 
 
@@ -36,7 +42,7 @@ class MultiHeadAttention(nnx.Module):
         query: column parallel `Linear`, `[in_features, num_heads, head_dim]`.
         key: the same, `[in_kv_features, num_kv_heads, head_dim]`.
         value: as `key`.
-        query_ln: `nnx.LayerNorm` over `head_dim`, or None.
+        query_ln: `nnx.RMSNorm` or `nnx.LayerNorm` over `head_dim`, or None.
         key_ln: as `query_ln`.
         out: row parallel `Linear`, `[num_heads, head_dim, out_features]`.
     """
@@ -52,6 +58,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         is_causal: bool = False,
         rotary_base: float | None = None,
+        qk_norm_type: str | None = None,
         normalize_qk: bool = False,
         attention_fn: Callable[..., jax.Array] | None = None,
         dropout_rate: float = 0.0,
@@ -74,7 +81,9 @@ class MultiHeadAttention(nnx.Module):
             is_causal: whether a token attends to none behind it.
             rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
                 None for none.
-            normalize_qk: whether queries and keys are normalized.
+            qk_norm_type: the norm of queries and keys, before rotary embeddings:
+                "RMSNorm", "LayerNorm", or None for none.
+            normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
             attention_fn: what attends; see `CoreAttention`.
             dropout_rate: the share of attention weights that is dropped.
             broadcast_dropout: whether all sequences and heads drop the same weights.
@@ -88,6 +97,7 @@ class MultiHeadAttention(nnx.Module):
             UnknownNameError: if there is no such method or axis, or `attention_fn` is
                 no function.
         """
+        check_options(MultiHeadAttention, options)
         shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         qkv_features = in_features if qkv_features is None else qkv_features
@@ -115,13 +125,13 @@ class MultiHeadAttention(nnx.Module):
         self.query = column(in_features, num_heads)
         self.key = column(in_kv_features, num_kv_heads)
         self.value = column(in_kv_features, num_kv_heads)
-        self.query_ln: nnx.LayerNorm | None = nnx.data(None)
-        self.key_ln: nnx.LayerNorm | None = nnx.data(None)
-        if normalize_qk:
+        self.query_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
+        self.key_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
+        qk_norm_type = qk_norm("MultiHeadAttention", qk_norm_type, normalize_qk)
+        if qk_norm_type is not None:
             norm = functools.partial(
-                nnx.LayerNorm,
+                _QK_NORMS[qk_norm_type],
                 self.head_dim,
-                use_bias=False,
                 dtype=options.get("dtype"),
                 param_dtype=options.get("param_dtype", jnp.float32),
                 rngs=rngs,

@@ -7,6 +7,7 @@ import jax
 
 from jax_ub import shapes
 from jax_ub.errors import (
+    ConfigurationError,
     ShapeContractError,
     UnknownNameError,
     UnsupportedOverlapError,
@@ -30,6 +31,38 @@ def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
             f"{nearest(normalization, norms)}"
         )
     return norms[normalization]
+
+
+QK_NORMS = ("RMSNorm", "LayerNorm")
+
+
+def qk_norm(op: str, qk_norm_type: str | None, normalize_qk: bool) -> str | None:
+    """Returns the norm of queries and keys, None for none.
+
+    Args:
+        op: the layer, for errors.
+        qk_norm_type: Transformer Engine's argument.
+        normalize_qk: Flax's argument, which stands for "LayerNorm".
+
+    Raises:
+        ConfigurationError: if both arguments are given.
+        UnknownNameError: if there is no norm of that name, or `normalize_qk` is
+            neither true nor false.
+    """
+    shapes.check_flag(op, "normalize_qk", normalize_qk)
+    if qk_norm_type is None:
+        return "LayerNorm" if normalize_qk else None
+    if qk_norm_type not in QK_NORMS:
+        raise UnknownNameError(
+            f"{op}: qk_norm_type = {shown(qk_norm_type)} is not known. "
+            f"{nearest(str(qk_norm_type), QK_NORMS)} None normalizes nothing."
+        )
+    if normalize_qk:
+        raise ConfigurationError(
+            f'{op}: qk_norm_type = "{qk_norm_type}" and normalize_qk = True, which is '
+            'Flax\'s name for qk_norm_type="LayerNorm". Leave normalize_qk out.'
+        )
+    return qk_norm_type
 
 
 def check_parallel(op: str, parallel: str | None) -> None:

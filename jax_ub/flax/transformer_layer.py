@@ -12,8 +12,9 @@ from jax_ub.flax.dropout import drop
 from jax_ub.flax.heads import check_layer_sizes
 from jax_ub.flax.layer_norm_linear import make_norm, normalize
 from jax_ub.flax.layer_norm_mlp import LayerNormMLP
-from jax_ub.flax.linear import LinearOptions
+from jax_ub.flax.linear import LinearOptions, check_options
 from jax_ub.flax.multi_head_attention import MultiHeadAttention
+from jax_ub.flax.normalization import qk_norm
 
 
 class TransformerLayer(nnx.Module):
@@ -41,6 +42,7 @@ class TransformerLayer(nnx.Module):
         kv_channels: int | None = None,
         is_causal: bool = True,
         rotary_base: float | None = None,
+        qk_norm_type: str | None = None,
         normalize_qk: bool = False,
         attention_fn: Callable[..., jax.Array] | None = None,
         activation: str | Callable[[jax.Array], jax.Array] = "gelu",
@@ -64,7 +66,9 @@ class TransformerLayer(nnx.Module):
             is_causal: whether a token attends to none behind it.
             rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
                 None for none.
-            normalize_qk: whether queries and keys are normalized.
+            qk_norm_type: the norm of queries and keys, before rotary embeddings:
+                "RMSNorm", "LayerNorm", or None for none.
+            normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
             attention_fn: what attends; see `CoreAttention`.
             activation: of the MLP; see `LayerNormMLP`.
             normalization: "LayerNorm" or "RMSNorm".
@@ -82,6 +86,7 @@ class TransformerLayer(nnx.Module):
                 below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
+        check_options(TransformerLayer, options)
         check_layer_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         shapes.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
         shapes.check_rate("TransformerLayer", "attention_dropout", attention_dropout)
@@ -102,7 +107,7 @@ class TransformerLayer(nnx.Module):
             num_gqa_groups,
             is_causal=is_causal,
             rotary_base=rotary_base,
-            normalize_qk=normalize_qk,
+            qk_norm_type=qk_norm("TransformerLayer", qk_norm_type, normalize_qk),
             attention_fn=attention_fn,
             dropout_rate=attention_dropout,
             deterministic=deterministic,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
+from jax_ub.overlap_config.flags import FlaggedMethod, OverlapFlags
 from jax_ub.runtime import settings
 
 AnyMesh = Mesh | AbstractMesh
@@ -75,6 +76,7 @@ class Placement:
         ub_name: the layer's name: in errors, and in `initialize_ub`.
         fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or the
             in dimension where the layer is not parallel.
+        flags: which communication overlaps.
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`, or
@@ -91,6 +93,7 @@ class Placement:
     method: str | None = None
     ub_name: str | None = None
     fsdp_axes: tuple[str, ...] | str = ()
+    flags: OverlapFlags = OverlapFlags()
 
     def __post_init__(self):
         """Checks names and flags, and makes the data axes hashable."""
@@ -115,7 +118,12 @@ class Placement:
                 f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh, or None for "
                 "that of jax.set_mesh or of the arrays."
             )
-        methods.resolve(self.op, self.method, None)
+        self.flags.check(
+            self.op,
+            methods.resolve(self.op, self.method, None),
+            parallel=self.parallel,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def _read_axes(self, argument, example, given):
         names = tuple(given) if isinstance(given, tuple | list) else (given,)
@@ -166,7 +174,15 @@ class Placement:
     def whole(self) -> "Placement":
         """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
         changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
+        changes["flags"] = OverlapFlags()
         return dataclasses.replace(self, method="xla", **changes)
+
+    @property
+    def flagged_method(self) -> FlaggedMethod | str | None:
+        """The method, with the flags where one is given."""
+        if not self.flags.given:
+            return self.method
+        return FlaggedMethod(self.method, self.flags)
 
     def with_fsdp_of(
         self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
@@ -186,6 +202,8 @@ class Placement:
 
     def may_fall_back(self) -> bool:
         """Whether the layer may become plain JAX: nobody named a method of its own."""
+        if any(self.flags.given.values()):
+            return False
         chosen = methods.resolve(self.op, self.method, settings.method())
         return chosen in (Method.AUTO, Method.XLA)
 

@@ -278,7 +278,7 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
     parallel, sequence_parallel = placement.parallel, placement.sequence_parallel
     options = {
         "axis_name": None if parallel is None else placement.axis_name,
-        "method": placement.method,
+        "method": placement.flagged_method,
         "ub_name": placement.ub_name,
     }
     if residual is not None:

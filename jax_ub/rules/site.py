@@ -10,9 +10,11 @@ from jax_ub import methods, shapes
 from jax_ub.errors import UnknownNameError, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.flags import FlaggedMethod
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.overlap_config.tuned import Case, Choices
 from jax_ub.primitives import mesh, varying
+from jax_ub.rules.flags import choices_with_flags
 from jax_ub.rules.named import choices_of
 from jax_ub.runtime import cuda, overlaps, settings, tuned
 
@@ -213,6 +215,9 @@ def plan_site(
 ) -> Site:
     """The same for known ranks, outside `jax.shard_map` too."""
     label = label_of(op, ub_name)
+    if isinstance(method, FlaggedMethod):
+        site = plan_site(op, axes, num_ranks, ub_name, method.method, like=like)
+        return _with_flags(site, like or op, ub_name, method)
     if ub_name is not None and not isinstance(ub_name, str):
         raise UnknownNameError(
             f"{op}: ub_name = {shown(ub_name)} is of type {type(ub_name).__name__}. "
@@ -239,3 +244,13 @@ def plan_site(
         dgrad_choice=configured.get(DGRAD, own),
         wgrad_choice=configured.get(WGRAD),
     )
+
+
+def _with_flags(site, op, ub_name, method):
+    """Applies the flags of a layer; a method that the layer names agrees with them."""
+    if methods.resolve(site.label, method.method, None) is not Method.AUTO:
+        return site
+    found = overlaps.find(site.label, site.axis_name, site.num_ranks, ub_name)
+    choices = {FPROP: site.choice, DGRAD: site.dgrad.choice}
+    choices = choices_with_flags(op, site.label, method.flags, choices, found)
+    return dataclasses.replace(site, choice=choices[FPROP], dgrad_choice=choices[DGRAD])

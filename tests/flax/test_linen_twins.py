@@ -38,7 +38,7 @@ TWINS: dict[str, tuple] = {
     "TransformerLayer": (
         (16, 32, 4),
         (16, 32, 4),
-        {"num_gqa_groups": 2, "kv_channels": 6, "activation": "srelu"},
+        {"num_gqa_groups": 2, "kv_channels": 6, "qk_norm_type": "RMSNorm"},
     ),
 }
 

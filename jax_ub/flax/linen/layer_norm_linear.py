@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
+from jax_ub.flax.linear import check_options
 from jax_ub.flax.linen.linear import Linear
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
@@ -70,6 +71,7 @@ class LayerNormLinear(TensorParallel):
                 features of a token.
             ShapeContractError: if the inputs are no array with features.
         """
+        check_options(LayerNormLinear, self.linear_options())
         normalizations.check_parallel("LayerNormLinear", self.parallel)
         shapes.check_rank("LayerNormLinear", "inputs", inputs, 1)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax_ub import shapes
 from jax_ub.flax import activation as activations
 from jax_ub.flax import normalization as normalizations
-from jax_ub.flax.linear import overlap_name
+from jax_ub.flax.linear import check_options, overlap_name
 from jax_ub.flax.linen.layer_norm_linear import make_norm
 from jax_ub.flax.linen.linear import Linear, call_together
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
@@ -61,6 +61,7 @@ class LayerNormMLP(TensorParallel):
                 another number of features, `ffn_hidden_size` does not divide into the
                 ranks, or `epsilon` is no number of 0 or more.
         """
+        check_options(LayerNormMLP, self.linear_options())
         for name in ("hidden_size", "ffn_hidden_size"):
             shapes.check_size("LayerNormMLP", name, getattr(self, name))
         activation, is_gated = activations.resolve("LayerNormMLP", self.activation)

@@ -56,6 +56,7 @@ class Linear(TensorParallel):
             self.method,
             self.ub_name,
             self.fsdp_axes,
+            self.overlap_flags,
         )
 
     def __call__(

@@ -1,15 +1,17 @@
 """`flax.linen.MultiHeadDotProductAttention`, tensor parallel."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 from flax import linen as nn
 
 from jax_ub import shapes
+from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.core_attention import CoreAttention
 from jax_ub.flax.heads import check_sizes, project
-from jax_ub.flax.linear import overlap_name
+from jax_ub.flax.linear import check_options, overlap_name
 from jax_ub.flax.linen.linear import Linear, call_together
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
@@ -24,8 +26,9 @@ class MultiHeadAttention(TensorParallel):
     "qkv" and "proj".
 
     Its submodules are `query`, `key` and `value`, column parallel `Linear`s
-    `[in, heads, head_dim]`; `query_ln` and `key_ln`, `nn.LayerNorm` over `head_dim`,
-    with `normalize_qk`; and `out`, row parallel, `[heads, head_dim, out_features]`.
+    `[in, heads, head_dim]`; `query_ln` and `key_ln`, `nn.RMSNorm` or
+    `nn.LayerNorm` over `head_dim`, with `qk_norm_type`; and `out`, row parallel,
+    `[heads, head_dim, out_features]`.
 
     Transformer Engine: `te.MultiheadAttention`.
 
@@ -38,7 +41,9 @@ class MultiHeadAttention(TensorParallel):
         is_causal: whether a token attends to none behind it.
         rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
             None for none.
-        normalize_qk: whether queries and keys are normalized.
+        qk_norm_type: the norm of queries and keys, before rotary embeddings:
+            "RMSNorm", "LayerNorm", or None for none.
+        normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
         attention_fn: what attends; see `CoreAttention`.
         dropout_rate: the share of attention weights that is dropped, by keys of the
             stream "dropout".
@@ -53,6 +58,7 @@ class MultiHeadAttention(TensorParallel):
     _: dataclasses.KW_ONLY
     is_causal: bool = False
     rotary_base: float | None = None
+    qk_norm_type: str | None = None
     normalize_qk: bool = False
     attention_fn: Callable[..., jax.Array] | None = None
     dropout_rate: float = 0.0
@@ -91,6 +97,7 @@ class MultiHeadAttention(TensorParallel):
             UnknownNameError: if there is no such method or axis, or `attention_fn` is
                 no function.
         """
+        check_options(MultiHeadAttention, self.linear_options())
         shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
         shapes.check_rank("MultiHeadAttention", "inputs_q", inputs_q, 1)
         in_features = inputs_q.shape[-1]
@@ -134,8 +141,12 @@ class MultiHeadAttention(TensorParallel):
         )
         inputs = (inputs_q, inputs_k, inputs_v)
         q, k, v = project(call_together, layers, inputs, self.rotary_base)
-        if self.normalize_qk:
-            q, k = self._make_norm("query_ln")(q), self._make_norm("key_ln")(k)
+        qk_norm_type = normalizations.qk_norm(
+            "MultiHeadAttention", self.qk_norm_type, self.normalize_qk
+        )
+        if qk_norm_type is not None:
+            make_norm = functools.partial(self._make_norm, qk_norm_type)
+            q, k = make_norm("query_ln")(q), make_norm("key_ln")(k)
         if self.is_initializing():
             if out.placement.is_local():  # zeros, as everywhere
                 return out(q, residual=residual)
@@ -153,6 +164,8 @@ class MultiHeadAttention(TensorParallel):
         return None if keeps else self.make_rng("dropout")
 
     @nn.nowrap
-    def _make_norm(self, name):
+    def _make_norm(self, qk_norm_type, name):
         dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        if qk_norm_type == "RMSNorm":
+            return nn.RMSNorm(name=name, **dtypes)
         return nn.LayerNorm(use_bias=False, name=name, **dtypes)

@@ -9,6 +9,7 @@ from flax.linen import initializers
 from flax.linen.dtypes import promote_dtype
 
 from jax_ub.flax.linear import LinearOptions
+from jax_ub.overlap_config.flags import OverlapFlags
 
 
 class TensorParallel(nn.Module, kw_only=True):
@@ -37,6 +38,17 @@ class TensorParallel(nn.Module, kw_only=True):
             its new value; that of the kernel is zero.
         fsdp_axes: the mesh axes that shard the kernels' other dimensions, or the in
             dimension where a layer is not parallel (FSDP).
+        ub_overlap_ag: whether the all-gather of a column layer's input, forward, and of
+            a row layer's output gradient, in its dgrad, overlaps. True overlaps it or
+            fails, False runs it by plain `jax.lax`, None leaves the choice to jax_ub;
+            so do the flags that follow.
+        ub_overlap_rs: the same of the reduce-scatter of a row layer's result.
+        ub_overlap_rs_dgrad: the same of the reduce-scatter of a column layer's input
+            gradient, with its dgrad GEMM.
+        ub_bulk_dgrad: the same of the all-gather of a column layer's input, beside its
+            dgrad GEMM.
+        ub_bulk_wgrad: the same of the reduce-scatter of a column layer's input
+            gradient, beside its wgrad GEMM; equal to `ub_bulk_dgrad`.
     """
 
     use_bias: bool = True
@@ -53,6 +65,16 @@ class TensorParallel(nn.Module, kw_only=True):
     method: str | None = None
     main_grad: bool = False
     fsdp_axes: tuple[str, ...] | str = ()
+    ub_overlap_ag: bool | None = None
+    ub_overlap_rs: bool | None = None
+    ub_overlap_rs_dgrad: bool | None = None
+    ub_bulk_dgrad: bool | None = None
+    ub_bulk_wgrad: bool | None = None
+
+    @property
+    def overlap_flags(self) -> OverlapFlags:
+        """Which communication overlaps."""
+        return OverlapFlags.of(self.linear_options())
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:

@@ -11,6 +11,7 @@ from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.dropout import drop
 from jax_ub.flax.heads import check_layer_sizes
+from jax_ub.flax.linear import check_options
 from jax_ub.flax.linen.layer_norm_linear import make_norm
 from jax_ub.flax.linen.layer_norm_mlp import LayerNormMLP
 from jax_ub.flax.linen.multi_head_attention import MultiHeadAttention
@@ -38,7 +39,9 @@ class TransformerLayer(TensorParallel):
         is_causal: whether a token attends to none behind it.
         rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
             None for none.
-        normalize_qk: whether queries and keys are normalized.
+        qk_norm_type: the norm of queries and keys, before rotary embeddings:
+            "RMSNorm", "LayerNorm", or None for none.
+        normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
         attention_fn: what attends; see `CoreAttention`.
         activation: of the MLP; see `LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
@@ -58,6 +61,7 @@ class TransformerLayer(TensorParallel):
     kv_channels: int | None = None
     is_causal: bool = True
     rotary_base: float | None = None
+    qk_norm_type: str | None = None
     normalize_qk: bool = False
     attention_fn: Callable[..., jax.Array] | None = None
     activation: str | Callable[[jax.Array], jax.Array] = "gelu"
@@ -94,6 +98,7 @@ class TransformerLayer(TensorParallel):
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
         heads = self.num_attention_heads, self.num_gqa_groups
+        check_options(TransformerLayer, self.linear_options())
         check_layer_sizes(self.hidden_size, *heads, self.kv_channels)
         for name in ("hidden_dropout", "attention_dropout"):
             shapes.check_rate("TransformerLayer", name, getattr(self, name))
@@ -101,7 +106,10 @@ class TransformerLayer(TensorParallel):
         if self.hidden_dropout > 0 or self.attention_dropout > 0:
             keeps = nn.merge_param("deterministic", self.deterministic, deterministic)
         normalizations.check_features("TransformerLayer", self.hidden_size, inputs)
-        attention, mlp = self._attention(), self._mlp()
+        qk_norm_type = normalizations.qk_norm(
+            "TransformerLayer", self.qk_norm_type, self.normalize_qk
+        )
+        attention, mlp = self._attention(qk_norm_type), self._mlp()
         norm = make_norm(self, "attention_norm", self.normalization, self.epsilon)
         attend = functools.partial(
             attention,
@@ -125,7 +133,7 @@ class TransformerLayer(TensorParallel):
         return drop(y, self.hidden_dropout, self.make_rng("dropout"), same_axes)
 
     @nn.nowrap
-    def _attention(self):
+    def _attention(self, qk_norm_type):
         heads, channels = self.num_attention_heads, self.kv_channels
         return MultiHeadAttention(
             heads,
@@ -134,7 +142,7 @@ class TransformerLayer(TensorParallel):
             self.num_gqa_groups,
             is_causal=self.is_causal,
             rotary_base=self.rotary_base,
-            normalize_qk=self.normalize_qk,
+            qk_norm_type=qk_norm_type,
             attention_fn=self.attention_fn,
             dropout_rate=self.attention_dropout,
             name="attention",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax_ub.errors import ShapeContractError
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.ops.operation import BasicOperation
 
 
@@ -58,8 +58,8 @@ def _check_type(op, part):
         )
     if not isinstance(part.given, part.kind):
         raise ShapeContractError(
-            f"{op}: {part.name} = {part.given!r} is a {type(part.given).__name__}, "
-            f"not an ops.{part.kind.__name__}. Pass one."
+            f"{op}: {part.name} = {shown(part.given)} is a "
+            f"{type(part.given).__name__}, not an ops.{part.kind.__name__}. Pass one."
         )
 
 
@@ -105,7 +105,7 @@ def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
     if part.in_place != wanted:
         kind = type(part).__name__
         raise ShapeContractError(
-            f"{op}: {name} = {part!r} has in_place = {part.in_place}. Pass "
+            f"{op}: {name} = {shown(part)} has in_place = {part.in_place}. Pass "
             f"{name}=ops.{kind}(in_place={wanted}), or leave {kind} unfused."
         )
 

@@ -1,0 +1,166 @@
+"""Transformer Engine's `ub_*` flags of a layer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ub import shapes
+from jax_ub.errors import ConfigurationError, UnsupportedOverlapError
+from jax_ub.methods import Method
+
+# The methods that overlap a GEMM with the communication of its operand or its result.
+FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
+# What each flag turns on or off, for errors.
+_MEANING = {
+    "ub_overlap_ag": "the all-gather of a GEMM's operand",
+    "ub_overlap_rs": "the reduce-scatter of a row layer's result",
+    "ub_overlap_rs_dgrad": "the reduce-scatter of a column layer's dgrad",
+    "ub_bulk_dgrad": "the all-gather beside a column layer's dgrad",
+    "ub_bulk_wgrad": "the reduce-scatter beside a column layer's wgrad",
+}
+_BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
+# The flags that have a meaning for a layer; the others have no effect there.
+_RELEVANT = {
+    "column": ("ub_overlap_ag", "ub_overlap_rs_dgrad", *_BULK),
+    "row": ("ub_overlap_ag", "ub_overlap_rs"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapFlags:
+    """Which communication of a layer overlaps.
+
+    True overlaps it or fails, False runs it by plain `jax.lax`, None leaves the choice
+    to jax_ub. A flag of communication that a layer does not have has no effect, so that
+    all layers of a model can take the same flags.
+
+    Attributes:
+        ub_overlap_ag: the all-gather of a column layer's input, forward, and of a row
+            layer's output gradient, in its dgrad.
+        ub_overlap_rs: the reduce-scatter of a row layer's result, forward.
+        ub_overlap_rs_dgrad: the reduce-scatter of a column layer's input gradient, with
+            the dgrad GEMM.
+        ub_bulk_dgrad: the all-gather of a column layer's input, beside the dgrad GEMM.
+        ub_bulk_wgrad: the reduce-scatter of a column layer's input gradient, beside the
+            wgrad GEMM. The two bulk flags are equal.
+    """
+
+    ub_overlap_ag: bool | None = None
+    ub_overlap_rs: bool | None = None
+    ub_overlap_rs_dgrad: bool | None = None
+    ub_bulk_dgrad: bool | None = None
+    ub_bulk_wgrad: bool | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "OverlapFlags":
+        """Takes the flags out of the arguments of a layer."""
+        return cls(**{name: options.get(name) for name in NAMES})
+
+    @property
+    def is_bulk(self) -> bool | None:
+        """What both bulk flags say together."""
+        return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """The flags that are not None."""
+        named = {name: getattr(self, name) for name in NAMES}
+        return {name: bool(value) for name, value in named.items() if value is not None}
+
+    def check(
+        self,
+        op: str,
+        method: Method,
+        *,
+        parallel: str | None = "both",
+        sequence_parallel: bool = True,
+    ) -> None:
+        """Checks the flags of a layer against each other and its other arguments.
+
+        Args:
+            op: the layer, for errors.
+            method: the layer's own method; `AUTO` for none.
+            parallel: "column", "row", None, or "both" for a module with layers of both.
+            sequence_parallel: whether tokens are sharded between layers.
+
+        Raises:
+            UnknownNameError: if a flag is neither true nor false.
+            ConfigurationError: if flags, or a flag and the method, contradict.
+            UnsupportedOverlapError: if the layer communicates in no way that overlaps.
+        """
+        for name in NAMES:
+            if getattr(self, name) is not None:
+                shapes.check_flag(op, name, getattr(self, name))
+        self._check_backward(op)
+        self._check_layer(op, parallel, sequence_parallel)
+        relevant = _RELEVANT.get(parallel or "", NAMES)
+        for name in relevant:
+            self.check_method(op, name, method, f'method = "{method.value}"')
+
+    def check_method(self, op: str, name: str, method: Method, source: str) -> None:
+        """Checks one flag against a method that somebody named.
+
+        Args:
+            op: the layer, for errors.
+            name: the flag.
+            method: the method; `AUTO` agrees with every flag.
+            source: what names the method, for errors.
+
+        Raises:
+            ConfigurationError: if they contradict.
+        """
+        flag = self.given.get(name)
+        if flag is None or method is Method.AUTO:
+            return
+        overlaps = method is Method.BULK if name in _BULK else method in FUSED
+        if flag != overlaps:
+            does = "overlaps" if overlaps else "does not overlap"
+            raise ConfigurationError(
+                f"{op}: {name} = {flag}, but {source} {does} {_MEANING[name]}. Leave "
+                "one of the two out."
+            )
+
+    def _check_backward(self, op):
+        flags = self.given
+        bulk = [name for name in _BULK if flags.get(name)]
+        if flags.get("ub_overlap_rs_dgrad") and bulk:
+            raise ConfigurationError(
+                f"{op}: ub_overlap_rs_dgrad = True and {bulk[0]} = True, but an input "
+                "gradient is scattered once: with the dgrad GEMM or beside the wgrad "
+                "GEMM. Leave one of the two out."
+            )
+        if self.ub_bulk_dgrad is None or self.ub_bulk_wgrad is None:
+            return
+        if bool(self.ub_bulk_dgrad) != bool(self.ub_bulk_wgrad):
+            raise UnsupportedOverlapError(
+                f"{op}: ub_bulk_dgrad = {self.ub_bulk_dgrad} and ub_bulk_wgrad = "
+                f"{self.ub_bulk_wgrad}, but jax_ub overlaps both or neither. Pass "
+                "equal values."
+            )
+
+    def _check_layer(self, op, parallel, sequence_parallel):
+        wanted = [name for name, flag in self.given.items() if flag]
+        if not wanted:
+            return
+        if parallel is None:
+            raise UnsupportedOverlapError(
+                f"{op}: {wanted[0]} = True, but a layer with parallel = None does not "
+                'communicate. Pass parallel="column" or "row", or leave the flag out.'
+            )
+        if not sequence_parallel:
+            raise UnsupportedOverlapError(
+                f"{op}: {wanted[0]} = True, but with sequence_parallel = False nothing "
+                "is gathered or scattered. Pass sequence_parallel=True, or leave the "
+                "flag out."
+            )
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaggedMethod:
+    """The method of a layer with its flags, in the place of a method."""
+
+    method: Method | str | None
+    flags: OverlapFlags

@@ -1,0 +1,95 @@
+"""Applies the `ub_*` flags of a layer to the methods of its passes."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.flags import FUSED, OverlapFlags
+from jax_ub.overlap_config.names import DGRAD, FPROP
+from jax_ub.runtime import cuda
+from jax_ub.runtime.overlaps import Overlap
+
+# By op and pass: the flags of what it communicates.
+_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "all_gather_matmul": {
+        FPROP: ("ub_overlap_ag",),
+        DGRAD: ("ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
+    },
+    "matmul_reduce_scatter": {FPROP: ("ub_overlap_rs",), DGRAD: ("ub_overlap_ag",)},
+}
+
+
+def choices_with_flags(
+    op: str,
+    label: str,
+    flags: OverlapFlags,
+    choices: Mapping[str, Choice],
+    found: Mapping[str, Overlap],
+) -> dict[str, Choice]:
+    """Returns how the forward pass and the dgrad of a layer run.
+
+    Args:
+        op: the function that communicates as the layer does.
+        label: the layer, for errors.
+        flags: its flags.
+        choices: how both passes run without flags.
+        found: what `initialize_ub` configured for its name, by pass.
+
+    Raises:
+        ConfigurationError: if a flag contradicts what the user configured.
+    """
+    if op not in _FLAGS:
+        return dict(choices)  # nothing is gathered or scattered
+    for direction, names in _FLAGS[op].items():
+        overlap = found.get(direction)
+        if overlap is None or not overlap.is_configured:
+            continue
+        source = f'ub_cfgs["{overlap.name}"] with method "{overlap.method}"'
+        for name in names:
+            flags.check_method(label, name, Method(overlap.method), source)
+    forward, dgrad = choices[FPROP], choices[DGRAD]
+    if op == "all_gather_matmul":
+        return {
+            FPROP: _fused(forward, flags.ub_overlap_ag, gathers=True),
+            DGRAD: _column_dgrad(dgrad, flags),
+        }
+    return {
+        FPROP: _fused(forward, flags.ub_overlap_rs, gathers=False),
+        DGRAD: _fused(dgrad, flags.ub_overlap_ag, gathers=True),
+    }
+
+
+def _fused(choice, flag, gathers):
+    """Returns the choice of a GEMM that gathers its operand or scatters its result."""
+    if flag is None:
+        return choice
+    if not flag:
+        return Choice(Method.XLA)
+    if choice.method in FUSED:
+        return dataclasses.replace(choice, is_asked=True)
+    return Choice(_engine_method(gathers))
+
+
+def _engine_method(gathers):
+    """Returns what the engine makes of "auto", as a method that does not fall back."""
+    if not cuda.is_default():
+        return Method.DIRECT
+    return Method.PIPELINE if gathers else Method.RING_EXCHANGE
+
+
+def _column_dgrad(choice, flags):
+    """Returns the choice of a dgrad that scatters its result, or gathers beside it."""
+    scatters, bulk = flags.ub_overlap_rs_dgrad, flags.is_bulk
+    if bulk:
+        return Choice(Method.BULK)
+    if scatters:
+        return _fused(choice, True, gathers=False)
+    may_be_bulk = choice.method in (Method.BULK, Method.AUTO)
+    if scatters is not None and bulk is not None:
+        return Choice(Method.XLA)
+    if scatters is not None and (choice.method in FUSED or may_be_bulk):
+        return Choice(Method.BULK, is_asked=False)
+    if bulk is not None and may_be_bulk:
+        return Choice(_engine_method(gathers=False), is_asked=False)
+    return choice
