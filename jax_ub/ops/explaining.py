@@ -95,7 +95,7 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
     for place, op in enumerate(fuser.basic_ops):
         for name in _PASSES:
             first, window = passes[name][place]
-            comm_name = getattr(op, "comm_name", None)
+            comm_name = op.comm_name
             named = "" if comm_name is None else f" {shown(comm_name)}"
             scope = f"{place} {op.label}{named}, {name}"
             if isinstance(op, BasicLinear):

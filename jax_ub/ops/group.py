@@ -112,16 +112,18 @@ class FusibleGroup:
         """The residuals that are read, and placeholders for what others would read."""
         possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
 
-        def keep(values, wanted, name):
+        def keep(op, values, wanted, name):
             if name not in values:
                 # The fusions leave none, whatever is differentiated: there is no value
                 # that another use of the jaxpr would keep, or jax.vmap would map.
                 return placeholder()
-            return keep_if(name in wanted, save(values[name], name))
+            return keep_if(name in wanted, save(values[name], name, op.comm_name))
 
         return tuple(
-            {name: keep(values, wanted, name) for name in sorted(names)}
-            for values, wanted, names in zip(residuals, saves, possible, strict=True)
+            {name: keep(op, values, wanted, name) for name in sorted(names)}
+            for op, values, wanted, names in zip(
+                self.basic_ops, residuals, saves, possible, strict=True
+            )
         )
 
     def _likes(self, operands, needs):

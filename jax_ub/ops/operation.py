@@ -113,6 +113,11 @@ class BasicOperation(Operation):
         """How errors name it."""
         return type(self).__name__
 
+    @property
+    def comm_name(self) -> str | None:
+        """The name of its overlap; None where it has none."""
+        return None
+
     def __repr__(self) -> str:
         """The constructor's call, without what is left at its default."""
         return constructor_call(self)

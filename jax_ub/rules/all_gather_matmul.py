@@ -49,7 +49,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     summed in f32 and rounded once.
     Its backward reduce-scatters the gradient of `x`, and reads or gathers `x` again for
     that of `w`, unless `return_gathered` made the forward save it (as the checkpoint
-    name "jax_ub.gathered", which a remat policy may drop).
+    names "jax_ub.gathered" and "jax_ub.<ub_name>.gathered", which a remat policy may
+    drop).
 
     Transformer Engine: a column-parallel linear with `ub_overlap_ag`.
 
@@ -165,10 +166,12 @@ def _column(site, return_gathered, x, ws, biases, main_grads):
 def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
     operands = value_of((x, ws, biases, main_grads))
     ys, gathered = _column(site, return_gathered, *operands)
-    ys, gathered = tuple(save(y, "y") for y in ys), save(gathered, "gathered")
+    name = site.ub_name
+    ys = tuple(save(y, "y", name) for y in ys)
+    gathered = save(gathered, "gathered", name)
     wants_dw = needs_dw(ws, main_grads)
     residuals = {
-        "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x")),
+        "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x", name)),
         "gathered": keep_if(wants_dw, gathered),
         "ws": keep_if(needs(x), operands[1]),
         "biases": keep_if(needs(biases), operands[2]),

@@ -41,14 +41,14 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
     def call_fwd(site, x, w, bias, residual, main_grad):
         values = value_of((x, w, bias, residual, main_grad))
         residuals = {
-            "x": keep_if(needs_dw(w, main_grad), save(values[0], "x")),
+            "x": keep_if(needs_dw(w, main_grad), save(values[0], "x", site.ub_name)),
             "w": keep_if(needs(x), values[1]),
             "bias": keep_if(needs(bias), values[2]),
             # Only its dtype is needed: an empty array keeps that and no memory.
             "residual": keep_if(needs(residual), _emptied(values[3])),
             "main_grad": keep_if(needs(main_grad), values[4]),
         }
-        return save(call(site, *values), "y"), residuals
+        return save(call(site, *values), "y", site.ub_name), residuals
 
     def call_bwd(site, residuals, dy):
         residuals = kept(residuals)

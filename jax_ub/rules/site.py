@@ -35,6 +35,7 @@ class Site:
     wgrad_choice: Choice | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
+    ub_name: str | None = None  # in the checkpoint names of its residuals
     bias_name: str = "bias"  # what the call's argument is called, in errors
 
     @property
@@ -233,7 +234,9 @@ def plan_site(
     if automatic:
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
     own = Choice(chosen)
-    site = Site(label, axes, num_ranks, own, is_tracked=False, tuned=choices)
+    site = Site(
+        label, axes, num_ranks, own, is_tracked=False, tuned=choices, ub_name=ub_name
+    )
     if method is not None or not found:
         return site
     configured = choices_of(like or op, label, found)

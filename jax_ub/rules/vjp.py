@@ -16,9 +16,18 @@ def promote(operands, axes):
     return jax.tree.map(lambda operand: varying.promote(operand, axes), operands)
 
 
-def save(value, name: str):
-    """Names what the policies of `jax.checkpoint` may save; None stays None."""
-    return None if value is None else checkpoint_name(value, f"jax_ub.{name}")
+def save(value, name: str, ub_name: str | None = None):
+    """Names what the policies of `jax.checkpoint` may save; None stays None.
+
+    The value of a named call has two names, "jax_ub.y" and "jax_ub.qkv.y", so that a
+    policy can choose all calls or one.
+    """
+    if value is None:
+        return None
+    value = checkpoint_name(value, f"jax_ub.{name}")
+    if ub_name is None:
+        return value
+    return checkpoint_name(value, f"jax_ub.{ub_name}.{name}")
 
 
 def compiled(rule: Callable, static_argnums) -> Callable:

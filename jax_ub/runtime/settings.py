@@ -148,8 +148,8 @@ def _timeout_s(name):
     given_s = _positive(name, float, "seconds")
     if given_s is not None and given_s < _SHORTEST_TIMEOUT_S:
         raise ConfigurationError(
-            f"{name} = {os.environ[name]!r} is too short for processes that run well. "
-            f"Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
+            f"{name} = {shown(os.environ[name])} is too short for processes that run "
+            f"well. Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
         )
     return given_s and min(given_s, _LONGEST_TIMEOUT_S)
 

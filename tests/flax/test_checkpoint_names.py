@@ -1,0 +1,97 @@
+"""Remat policies by the checkpoint names of calls, as compiled programs show them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_models import assert_trees_close, mesh_of
+from jax.sharding import PartitionSpec as P
+from operands import normal
+from programs import calls, compiled_text, on_ranks, tp_mesh
+from sequences import linear
+
+import jax_ub as ub
+from jax_ub import ops
+from jax_ub.flax import TransformerLayer
+
+X = (2, 8, 16)
+only = jax.checkpoint_policies.save_only_these_names
+AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+
+# AG+GEMM and GEMM+RS of a forward and a backward pass with remat: each has four, and
+# what is computed again is more. Nothing needs the result of fc2 again.
+POLICIES = {
+    "all": (only("jax_ub.y"), 4, 4),
+    "none": (only(), 6, 5),
+    "qkv and proj, not fc1": (only("jax_ub.qkv.y", "jax_ub.proj.y"), 5, 4),
+    "fc1, not qkv": (only("jax_ub.fc1.y"), 5, 5),
+    "by both names": (only("jax_ub.y", "jax_ub.qkv.y", "jax_ub.fc1.y"), 4, 4),
+}
+
+
+def gradient(policy):
+    """The gradients of a layer with remat, and its parameters."""
+    graph, state = nnx.split(TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0)))
+
+    def loss(state, x):
+        def run(state, x):
+            return nnx.merge(graph, state)(x)
+
+        return jnp.sum(jnp.sin(jax.checkpoint(run, policy=policy)(state, x)))
+
+    return jax.jit(jax.grad(loss, (0, 1))), state
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_chooses_which_gemms_are_computed_again(name):
+    policy, num_gathers, num_scatters = POLICIES[name]
+    x = normal(0, X)
+    with jax.set_mesh(mesh_of(1, 4)):
+        step, state = gradient(policy)
+        found = calls(compiled_text(step, state, x))
+        assert (found[AG], found[RS]) == (num_gathers, num_scatters)
+        everything, _ = gradient(jax.checkpoint_policies.everything_saveable)
+        assert_trees_close(step(state, x), everything(state, x), rtol=1e-4)
+
+
+def names_in(function, *operands):
+    text = str(jax.make_jaxpr(function)(*operands))
+    return {part.split("]")[0] for part in text.split("name[name=")[1:]}
+
+
+def test_names_are_those_of_the_call():
+    def run(x, w, name, gathered):
+        given = {"axis_name": "tp", "ub_name": name, "return_gathered": gathered}
+        y = ub.all_gather_matmul(x, w, **given)
+        return y[0] if gathered else y
+
+    def found(name, gathered=False):
+        def loss(x, w):
+            return jnp.sum(run(x, w, name, gathered))
+
+        mapped = on_ranks(
+            jax.grad(loss, (0, 1)),
+            tp_mesh(2),
+            (P("tp"), P(None, "tp")),
+            (P("tp"), P(None, "tp")),
+        )
+        return names_in(mapped, jnp.ones((4, 6)), jnp.ones((6, 8)))
+
+    assert found(None) == {"jax_ub.y", "jax_ub.x"}
+    both = {"jax_ub.y", "jax_ub.x", "jax_ub.fc1.y", "jax_ub.fc1.x"}
+    assert found("fc1") == both
+    assert {"jax_ub.gathered", "jax_ub.fc1.gathered"} <= found("fc1", gathered=True)
+
+
+def test_operations_have_the_names_of_their_overlaps():
+    seq = ops.Sequential(linear("column", 8, 8, "fc1"), ops.GELU())
+    mapped = on_ranks(
+        lambda p, x: jnp.sum(seq(p, x)).reshape(1),
+        tp_mesh(2),
+        (seq.specs(), P("tp")),
+        P("tp"),
+    )
+    params = seq.init(jax.random.key(0))
+    loss = lambda p, x: jnp.sum(mapped(p, x))  # noqa: E731
+    found = names_in(jax.grad(loss), params, jnp.ones((4, 8)))
+    assert {"jax_ub.x", "jax_ub.fc1.x"} <= found
