@@ -110,6 +110,87 @@ def test_processes_share_a_gpu():
     assert "all right: 2 ranks on Emulated GPU" in printed
 
 
+# Two threads dispatch a program each. Process 0 enqueues them in an order of its own.
+TWO_ORDERS = """
+import json, threading, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+jax.distributed.initialize()
+import jax_ub as ub
+num_ranks = len(jax.devices())
+mesh = Mesh(np.array(jax.devices()), ("tp",))
+ub.initialize_ub((8 * num_ranks, 16), num_ranks, mesh=mesh, dtype=jnp.float32)
+
+def put(value, spec):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])
+
+x = put(np.ones((8 * num_ranks, 16), np.float32), P("tp"))
+w = put(np.ones((16, 8 * num_ranks), np.float32), P(None, "tp"))
+
+def first(x, w):
+    return ub.all_gather_matmul(x, w, axis_name="tp", method="ring_exchange")
+
+def second(x, w):
+    return ub.all_gather_matmul(x, w, axis_name="tp", method="ring_exchange")
+
+programs = [
+    jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, out_specs=P(None, "tp"),
+                          in_specs=(P("tp"), P(None, "tp")))).lower(x, w).compile()
+    for one in (first, second)]
+for program in programs:
+    (y,) = program(x, w).addressable_shards
+    assert (np.asarray(y.data) == 16).all()
+
+came = [threading.Event(), threading.Event()]
+results = {}
+def dispatch(n, comes_first):
+    if not comes_first: came[1 - n].wait()
+    results[n] = programs[n](x, w)
+    came[n].set()
+
+leads = 0 if jax.process_index() == 0 else 1
+threads = [threading.Thread(target=dispatch, args=(n, n == leads)) for n in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+began = time.monotonic()
+try:
+    (y,) = results[leads].addressable_shards
+    said = {"nan": bool(np.isnan(np.asarray(y.data)).all())}
+except jax.errors.JaxRuntimeError as error:  # a peer was faster, so that it did not run
+    said = {"nan": "make different calls" in str(error)}
+while "error" not in said:
+    try:
+        ub.check_communicators()
+    except ub.errors.CommunicatorError as error:
+        said["error"] = str(error)
+print("said", json.dumps(said | {"seconds": time.monotonic() - began}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("flags", [CAPTURED, EAGER])
+def test_programs_that_processes_enqueue_in_different_orders_fail_on_all(
+    tmp_path, flags, processes
+):
+    script = tmp_path / "two_orders.py"
+    script.write_text(TWO_ORDERS)
+    launch = ("-m", "jax_ub", "launch", "-n", processes, "--linger", 60)
+    printed = run(*launch, script, gpus=processes, flags=flags)
+    said = [
+        json.loads(line.split("said ", 1)[1])
+        for line in printed.splitlines()
+        if "said {" in line
+    ]
+    assert len(said) == processes, printed
+    for one in said:
+        assert one["nan"]
+        assert one["seconds"] < TIMEOUT_S
+        for part in ("make different calls", "jit_first", "jit_second"):
+            assert part in one["error"], one["error"]
+
+
 # Ranks of two processes, as far as they know. Whoever closes waits for the other one.
 DROPS_ONE = """
 import threading, time

@@ -1,6 +1,8 @@
 // Calls on GPUs. XLA asks for each on its device's launch thread, in the same order on
-// every rank: so ranks need no matching on the host. Initialize comes before every run of
-// a program, Execute enqueues a call, or is captured once and then replayed without it.
+// every rank: so ranks need no matching on the host. Where several host threads launch
+// programs in different orders, the waits of the calls fail (cuda_slots.h). Initialize
+// comes before every run of a program, Execute enqueues a call, or is captured once and
+// then replayed without it.
 #pragma once
 
 #include <cuda.h>
@@ -49,6 +51,7 @@ class CudaCallSite {
   struct Preparation {
     Place place;
     std::vector<int> alignments;  // of the tensors that the products were planned for
+    uint32_t tag = 0;             // CallStatement::tag, where it has peers
     CallPlan plan;
     std::optional<WorkspacePlan> by_multicast;  // where it may reduce so
     GemmOptions options;
@@ -151,6 +154,8 @@ class CudaEngine {
             const RankCall& call);
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
+  // What a rank says of the call when it is ready for it.
+  CallStatement StatementOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
                const Place& place,

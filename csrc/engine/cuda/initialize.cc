@@ -116,6 +116,7 @@ std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Plan(
   auto planned = std::make_shared<Preparation>();
   planned->place = place;
   planned->alignments = std::move(alignments);
+  if (place.has_peers) planned->tag = StatementOf(site, place.rank, call).tag();
   planned->plan = PlanCall(site.attributes_, call, place.rank);
   return planned;
 }
@@ -185,6 +186,25 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   return binding.communicator;
 }
 
+CallStatement CudaEngine::StatementOf(CudaCallSite& site,
+                                      int rank,
+                                      const RankCall& call) {
+  const Attributes& at = site.attributes_;
+  CallStatement statement = {.rank = rank};
+  {
+    std::lock_guard lock(site.mutex_);
+    if (site.name_.empty()) {
+      // No other process has that one.
+      site.name_ = at.channel.empty()
+                       ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
+                       : at.channel;
+    }
+    statement.site = site.name_;
+  }
+  statement.call = DescribeCall(at, call) + DescribeTuning(at.tuning);
+  return statement;
+}
+
 // Each rank says it once to each communicator, or again as long as it refuses: so the
 // n-th statements of all ranks belong together.
 void CudaEngine::Declare(CudaCallSite& site,
@@ -193,7 +213,6 @@ void CudaEngine::Declare(CudaCallSite& site,
                          const RankCall& call,
                          const std::exception_ptr& refusal) {
   const Attributes& at = site.attributes_;
-  CallStatement statement = {.rank = place.rank};
   std::shared_ptr<CudaCommunicator> communicator;
   bool is_declared = false;
   {
@@ -205,13 +224,6 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!refusal) declared = communicator;
-    if (site.name_.empty()) {
-      // No other process has that one.
-      site.name_ = at.channel.empty()
-                       ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
-                       : at.channel;
-    }
-    statement.site = site.name_;
   }
   if (is_declared) {
     // The peers were told that it is ready.
@@ -220,7 +232,7 @@ void CudaEngine::Declare(CudaCallSite& site,
         "CommunicatorError: jax_ub." + at.label + ": " +
         communicator->DescribeRank(place.rank) + " failed: " + TextOf(refusal))));
   }
-  statement.call = DescribeCall(at, call) + DescribeTuning(at.tuning);
+  CallStatement statement = StatementOf(site, place.rank, call);
   if (refusal) statement.refusal = TextOf(refusal);
   communicator->Declare(statement);
 }

@@ -13,9 +13,11 @@ __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
+// Orders nothing else, and waits for nothing.
+__device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
-// True for the first that claims the word, which was zero. For one device.
-__device__ bool Claim(uint64_t address);
+// Stores the value where a zero was; true for the first that does. For one device.
+__device__ bool Claim(uint64_t address, uint64_t value);
 
 // Nanoseconds of a clock that all kernels share.
 __device__ uint64_t Now();
@@ -69,8 +71,13 @@ __device__ inline void StoreRelease(uint32_t* address, uint32_t value) {
                : "memory");
 }
 
-__device__ inline bool Claim(uint64_t address) {
-  return atomicCAS(reinterpret_cast<unsigned long long*>(address), 0ull, 1ull) == 0;
+__device__ inline void StoreRelaxed(uint64_t address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value)
+               : "memory");
+}
+
+__device__ inline bool Claim(uint64_t address, uint64_t value) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(address), 0ull, value) == 0;
 }
 
 __device__ inline uint64_t Now() {

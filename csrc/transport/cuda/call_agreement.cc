@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <charconv>
 
+#include "transport/cuda/flag_params.h"
+
 namespace jax_ub {
 
 namespace {
@@ -12,6 +14,19 @@ bool Contradict(const CallStatement& one, const CallStatement& other) {
 }
 
 }  // namespace
+
+// FNV-1a, folded.
+uint32_t CallStatement::tag() const {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&](char byte) {
+    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
+  };
+  for (const char byte : site) add(byte);
+  add('\0');
+  for (const char byte : call) add(byte);
+  hash ^= hash >> 48 ^ hash >> 24;
+  return std::max<uint32_t>(hash & kTagMask, 1);
+}
 
 // The refusal comes last: a message that is too long is cut.
 std::string CallStatement::Pack() const {

@@ -2,6 +2,7 @@
 // whoever hears both sides sees whether they agree. Nobody waits for anybody.
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <map>
 #include <optional>
@@ -19,6 +20,10 @@ struct CallStatement {
   std::string refusal = {};  // why it cannot run it; empty: it is ready
 
   bool operator==(const CallStatement&) const = default;
+
+  // What flags carry of the call (flag_params.h): a hash of `site` and `call`, never 0. Of
+  // two call sites one pair in 2^24 has the same one, and of these the order is not checked.
+  uint32_t tag() const;
 
   // For a message, and back; nothing of what is no statement.
   std::string Pack() const;

@@ -25,7 +25,7 @@ namespace {
 constexpr double kFailedCloseS = 5;
 
 // Raised with every change of what lies in a heap, or of what processes say.
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
 
 // That all say the same: what they share, and how it lies.
 std::string SetupText(const Group& group, const HeapLayout& layout, bool nvls) {
@@ -52,6 +52,7 @@ struct CudaCommunicator::State {
   void SetGone(int place, const std::string& how);
   void Add(const CallStatement& statement);
   void HearStatement(const PeerNews& news);
+  std::string CallOf(uint32_t tag);
   void Close();
 
   ErrorRecord& record(int n) const { return heaps.devices().record(n); }
@@ -70,12 +71,13 @@ struct CudaCommunicator::State {
   std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
 
-  std::mutex mutex;                     // guards what follows
-  int num_connected = 0;                // peers that have not gone
-  std::condition_variable gone;         // one has
-  std::string who_closed;               // the first peer that did
-  std::atomic<bool> has_closed{false};  // there is one
-  std::vector<SiteName> sites;          // [number]
+  std::mutex mutex;                       // guards what follows
+  int num_connected = 0;                  // peers that have not gone
+  std::condition_variable gone;           // one has
+  std::string who_closed;                 // the first peer that did
+  std::atomic<bool> has_closed{false};    // there is one
+  std::vector<SiteName> sites;            // [number]
+  std::map<uint32_t, std::string> calls;  // by tag, of all ranks that said so
   CallAgreement agreement;
 
   GroupFailure failure;  // the last: its thread uses what is above
@@ -134,7 +136,17 @@ std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
     std::lock_guard lock(mutex);
     if (found->call < sites.size()) site = sites[found->call];
   }
-  return DescribeFault(*found, site, [this](int rank) { return NameAndStateOf(rank); });
+  return DescribeFault(
+      *found, site, [this](int rank) { return NameAndStateOf(rank); },
+      [this](uint32_t tag) { return CallOf(tag); });
+}
+
+std::string CudaCommunicator::State::CallOf(uint32_t tag) {
+  std::lock_guard lock(mutex);
+  const auto found = calls.find(tag);
+  if (found != calls.end()) return found->second;
+  return "a call site that this process does not know (tag " + std::to_string(tag) +
+         ")";
 }
 
 std::exception_ptr CudaCommunicator::State::Failure() {
@@ -171,6 +183,8 @@ void CudaCommunicator::State::Add(const CallStatement& statement) {
   std::optional<CallStatement> other;
   {
     std::lock_guard lock(mutex);
+    calls.try_emplace(statement.tag(),
+                      statement.call + " (call site " + statement.site + ")");
     other = agreement.Add(statement);
   }
   if (!other) return;

@@ -24,7 +24,7 @@ CUdeviceptr AddressOf(const std::byte* data) {
 CudaSlots::CudaSlots(int rank,
                      std::span<const RankPlace> places,
                      CUdeviceptr error,
-                     uint32_t call,
+                     const CallIds& call,
                      const SlotPlaces& slots,
                      const SlotStream& stream)
     : rank_(rank),
@@ -72,16 +72,23 @@ void CudaSlots::Write(int peer, int slot, const Rows& rows) {
 }
 
 void CudaSlots::Signal(int peer, int slot) {
-  SignalParams params = {};
-  params.own = words_;
-  params.rank = rank_;
+  SignalParams params = ParamsOfSignal();
   params.num_targets = 1;
   params.targets[0] = {LineOf(places_[peer].arrived, slot), places_[peer].poison};
   stream_.flags->Signal(stream_.stream, params);
 }
 
-PeerPoisons CudaSlots::PoisonsOfPeers() const {
-  PeerPoisons poisons = {};
+SignalParams CudaSlots::ParamsOfSignal() const {
+  SignalParams params = {};
+  params.own = words_;
+  params.rank = rank_;
+  params.call = call_.number;
+  params.tag = call_.tag;
+  return params;
+}
+
+PeerWords CudaSlots::PoisonsOfPeers() const {
+  PeerWords poisons = {};
   for (int other = 0; other < num_ranks(); ++other) {
     if (other != rank_) poisons.words[poisons.num_peers++] = places_[other].poison;
   }
@@ -97,21 +104,30 @@ void CudaSlots::CheckPlace(CUdeviceptr partition, uint32_t expected) {
   params.what.peer = rank_;
   params.what.slot = ErrorRecord::kNoSlot;
   params.what.chunk = -1;
-  params.what.call = call_;
+  params.what.call = call_.number;
   params.peers = PoisonsOfPeers();
   stream_.flags->CheckPlace(stream_.stream, params);
 }
 
-WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) const {
+WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) {
   WaitParams params = {};
   params.own = words_;
+  params.announced = LineOf(places_[rank_].announced, peer);
+  params.tag = call_.tag;
   params.timeout_ns = static_cast<uint64_t>(std::max(reason.timeout_s, 0.0) * 1e9);
   params.what.rank = rank_;
   params.what.peer = peer;
   params.what.slot = slot;
   params.what.chunk = reason.chunk;
-  params.what.call = call_;
+  params.what.call = call_.number;
   params.peers = PoisonsOfPeers();
+  if (is_announced_) return params;
+  is_announced_ = true;
+  for (int other = 0; other < num_ranks(); ++other) {
+    if (other == rank_) continue;
+    params.announcements.words[params.announcements.num_peers++] =
+        LineOf(places_[other].announced, rank_);
+  }
   return params;
 }
 
@@ -132,10 +148,7 @@ void CudaSlots::WaitFree(int peer, int, const WaitReason& reason) {
 }
 
 void CudaSlots::EndCall() {
-  SignalParams params = {};
-  params.own = words_;
-  params.rank = rank_;
-  params.call = call_;
+  SignalParams params = ParamsOfSignal();
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_) continue;
     params.targets[params.num_targets++] = {LineOf(places_[peer].freed, rank_),
@@ -143,6 +156,7 @@ void CudaSlots::EndCall() {
   }
   stream_.flags->End(stream_.stream, params);
   is_free_.assign(is_free_.size(), false);
+  is_announced_ = false;
 }
 
 void CudaSlots::SumByMulticast(const MulticastRange& range) {

@@ -1,15 +1,21 @@
 // Slots in device memory: a rank's end of a communicator, for one call. It waits for
 // nothing itself: everything is enqueued on one stream, as copies and as kernels that
 // compare flags with an epoch in device memory, so that a captured graph can be replayed.
+// A flag is an epoch and the tag of a call site (flag_params.h):
 //
-//   e = *epoch, the calls that this rank has ended
-//   Signal(peer, slot)   peer's arrived[slot] = e + 1
-//   Wait(slot)           own arrived[slot] >= e + 1
-//   EndCall              freed[own rank] = e + 1 at every peer, then *epoch = e + 1
-//   WaitFree(peer)       own freed[peer] >= e: the peer has ended its previous call
+//   e = *epoch, the calls that this rank has ended, and the tag of the last one
+//   c = (epoch of e) + 1, tag of this call
+//   first wait           announced[own rank] = c at every peer
+//   Signal(peer, slot)   peer's arrived[slot] = c
+//   Wait(slot)           own arrived[slot] == c
+//   EndCall              freed[own rank] = c at every peer, then *epoch = c
+//   WaitFree(peer)       own freed[peer] == e: the peer has ended its previous call
 //
-// So the slots of a call may lie where they like, whatever the one before had there; and
-// a release has nothing to do. tests/csrc/cuda/protocol_test.cc proves it.
+// A rank that has ended c needed data of every other rank for it, and puts none into the
+// slots of a peer before that has ended c, too. So flags are never ahead of a wait, the
+// slots of a call may lie where they like, whatever the one before had there, and a release
+// has nothing to do. A wait whose peer has announced another call of this epoch fails.
+// tests/csrc/cuda/protocol_test.cc proves it.
 #pragma once
 
 #include <cuda.h>
@@ -36,9 +42,10 @@ inline constexpr int64_t kSlotAlignment = 256;
 
 // What a rank has in its heap, at the addresses by which this rank's device reaches it.
 struct RankPlace {
-  CUdeviceptr slots = 0;    // bytes, of all slots
-  CUdeviceptr arrived = 0;  // [slot]
-  CUdeviceptr freed = 0;    // [peer]
+  CUdeviceptr slots = 0;      // bytes, of all slots
+  CUdeviceptr arrived = 0;    // [slot]
+  CUdeviceptr freed = 0;      // [peer]
+  CUdeviceptr announced = 0;  // [peer]
   CUdeviceptr epoch = 0;
   CUdeviceptr failed = 0;
   CUdeviceptr poison = 0;
@@ -51,6 +58,12 @@ struct SlotPlaces {
   // What stands for the first slot of every rank: for multicast instructions alone. 0:
   // nothing does.
   CUdeviceptr multicast = 0;
+};
+
+// Which call it is: tells flags and errors of call sites apart.
+struct CallIds {
+  uint32_t number = 0;  // the host's, of the call site
+  uint32_t tag = 0;     // CallStatement::tag, the same on every rank
 };
 
 // What a rank enqueues with: all of its device, and kept by somebody else.
@@ -73,12 +86,11 @@ struct MulticastRange {
 
 class CudaSlots : public Transport {
  public:
-  // `places` [rank] outlive it. `error` is the own ErrorRecord's device address, `call`
-  // the host's number of the call site, for the record.
+  // `places` [rank] outlive it. `error` is the own ErrorRecord's device address.
   CudaSlots(int rank,
             std::span<const RankPlace> places,
             CUdeviceptr error,
-            uint32_t call,
+            const CallIds& call,
             const SlotPlaces& slots,
             const SlotStream& stream);
 
@@ -113,16 +125,18 @@ class CudaSlots : public Transport {
 
  private:
   CUdeviceptr SlotOf(int rank, int slot) const;
-  PeerPoisons PoisonsOfPeers() const;
-  WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason) const;
+  PeerWords PoisonsOfPeers() const;
+  SignalParams ParamsOfSignal() const;
+  WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason);
 
   const int rank_;
   const std::span<const RankPlace> places_;
   const RankWords words_;
-  const uint32_t call_;
+  const CallIds call_;
   const SlotPlaces slots_;
   const SlotStream stream_;
   std::vector<bool> is_free_;  // [peer]: waited for in this call
+  bool is_announced_ = false;  // this call
 };
 
 }  // namespace jax_ub

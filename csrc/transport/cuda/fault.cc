@@ -40,17 +40,33 @@ void SetPoisoned(ErrorRecord& record) {
 
 bool IsOwnFault(const ErrorRecord& record) {
   const uint32_t code = CodeOf(record);
-  return code == ErrorRecord::kDeadline || code == ErrorRecord::kMisplaced;
+  return code == ErrorRecord::kDeadline || code == ErrorRecord::kMisplaced ||
+         record.tag != 0;
 }
 
 std::exception_ptr DescribeFault(const ErrorRecord& record,
                                  const SiteName& site,
-                                 const std::function<std::string(int)>& name_of) {
+                                 const std::function<std::string(int)>& name_of,
+                                 const std::function<std::string(uint32_t)>& call_of) {
   const uint32_t code = CodeOf(record);
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << site.label << ": ";
   const std::string own = name_of(static_cast<int>(record.rank));
   const std::string peer = name_of(static_cast<int>(record.peer));
+  if (record.tag != 0) {
+    if (code == ErrorRecord::kOtherCall) {
+      text << own << " and " << peer << " make different calls: ";
+    } else {
+      text << peer << " found, and told " << own
+           << ", that ranks make different calls: ";
+    }
+    text
+        << call_of(record.tag) << "; and " << call_of(record.other_tag)
+        << ", respectively. All ranks must make the same calls in the same order: "
+           "dispatch the programs that communicate from one thread of each process, in "
+           "the same order in all of them";
+    return std::make_exception_ptr(CommunicatorError(text.str()));
+  }
   if (code == ErrorRecord::kPeerFailed) {
     text << peer << " failed, and told " << own;
     return std::make_exception_ptr(CommunicatorError(text.str()));

@@ -18,7 +18,7 @@ uint32_t CodeOf(const ErrorRecord& record);
 // Ends the waits of the record's rank.
 void SetPoisoned(ErrorRecord& record);
 
-// Whether the rank found it out by itself, rather than being told that somebody failed.
+// Whether the record has the reason, rather than only that somebody failed.
 bool IsOwnFault(const ErrorRecord& record);
 
 // What errors say of a call site.
@@ -30,9 +30,11 @@ struct SiteName {
 };
 
 // DeadlineError or CommunicatorError of a record whose code is not kNone. `site` is that
-// of its call; `name_of` a rank: "rank 2 (process 1, pid 123)".
+// of its call; `name_of` a rank: "rank 2 (process 1, pid 123)"; `call_of` the call site
+// that has a tag: "matmul: matmul by ... (call site jit_f/0)".
 std::exception_ptr DescribeFault(const ErrorRecord& record,
                                  const SiteName& site,
-                                 const std::function<std::string(int)>& name_of);
+                                 const std::function<std::string(int)>& name_of,
+                                 const std::function<std::string(uint32_t)>& call_of);
 
 }  // namespace jax_ub

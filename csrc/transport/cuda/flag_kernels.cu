@@ -13,11 +13,34 @@ namespace {
 
 constexpr uint32_t kFirstPauseNs = 32;
 constexpr uint32_t kLastPauseNs = 512;
-constexpr uint32_t kLooksPerHostLook = 16;  // the host's memory is a microsecond away
+// The host's memory is a microsecond away, and another call is a rare mistake.
+constexpr uint32_t kLooksPerLongLook = 16;
+
+// What a flag holds in the call behind the one that `epoch` ended.
+__device__ uint64_t NextCall(uint64_t epoch, uint32_t tag) {
+  return (epoch | kTagMask) + 1 + tag;
+}
+
+// Of the same epoch, but of another call.
+__device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
+  return word != expected && (word ^ expected) <= kTagMask;
+}
+
+__device__ uint64_t FailedWord(const ErrorRecord& what) {
+  return (what.rank + 1) | uint64_t{what.tag} << kFailedRankBits |
+         uint64_t{what.other_tag} << (kFailedRankBits + kTagBits);
+}
+
+// What a peer that failed has written.
+__device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
+  what.peer = static_cast<uint32_t>(poison & kFailedRankMask) - 1;
+  what.tag = static_cast<uint32_t>(poison >> kFailedRankBits & kTagMask);
+  what.other_tag = static_cast<uint32_t>(poison >> (kFailedRankBits + kTagBits));
+}
 
 // The first failure of a rank writes its record, `code` last; later ones leave it alone.
-__device__ void Fail(const RankWords& own, ErrorRecord what, uint32_t code) {
-  if (!Claim(own.failed)) return;
+__device__ void Fail(const RankWords& own, const ErrorRecord& what, uint32_t code) {
+  if (!Claim(own.failed, FailedWord(what))) return;
   auto* record = reinterpret_cast<ErrorRecord*>(own.error);
   record->rank = what.rank;
   record->peer = what.peer;
@@ -26,28 +49,33 @@ __device__ void Fail(const RankWords& own, ErrorRecord what, uint32_t code) {
   record->call = what.call;
   record->waited_ns = what.waited_ns;
   record->partition = what.partition;
+  record->tag = what.tag;
+  record->other_tag = what.other_tag;
   StoreRelease(&record->code, code);
 }
 
 // Before anything else that the rank does.
 __device__ void TellAndFail(const RankWords& own,
-                            const PeerPoisons& peers,
-                            ErrorRecord what,
+                            const PeerWords& peers,
+                            const ErrorRecord& what,
                             uint32_t code) {
+#ifdef __CUDACC__
+#pragma unroll 1  // unrolled, it takes most of a wait's registers
+#endif
   for (uint32_t i = 0; i < peers.num_peers; ++i) {
-    StoreRelease(peers.words[i], what.rank + 1);
+    StoreRelease(peers.words[i], FailedWord(what));
   }
   Fail(own, what, code);
 }
 
-// One target a lane.
-__device__ void SignalAll(const SignalParams& params, uint64_t epoch, bool failed) {
+// One target a lane. `failed` is not 0 if this rank has.
+__device__ void SignalAll(const SignalParams& params, uint64_t word, uint64_t failed) {
   if (threadIdx.x >= params.num_targets) return;
   const FlagTarget& target = params.targets[threadIdx.x];
-  if (failed) {
-    StoreRelease(target.poison, params.rank + 1);
+  if (failed != 0) {
+    StoreRelease(target.poison, failed);
   } else {
-    StoreRelease(target.flag, epoch + 1);
+    StoreRelease(target.flag, word);
   }
 }
 
@@ -55,23 +83,27 @@ __device__ void SignalAll(const SignalParams& params, uint64_t epoch, bool faile
 
 extern "C" __global__ void __launch_bounds__(32)
     jax_ub_signal(const __grid_constant__ SignalParams params) {
-  SignalAll(params, LoadAcquire(params.own.epoch), LoadAcquire(params.own.failed) != 0);
+  SignalAll(params, NextCall(LoadAcquire(params.own.epoch), params.tag),
+            LoadAcquire(params.own.failed));
 }
 
 extern "C" __global__ void __launch_bounds__(32)
     jax_ub_end(const __grid_constant__ SignalParams params) {
-  const uint64_t epoch = LoadAcquire(params.own.epoch);
+  const uint64_t word = NextCall(LoadAcquire(params.own.epoch), params.tag);
   // It may come between the lanes: then some peers are told, and the others told later.
   const uint64_t poison = LoadAcquire(params.own.poison);
-  const bool failed = poison != 0 || LoadAcquire(params.own.failed) != 0;
-  SignalAll(params, epoch, failed);
-  SyncWarp();  // every lane has read the epoch
-  if (threadIdx.x != 0) return;
-  if (!failed) return StoreRelease(params.own.epoch, epoch + 1);
-  if (poison == 0) return;
+  uint64_t failed = LoadAcquire(params.own.failed);
   ErrorRecord what = {};
   what.rank = params.rank;
-  what.peer = static_cast<uint32_t>(poison - 1);
+  if (failed == 0 && poison != 0) {
+    ReadPoison(poison, what);
+    failed = FailedWord(what);
+  }
+  SignalAll(params, word, failed);
+  SyncWarp();  // every lane has read the epoch
+  if (threadIdx.x != 0) return;
+  if (failed == 0) return StoreRelease(params.own.epoch, word);
+  if (poison == 0) return;
   what.slot = ErrorRecord::kNoSlot;
   what.chunk = -1;
   what.call = params.call;
@@ -80,29 +112,47 @@ extern "C" __global__ void __launch_bounds__(32)
 
 extern "C" __global__ void __launch_bounds__(32)
     jax_ub_wait(const __grid_constant__ WaitParams params) {
-  if (threadIdx.x != 0) return;
   const RankWords& own = params.own;
-  const uint64_t wanted = LoadAcquire(own.epoch) + params.ahead;
+  const uint64_t epoch = LoadAcquire(own.epoch);
+  const uint64_t current = NextCall(epoch, params.tag);
+  // The epoch of a rank that has failed stands still: peers would see two calls in it.
+  if (threadIdx.x < params.announcements.num_peers && LoadAcquire(own.failed) == 0) {
+    StoreRelaxed(params.announcements.words[threadIdx.x], current);
+  }
+  if (threadIdx.x != 0) return;
+  const uint64_t wanted = params.ahead != 0 ? current : epoch;
   const uint64_t began = Now();
   uint32_t pause = kFirstPauseNs;
   for (uint32_t look = 0;; ++look) {
-    if (static_cast<int64_t>(LoadAcquire(params.flag) - wanted) >= 0) return;
+    if (LoadAcquire(params.flag) == wanted) return;
     if (LoadAcquire(own.failed) != 0) return;
-    ErrorRecord what = params.what;
-    what.waited_ns = Now() - began;
-    const auto fail = [&](uint32_t code) {
-      TellAndFail(own, params.peers, what, code);
-    };
-    if (const uint64_t poison = LoadAcquire(own.poison); poison != 0) {
-      what.peer = static_cast<uint32_t>(poison - 1);
-      return fail(ErrorRecord::kPeerFailed);
+    const uint64_t waited_ns = Now() - began;
+    const bool is_late = waited_ns >= params.timeout_ns;
+    const uint64_t poison = LoadAcquire(own.poison);
+    uint32_t code = ErrorRecord::kNone;
+    uint64_t announced = current;
+    if (poison != 0) {
+      code = ErrorRecord::kPeerFailed;
+    } else if (is_late || look % kLooksPerLongLook == 0) {
+      announced = LoadAcquire(params.announced);
+      const auto* record = reinterpret_cast<const ErrorRecord*>(own.error);
+      if (IsOtherCall(announced, current)) {
+        code = ErrorRecord::kOtherCall;
+      } else if (is_late) {
+        code = ErrorRecord::kDeadline;
+      } else if (LoadAcquire(&record->poisoned) != 0) {
+        code = ErrorRecord::kPoisoned;
+      }
     }
-    if (what.waited_ns >= params.timeout_ns) {
-      return fail(ErrorRecord::kDeadline);
-    }
-    const auto* record = reinterpret_cast<const ErrorRecord*>(own.error);
-    if (look % kLooksPerHostLook == 0 && LoadAcquire(&record->poisoned) != 0) {
-      return fail(ErrorRecord::kPoisoned);
+    if (code != ErrorRecord::kNone) {
+      ErrorRecord what = params.what;
+      what.waited_ns = waited_ns;
+      if (code == ErrorRecord::kPeerFailed) ReadPoison(poison, what);
+      if (code == ErrorRecord::kOtherCall) {
+        what.tag = params.tag;
+        what.other_tag = static_cast<uint32_t>(announced & kTagMask);
+      }
+      return TellAndFail(own, params.peers, what, code);
     }
     Pause(pause);
     if (pause < kLastPauseNs) pause *= 2;

@@ -1,6 +1,7 @@
 // What a rank has in its heap, and where: the flags that its peers write, then the slots.
 //
-//   arrived[kMaxSlots] | freed[kMaxRanks] | epoch | failed | poison | ... | slots
+//   arrived[kMaxSlots] | freed[kMaxRanks] | announced[kMaxRanks] | epoch | failed | poison |
+//   ... | slots
 //
 // Each flag is the first word of a line of its own. All flags are zero before any peer
 // can see them. On every rank the same lies at the same offset.
@@ -25,16 +26,17 @@ class HeapLayout {
   int64_t slots_bytes() const { return slots_bytes_; }
   int64_t size_bytes() const { return flags_bytes() + slots_bytes_; }
   static constexpr int64_t flags_bytes() {
-    return Align((kMaxSlots + kMaxRanks + 3) * kFlagLineBytes);
+    return Align((kMaxSlots + 2 * kMaxRanks + 3) * kFlagLineBytes);
   }
 
   // Of a heap that is mapped at `base`.
   static RankPlace PlaceAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
-    constexpr int64_t kWords = kMaxSlots + kMaxRanks;
+    constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;
     return {.slots = base + flags_bytes(),
             .arrived = line(0),
             .freed = line(kMaxSlots),
+            .announced = line(kMaxSlots + kMaxRanks),
             .epoch = line(kWords),
             .failed = line(kWords + 1),
             .poison = line(kWords + 2)};

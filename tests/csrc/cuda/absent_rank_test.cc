@@ -24,20 +24,20 @@ class Ranks {
  public:
   Ranks(int num_ranks, int num_slots)
       : num_slots_(num_slots),
-        num_lines_(num_slots + num_ranks + 3),
+        num_lines_(num_slots + 2 * num_ranks + 3),
         lines_(num_ranks * num_lines_),
         errors(num_ranks) {
     for (int rank = 0; rank < num_ranks; ++rank) {
       const auto line = [&](int n) {
         return reinterpret_cast<CUdeviceptr>(&lines_[rank * num_lines_ + n]);
       };
-      const int words = num_slots + num_ranks;
-      places.push_back(
-          {0, line(0), line(num_slots), line(words), line(words + 1), line(words + 2)});
+      const int words = num_slots + 2 * num_ranks;
+      places.push_back({0, line(0), line(num_slots), line(num_slots + num_ranks),
+                        line(words), line(words + 1), line(words + 2)});
     }
   }
 
-  uint64_t epoch(int rank) const { return Word(rank, 0); }
+  uint64_t epoch(int rank) const { return Word(rank, 0) >> kTagBits; }
   bool failed(int rank) const { return Word(rank, 1) != 0; }
 
  private:

@@ -83,12 +83,14 @@ class EmulatedGate {
   void Wait(CUstream stream) const {
     WaitParams params = {};
     params.own = words();
-    params.flag = At(kFlag);
+    params.flag = params.announced = At(kFlag);
     params.timeout_ns = uint64_t{20'000'000'000};
     params.ahead = 1;
     Check(EmulatedDriver(), library_.Launch(kWaitKernel, stream, params), "launch");
   }
-  void Open() { std::atomic_ref(*Word(kFlag)).store(1, std::memory_order_release); }
+  void Open() {
+    std::atomic_ref(*Word(kFlag)).store(kTagMask + 1, std::memory_order_release);
+  }
   // Opens it from a stream.
   void Signal(CUstream stream) const {
     SignalParams params = {};

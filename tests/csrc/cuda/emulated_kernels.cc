@@ -50,10 +50,15 @@ void StoreRelease(uint32_t* address, uint32_t value) {
   std::atomic_ref(*address).store(value, std::memory_order_release);
 }
 
-bool Claim(uint64_t address) {
+void StoreRelaxed(uint64_t address, uint64_t value) {
+  std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
+      .store(value, std::memory_order_relaxed);
+}
+
+bool Claim(uint64_t address, uint64_t value) {
   uint64_t expected = 0;
   return std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
-      .compare_exchange_strong(expected, 1, std::memory_order_relaxed);
+      .compare_exchange_strong(expected, value, std::memory_order_relaxed);
 }
 
 uint64_t Now() {

@@ -38,16 +38,17 @@ std::vector<Touch> OfSignal(const SignalParams& params) {
   return touches;
 }
 
-void Add(std::vector<Touch>& touches, const PeerPoisons& peers) {
+void Add(std::vector<Touch>& touches, const PeerWords& peers) {
   for (uint32_t i = 0; i < std::min<uint32_t>(peers.num_peers, kMaxRanks); ++i) {
     touches.push_back(Word(peers.words[i]));
   }
 }
 
 std::vector<Touch> OfWait(const WaitParams& params) {
-  std::vector<Touch> touches = {Word(params.flag)};
+  std::vector<Touch> touches = {Word(params.flag), Word(params.announced)};
   Add(touches, params.own);
   Add(touches, params.peers);
+  Add(touches, params.announcements);
   return touches;
 }
 

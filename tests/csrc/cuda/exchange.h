@@ -55,7 +55,7 @@ class RankOnGpu {
   void Enqueue(uint32_t n, double timeout_s = 60) {
     const ScopedContext scoped(driver_, context_.get());
     CudaSlots slots(rank_, communicator_->places(rank_), communicator_->error(rank_),
-                    communicator_->NumberOf({kExchangeLabel, {}}),
+                    {communicator_->NumberOf({kExchangeLabel, {}})},
                     communicator_->Place(communicator_->num_ranks(), kSlotBytes),
                     {&driver_, &flags_, &sums_, stream_.get(), {}});
     FillOwn(n);

@@ -392,7 +392,8 @@ class Bench {
     signal.targets[0] = {page + 384, page + 512};
     WaitParams wait{};
     wait.own = own;
-    wait.flag = page + 384;
+    wait.flag = wait.announced = page + 384;
+    wait.ahead = 1;
     wait.timeout_ns = 1'000'000'000;
     const CUstream stream = streams_[0].get();
     Show("host time of a small product, us", HostTime([&] { Multiply(small, 0); }));

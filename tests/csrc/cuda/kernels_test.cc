@@ -174,11 +174,20 @@ TEST(copies_move_rows_and_nothing_between_them) {
   }
 }
 
-// The words of a rank, as they lie in its heap.
+constexpr uint32_t kTag = 0xabcdef;
+constexpr uint32_t kOtherTag = 0x123456;
+
+// A flag of this call, or of the one before.
+constexpr uint64_t Word(uint64_t epoch, uint32_t tag = kTag) {
+  return epoch << kTagBits | tag;
+}
+
+// The words of a rank that has ended so many calls, as they are in its heap.
 struct Rank {
-  explicit Rank(uint64_t first_epoch) : epoch(first_epoch) {
-    for (uint64_t& flag : arrived) flag = first_epoch;
-    for (uint64_t& flag : freed) flag = first_epoch;
+  explicit Rank(uint64_t first_epoch) : epoch(Word(first_epoch)) {
+    for (uint64_t& flag : arrived) flag = epoch;
+    for (uint64_t& flag : freed) flag = epoch;
+    for (uint64_t& flag : announced) flag = epoch;
   }
 
   RankWords words() {
@@ -189,8 +198,10 @@ struct Rank {
     WaitParams params = {};
     params.own = words();
     params.flag = AddressOf(&flag);
+    params.announced = AddressOf(&announced[5]);
     params.timeout_ns = timeout_ns;
     params.ahead = ahead;
+    params.tag = kTag;
     params.what.rank = 3;
     params.what.peer = 5;
     params.what.slot = 2;
@@ -202,6 +213,7 @@ struct Rank {
     SignalParams params = {};
     params.own = words();
     params.rank = 3;
+    params.tag = kTag;
     for (const FlagTarget& target : targets) {
       params.targets[params.num_targets++] = target;
     }
@@ -210,6 +222,7 @@ struct Rank {
 
   uint64_t arrived[2];
   uint64_t freed[kMaxRanks];
+  uint64_t announced[kMaxRanks];
   uint64_t epoch;
   uint64_t failed = 0;
   uint64_t poison = 0;
@@ -217,7 +230,7 @@ struct Rank {
 };
 
 constexpr uint64_t kLongNs = 60'000'000'000;
-constexpr uint64_t kEpochs[] = {0, 41, UINT64_MAX - 1, UINT64_MAX};
+constexpr uint64_t kEpochs[] = {0, 41, UINT64_MAX - 1, UINT64_MAX};  // the low 40 bits
 
 TEST(a_call_s_flags_are_one_ahead_of_the_epoch_also_around_zero) {
   for (uint64_t epoch : kEpochs) {
@@ -225,9 +238,9 @@ TEST(a_call_s_flags_are_one_ahead_of_the_epoch_also_around_zero) {
     Rank peer(epoch);
     Launch(kSignalKernel,
            own.Signal({{AddressOf(&peer.arrived[1]), AddressOf(&peer.poison)}}), 1, 32);
-    CHECK_EQ(peer.arrived[1], epoch + 1);
-    CHECK_EQ(peer.arrived[0], epoch);
-    CHECK_EQ(own.epoch, epoch);
+    CHECK_EQ(peer.arrived[1], Word(epoch + 1));
+    CHECK_EQ(peer.arrived[0], Word(epoch));
+    CHECK_EQ(own.epoch, Word(epoch));
     Launch(kWaitKernel, peer.Wait(peer.arrived[1], 1, kLongNs), 1, 32);
     Launch(kWaitKernel, peer.Wait(peer.freed[0], 0, kLongNs), 1, 32);
     std::vector<FlagTarget> targets;
@@ -235,9 +248,9 @@ TEST(a_call_s_flags_are_one_ahead_of_the_epoch_also_around_zero) {
       targets.push_back({AddressOf(&peer.freed[i]), AddressOf(&peer.poison)});
     }
     Launch(kEndKernel, own.Signal(targets), 1, 32);
-    for (int i = 1; i < kMaxRanks; ++i) CHECK_EQ(peer.freed[i], epoch + 1);
-    CHECK_EQ(peer.freed[0], epoch);
-    CHECK_EQ(own.epoch, epoch + 1);
+    for (int i = 1; i < kMaxRanks; ++i) CHECK_EQ(peer.freed[i], Word(epoch + 1));
+    CHECK_EQ(peer.freed[0], Word(epoch));
+    CHECK_EQ(own.epoch, Word(epoch + 1));
     CHECK_EQ(peer.error.code + own.error.code + peer.poison, 0u);
   }
 }
@@ -275,7 +288,8 @@ TEST(a_wait_ends_at_its_deadline_and_says_what_it_waited_for) {
   CHECK_EQ(rank.error.chunk, 7);
   CHECK_EQ(rank.error.call, 11u);
   CHECK(rank.error.waited_ns >= kTimeoutNs);
-  CHECK_EQ(rank.failed, 1u);
+  CHECK_EQ(rank.failed, 4u);  // 1 + its rank
+  CHECK_EQ(rank.error.tag, 0u);
   // Later waits end at once, and the first record stays.
   WaitParams later = rank.Wait(rank.arrived[0], 1, kLongNs);
   later.what.peer = 6;
@@ -296,18 +310,82 @@ TEST(the_host_ends_a_wait_that_has_begun) {
   CHECK_EQ(rank.error.code, ErrorRecord::kPoisoned);
 }
 
+TEST(a_wait_is_not_satisfied_by_another_call) {
+  for (const uint64_t other : {Word(10, kOtherTag), Word(9), Word(11), Word(11, 0)}) {
+    Rank rank(9);
+    rank.arrived[0] = other;
+    Launch(kWaitKernel, rank.Wait(rank.arrived[0], 1, 0), 1, 32);
+    CHECK_EQ(rank.error.code, ErrorRecord::kDeadline);
+  }
+}
+
+// In whatever it waits for, and long before its deadline.
+TEST(a_wait_ends_when_its_peer_announces_another_call) {
+  for (const uint64_t epoch : kEpochs) {
+    for (const uint32_t ahead : {0, 1}) {
+      Rank rank(epoch);
+      uint64_t poison = 0;
+      WaitParams wait = rank.Wait(rank.freed[1], ahead, kLongNs);
+      if (ahead == 0) rank.freed[1] = Word(epoch - 1);
+      wait.peers.num_peers = 1;
+      wait.peers.words[0] = AddressOf(&poison);
+      std::thread peer([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        std::atomic_ref(rank.announced[5]).store(Word(epoch + 1, kOtherTag));
+      });
+      Launch(kWaitKernel, wait, 1, 32);
+      peer.join();
+      CHECK_EQ(rank.error.code, ErrorRecord::kOtherCall);
+      CHECK_EQ(rank.error.peer, 5u);
+      CHECK_EQ(rank.error.tag, kTag);
+      CHECK_EQ(rank.error.other_tag, kOtherTag);
+      // Its peers are told both calls, and tell them to others.
+      Rank told(epoch);
+      told.poison = poison;
+      Launch(kEndKernel, told.Signal({{0, AddressOf(&poison)}}), 1, 32);
+      CHECK_EQ(poison, rank.failed);
+      CHECK_EQ(told.error.code, ErrorRecord::kPeerFailed);
+      CHECK_EQ(told.error.peer, 3u);
+      CHECK_EQ(told.error.tag, kTag);
+      CHECK_EQ(told.error.other_tag, kOtherTag);
+    }
+  }
+}
+
+TEST(the_call_of_an_earlier_or_later_epoch_is_no_other_call) {
+  for (const uint64_t announced : {Word(9, kOtherTag), Word(11, kOtherTag)}) {
+    Rank rank(9);
+    rank.announced[5] = announced;
+    Launch(kWaitKernel, rank.Wait(rank.arrived[0], 1, 0), 1, 32);
+    CHECK_EQ(rank.error.code, ErrorRecord::kDeadline);
+  }
+}
+
+TEST(the_first_wait_of_a_call_announces_it_unless_the_rank_has_failed) {
+  for (const bool has_failed : {false, true}) {
+    Rank rank(9);
+    uint64_t words[2] = {};
+    WaitParams wait = rank.Wait(rank.freed[0], 0, kLongNs);
+    wait.announcements.num_peers = 2;
+    for (int i = 0; i < 2; ++i) wait.announcements.words[i] = AddressOf(&words[i]);
+    rank.failed = has_failed ? 4 : 0;
+    Launch(kWaitKernel, wait, 1, 32);
+    for (const uint64_t word : words) CHECK_EQ(word, has_failed ? 0 : Word(10));
+  }
+}
+
 TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   Rank own(9);
   Rank peer(9);
-  own.failed = 1;
+  own.failed = 4;
   const SignalParams to_peer =
       own.Signal({{AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)}});
   Launch(kSignalKernel, to_peer, 1, 32);
-  CHECK_EQ(peer.arrived[0], 9u);
+  CHECK_EQ(peer.arrived[0], Word(9));
   CHECK_EQ(peer.poison, 4u);  // 1 + its rank
   peer.poison = 0;
   Launch(kEndKernel, to_peer, 1, 32);
-  CHECK_EQ(own.epoch, 9u);
+  CHECK_EQ(own.epoch, Word(9));
   CHECK_EQ(peer.poison, 4u);
   Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
   CHECK_EQ(peer.error.code, ErrorRecord::kPeerFailed);
@@ -315,7 +393,7 @@ TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   // What did arrive may be read; the end of the call will say whether it was right.
   Rank third(9);
   third.poison = 4;
-  third.arrived[0] = 10;
+  third.arrived[0] = Word(10);
   Launch(kWaitKernel, third.Wait(third.arrived[0], 1, kLongNs), 1, 32);
   CHECK_EQ(third.failed, 0u);
 }
@@ -341,9 +419,9 @@ TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
   SignalParams end = own.Signal({{AddressOf(&peer.freed[3]), AddressOf(&peer.poison)}});
   end.call = 11;
   Launch(kEndKernel, end, 1, 32);
-  CHECK_EQ(own.failed, 1u);
-  CHECK_EQ(own.epoch, 9u);
-  CHECK_EQ(peer.freed[3], 9u);
+  CHECK_EQ(own.failed, 4u);
+  CHECK_EQ(own.epoch, Word(9));
+  CHECK_EQ(peer.freed[3], Word(9));
   CHECK_EQ(peer.poison, 4u);
   CHECK_EQ(own.error.code, ErrorRecord::kPeerFailed);
   CHECK_EQ(own.error.rank, 3u);
@@ -367,7 +445,7 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   CHECK_EQ(own.failed + own.error.code + poisons[0] + poisons[1], 0u);
   partition = 1;
   Launch(kCheckPlaceKernel, place, 1, 32);
-  CHECK_EQ(own.failed, 1u);
+  CHECK_EQ(own.failed, 4u);
   CHECK_EQ(own.error.code, ErrorRecord::kMisplaced);
   CHECK_EQ(own.error.rank, 3u);
   CHECK_EQ(own.error.call, 11u);

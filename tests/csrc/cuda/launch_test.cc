@@ -150,12 +150,13 @@ struct End {
         slots(1,
               places,
               7,
-              5,
+              {5, 77},
               {4, 40},
               {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}}) {}
 
   static RankPlace Place(CUdeviceptr base) {
-    return {base, base + 4096, base + 8192, base + 12288, base + 12544, base + 12800};
+    return {base,         base + 4096,  base + 8192, base + 10240,
+            base + 12288, base + 12544, base + 12800};
   }
 
   const std::vector<RankPlace> places = {Place(1 << 20), Place(2 << 20),
@@ -225,6 +226,8 @@ TEST(waits_say_what_they_wait_for) {
   CHECK_EQ(wait.what.slot, 3u);
   CHECK_EQ(wait.what.chunk, 9);
   CHECK_EQ(wait.what.call, 5u);
+  CHECK_EQ(wait.tag, 77u);
+  CHECK_EQ(wait.announced, end.places[1].announced + 2 * kFlagLineBytes);
   CHECK_EQ(wait.own.error, 7u);
   CHECK_EQ(wait.peers.num_peers, 2u);
   CHECK_EQ(wait.peers.words[0], end.places[0].poison);
@@ -257,16 +260,23 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   CHECK_EQ(wait.flag, end.places[1].freed + 2 * kFlagLineBytes);
   CHECK_EQ(wait.ahead, 0u);
   CHECK_EQ(wait.what.slot, ErrorRecord::kNoSlot);
+  // The first wait of a call announces it to all peers.
+  CHECK_EQ(wait.announcements.num_peers, 2u);
+  CHECK_EQ(wait.announcements.words[0], end.places[0].announced + kFlagLineBytes);
+  CHECK_EQ(wait.announcements.words[1], end.places[2].announced + kFlagLineBytes);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).announcements.num_peers, 0u);
   end.slots.EndCall();
   const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
   CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
   CHECK_EQ(freed.call, 5u);
+  CHECK_EQ(freed.tag, 77u);
   CHECK_EQ(freed.num_targets, 2u);
   CHECK_EQ(freed.targets[0].flag, end.places[0].freed + kFlagLineBytes);
   CHECK_EQ(freed.targets[1].flag, end.places[2].freed + kFlagLineBytes);
   CHECK_EQ(freed.targets[1].poison, end.places[2].poison);
   end.slots.WaitFree(2, 3, kReason);
   CHECK_EQ(end.operations.size(), 4u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).announcements.num_peers, 2u);
 }
 
 TEST(any_number_of_results_can_be_spoilt) {
@@ -283,7 +293,7 @@ TEST(any_number_of_results_can_be_spoilt) {
 
 TEST(more_ranks_than_there_are_flags_for_are_refused) {
   const std::vector<RankPlace> places(kMaxRanks + 1);
-  CHECK_THROWS(CudaSlots(0, places, 0, 0, {}, {}), "17 ranks, expected at most");
+  CHECK_THROWS(CudaSlots(0, places, 0, {}, {}, {}), "17 ranks, expected at most");
 }
 
 }  // namespace jax_ub

@@ -61,7 +61,7 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
     const Rank& own = ranks[n];
     const ScopedContext scoped(driver, own.context.get());
     CudaSlots slots(rank, communicator->places(rank), communicator->error(rank),
-                    communicator->NumberOf({label, {}}), communicator->Place(1, 8192),
+                    {communicator->NumberOf({label, {}})}, communicator->Place(1, 8192),
                     {.driver = &driver,
                      .flags = own.flags.get(),
                      .stream = own.stream->get(),

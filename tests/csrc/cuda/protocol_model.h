@@ -12,8 +12,9 @@
 // and writes a cell of every rank, and a copy that reads its own: again each one step.
 //
 // `kEager` takes flag kernels as soon as they can go on, and branches on copies and reads
-// only. That loses nothing: flags only grow, a wait that may go on may do so for ever,
-// and a kernel that goes on early never keeps anybody from doing what he could do before.
+// only. That loses nothing: a wait that may go on may do so until it does, since whoever
+// would write its flag next waits for what the waiting rank does behind it; and a kernel
+// that goes on early never keeps anybody from doing what he could do before.
 //
 // With `kFailures` every wait may also reach its deadline. Then the rank goes on with what
 // it has and signals no more, and its results are NaN: what a rank reads counts if it ends
@@ -22,12 +23,16 @@
 // looks earlier hears of a failure earlier, so that flags are taken in every order there.
 //
 // With `kMisplaced` no wait reaches it: whoever fails is misplaced, or hears of it, and all
-// ranks of the call have to.
+// ranks of the call have to. With `kOtherOrder` ranks make the calls in different orders,
+// all have to fail without a deadline, too, and every record has the tags of two calls.
+//
+// What a wait announces before it waits is a step of its own.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -46,11 +51,14 @@ struct ModelCall {
   std::vector<bool> is_misplaced = {};
 };
 
-enum class Search { kEager, kWhole, kFailures, kMisplaced };
+enum class Search { kEager, kWhole, kFailures, kMisplaced, kOtherOrder };
 
 class ProtocolModel {
  public:
-  ProtocolModel(const std::vector<ModelCall>& calls, uint64_t first_epoch)
+  // `orders` [rank]: the calls that it makes; empty: all ranks make all, one by one.
+  ProtocolModel(const std::vector<ModelCall>& calls,
+                uint64_t first_epoch,
+                const std::vector<std::vector<int>>& orders = {})
       : num_ranks_(static_cast<int>(calls.at(0).schedules.size())),
         first_epoch_(first_epoch),
         errors_(num_ranks_) {
@@ -62,10 +70,10 @@ class ProtocolModel {
       num_cells_ = std::max<int64_t>(num_cells_,
                                      num_slots * slot_bytes_.back() / kSlotAlignment);
     }
-    num_lines_ = num_slots_ + num_ranks_ + 3;
+    num_lines_ = num_slots_ + 2 * num_ranks_ + 3;
     lines_.resize(num_ranks_ * num_lines_);
     PlaceRanks();
-    Record(calls);
+    Record(calls, orders);
   }
 
   std::vector<RankProgram>& programs() { return programs_; }
@@ -97,12 +105,16 @@ class ProtocolModel {
   };
   static constexpr size_t kMisread = 5;
   static constexpr size_t kProgressBytes = 6;
+  static constexpr size_t kLineBytes = 2;
+  static constexpr int kModelTagBits = 4;
   static constexpr PieceId kNoPiece = 255;  // that anybody means
   // Far away from any real memory.
   static constexpr CUdeviceptr kFirstSlot = CUdeviceptr{1} << 60;
   static constexpr CUdeviceptr kRankBytes = CUdeviceptr{1} << 32;
 
-  size_t rank_bytes() const { return kProgressBytes + num_lines_ + num_cells_; }
+  size_t rank_bytes() const {
+    return kProgressBytes + kLineBytes * num_lines_ + num_cells_;
+  }
   size_t At(int rank) const { return rank * rank_bytes(); }
   uint8_t Next(const State& state, int rank) const { return state[At(rank)]; }
   uint32_t Done(const State& state, int rank) const {
@@ -119,20 +131,25 @@ class ProtocolModel {
       places_.push_back({.slots = kFirstSlot + rank * kRankBytes,
                          .arrived = line(0),
                          .freed = line(num_slots_),
-                         .epoch = line(num_slots_ + num_ranks_),
-                         .failed = line(num_slots_ + num_ranks_ + 1),
-                         .poison = line(num_slots_ + num_ranks_ + 2)});
+                         .announced = line(announced_line()),
+                         .epoch = line(failed_line() - 1),
+                         .failed = line(failed_line()),
+                         .poison = line(failed_line() + 1)});
     }
   }
 
-  void Record(const std::vector<ModelCall>& calls) {
+  void Record(const std::vector<ModelCall>& calls,
+              const std::vector<std::vector<int>>& orders) {
+    std::vector<int> in_a_row(calls.size());
+    std::iota(in_a_row.begin(), in_a_row.end(), 0);
     const Driver driver = RecordingDriver();
     const FlagKernels kernels(driver);
     std::map<Piece, PieceId> pieces;
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const auto error = reinterpret_cast<CUdeviceptr>(&errors_[rank]);
       Recorder recorder(driver, kernels, places_, error, pieces);
-      for (size_t call = 0; call < calls.size(); ++call) {
+      for (const int call : orders.empty() ? in_a_row : orders[rank]) {
+        recorder.set_call(call);
         const Schedule& schedule = calls[call].schedules[rank];
         if (!calls[call].is_misplaced.empty()) {
           recorder.CheckPlace(schedule, !calls[call].is_misplaced[rank]);
@@ -147,24 +164,42 @@ class ProtocolModel {
     }
   }
 
-  // Flags are kept as the distance from the first epoch, `failed` and `poison` as are.
+  // Of a flag the distance from the first epoch, and the tag; of `failed` and `poison` the
+  // rank, and both tags.
   State FirstState() const { return State(num_ranks_ * rank_bytes(), '\0'); }
-  uint64_t Zero(int line) const {
-    return line < num_slots_ + num_ranks_ + 1 ? first_epoch_ : 0;
+  bool IsFlag(int line) const { return line < failed_line(); }
+  uint64_t WordOf(int line, uint8_t first, uint8_t second) const {
+    if (IsFlag(line)) return (first_epoch_ + first) << kTagBits | second;
+    const uint64_t tag = second & 0xf;
+    const uint64_t other_tag = second >> kModelTagBits;
+    return first | tag << kFailedRankBits | other_tag << (kFailedRankBits + kTagBits);
+  }
+  void FromWord(int line, uint64_t word, char* bytes) const {
+    if (IsFlag(line)) {
+      bytes[0] = static_cast<char>((word >> kTagBits) - first_epoch_);
+      bytes[1] = static_cast<char>(word & kTagMask);
+    } else {
+      bytes[0] = static_cast<char>(word & kFailedRankMask);
+      bytes[1] =
+          static_cast<char>((word >> kFailedRankBits & kTagMask) |
+                            word >> (kFailedRankBits + kTagBits) << kModelTagBits);
+    }
+  }
+  size_t LineAt(int rank, int n) const {
+    return At(rank) + kProgressBytes + kLineBytes * n;
   }
   void ToMemory(const State& state) {
     for (int rank = 0; rank < num_ranks_; ++rank) {
       for (int n = 0; n < num_lines_; ++n) {
-        const auto distance = static_cast<int8_t>(state[At(rank) + kProgressBytes + n]);
-        lines_[rank * num_lines_ + n].word = Zero(n) + distance;
+        const char* bytes = &state[LineAt(rank, n)];
+        lines_[rank * num_lines_ + n].word = WordOf(n, bytes[0], bytes[1]);
       }
     }
   }
-  void FromMemory(State& state) const {
+  void FromMemory(State& state, int begin, int end) const {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      for (int n = 0; n < num_lines_; ++n) {
-        const uint64_t word = lines_[rank * num_lines_ + n].word;
-        state[At(rank) + kProgressBytes + n] = static_cast<char>(word - Zero(n));
+      for (int n = begin; n < end; ++n) {
+        FromWord(n, lines_[rank * num_lines_ + n].word, &state[LineAt(rank, n)]);
       }
     }
   }
@@ -172,7 +207,7 @@ class ProtocolModel {
   char* Cells(State& state, CUdeviceptr address) const {
     const CUdeviceptr offset = address - kFirstSlot;
     return &state[At(static_cast<int>(offset / kRankBytes)) + kProgressBytes +
-                  num_lines_ + offset % kRankBytes / kSlotAlignment];
+                  kLineBytes * num_lines_ + offset % kRankBytes / kSlotAlignment];
   }
 
   void Use(State& state,
@@ -192,7 +227,7 @@ class ProtocolModel {
       const char* cells = Cells(state, read.slots);
       for (int64_t i = 0; i < read.size_bytes / kSlotAlignment; ++i) {
         if (static_cast<PieceId>(cells[i]) == read.piece) continue;
-        if (search_ == Search::kFailures || search_ == Search::kMisplaced) {
+        if (search_ == Search::kFailures || MustAllFail()) {
           state[At(rank) + kMisread] = 1;
           continue;
         }
@@ -203,21 +238,31 @@ class ProtocolModel {
     }
   }
 
-  int failed_line() const { return num_slots_ + num_ranks_ + 1; }
+  int announced_line() const { return num_slots_ + num_ranks_; }
+  int failed_line() const { return num_slots_ + 2 * num_ranks_ + 1; }
   bool HasFailed(const State& state, int rank) const {
-    return state[At(rank) + kProgressBytes + failed_line()] != 0;
+    return state[LineAt(rank, failed_line())] != 0;
+  }
+  bool MustAllFail() const {
+    return search_ == Search::kMisplaced || search_ == Search::kOtherOrder;
   }
 
   // False: it waits. A wait looks once, since its time limit is zero; `expires`: the limit
   // is reached then.
   bool RunKernel(State& state, int rank, const Operation& launch, bool expires) {
     ToMemory(state);
+    errors_[rank] = {};
     launch.kernel->run(launch.params.data(), 1, 32);
     const bool fails =
         !HasFailed(state, rank) && lines_[rank * num_lines_ + failed_line()].word != 0;
     const bool is_late = fails && errors_[rank].code == ErrorRecord::kDeadline;
+    if (is_late && !expires) {
+      FromMemory(state, announced_line(), announced_line() + num_ranks_);
+      return false;
+    }
     if (is_late != expires) return false;
-    FromMemory(state);
+    FromMemory(state, 0, num_lines_);
+    if (fails && search_ == Search::kOtherOrder) CheckTags(rank);
     if (launch.kernel->name == kEndKernel && state[At(rank) + kMisread] != 0 &&
         !HasFailed(state, rank)) {
       wrong_ = "rank " + std::to_string(rank) +
@@ -226,7 +271,14 @@ class ProtocolModel {
     return true;
   }
 
-  // True if the rank's next operation of that kind could be taken.
+  void CheckTags(int rank) {
+    const ErrorRecord& error = errors_[rank];
+    if (error.tag != 0 && error.other_tag != 0 && error.tag != error.other_tag) return;
+    wrong_ = "rank " + std::to_string(rank) + " does not know which calls differ";
+  }
+
+  // True if the rank's next operation of that kind could be taken, or did something before
+  // it waited.
   bool TakeNext(State& state, int rank, bool flags_only, bool expires) {
     const std::vector<Operation>& lane = programs_[rank].lane;
     const uint8_t next = Next(state, rank);
@@ -234,7 +286,8 @@ class ProtocolModel {
     const Operation& operation = lane[next];
     if ((operation.needs & ~Done(state, rank)) != 0) return false;
     if (!operation.uses_slots()) {
-      if (!RunKernel(state, rank, operation, expires)) return false;
+      const State before = state;
+      if (!RunKernel(state, rank, operation, expires)) return state != before;
     } else if (flags_only || expires) {
       return false;
     } else if (operation.kernel == nullptr || !HasFailed(state, rank)) {
@@ -287,10 +340,10 @@ class ProtocolModel {
       if (Next(state, rank) == programs_[rank].lane.size()) continue;
       wrong_ = "rank " + std::to_string(rank) + " waits for ever";
     }
-    for (int rank = 0; rank < num_ranks_ && search_ == Search::kMisplaced; ++rank) {
+    for (int rank = 0; rank < num_ranks_ && MustAllFail(); ++rank) {
       if (HasFailed(state, rank) || !wrong_.empty()) continue;
-      wrong_ =
-          "rank " + std::to_string(rank) + " has not failed, but a peer is misplaced";
+      wrong_ = "rank " + std::to_string(rank) + " has not failed, but a peer " +
+               (search_ == Search::kMisplaced ? "is misplaced" : "made another call");
     }
   }
 

@@ -134,6 +134,15 @@ void ForgetBarrier(RankProgram& program, bool before_sums) {
   }
 }
 
+void SignalBeforeWriting(RankProgram& program) {
+  for (size_t i = 0; i + 1 < program.lane.size(); ++i) {
+    if (program.lane[i].uses_slots()) {
+      std::swap(program.lane[i], program.lane[i + 1]);
+      ++i;
+    }
+  }
+}
+
 TEST(two_ranks_read_what_they_mean_in_any_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
@@ -149,6 +158,20 @@ TEST(two_ranks_read_what_they_mean_in_any_three_calls) {
       for (const Kind& third : kKinds) Prove({first, second, third}, 2, kUnsignedWrap);
     }
   }
+}
+
+// In calls that ranks make in such an order each.
+std::string ExploreOrders(const std::vector<Kind>& kinds,
+                          const std::vector<std::vector<int>>& orders,
+                          const Change& change = nullptr) {
+  std::vector<ModelCall> calls;
+  const int num_ranks = static_cast<int>(orders.size());
+  for (const Kind& kind : kinds) calls.push_back(Make(kind, num_ranks));
+  ProtocolModel model(calls, kUnsignedWrap, orders);
+  if (change) {
+    for (RankProgram& program : model.programs()) change(program);
+  }
+  return model.Explore(Search::kOtherOrder);
 }
 
 bool Has(const Kind& kind, int num_ranks) {
@@ -175,7 +198,7 @@ TEST(four_ranks_read_what_they_mean_in_two_calls) {
 
 // Every single order, also of flags: the shorter search must come to the same end.
 TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
-  const Change changes[] = {nullptr, ForgetFreed};
+  const Change changes[] = {nullptr, SignalBeforeWriting};
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       if (first.num_splits + second.num_splits > 2) continue;
@@ -216,8 +239,8 @@ TEST(ending_a_call_without_freeing_is_found) {
   });
 }
 
-// Frees the next call too, before it has begun. All but the two stages of an all-reduce
-// in a ring of two, which wait for each other anyway.
+// Frees the next call too, before it has begun: its own flag comes too late. All but the two
+// stages of an all-reduce in a ring of two, which wait for each other anyway.
 TEST(counting_the_epoch_before_freeing_is_found) {
   std::vector<Kind> kinds = Kinds(false);
   std::erase_if(kinds, [](const Kind& kind) {
@@ -234,7 +257,7 @@ TEST(counting_the_epoch_before_freeing_is_found) {
       for (Beside& read : program.beside) read.after += read.after >= i;
     }
   };
-  ExpectFound("reads piece", change, kinds);
+  ExpectFound("waits for ever", change, kinds);
 }
 
 TEST(ending_a_call_before_its_slots_are_read_is_found) {
@@ -243,15 +266,6 @@ TEST(ending_a_call_before_its_slots_are_read_is_found) {
       if (IsKernel(operation, kEndKernel)) operation.needs = 0;
     }
   });
-}
-
-void SignalBeforeWriting(RankProgram& program) {
-  for (size_t i = 0; i + 1 < program.lane.size(); ++i) {
-    if (program.lane[i].uses_slots()) {
-      std::swap(program.lane[i], program.lane[i + 1]);
-      ++i;
-    }
-  }
 }
 
 TEST(signalling_before_writing_is_found) {
@@ -336,6 +350,73 @@ TEST(all_ranks_hear_at_once_that_some_are_misplaced) {
       if (first.num_splits + second.num_splits <= 2) prove({first, second}, 2);
     }
     if (second.num_splits == 1 && Has(second, 3)) prove({second}, 3);
+  }
+}
+
+void ProveOrders(const std::vector<Kind>& kinds,
+                 const std::vector<std::vector<int>>& orders) {
+  const std::string wrong = ExploreOrders(kinds, orders);
+  if (wrong.empty()) return;
+  check::Fail(__FILE__, __LINE__, Describe(kinds, static_cast<int>(orders.size())),
+              ": ", wrong);
+}
+
+// Two call sites, which may be of the same kind; at once, and behind a call that both make.
+TEST(all_ranks_fail_at_once_when_two_make_calls_in_different_orders) {
+  for (const Kind& first : kKinds) {
+    for (const Kind& second : kKinds) {
+      if (first.num_splits + second.num_splits > 2) continue;
+      ProveOrders({first, second}, {{0, 1}, {1, 0}});
+      ProveOrders({first, second}, {{0, 0, 1}, {0, 1}});  // skips one, or repeats it
+    }
+  }
+}
+
+TEST(all_ranks_fail_at_once_when_three_make_calls_in_different_orders) {
+  for (const Kind& first : kKinds) {
+    for (const Kind& second : kKinds) {
+      if (first.num_splits + second.num_splits > 2) continue;
+      if (!Has(first, 3) || !Has(second, 3)) continue;
+      // Nobody ends the first call, so that there is no second one.
+      for (int other = 0; other < 3; ++other) {
+        std::vector<std::vector<int>> orders(3, {0});
+        orders[other] = {1};
+        ProveOrders({first, second}, orders);
+      }
+    }
+  }
+}
+
+void ForgetTags(RankProgram& program) {
+  for (Operation& operation : program.lane) {
+    if (IsKernel(operation, kWaitKernel)) ParamsOf<WaitParams>(operation).tag = 1;
+    if (IsKernel(operation, kSignalKernel) || IsKernel(operation, kEndKernel)) {
+      ParamsOf<SignalParams>(operation).tag = 1;
+    }
+  }
+}
+
+// Ranks end both calls then, with each other's data.
+TEST(not_comparing_tags_is_found) {
+  for (const Kind& kind : kKinds) {
+    if (kind.num_splits > 1) continue;
+    const std::string wrong = ExploreOrders({kind, kind}, {{0, 1}, {1, 0}}, ForgetTags);
+    CHECK(wrong.ends_with("has not failed, and read another piece than it means"));
+  }
+}
+
+// Ranks wait for flags that their peers do not have in the other call.
+TEST(not_announcing_calls_is_found) {
+  const Change change = [](RankProgram& program) {
+    for (Operation& operation : program.lane) {
+      if (!IsKernel(operation, kWaitKernel)) continue;
+      ParamsOf<WaitParams>(operation).announcements.num_peers = 0;
+    }
+  };
+  for (const Kind& kind : kKinds) {
+    if (kind.num_splits > 1) continue;
+    const std::string wrong = ExploreOrders({kind, kind}, {{0, 1}, {1, 0}}, change);
+    CHECK(wrong.ends_with("waits for ever"));
   }
 }
 

@@ -87,6 +87,10 @@ class Recorder {
 
   const RankProgram& program() const { return program_; }
 
+  // Which call comes next: names its pieces and its tag. The one after the last by default.
+  void set_call(int call) { call_ = call; }
+  static constexpr uint32_t TagOf(int call) { return call + 1; }
+
  private:
   CudaSlots SlotsOf(const Schedule& schedule,
                     int64_t slot_bytes,
@@ -100,7 +104,7 @@ class Recorder {
     return {schedule.rank,
             places_,
             error_,
-            0,
+            {.number = 0, .tag = TagOf(call_)},
             {schedule.num_slots, slot_bytes, kRecordedMulticast},
             stream};
   }
