@@ -15,6 +15,7 @@ import layouts
 import pytest
 
 import jax_ub
+from jax_ub.initialize import arguments
 
 jax.config.update("jax_platforms", "cpu")
 if layouts.LAYOUT is None:
@@ -30,6 +31,12 @@ STATUS = pytest.StashKey[int]()
 def nothing_stays_initialized():
     yield
     jax_ub.destroy_ub()
+
+
+@pytest.fixture
+def fp8_buffers(monkeypatch):
+    """Lets `initialize_ub` make overlaps of FP8 operands, which no call can use yet."""
+    monkeypatch.setattr(arguments, "refuse_fp8", lambda given, fix: None)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -10,7 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ub import shapes
-from jax_ub.errors import ConfigurationError, ConfigurationTypeError, shown
+from jax_ub.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    UnsupportedOverlapError,
+    shown,
+)
 from jax_ub.overlap_config import UserBufferQuantizationMode
 from jax_ub.runtime import overlaps
 
@@ -28,6 +33,8 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
             "[ub.UserBufferQuantizationMode.NONE]."
         )
     if not modes:
+        if use_fp8:
+            refuse_fp8("use_fp8 = True", "use_fp8=False")
         return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
@@ -40,7 +47,27 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
             f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
             f"{use_fp8}. Name every mode once, and leave use_fp8 out."
         )
+    if overlaps.FP8 in modes:
+        names = ", ".join(mode.name for mode in modes)
+        fix = "quantization_modes=[ub.UserBufferQuantizationMode.NONE]"
+        refuse_fp8(f"quantization_modes = [{names}]", fix)
     return tuple(modes)
+
+
+def refuse_fp8(given: str, fix: str) -> None:
+    """Refuses buffers of FP8 operands, which no call can use yet.
+
+    Args:
+        given: the argument and its value.
+        fix: what to pass instead.
+
+    Raises:
+        UnsupportedOverlapError: always.
+    """
+    raise UnsupportedOverlapError(
+        f"initialize_ub: {given}, but no GEMM runs in FP8 yet. Pass {fix}; operands "
+        "are then f32, bf16 or f16."
+    )
 
 
 def read_size(name: str, value: Any) -> int:

@@ -60,9 +60,10 @@ def initialize_ub(  # noqa: PLR0913, pinned
         shape: the capacity, `[T, H]`: tokens of all ranks together, with all batch
             axes, and features. Calls may communicate up to T * H elements.
         tp_size: P, the size of `axis_name`.
-        use_fp8: the same as `quantization_modes=[FP8]`.
-        quantization_modes: for which operands there are overlaps, `NONE`, `FP8` or
-            both; None follows `use_fp8`.
+        use_fp8: the same as `quantization_modes=[FP8]`, which is rejected: no GEMM runs
+            in FP8 yet.
+        quantization_modes: for which operands there are overlaps: `[NONE]`; None
+            follows `use_fp8`.
         dtype: of the unquantised operands.
         ub_cfgs: by name, what differs from Transformer Engine's defaults; or a list of
             that, one for each mode. `ub.overlap_config.from_te` reads Megatron's files.
@@ -81,6 +82,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
         ConfigurationTypeError: if a value is of another type.
         ShapeContractError: if `axis_name` names no mesh axes, as any call says it.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
+        UnsupportedOverlapError: if FP8 is asked for.
         LifecycleError: if the axis is initialised already.
         CommunicatorError: if another process refused, or differs, or there is no memory
             for the buffers, or the directory of a "file" backend cannot be used.

@@ -324,7 +324,7 @@ def _refuse(label, domain, ub_name, layer):
     if layer in known:
         raise UnsupportedOverlapError(
             f"{label}: {shown(ub_name)} was initialised for FP8 buffers only, but the "
-            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
+            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE])."
         )
     raise UnknownNameError(
         f"{label}: axis {domain.axis_name} has no overlap {shown(ub_name)}. "

@@ -104,6 +104,7 @@ def test_wrong_numbers_are_a_fault(monkeypatch):
     assert finding.text == "runs, but its numbers are wrong"
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_names_and_methods_of_the_program_are_shown():
     text = findings()["initialize_ub"].text
     assert "not called here" in text

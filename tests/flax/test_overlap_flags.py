@@ -135,7 +135,6 @@ def methods_in(step, *operands):
     return collections.Counter(found)
 
 
-@pytest.mark.usefixtures("_destroyed")
 def test_flags_override_the_defaults_of_a_name_and_not_what_was_configured():
     mesh, x = mesh_of(1, 4), jnp.ones(X)
     configured = {"fc1_fprop": {"method": "pipeline"}}
@@ -155,13 +154,6 @@ def test_flags_override_the_defaults_of_a_name_and_not_what_was_configured():
     )
     with pytest.raises(ConfigurationError, match=message):
         step.lower(state, x)
-
-
-@pytest.fixture
-def _destroyed():
-    yield
-    if ub.is_ub_initialized():
-        ub.destroy_ub()
 
 
 def test_a_flag_counts_more_than_the_environment(monkeypatch):

@@ -42,6 +42,25 @@ def test_a_ring_that_scatters_has_room_for_what_arrives():
     assert ub.get_ub("qkv_fprop").buffer_shape == SHAPE
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(use_fp8=True), "use_fp8 = True, but .* yet. Pass use_fp8=False"),
+        (
+            dict(quantization_modes=[NONE, FP8]),
+            r"quantization_modes = \[NONE, FP8\], but .*=\[ub.UserBufferQu.*NONE\]",
+        ),
+        (dict(quantization_modes=[FP8]), r"quantization_modes = \[FP8\], but"),
+    ],
+)
+def test_fp8_is_refused_at_once(given, message):
+    error = ub.errors.UnsupportedOverlapError
+    with pytest.raises(error, match=f"^initialize_ub: {message}"):
+        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4), **given)
+    assert not ub.is_ub_initialized()
+
+
+@pytest.mark.usefixtures("fp8_buffers")
 def test_fp8_buffers_have_one_byte_an_element():
     cfgs = {"proj_fprop": {"fp8_buf": True}}
     ub.initialize_ub(
@@ -54,6 +73,7 @@ def test_fp8_buffers_have_one_byte_an_element():
         assert ub.get_ub(name, use_fp8=True).buffer_dtype == jnp.bfloat16
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_use_fp8_is_the_fp8_mode_alone():
     ub.initialize_ub(SHAPE, 4, use_fp8=True, mesh=tp_mesh(4))
     assert ub.get_ub("qkv_fprop", True).mode is FP8
@@ -61,6 +81,7 @@ def test_use_fp8_is_the_fp8_mode_alone():
         ub.get_ub("qkv_fprop")
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_every_mode_has_the_configuration_of_its_own():
     cfgs = [{"qkv_dgrad": {"method": "pipeline"}}, {}]
     ub.initialize_ub(
@@ -73,6 +94,7 @@ def test_every_mode_has_the_configuration_of_its_own():
         ub.get_ub("qkv_wgrad")
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_a_dgrad_override_holds_in_every_mode():
     cfgs = {"fc1_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub(
@@ -163,6 +185,7 @@ def test_get_ub_before_is_an_error():
         ub.get_ub("qkv_fprop")
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_a_mode_is_no_use_fp8():
     ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=tp_mesh(4))
     with pytest.raises(TypeError, match="get_ub.*use_fp8 = <UserBuffer.*True or False"):
@@ -215,7 +238,7 @@ def test_init_and_destroy_do_not_grow():
 
     def rounds(count):
         for _ in range(count):
-            ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=mesh)
+            ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE], mesh=mesh)
             ub.destroy_ub()
         gc.collect()
         return len(gc.get_objects())

@@ -229,6 +229,7 @@ def test_a_name_of_the_other_kind_is_refused():
     assert lowered(column(ub_name="proj", method="direct"), 0)
 
 
+@pytest.mark.usefixtures("fp8_buffers")
 def test_a_name_for_fp8_alone_does_not_serve_other_operands():
     ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
     with pytest.raises(ub.errors.UnsupportedOverlapError, match="FP8 buffers only"):
