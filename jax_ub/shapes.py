@@ -232,3 +232,29 @@ def check_main_grad(op: str, main_grad, w) -> None:
             f"{op}: main_grad is {main_grad.dtype}, but gradients are accumulated in "
             "float32. Create it with jnp.zeros(w.shape, jnp.float32)."
         )
+
+
+def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Spells one axis, several or none as a tuple."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
+    """Refuses what names no mesh axes, of any mesh.
+
+    Raises:
+        ShapeContractError: for what is no name, and for an axis that is named twice.
+    """
+    axes = axis_tuple(axis_name)
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} is not the name of a mesh axis. "
+            'Pass the axis of the ranks, for example axis_name="tp".'
+        )
+    if len(set(axes)) < len(axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} names a mesh axis twice. Name each "
+            "once."
+        )

@@ -169,7 +169,8 @@ def _on_mesh(core, mesh, *operands):
 
     # The ranks of a shard_map around this one have other sequences, too.
     several = of_several_ranks(mesh, data_axes)
-    axes = {*varying_axes(q), *several, axis_name} - {None}
+    own = () if placement.parallel is None else placement.axes
+    axes = {*varying_axes(q), *several, *own}
 
     def local(*operands):
         return core.attend(axes, *operands)

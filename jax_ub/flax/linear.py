@@ -34,7 +34,7 @@ class LinearOptions(TypedDict, total=False):
     kernel_init: Any
     bias_init: Any
     promote_dtype: Any
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     mesh: jax.sharding.Mesh | None
     data_axes: tuple[str, ...] | None
     sequence_parallel: bool
@@ -126,7 +126,7 @@ class Linear(nnx.Module):
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         parallel: str | None = None,
-        axis_name: str = "tp",
+        axis_name: str | tuple[str, ...] = "tp",
         mesh: jax.sharding.Mesh | None = None,
         data_axes: tuple[str, ...] | None = None,
         sequence_parallel: bool = True,
@@ -159,7 +159,7 @@ class Linear(nnx.Module):
                 layout that `parallel` and `fsdp_axes` give.
             bias_metadata: the same for the bias.
             parallel: "column", "row" or None.
-            axis_name: the tensor-parallel mesh axis.
+            axis_name: the tensor-parallel mesh axis, or several taken as one.
             mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
             data_axes: the mesh axes that shard the leading axis of the inputs. None
                 takes all axes but `axis_name`, where their product divides it.
@@ -223,7 +223,7 @@ class Linear(nnx.Module):
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
         kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
-        self.kernel = nnx.Param(kernel.reshape(shape), **kernel_metadata)
+        self.kernel = _sharded(nnx.Param, kernel.reshape(shape), kernel_metadata)
         self.placement.check_kernel_spec(
             nnx.get_partition_spec(self.kernel).get_value(), len(ins)
         )
@@ -233,11 +233,11 @@ class Linear(nnx.Module):
             bias, bias_metadata = _unboxed(bias, bias_metadata)
             bias_spec = (*self.placement.bias_spec, *further)
             bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
-            self.bias = nnx.Param(bias.reshape(outs), **bias_metadata)
+            self.bias = _sharded(nnx.Param, bias.reshape(outs), bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
             accumulator = jnp.zeros(shape, jnp.float32)
-            self.main_grad = MainGrad(accumulator, **kernel_metadata)
+            self.main_grad = _sharded(MainGrad, accumulator, kernel_metadata)
 
         self.in_features = in_features
         self.out_features = out_features
@@ -317,6 +317,17 @@ def _unboxed(values, metadata):
         return values, metadata
     hooks = {k: v for k, v in vars(values).items() if k.startswith("on_") and v}
     return values.raw_value, {**hooks, **metadata, **values.metadata}
+
+
+def _sharded(kind, array, metadata):
+    """Makes a variable, which Flax shards on the mesh among its metadata.
+
+    The mesh is not kept: its devices do not pickle.
+    """
+    variable = kind(array, **metadata)
+    if metadata.get("mesh") is not None:
+        variable.del_metadata("mesh")
+    return variable
 
 
 def _with_sharding(metadata, spec, placement):

@@ -169,5 +169,5 @@ class TransformerLayer(nnx.Module):
             return y
         placement = self.mlp.fc2.placement
         # Without sequence parallelism ranks have the same tokens, and drop the same.
-        same_axes = () if placement.sequence_parallel else (placement.axis_name,)
+        same_axes = () if placement.sequence_parallel else placement.axes
         return drop(y, dropout.rate, dropout.rngs(), same_axes)

@@ -194,7 +194,7 @@ def _refuse_jvp(operands, tangents, *, call):
 def _lower_on_cpu(ctx, *operands, call):
     # Again: what was traced before initialize_ub may be lowered only now.
     _check_capacity(call, ctx.avals_in)
-    ranks = find_ranks(ctx, call.label, call.axis_name)
+    ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
     if ranks.reason is not None:
         return _lower_to_reference(ctx, operands, call, ranks.reason)
     automatic = call.method is Method.AUTO

@@ -17,11 +17,13 @@ from jax_ub.primitives.mesh import Ranks
 
 
 def devices(ctx: Any, ranks: Ranks) -> dict[str, np.ndarray]:
-    """The attribute of a call with ranks in a program that is exported; else none.
+    """The attribute of a call whose ranks are found by the number of the partition.
 
-    It holds the ids of all devices of the mesh, by number of the partition.
+    They are in a program that is exported, and on an abstract mesh. It holds the ids of
+    all devices of the mesh, by number of the partition.
     """
-    if not ranks.ids or not ctx.module_context.lowering_parameters.for_export:
+    for_export = ctx.module_context.lowering_parameters.for_export
+    if not ranks.ids or not (for_export or ranks.are_partitions):
         return {}
     return {"devices": np.array(ranks.ids, np.int64)}
 

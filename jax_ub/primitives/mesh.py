@@ -11,34 +11,7 @@ from jax.interpreters import mlir
 
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, nearest, shown
 from jax_ub.runtime import communicators
-from jax_ub.shapes import has_symbolic_sizes
-
-
-def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Spells one axis, several or none as a tuple."""
-    if axis_name is None:
-        return ()
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-
-
-def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
-    """Refuses what names no mesh axes, of any mesh.
-
-    Raises:
-        ShapeContractError: for what is no name, and for an axis that is named twice.
-    """
-    axes = axis_tuple(axis_name)
-    if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise ShapeContractError(
-            f"{op}: axis_name = {shown(axis_name)} is not the name of a mesh axis. "
-            "Pass the "
-            'axis of the ranks, for example axis_name="tp".'
-        )
-    if len(set(axes)) < len(axes):
-        raise ShapeContractError(
-            f"{op}: axis_name = {shown(axis_name)} names a mesh axis twice. Name each "
-            "once."
-        )
+from jax_ub.shapes import axis_tuple, check_axis_name, has_symbolic_sizes
 
 
 def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
@@ -92,12 +65,25 @@ class Ranks:
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # the same as devices
     ids: tuple[int, ...] = ()  # of all devices, in the order of the mesh
     generation: int = 0  # of the communicators, where there are
+    # Whether the ids are partition numbers: the mesh is abstract and names no devices.
+    are_partitions: bool = False
 
 
 def find_ranks(
-    ctx: mlir.LoweringRuleContext, label: str, axes: tuple[str, ...]
+    ctx: mlir.LoweringRuleContext,
+    label: str,
+    axes: tuple[str, ...],
+    *,
+    takes_partitions: bool = False,
 ) -> Ranks:
     """Reads the ranks on `axes` from the mesh that the call is lowered for.
+
+    Args:
+        ctx: the lowering.
+        label: the call, for errors.
+        axes: the mesh axes of the ranks.
+        takes_partitions: whether a rank may be found by the number of its partition,
+            so that an abstract mesh of one process suffices.
 
     Raises:
         UnsupportedOverlapError: if XLA would have to gather the operands first, because
@@ -120,6 +106,11 @@ def find_ranks(
     if not axes:
         return Ranks(np.zeros(0, np.int64), None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
+        if takes_partitions and jax.process_count() == 1:
+            # Partitions are numbered in the order of the mesh.
+            ids = tuple(range(math.prod(mesh.axis_sizes)))
+            groups = rank_groups(mesh, axes, ids)
+            return Ranks(groups.reshape(-1), None, ids=ids, are_partitions=True)
         return Ranks(
             np.zeros(0, np.int64),
             "it is lowered for an abstract mesh, which names no devices; pass "
@@ -141,7 +132,9 @@ def find_ranks(
 
 
 def rank_groups(
-    mesh: jax.sharding.Mesh, axes: tuple[str, ...], values: Sequence[int]
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axes: tuple[str, ...],
+    values: Sequence[int],
 ) -> np.ndarray:
     """Arranges what every device has by groups of ranks: `[groups, P]`.
 
@@ -150,7 +143,7 @@ def rank_groups(
         axes: the axes of the ranks; the others tell the groups apart.
         values: one for each device, in the order of `mesh.devices.flat`.
     """
-    table = np.asarray(values, np.int64).reshape(mesh.devices.shape)
+    table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]
     # The group axis last: every row of the table is one group, in the order of ranks.
     moved = np.moveaxis(table, places, range(-len(axes), 0))

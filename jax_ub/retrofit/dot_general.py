@@ -1,6 +1,9 @@
 """A `dot_general` for Flax's layers that overlaps their contraction."""
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 from jax import lax
@@ -8,7 +11,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods
-from jax_ub.errors import UnsupportedOverlapError, shown
+from jax_ub.errors import UbError, UnsupportedOverlapError, shown
+from jax_ub.retrofit import interception
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import (
     as_matrix,
@@ -23,7 +27,7 @@ from jax_ub.shapes import FLOATS, has_symbolic_sizes
 def dot_general(
     kind: str,
     *,
-    axis_name: str = "tp",
+    axis_name: str | tuple[str, ...] = "tp",
     mesh: Mesh | None = None,
     method: str | None = None,
     sequence_parallel: bool = True,
@@ -36,13 +40,16 @@ def dot_general(
         nn.Dense(features, dot_general=ub.dot_general("column"))
 
     It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, which it lays
-    out on the mesh, or a rank's own inside `jax.shard_map`. Transformer Engine: none.
+    out on the mesh, or a rank's own inside `jax.shard_map`. A kernel that is contracted
+    over its last dimensions, `[N, K]`, is read in place. Where something intercepts
+    `jax.lax.dot_general`, as Qwix does, JAX multiplies, and `ub.fallbacks` says so.
+    Transformer Engine: none.
 
     Args:
         kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
             gathered) or "row" (its in dimensions; the result is summed and scattered).
             "ag" and "rs" mean the same.
-        axis_name: the tensor-parallel mesh axis.
+        axis_name: the tensor-parallel mesh axis, or several taken as one.
         mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers;
@@ -75,17 +82,47 @@ def dot_general(
 
 
 @dataclasses.dataclass(frozen=True)
+class Dense:
+    """How a dense layer contracts its operands.
+
+    Attributes:
+        num_in: how many dimensions are contracted.
+        rhs_transposed: whether they are the last of the kernel, else the first.
+    """
+
+    num_in: int
+    rhs_transposed: bool
+
+    def in_out(self, dims: Sequence) -> tuple:
+        """Returns what belongs to the dimensions of the kernel as [*in, *out]."""
+        if not self.rhs_transposed:
+            return tuple(dims)
+        return (*dims[-self.num_in :], *dims[: -self.num_in])
+
+
+@dataclasses.dataclass(frozen=True)
 class DotGeneral:
     """`jax.lax.dot_general` with the contraction of a dense layer overlapped.
 
-    Overlapped are contractions of the last dimensions of x with the first of the
-    kernel. On global arrays anything else is `jax.lax.dot_general`'s, and so are calls
-    whose tokens do not divide into the ranks, or whose sizes are symbolic, unless a
-    method was named: a model may be initialized with one token. `ub.fallbacks` lists
+    Overlapped are contractions of the last dimensions of x with the first or the last
+    of the kernel. On global arrays anything else is `jax.lax.dot_general`'s, and so are
+    calls whose tokens do not divide into the ranks, or whose sizes are symbolic, unless
+    a method was named: a model may be initialized with one token. `ub.fallbacks` lists
     them.
+
+    Attributes:
+        placement: the layout.
+        original: the function that the layer called before; None looks up
+            `jax.lax.dot_general` at the call.
+        kernel_shape: the global shape of the kernel `[*in, *out]`, where it is known.
+        is_lenient: whether a mesh on which the layer cannot be overlapped leaves it to
+            JAX; else it is an error.
     """
 
     placement: Placement
+    original: Callable | None = None
+    kernel_shape: tuple[int, ...] | None = None
+    is_lenient: bool = False
 
     @property
     def kind(self) -> str:
@@ -106,17 +143,22 @@ class DotGeneral:
 
         Raises:
             UnsupportedOverlapError: for one rank's shards that are not contracted as a
-                dense layer's: they would miss their communication.
+                dense layer's: they would miss their communication. For an intercepted
+                product, if a method was named.
         """
-        num_in = _dense_rank(lhs, rhs, dimension_numbers)
-        reason = self._why_not(lhs, rhs, num_in)
+        reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
+        dense = None
         if reason is None:
-            y = self._overlap(lhs, rhs, num_in, preferred_element_type)
+            dense = _dense(lhs, rhs, dimension_numbers)
+            reason = self._why_not(lhs, rhs, dense)
+        if reason is None and dense is not None:
+            y = self._overlap(lhs, rhs, dense, preferred_element_type)
             return lay_out(y, out_sharding)
-        if out_sharding is None and num_in is not None and self.kind == "row":
-            out_sharding = _whole_features(lhs, num_in, rhs.ndim - num_in)
-        with methods.falling_back(self.placement.op, reason):
-            return lax.dot_general(
+        if out_sharding is None and dense is not None and self.kind == "row":
+            out_sharding = _whole_features(lhs, dense.num_in, rhs.ndim - dense.num_in)
+        product = lax.dot_general if self.original is None else self.original
+        with self.falling_back(str(reason)):
+            return product(
                 lhs,
                 rhs,
                 dimension_numbers,
@@ -125,44 +167,119 @@ class DotGeneral:
                 out_sharding=out_sharding,
             )
 
-    def _why_not(self, lhs, rhs, num_in):
-        """Says why `jax.lax` has to multiply, None if it has not."""
-        placement = self.placement
-        reason = None
-        if num_in is None:
-            reason = (
-                f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
-                "last dimensions of x and the first of the kernel"
-            )
-        elif lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
-            reason = f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
-        elif lhs.size == 0:
-            reason = f"x {lhs.shape} is empty"
-        if placement.is_local():
-            if reason is None:
-                return None
+    def why_intercepted(
+        self, product: interception.Product, original: Callable | None
+    ) -> str | None:
+        """Says what intercepts the function of JAX that the layer would call, or None.
+
+        Raises:
+            UnsupportedOverlapError: if something does, and JAX must not multiply: a
+                method was named, or the arrays are one rank's shards.
+        """
+        reason = interception.why_intercepted(product, original)
+        if reason is None:
+            return None
+        if not self.placement.may_fall_back():
             raise UnsupportedOverlapError(
-                f"{placement.op}: {reason}, and inside shard_map over "
-                f"{shown(placement.axis_name)} nothing else would communicate. Use "
-                "jax.lax.dot_general and communicate yourself, or call it on global "
-                "arrays."
+                f"{self.placement.op}: {reason}. Leave out the method, so that JAX "
+                "multiplies, or leave this layer alone."
             )
-        mesh = placement.find_mesh(rhs, lhs)
-        may_fall_back = placement.may_fall_back() and not has_symbolic_sizes(lhs)
-        if reason is None and mesh is not None and may_fall_back:
-            placement.axis_size(mesh)
-            tokens = lhs.shape[: lhs.ndim - num_in] or (1,)
-            return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
+        if self.placement.is_local() and not self._is_whole_in_shard_map():
+            raise self._no_communication(reason)
         return reason
 
-    def _overlap(self, lhs, rhs, num_in, out_dtype):
-        self.placement.check_contraction(lhs, rhs, num_in)
-        self.placement.check_kernel_spec(jax.typeof(rhs).sharding.spec, num_in)
-        outs = rhs.shape[num_in:]
-        kernel = as_matrix(rhs, num_in)
-        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], kernel.shape[0])
-        y = sharded_linear(self.placement, x, kernel, out_dtype=out_dtype)
+    def falling_back(self, reason: str) -> AbstractContextManager[None]:
+        """Records that JAX multiplies in the block, and why."""
+        return methods.falling_back(self.placement.op, reason)
+
+    def _no_communication(self, reason):
+        return UnsupportedOverlapError(
+            f"{self.placement.op}: {reason}, and inside shard_map over "
+            f"{shown(self.placement.axis_name)} nothing else would communicate. Use "
+            "jax.lax.dot_general and communicate yourself, or call it on global "
+            "arrays."
+        )
+
+    def _why_not(self, lhs, rhs, dense):
+        """Says why `jax.lax` has to multiply, None if it has not."""
+        placement = self.placement
+        reason = _why_no_dense_layer(lhs, rhs, dense)
+        if placement.is_local():
+            if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
+                return "the kernel is whole inside this jax.shard_map"
+            if reason is None:
+                return None
+            raise self._no_communication(reason)
+        may_fall_back = placement.may_fall_back() and not has_symbolic_sizes(lhs)
+        if reason is not None or not may_fall_back:
+            return reason
+        mesh = placement.find_mesh(rhs, lhs)
+        if mesh is None:
+            return "no mesh is known here" if self.is_lenient else None
+        try:
+            self._check_mesh(mesh, rhs, dense)
+            tokens = lhs.shape[: lhs.ndim - dense.num_in] or (1,)
+            return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
+        except UbError as error:
+            if not self.is_lenient:
+                raise
+            return str(error).removeprefix(f"{placement.op}: ")
+
+    def _check_mesh(self, mesh, rhs, dense):
+        """Refuses a mesh on which the kernel cannot be overlapped."""
+        placement = self._placement(mesh, rhs, dense)
+        placement.axis_size(mesh)
+        if self.is_lenient:
+            shape = dense.in_out(rhs.shape)
+            placement.check_features((shape[0], shape[dense.num_in]), mesh)
+            spec = dense.in_out(jax.typeof(rhs).sharding.spec)
+            placement.check_kernel_spec(spec, dense.num_in)
+
+    def _is_whole_in_shard_map(self, rhs=None, dense=None):
+        """Whether each rank of the caller's `shard_map` has all of the kernel."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if set(self.placement.axes).isdisjoint(mesh.shape):
+            return True
+        is_one = math.prod(mesh.shape.get(name, 1) for name in self.placement.axes) == 1
+        if dense is None or is_one:
+            return False
+        return dense.in_out(rhs.shape) == self.kernel_shape
+
+    def _placement(self, mesh, rhs, dense):
+        """Returns the layout of this kernel on this mesh."""
+        placement = dataclasses.replace(
+            self.placement, rhs_transposed=dense.rhs_transposed
+        )
+        if not self.is_lenient or mesh is None:
+            return placement
+        shape = dense.in_out(rhs.shape)
+        return placement.fitted(mesh, (shape[0], shape[dense.num_in]))
+
+    def _overlap(self, lhs, rhs, dense, out_dtype):
+        num_in = dense.num_in
+        mesh = None if self.placement.is_local() else self.placement.find_mesh(rhs, lhs)
+        placement = self._placement(mesh, rhs, dense)
+        shape = dense.in_out(rhs.shape)
+        placement.check_contraction(lhs, jax.ShapeDtypeStruct(shape, rhs.dtype), num_in)
+        spec = dense.in_out(jax.typeof(rhs).sharding.spec)
+        placement.check_kernel_spec(spec, num_in)
+        outs = shape[num_in:]
+        num_first = rhs.ndim - num_in if dense.rhs_transposed else num_in
+        kernel = as_matrix(rhs, num_first)
+        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], math.prod(shape[:num_in]))
+        y = sharded_linear(placement, x, kernel, out_dtype=out_dtype)
         return split_features(y, outs)
+
+
+def _why_no_dense_layer(lhs, rhs, dense):
+    if dense is None:
+        return (
+            f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
+            "last dimensions of x and the first or the last of the kernel"
+        )
+    if lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
+        return f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
+    return f"x {lhs.shape} is empty" if lhs.size == 0 else None
 
 
 def _whole_features(lhs, num_in, num_out):
@@ -174,14 +291,18 @@ def _whole_features(lhs, num_in, num_out):
     return sharding.update(spec=P(*lead, *[None] * num_out))
 
 
-def _dense_rank(lhs, rhs, dimension_numbers):
-    """Returns how many dimensions a dense layer contracts, None if it is not one."""
+def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
+    """Returns how a dense layer contracts its operands, None if it is not one."""
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
-    is_dense = (
-        not any(map(len, batch))
-        and 0 < num_in < rhs.ndim
-        and tuple(rhs_contract) == tuple(range(num_in))
-        and tuple(lhs_contract) == tuple(range(lhs.ndim - num_in, lhs.ndim))
-    )
-    return num_in if is_dense else None
+    if (
+        any(map(len, batch))
+        or not 0 < num_in < rhs.ndim
+        or tuple(lhs_contract) != tuple(range(lhs.ndim - num_in, lhs.ndim))
+    ):
+        return None
+    if tuple(rhs_contract) == tuple(range(num_in)):
+        return Dense(num_in, rhs_transposed=False)
+    if tuple(rhs_contract) == tuple(range(rhs.ndim - num_in, rhs.ndim)):
+        return Dense(num_in, rhs_transposed=True)
+    return None

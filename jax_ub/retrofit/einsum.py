@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import string
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub.retrofit import interception
 from jax_ub.retrofit.dot_general import DotGeneral
 
 
@@ -78,10 +80,13 @@ class Einsum:
     Attributes:
         dense: what multiplies.
         sharded: the label of the kernel's dimension that is sharded; "" is the first.
+        original: the function that the layer called before; None looks up
+            `jax.numpy.einsum` at the call.
     """
 
     dense: DotGeneral
     sharded: str = ""
+    original: Callable | None = None
 
     @property
     def kind(self) -> str:
@@ -102,16 +107,24 @@ class Einsum:
 
         Raises:
             UnsupportedOverlapError: if the equation, which a call may bring, is no
-                dense layer's.
+                dense layer's, and JAX must not multiply: a method was named, or the
+                arrays are one rank's shards.
             ShapeContractError: if x or kernel has other dimensions than the equation.
         """
-        equation = Equation.read(subscripts, x.ndim)
-        if not equation.is_dense:
-            raise UnsupportedOverlapError(
-                f"{self.dense.placement.op}: {shown(subscripts)} is no dense layer's. "
-                "Call the layer with each label in two of x, kernel and result, or "
-                "leave it alone in the rules of ub.overlap."
-            )
+        reason = self.dense.why_intercepted(interception.EINSUM, self.original)
+        equation = None if reason else Equation.read(subscripts, x.ndim)
+        if equation is not None and not equation.is_dense:
+            reason = f"{shown(subscripts)} is no dense layer's"
+            self._check_may_fall_back(reason)
+        if equation is None or reason is not None:
+            options: dict[str, Any] = {"precision": precision}
+            if preferred_element_type is not None:
+                options["preferred_element_type"] = preferred_element_type
+            if out_sharding is not None:
+                options["out_sharding"] = out_sharding
+            einsum = jnp.einsum if self.original is None else self.original
+            with self.dense.falling_back(str(reason)):
+                return einsum(subscripts, x, kernel, **options)
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
                 f"{self.dense.placement.op}: x {x.shape} and kernel {kernel.shape} "
@@ -134,6 +147,14 @@ class Einsum:
             out_sharding=_transpose_sharding(out_sharding, equation.y, y_labels),
         )
         return _transpose(y, y_labels, equation.y)
+
+    def _check_may_fall_back(self, reason):
+        placement = self.dense.placement
+        if not placement.may_fall_back() or placement.is_local():
+            raise UnsupportedOverlapError(
+                f"{placement.op}: {reason}. Call the layer with each label in two of "
+                "x, kernel and result, or leave it alone in the rules of ub.overlap."
+            )
 
     def _sharded_first(self, labels):
         return "".join(sorted(labels, key=lambda label: label != self.sharded))

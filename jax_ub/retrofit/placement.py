@@ -13,7 +13,9 @@ from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.flags import FlaggedMethod, OverlapFlags
+from jax_ub.retrofit import portable_mesh
 from jax_ub.runtime import settings
+from jax_ub.shapes import axis_tuple, check_axis_name
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -37,13 +39,15 @@ def resolve_kind(op: str, kind: str | None) -> str:
     return known[kind]
 
 
-def kind_of_spec(spec: Sequence | None, num_in: int, axis_name: str) -> str | None:
+def kind_of_spec(
+    spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
+) -> str | None:
     """Returns "column", "row" or None by the dimension of a kernel that is sharded.
 
     Args:
         spec: the layout of the kernel `[in..., out...]`; None where it is unknown.
         num_in: how many of its dimensions are contracted.
-        axis_name: the tensor-parallel mesh axis.
+        axis_name: the tensor-parallel mesh axis, or several taken as one.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -51,10 +55,11 @@ def kind_of_spec(spec: Sequence | None, num_in: int, axis_name: str) -> str | No
     return "row" if dim < num_in else "column"
 
 
-def sharded_dim(spec: Sequence | None, axis_name: str) -> int | None:
-    """Returns the first dimension of an array that lies on `axis_name`, or None."""
+def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int | None:
+    """Returns the first dimension that is sharded over all of `axis_name`, or None."""
+    axes = set(axis_tuple(axis_name))
     for dim, entry in enumerate(spec or ()):
-        if axis_name in (entry if isinstance(entry, tuple) else (entry,)):
+        if axes <= set(axis_tuple(entry)):
             return dim
     return None
 
@@ -63,10 +68,13 @@ def sharded_dim(spec: Sequence | None, axis_name: str) -> int | None:
 class Placement:
     """How one linear layer is spread over a mesh; hashable over every field.
 
+    It pickles: a mesh is stored by the ids of its devices, and becomes None where the
+    process that loads it has no such devices.
+
     Attributes:
         parallel: "column" (the kernel's out dimension is sharded), "row" (its in
             dimension) or None (neither).
-        axis_name: the tensor-parallel mesh axis.
+        axis_name: the tensor-parallel mesh axis, or several taken as one.
         mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
         data_axes: the mesh axes that shard the leading axis of the activations. None
             takes all axes but `axis_name`, where their product divides it.
@@ -77,16 +85,19 @@ class Placement:
         fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or the
             in dimension where the layer is not parallel.
         flags: which communication overlaps.
+        rhs_transposed: whether the kernel is stored as `[out, in]`.
+        kernel_mesh: the concrete mesh of the kernel when the layer was set up. It
+            supplies the devices where the arrays of a call show an equal abstract mesh.
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`, or
             `sequence_parallel` is neither true nor false.
-        ShapeContractError: if `mesh` is none, `axis_name` is not one name, or
+        ShapeContractError: if `mesh` is none, `axis_name` is no name of axes, or
             `data_axes` or `fsdp_axes` are no names of other axes, each once.
     """
 
     parallel: str | None
-    axis_name: str = "tp"
+    axis_name: str | tuple[str, ...] = "tp"
     mesh: AnyMesh | None = None
     data_axes: tuple[str, ...] | str | None = None
     sequence_parallel: bool = True
@@ -94,18 +105,17 @@ class Placement:
     ub_name: str | None = None
     fsdp_axes: tuple[str, ...] | str = ()
     flags: OverlapFlags = OverlapFlags()
+    rhs_transposed: bool = False
+    kernel_mesh: Mesh | None = None
 
     def __post_init__(self):
         """Checks names and flags, and makes the data axes hashable."""
         if self.parallel is not None:
             kind = resolve_kind(self.op, self.parallel)
             object.__setattr__(self, "parallel", kind)
-        if not isinstance(self.axis_name, str):
-            raise ShapeContractError(
-                f"{self.op}: axis_name = {shown(self.axis_name)} is not the name of "
-                "one "
-                'mesh axis. Pass the axis of the ranks, for example axis_name="tp".'
-            )
+        check_axis_name(self.op, self.axis_name)
+        axis_name = self.axes[0] if len(self.axes) == 1 else self.axes
+        object.__setattr__(self, "axis_name", axis_name)
         if self.data_axes is not None:
             data_axes = self._read_axes("data_axes", "dp", self.data_axes)
             object.__setattr__(self, "data_axes", data_axes)
@@ -125,6 +135,19 @@ class Placement:
             sequence_parallel=self.sequence_parallel,
         )
 
+    def __getstate__(self):
+        """Returns the fields, with meshes that pickle."""
+        return portable_mesh.pack(vars(self))
+
+    def __setstate__(self, state):
+        """Restores the fields, with the devices of this process."""
+        vars(self).update(portable_mesh.unpack(state))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The tensor-parallel mesh axes."""
+        return axis_tuple(self.axis_name)
+
     def _read_axes(self, argument, example, given):
         names = tuple(given) if isinstance(given, tuple | list) else (given,)
         if not all(isinstance(name, str) for name in names):
@@ -132,8 +155,8 @@ class Placement:
                 f"{self.op}: {argument} = {shown(given)} are not names of mesh "
                 f'axes. Pass a tuple of them, for example {argument}=("{example}",).'
             )
-        if self.axis_name in names:
-            others = tuple(name for name in names if name != self.axis_name)
+        if not set(self.axes).isdisjoint(names):
+            others = tuple(name for name in names if name not in self.axes)
             raise ShapeContractError(
                 f"{self.op}: {argument} = {names} has axis_name = "
                 f"{shown(self.axis_name)}, whose ranks share the tokens and features "
@@ -154,16 +177,22 @@ class Placement:
 
     @property
     def kernel_spec(self) -> P:
-        """The layout of the kernel [in, out]."""
+        """The layout of the kernel, as it is stored."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
-        layouts = {"row": P(self.axis_name, other), "column": P(other, self.axis_name)}
-        return layouts.get(self.parallel or "", P(other, None))
+        layouts = {"row": (self.axis_name, other), "column": (other, self.axis_name)}
+        spec = layouts.get(self.parallel or "", (other, None))
+        return P(*(spec[::-1] if self.rhs_transposed else spec))
 
     @property
     def fsdp_dim(self) -> int:
-        """The dimension of the kernel [in, out] that lies on `fsdp_axes`."""
+        """The dimension of the stored kernel that is sharded over `fsdp_axes`."""
+        return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
+
+    @property
+    def _fsdp_dim(self):
+        """The same dimension of the kernel [in, out]."""
         return 1 if self.parallel == "row" else 0
 
     @property
@@ -194,10 +223,10 @@ class Placement:
             mesh: the mesh; a layout of other names, logical ones, shows nothing.
             num_in: how many of its dimensions are contracted.
         """
-        dim = self.fsdp_dim * num_in
+        dim = self._fsdp_dim * num_in
         entry = spec[dim] if spec is not None and dim < len(spec) else None
         names = entry if isinstance(entry, tuple) else (entry,)
-        others = mesh is not None and set(names) <= {*mesh.shape} - {self.axis_name}
+        others = mesh is not None and set(names) <= {*mesh.shape} - {*self.axes}
         return dataclasses.replace(self, fsdp_axes=names) if others else self
 
     def may_fall_back(self) -> bool:
@@ -211,25 +240,50 @@ class Placement:
         """Whether the arrays at hand are one rank's: the axis, or all, are manual."""
         context = jax.sharding.get_abstract_mesh()
         manual = context.manual_axes
-        return self.axis_name in manual or 0 < len(manual) == len(context.axis_names)
+        is_own = not set(self.axes).isdisjoint(manual)
+        return is_own or 0 < len(manual) == len(context.axis_names)
 
     def find_mesh(self, *arrays: Any) -> AnyMesh | None:
         """Finds the mesh of a call on global arrays, None where none is known.
 
         A mesh with manual axes wins: it is that of the `shard_map` around the call.
         Then the argument, the mesh of `jax.set_mesh`, and that of the first array that
-        has one.
+        has one: a concrete one before an abstract one, to which `kernel_mesh` may know
+        the devices.
         """
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes or (self.mesh is None and not context.empty):
             return context
         if self.mesh is not None:
             return self.mesh
-        for array in arrays:
-            sharding = sharding_of(array)
-            if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
-                return sharding.mesh
-        return None
+        shardings = map(sharding_of, arrays)
+        named = [each for each in shardings if isinstance(each, NamedSharding)]
+        meshes = [each.mesh for each in named if not each.mesh.empty]
+        if not meshes:
+            return None
+        concrete = (mesh for mesh in meshes if isinstance(mesh, Mesh))
+        mesh = next(concrete, meshes[0])
+        known = self.kernel_mesh
+        return known if known and mesh == known.abstract_mesh else mesh
+
+    def in_out(self, dims: Sequence) -> tuple:
+        """Returns what belongs to the dimensions of a stored matrix as [in, out]."""
+        if len(dims) != len(_IN_OUT) or not self.rhs_transposed:
+            return tuple(dims)
+        return tuple(dims)[::-1]
+
+    def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "Placement":
+        """Returns the same without `fsdp_axes` that cannot shard a kernel on `mesh`.
+
+        Args:
+            mesh: the mesh.
+            shape: the shape of the kernel, `[in, out]`.
+        """
+        sizes = (mesh.shape.get(name, 0) for name in self.fsdp_axes)
+        num_parts = math.prod(sizes)
+        if num_parts and shape[self._fsdp_dim] % num_parts == 0:
+            return self
+        return dataclasses.replace(self, fsdp_axes=())
 
     def num_manual_fsdp(self) -> int:
         """Returns into how many parts the caller's `shard_map` cuts a kernel so."""
@@ -243,16 +297,17 @@ class Placement:
         Raises:
             UnknownNameError: if the mesh has no such axis.
         """
-        if self.axis_name not in mesh.shape:
-            raise UnknownNameError(
-                f"{self.op}: axis_name = {shown(self.axis_name)} is not an axis of the "
-                f"mesh {dict(mesh.shape)}. {nearest(self.axis_name, mesh.axis_names)}"
-            )
-        return mesh.shape[self.axis_name]
+        for name in self.axes:
+            if name not in mesh.shape:
+                raise UnknownNameError(
+                    f"{self.op}: axis_name = {shown(name)} is not an axis of the mesh "
+                    f"{dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                )
+        return math.prod(mesh.shape[name] for name in self.axes)
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
         """Refuses a global kernel [in, out] whose sharded dimensions do not divide."""
-        self._check_fsdp(shape[self.fsdp_dim], mesh)
+        self._check_fsdp(shape[self._fsdp_dim], mesh)
         dim = _SHARDED_DIM.get(self.parallel or "")
         if dim is None:
             return
@@ -276,7 +331,7 @@ class Placement:
         num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
         if size % num_ranks:
             raise ShapeContractError(
-                f"{self.op}: the kernel has {size} {_IN_OUT[self.fsdp_dim]} features, "
+                f"{self.op}: the kernel has {size} {_IN_OUT[self._fsdp_dim]} features, "
                 f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
                 f"{self.fsdp_axes}. Use {math.ceil(size / num_ranks) * num_ranks}, or "
                 "fsdp_axes=() for this layer."
@@ -325,7 +380,7 @@ class Placement:
         """Says how a kernel that is sharded `spec` should be, with all its axes."""
         entries = (each if isinstance(each, tuple) else (each,) for each in spec)
         names = dict.fromkeys(name for entry in entries for name in entry)
-        others = tuple(name for name in names if name not in (None, self.axis_name))
+        others = tuple(name for name in names if name not in (None, *self.axes))
         if not others:
             return str(self.kernel_spec)
         fixed = dataclasses.replace(self, fsdp_axes=others)

@@ -64,8 +64,9 @@ def sharded_linear(
     Args:
         placement: the layout.
         x: activations, `[..., tokens, K]`; a vector `[K]` counts as one token.
-        kernel: `[K, N]`; global, or the rank's shard where the axis is manual. A tuple
-            of kernels shares what is gathered of x, in one call.
+        kernel: `[K, N]`, or `[N, K]` if `placement.rhs_transposed`; global, or the
+            rank's shard where the axis is manual. A tuple of kernels shares what is
+            gathered of x, in one call.
         bias: `[N]` or None, laid out as `placement.bias_spec`; a tuple where `kernel`
             is one.
         main_grad: f32 `[K, N]` or None, laid out as the kernel; a tuple where `kernel`
@@ -96,7 +97,8 @@ def sharded_linear(
         # The ops take nothing empty; with an accumulator, which a constant would lose,
         # they say so.
         shape, dtype = x.shape[:-1], out_dtype or x.dtype
-        return jax.tree.map(lambda w: jnp.zeros((*shape, w.shape[1]), dtype), kernel)
+        out = 0 if placement.rhs_transposed else 1
+        return jax.tree.map(lambda w: jnp.zeros((*shape, w.shape[out]), dtype), kernel)
     kernels = kernel if isinstance(kernel, tuple) else (kernel,)
     mesh = placement.find_mesh(*kernels, x)
     if mesh is None and placement.parallel is None:
@@ -108,10 +110,11 @@ def sharded_linear(
             "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
             f"over {shown(placement.axis_name)}."
         )
-    placement = placement.with_fsdp_of(jax.typeof(kernels[0]).sharding.spec, mesh)
-    for each in kernels:
-        placement.check_features(each.shape, mesh)
-        placement.check_kernel_spec(jax.typeof(each).sharding.spec)
+    specs = [placement.in_out(jax.typeof(each).sharding.spec) for each in kernels]
+    placement = placement.with_fsdp_of(specs[0], mesh)
+    for each, spec in zip(kernels, specs, strict=True):
+        placement.check_features(placement.in_out(each.shape), mesh)
+        placement.check_kernel_spec(spec)
     if has_symbolic_sizes(x):
         return _on_no_mesh(placement, mesh, out_dtype, *operands)
     placement = _leave_whole(placement, mesh, x.shape)
@@ -161,7 +164,7 @@ def _leave_whole(placement, mesh, x_shape):
     """Leaves tokens whole where a layer that is not parallel cannot have them split."""
     if placement.parallel is not None:
         return placement
-    splits = placement.axis_name in mesh.shape
+    splits = set(placement.axes) <= set(mesh.shape)
     if splits and why_uneven(placement, mesh, x_shape) is None:
         return placement
     return dataclasses.replace(placement, sequence_parallel=False)
@@ -173,7 +176,7 @@ def why_uneven(
     """Says why x [..., tokens, K] cannot be cut as `placement` asks, None if it can."""
     data_axes = of_several_ranks(mesh, _data_axes(placement, mesh, x_shape))
     num_data = math.prod(mesh.shape[name] for name in data_axes)
-    num_tp = mesh.shape[placement.axis_name] if placement.sequence_parallel else 1
+    num_tp = placement.axis_size(mesh) if placement.sequence_parallel else 1
     num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
     if x_shape[-2] % num_parts:
         padded = math.ceil(x_shape[-2] / num_parts) * num_parts
@@ -227,7 +230,7 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
     # The axes whose ranks hold other tokens for the same part of the kernel.
     replicas = tuple(name for name in data_axes if name not in fsdp_axes)
     if placement.parallel is None and placement.sequence_parallel:
-        replicas += (placement.axis_name,)
+        replicas += placement.axes
 
     def local(x, kernel, bias, main_grad, residual):
         if replicas:
@@ -280,6 +283,7 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
         "axis_name": None if parallel is None else placement.axis_name,
         "method": placement.flagged_method,
         "ub_name": placement.ub_name,
+        "rhs_transposed": placement.rhs_transposed,
     }
     if residual is not None:
         options["residual"] = residual
@@ -309,7 +313,7 @@ def lead_axes(placement: Placement, mesh: AnyMesh, x: jax.Array) -> tuple[str, .
     axes = _data_axes(placement, mesh, x.shape)
     entry = jax.typeof(x).sharding.spec[0]
     names = entry if isinstance(entry, tuple) else (entry,)
-    others = {*mesh.shape} - {placement.axis_name}
+    others = {*mesh.shape} - {*placement.axes}
     own = tuple(name for name in names if name in others)
     lies_so = {*of_several_ranks(mesh, own)} == {*of_several_ranks(mesh, axes)}
     return own if own and lies_so and placement.data_axes is None else axes
@@ -330,7 +334,7 @@ def _data_axes(placement, mesh, x_shape):
     axes = tuple(
         name
         for name in names
-        if name != placement.axis_name
+        if name not in placement.axes
         and name not in manual
         and (mesh.shape[name] > 1 or name in explicit)
     )
@@ -338,7 +342,7 @@ def _data_axes(placement, mesh, x_shape):
         return axes
     # The tokens of [tokens, features] are shared with the tensor-parallel ranks.
     shares = len(x_shape) == 2 and placement.sequence_parallel
-    num_tp = mesh.shape[placement.axis_name] if shares else 1
+    num_tp = placement.axis_size(mesh) if shares else 1
     num_data = math.prod(mesh.shape[name] for name in axes)
     return axes if x_shape[0] % (num_data * num_tp) == 0 else ()
 
@@ -347,7 +351,7 @@ def _activation_specs(placement, data_axes, ndim):
     """Returns the layouts of x and y, both [..., tokens, features]."""
     lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
     tokens = data_axes if ndim == 2 else ()
-    shared = (*tokens, placement.axis_name) if placement.sequence_parallel else tokens
+    shared = (*tokens, *placement.axes) if placement.sequence_parallel else tokens
     by_feature = P(*lead, tokens or None, placement.axis_name)
     by_token = P(*lead, shared or None, None)
     if placement.parallel == "column":

@@ -70,7 +70,9 @@ def test_every_method_is_explained_forward_and_backward(method):
         assert row.reason == "" or row.reason.startswith("XLA's own: could be one ub.")
 
 
-def test_a_fallback_says_why():
+def test_a_fallback_says_why(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
     def layers(x, up):
         return ub.all_gather_matmul(x, up, axis_name="tp")
 

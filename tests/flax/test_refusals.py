@@ -62,12 +62,12 @@ def transformer(*sizes, **options):
         (
             lambda: layer(axis_name=None),
             ShapeContractError,
-            "linear(parallel='column'): axis_name = None is not the name of one mesh a",
+            "linear(parallel='column'): axis_name = None is not the name of a mesh",
         ),
         (
-            lambda: layer(axis_name=("dp", "tp")),
+            lambda: layer(axis_name=("tp", "tp")),
             ShapeContractError,
-            "axis_name = ('dp', 'tp') is not the name of one mesh axis. Pass the axis",
+            "axis_name = ('tp', 'tp') names a mesh axis twice. Name each once.",
         ),
         (
             lambda: layer(data_axes=3),

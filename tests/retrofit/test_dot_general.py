@@ -111,6 +111,37 @@ def test_the_result_is_rounded_once_to_the_dtype_asked_for(kind):
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_kernel_stored_as_out_in_is_read_in_place(kind, types):
+    call, dims = ub.dot_general(kind), (((2,), (1,)), ((), ()))
+    x, w = normal(0, (4, 8, 16)), normal(1, (32, 16))
+
+    def loss(product, x, w):
+        return jnp.sum(jnp.sin(product(x, w, dims)))
+
+    expected = jax.grad(lambda x, w: loss(lax.dot_general, x, w), (0, 1))(x, w)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        x = jax.device_put(x, P("dp"))
+        w = jax.device_put(w, P("tp") if kind == "column" else P(None, "tp"))
+        program = jax.jit(jax.grad(lambda x, w: loss(call, x, w), (0, 1)))
+        text = compiled_text(program, x, w)
+        gradients = program(x, w)
+    assert calls(text)["wgrad"] == 1
+    assert " transpose(" not in text
+    assert gradients[1].shape == w.shape
+    assert_trees_close(gradients, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_several_dimensions_of_a_kernel_stored_as_out_in():
+    x, w = normal(0, (4, 8, 2, 8)), normal(1, (4, 8, 2, 8))
+    dims = (((2, 3), (2, 3)), ((), ()))
+    with jax.set_mesh(mesh_of(1, 2)):
+        program = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))
+        assert calls(compiled_text(program, x, w)) == {"all_gather_matmul": 1}
+        assert_trees_close(program(x, w), lax.dot_general(x, w, dims))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_the_result_lies_where_out_sharding_says(types):
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
     with jax.set_mesh(mesh_of(2, 2, types)):
@@ -203,8 +234,8 @@ def test_a_method_that_was_named_does_not_fall_back():
 def test_shards_that_would_miss_their_communication_are_refused():
     text = (
         "x (4, 8, 16) and kernel (8, 32) are not contracted over the last dimensions "
-        "of x and the first of the kernel, and inside shard_map over 'tp' nothing else "
-        "would communicate. Use jax.lax.dot_general"
+        "of x and the first or the last of the kernel, and inside shard_map over 'tp' "
+        "nothing else would communicate. Use jax.lax.dot_general"
     )
     dims = (((1,), (0,)), ((), ()))
     with pytest.raises(UnsupportedOverlapError, match=re.escape(text)):

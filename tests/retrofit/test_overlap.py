@@ -370,6 +370,10 @@ def test_an_equation_that_a_call_brings_must_be_a_dense_layer_s_too():
         model = ub.overlap(nnx.List([layer]), {"0": "column"})
         x = normal(0, (4, 4))
         assert_trees_close(model[0](x, "TK,NK->TN"), x @ layer.kernel[...].T)
+        y = model[0](x, "TK,TK->T")
+        assert_trees_close(y, jnp.sum(x * layer.kernel[...], axis=1))
+        assert ub.fallbacks()[-1].reason == "'TK,TK->T' is no dense layer's"
+        ub.overlap(model, {"0": "column"}, method="direct")
         text = "'TK,TK->T' is no dense layer's. Call the layer with each label in two"
         with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
             model[0](x, "TK,TK->T")

@@ -380,8 +380,13 @@ def test_another_platform_refuses_a_method_that_was_named():
         lowered_for("rocm", "direct", tp_mesh(4))
 
 
-def test_abstract_mesh_names_no_devices():
+def test_an_abstract_mesh_of_one_process_needs_no_devices():
+    assert "jax_ub$" in lowered_for("cpu", "direct", tp_mesh(4).abstract_mesh)
+
+
+def test_an_abstract_mesh_of_several_processes_names_no_devices(monkeypatch):
     mesh = tp_mesh(4).abstract_mesh
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UnsupportedOverlapError, match="abstract mesh, which names no"):
         lowered_for("cpu", "direct", mesh)
     assert "jax_ub$" not in lowered_for("cpu", "auto", mesh)

@@ -1,45 +1,67 @@
 """Overlap for an unmodified linen model, as a Flax interceptor."""
 
+import dataclasses
+import re
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jax_ub.errors import UnsupportedOverlapError, shown
+from jax_ub import methods
+from jax_ub.errors import UnknownNameError, UnsupportedOverlapError, shown
+from jax_ub.flax.linen.tensor_parallel import TensorParallel
+from jax_ub.retrofit import interception
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
+from jax_ub.retrofit.einsum import Einsum, Equation
 from jax_ub.retrofit.overlap import compile_rule
-from jax_ub.retrofit.placement import resolve_kind
+from jax_ub.retrofit.placement import resolve_kind, sharding_of
 from jax_ub.runtime.overlaps import LayerPath
+from jax_ub.shapes import axis_tuple
 
 
 class Overlap:
-    r"""Overlaps the `nn.Dense` and `nn.DenseGeneral` layers of an unmodified model.
+    r"""Overlaps the dense layers of an unmodified linen model.
 
         overlap = Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"})
         with nn.intercept_methods(overlap):
             logits = model.apply(variables, tokens)
 
     While the model is traced in the block, the layers that a rule names multiply with
-    `ub.dot_general`; modules and parameters are left as they are. What `jax.jit` traced
-    outside of the block is not traced again in it. The nnx twin is `ub.overlap`.
+    `ub.dot_general`: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum` and `nn.Embed.attend`.
+    Modules and parameters are left as they are. What `jax.jit` traced outside of the
+    block is not traced again in it. A call that cannot be overlapped, or whose product
+    something intercepts, as Qwix does, is left to JAX, and `ub.fallbacks` says why; it
+    also lists parameters that are sharded over `axis_name`, as far as a trace shows it,
+    in modules that no rule overlaps. The nnx twin is `ub.overlap`.
+
+    `with Overlap(rules) as overlap:` is the same block, and warns when it ends of each
+    rule that matched nothing. With `nn.intercept_methods`, a call of a model in which
+    no rule matched anything warns.
 
     Args:
         rules: regular expressions that match whole paths of layers, such as
             "decoder.layer_0.Dense_0", to "column", "row" or None (leave it alone). The
-            first that matches counts.
-        axis_name: the tensor-parallel mesh axis.
+            first that matches counts. The path of a tied head is that of its
+            `nn.Embed`, then ".attend".
+        axis_name: the tensor-parallel mesh axis, or several taken as one.
         mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
         method: how it runs; None is `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
         data_axes: the mesh axes over the leading axis of x; None takes all the others.
         fsdp_axes: the mesh axes that shard the kernels' other dimension (FSDP); the
             types of an explicit mesh show them by themselves.
+        ub_names: the names that `initialize_ub` configures, such as "fc1", by regular
+            expressions that match whole paths. The first that matches counts. The other
+            layers are named by their paths in errors, and have no configuration.
 
     Attributes:
-        overlapped: "column" or "row" by path, of the layers that it met so far: a rule
-            that is missing here matched none.
+        overlapped: "column" or "row" by path, of the layers that it met so far.
 
     Raises:
         UnknownNameError: if a rule is no regular expression or names no kind, or there
@@ -54,31 +76,62 @@ class Overlap:
         self,
         rules: Mapping[str, str | None],
         *,
-        axis_name: str = "tp",
+        axis_name: str | tuple[str, ...] = "tp",
         mesh: Mesh | None = None,
         method: str | None = None,
         sequence_parallel: bool = True,
         data_axes: tuple[str, ...] | None = None,
         fsdp_axes: tuple[str, ...] | str = (),
+        ub_names: Mapping[str, str] | None = None,
     ):
         """Reads the rules."""
-        self._rules = [
-            (
-                compile_rule(rule),
-                None if kind is None else resolve_kind("overlap", kind),
-            )
+        self._rules = {
+            compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
             for rule, kind in rules.items()
-        ]
-        self._options: dict[str, Any] = {
-            "axis_name": axis_name,
-            "mesh": mesh,
-            "method": method,
-            "sequence_parallel": sequence_parallel,
-            "data_axes": data_axes,
-            "fsdp_axes": fsdp_axes,
         }
-        dot_general("column", **self._options)  # refuses what it cannot take
+        self._names = {
+            compile_rule(rule): _checked_name(rule, name)
+            for rule, name in (ub_names or {}).items()
+        }
+        # Refuses what it cannot take.
+        self._placement = dot_general(
+            "column",
+            axis_name=axis_name,
+            mesh=mesh,
+            method=method,
+            sequence_parallel=sequence_parallel,
+            data_axes=data_axes,
+            fsdp_axes=fsdp_axes,
+        ).placement
         self.overlapped = {}
+        self._matched: set[re.Pattern[str]] = set()
+        self._noted: set[str] = set()
+        self._warned: set[str] = set()
+        self._depth = 0  # of the calls of modules
+        self._blocks: list[AbstractContextManager[None]] = []
+
+    def __getstate__(self):
+        """Returns what the constructor read, and what was met; no state of a block."""
+        return {**vars(self), "_blocks": [], "_depth": 0}
+
+    def __enter__(self) -> "Overlap":
+        """Intercepts the methods of all modules until the block ends."""
+        block = nn.intercept_methods(self)
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """Ends the block, and warns of the rules that matched nothing."""
+        self._blocks.pop().__exit__(None, None, None)
+        if error is None:
+            self._warn(self.unmatched)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The rules, and expressions of `ub_names`, that matched no layer so far."""
+        patterns = [*self._rules, *self._names]
+        return tuple(each.pattern for each in patterns if each not in self._matched)
 
     def __call__(
         self, next_fun: Callable, args: tuple, kwargs: dict, context: Any
@@ -89,33 +142,193 @@ class Overlap:
             UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
                 own.
         """
-        layer, path = context.module, ".".join(context.module.path)
-        kind = self._kind(path) if _is_dense(layer, context.method_name) else None
-        if kind is None:
+        layer, method_name = context.module, context.method_name
+        path = ".".join(layer.path)
+        if method_name == "setup":  # Flax calls it before the method itself
             return next_fun(*args, **kwargs)
-        before = layer.dot_general
-        own = before if layer.dot_general_cls is None else layer.dot_general_cls
-        if own not in (None, lax.dot_general) and not isinstance(own, DotGeneral):
-            raise UnsupportedOverlapError(
-                f"overlap: the layer {shown(path)} has a dot_general of its own, "
-                f"{own}. Leave the layer alone: {{{shown(path)}: None, ...}}."
-            )
-        self.overlapped[path] = kind
-        ours = dot_general(kind, ub_name=LayerPath(path), **self._options)
-        # Bound modules are frozen, and may be called again outside of the block.
-        object.__setattr__(layer, "dot_general", ours)
+        self._depth += 1
         try:
-            return next_fun(*args, **kwargs)
+            y = self._call(layer, method_name, path, next_fun, args, kwargs)
         finally:
-            object.__setattr__(layer, "dot_general", before)
+            self._depth -= 1
+        if self._depth == 0 and not self._blocks and not self._matched:
+            self._warn(self.unmatched)
+        return y
 
-    def _kind(self, path):
-        matching = (kind for rule, kind in self._rules if rule.fullmatch(path))
-        return next(matching, None)
+    def _call(self, layer, method_name, path, next_fun, args, kwargs):
+        call = _OVERLAPPED.get(_kind_of_layer(layer, method_name))
+        if call is None:
+            y = next_fun(*args, **kwargs)
+            self._note_parameters(layer, method_name, path)
+            return y
+        if method_name == "attend":
+            path = f"{path}.attend" if path else "attend"
+        kind = self._find(self._rules, path)
+        if kind is None:
+            y = next_fun(*args, **kwargs)
+            self._note_parameters(layer, method_name, path)
+            return y
+        name = self._find(self._names, path) or LayerPath(path)
+        placement = dataclasses.replace(self._placement, parallel=kind, ub_name=name)
+        dense = DotGeneral(placement, is_lenient=True)
+        y = call(dense, path, layer, next_fun, args, kwargs)
+        self.overlapped[path] = kind
+        return y
+
+    def _find(self, patterns, path):
+        """Returns what the first pattern that matches says, None if none does."""
+        for pattern, found in patterns.items():
+            if pattern.fullmatch(path):
+                self._matched.add(pattern)
+                return found
+        return None
+
+    def _warn(self, patterns):
+        """Warns of patterns that matched no layer, once of each."""
+        new = [pattern for pattern in patterns if pattern not in self._warned]
+        self._warned.update(new)
+        if new:
+            layers = sorted(self.overlapped)
+            met = f"It overlapped {layers}" if layers else "It overlapped nothing"
+            warnings.warn(
+                f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, "
+                f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}.",
+                stacklevel=3,
+            )
+
+    def _note_parameters(self, layer, method_name, path):
+        """Records the parameters of a module that are sharded, but not overlapped."""
+        is_bound = method_name == "__call__" and layer.scope is not None
+        if not is_bound or path in self._noted or isinstance(layer, TensorParallel):
+            return
+        if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
+            return
+        own = layer.variables.get("params", {})
+        arrays = {k: v for k, v in own.items() if not isinstance(v, Mapping)}
+        named = any(each.fullmatch(path) for each in self._rules)
+        for name, value in arrays.items():
+            place = ".".join(filter(None, (path, name)))
+            spec, kind = _spec(value), type(layer).__name__
+            axes = set(self._placement.axes)
+            if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
+                why = f"the parameter, sharded {P(*spec)}, belongs to a {kind}"
+            elif named and _ndim(value) > 1:
+                why = f"the parameter belongs to a {kind}"
+            else:
+                continue
+            is_known = _kind_of_layer(layer, method_name) is not None
+            why += (
+                ", which no rule overlaps"
+                if is_known
+                else ", which overlap does not know"
+            )
+            methods.record_fallback(f"overlap({shown(place)})", why)
+        if arrays:
+            self._noted.add(path)
 
 
-def _is_dense(layer, method_name) -> bool:
+def _checked_name(rule, name):
+    if isinstance(name, str):
+        return name
+    raise UnknownNameError(
+        f"overlap: ub_names = {{{shown(rule)}: {shown(name)}}} names a layer by a "
+        f'{type(name).__name__}. Pass the name of a layer, such as "fc1".'
+    )
+
+
+def _kind_of_layer(layer, method_name) -> str | None:
+    """Names the function that overlaps a method of a layer, None if none does."""
+    # Subclasses may multiply in another way.
+    if method_name == "attend":
+        return "attend" if type(layer) is nn.Embed else None
     if method_name != "__call__":
-        return False
+        return None
+    if type(layer) is nn.Einsum:
+        return "einsum"
     is_general = isinstance(layer, nn.DenseGeneral) and not layer.batch_dims
-    return is_general or isinstance(layer, nn.Dense)
+    return "dense" if is_general or isinstance(layer, nn.Dense) else None
+
+
+def _call_dense(dense, path, layer, next_fun, args, kwargs):
+    before = layer.dot_general
+    own = before if layer.dot_general_cls is None else layer.dot_general_cls
+    is_plain = own is None or own is interception.DOT_GENERAL.function
+    if not is_plain and not isinstance(own, DotGeneral):
+        raise UnsupportedOverlapError(
+            f"overlap: the layer {shown(path)} has a dot_general of its own, {own}. "
+            f"Leave the layer alone: {{{shown(path)}: None, ...}}."
+        )
+    original = own if is_plain else None
+    ours = dataclasses.replace(dense, original=original)
+    # Bound modules are frozen, and may be called again outside of the block.
+    object.__setattr__(layer, "dot_general", ours)
+    try:
+        return next_fun(*args, **kwargs)
+    finally:
+        object.__setattr__(layer, "dot_general", before)
+
+
+def _call_einsum(dense, path, layer, next_fun, args, kwargs):
+    inputs, text = _einsum_arguments(*args, **kwargs)
+    text = layer.einsum_str if text is None else text
+    kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+    reason = dense.why_intercepted(interception.EINSUM, None)
+    if reason is None and text is not None:
+        equation = Equation.read(text, jnp.ndim(inputs))
+        if not equation.is_dense:
+            reason = f"{shown(text)} is no dense layer's"
+    if kernel is None or text is None:  # it is initialized, or Flax refuses the call
+        return next_fun(*args, **kwargs)
+    if reason is not None:
+        with dense.falling_back(reason):
+            return next_fun(*args, **kwargs)
+    bias = nn.meta.unbox(layer.get_variable("params", "bias"))
+    given = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    inputs, kernel, bias = given
+    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+    y = Einsum(held, original=interception.EINSUM.function)(
+        text.replace(" ", ""),
+        inputs,
+        kernel,
+        precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+    )
+    if bias is None:
+        return y
+    _, shape = layer._get_bias_shape(text.replace(" ", ""), inputs, kernel)
+    return y + jnp.reshape(bias, shape)
+
+
+def _einsum_arguments(inputs, einsum_str=None):
+    return inputs, einsum_str
+
+
+def _call_attend(dense, path, layer, next_fun, args, kwargs):
+    reason = dense.why_intercepted(interception.DOT, None)
+    if reason is not None:
+        with dense.falling_back(reason):
+            return next_fun(*args, **kwargs)
+    given = args[0] if args else kwargs["query"]
+    query, embedding = layer.promote_dtype(given, layer.embedding, dtype=layer.dtype)
+    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+    return held(query, embedding, (((query.ndim - 1,), (1,)), ((), ())))
+
+
+_OVERLAPPED: dict[str | None, Callable] = {
+    "dense": _call_dense,
+    "einsum": _call_einsum,
+    "attend": _call_attend,
+}
+
+
+def _ndim(value):
+    return jnp.ndim(nn.meta.unbox(value))
+
+
+def _spec(value) -> tuple:
+    """Returns the layout of a parameter, by its metadata or its array, if it shows."""
+    if isinstance(value, nn.Partitioned):
+        return tuple(value.names)
+    arrays = jax.tree.leaves(nn.meta.unbox(value))
+    specs = (getattr(sharding_of(array), "spec", None) for array in arrays)
+    return tuple(next(filter(None, specs), ()))

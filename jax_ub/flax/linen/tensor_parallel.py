@@ -10,6 +10,7 @@ from flax.linen.dtypes import promote_dtype
 
 from jax_ub.flax.linear import LinearOptions
 from jax_ub.overlap_config.flags import OverlapFlags
+from jax_ub.retrofit import portable_mesh
 
 
 class TensorParallel(nn.Module, kw_only=True):
@@ -26,7 +27,7 @@ class TensorParallel(nn.Module, kw_only=True):
             several dimensions.
         bias_init: initializer of the biases `[out]`.
         promote_dtype: brings inputs, kernel and bias to one dtype.
-        axis_name: the tensor-parallel mesh axis.
+        axis_name: the tensor-parallel mesh axis, or several taken as one.
         mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
         data_axes: the mesh axes that shard the leading axis of the inputs. None takes
             all axes but `axis_name`, where their product divides it.
@@ -58,7 +59,7 @@ class TensorParallel(nn.Module, kw_only=True):
     kernel_init: Any = initializers.lecun_normal()
     bias_init: Any = initializers.zeros_init()
     promote_dtype: Any = promote_dtype
-    axis_name: str = "tp"
+    axis_name: str | tuple[str, ...] = "tp"
     mesh: jax.sharding.Mesh | None = None
     data_axes: tuple[str, ...] | None = None
     sequence_parallel: bool = True
@@ -75,6 +76,16 @@ class TensorParallel(nn.Module, kw_only=True):
     def overlap_flags(self) -> OverlapFlags:
         """Which communication overlaps."""
         return OverlapFlags.of(self.linear_options())
+
+    @nn.nowrap
+    def __getstate__(self):
+        """Returns the attributes, with meshes that pickle."""
+        return portable_mesh.pack(vars(self))
+
+    @nn.nowrap
+    def __setstate__(self, state):
+        """Restores the attributes, with the devices of this process."""
+        vars(self).update(portable_mesh.unpack(state))
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:

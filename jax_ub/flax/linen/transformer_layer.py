@@ -16,6 +16,7 @@ from jax_ub.flax.linen.layer_norm_linear import make_norm
 from jax_ub.flax.linen.layer_norm_mlp import LayerNormMLP
 from jax_ub.flax.linen.multi_head_attention import MultiHeadAttention
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
+from jax_ub.shapes import axis_tuple
 
 
 class TransformerLayer(TensorParallel):
@@ -129,7 +130,7 @@ class TransformerLayer(TensorParallel):
         if keeps:
             return y
         # Without sequence parallelism ranks have the same tokens, and drop the same.
-        same_axes = () if self.sequence_parallel else (self.axis_name,)
+        same_axes = () if self.sequence_parallel else axis_tuple(self.axis_name)
         return drop(y, self.hidden_dropout, self.make_rng("dropout"), same_axes)
 
     @nn.nowrap

@@ -1,0 +1,85 @@
+"""Detects code that intercepts the product which a layer of Flax would call.
+
+Quantization and LoRA libraries change what `jax.lax.dot_general` does while a model is
+traced: Qwix replaces the function's `__code__`, others the attribute of the module. An
+overlapped layer multiplies without calling that function, so it has to notice the
+interception and leave the product to JAX.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+
+
+def _code_of(function: Any) -> Any:
+    """Returns the code object of a function, also of a jitted one."""
+    return getattr(getattr(function, "__wrapped__", function), "__code__", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A function of JAX as it was when this module was imported.
+
+    Attributes:
+        module: what holds the function.
+        name: the attribute of `module`.
+        path: the name in messages.
+        function: the function.
+        code: its code object.
+    """
+
+    module: Any
+    name: str
+    path: str
+    function: Callable
+    code: Any
+
+    def interception(self, held: Callable | None = None) -> str | None:
+        """Describes what intercepts a call, None if nothing does.
+
+        Args:
+            held: the function that a layer holds; None if the layer looks up the
+                module's attribute at the call.
+        """
+        current = getattr(self.module, self.name) if held is None else held
+        if current is not self.function:
+            return f"{self.path} is replaced by {current!r}"
+        return self.code_interception()
+
+    def code_interception(self) -> str | None:
+        """Describes what replaces the code of the function, None if nothing does."""
+        code = _code_of(self.function)
+        if code is self.code:
+            return None
+        where = f"{code.co_name!r} in {code.co_filename}"
+        return f"the code of {self.path} is replaced by that of {where}"
+
+
+def _product(module: Any, path: str) -> Product:
+    name = path.rpartition(".")[2]
+    function = getattr(module, name)
+    return Product(module, name, path, function, _code_of(function))
+
+
+DOT_GENERAL = _product(lax, "jax.lax.dot_general")
+DOT = _product(jnp, "jax.numpy.dot")
+EINSUM = _product(jnp, "jax.numpy.einsum")
+# What these call. JAX holds the functions itself, so that only code can be replaced.
+_INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
+
+
+def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
+    """Says why a layer has to call the function of JAX, None if nothing intercepts it.
+
+    Args:
+        product: the function that the layer would call.
+        held: as `Product.interception`.
+    """
+    found = product.interception(held)
+    inner = (each.code_interception() for each in _INNER)
+    found = found or next(filter(None, inner), None)
+    return found and f"{found}, which an overlapped call would bypass"

@@ -1,0 +1,307 @@
+"""The layers of `flax.nnx` whose product `ub.overlap` can replace."""
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jax_ub.errors import shown
+from jax_ub.retrofit import interception
+from jax_ub.retrofit.dot_general import DotGeneral
+from jax_ub.retrofit.einsum import Einsum, Equation
+from jax_ub.retrofit.placement import sharded_dim, sharding_of
+from jax_ub.shapes import axis_tuple
+
+
+class Layer(abc.ABC):
+    """A module with one kernel, and the function that multiplies by it.
+
+    Attributes:
+        node: the module.
+        kernel: the variable of the kernel, or what a library has put in its place.
+    """
+
+    function = "jax.lax.dot_general"
+    described = "a dot_general"
+
+    def __init__(self, node: Any, kernel: Any):
+        """Wraps a module."""
+        self.node = node
+        self.kernel = kernel
+
+    @property
+    @abc.abstractmethod
+    def op(self) -> Any:
+        """The function that multiplies now."""
+
+    @property
+    @abc.abstractmethod
+    def originals(self) -> tuple[Any, ...]:
+        """The functions that Flax sets by itself."""
+
+    @property
+    @abc.abstractmethod
+    def num_in(self) -> int:
+        """The number of dimensions of the kernel that are contracted."""
+
+    @abc.abstractmethod
+    def in_out(self, dims: Sequence) -> tuple:
+        """Returns what belongs to the dimensions of the kernel as [*in, *out]."""
+
+    @abc.abstractmethod
+    def replace(self, dense: DotGeneral) -> None:
+        """Makes `dense` multiply."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape of the kernel, without the axes of stacked layers."""
+        return tuple(getattr(self.kernel, "shape", ()))[-self.num_dims :]
+
+    @property
+    @abc.abstractmethod
+    def num_dims(self) -> int:
+        """The number of dimensions of the kernel of one layer."""
+
+    @property
+    def spec(self) -> tuple:
+        """The layout of the kernel `[*in, *out]`, by its array or its metadata."""
+        spec = spec_of(self.kernel)[-self.num_dims :]
+        return self.in_out((*spec, *[None] * (self.num_dims - len(spec))))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh and devices of the kernel, None where it has one device."""
+        return next(map(mesh_of, _arrays_of(self.kernel)), None)
+
+    @property
+    def replaced(self) -> Any:
+        """The function that multiplied before `overlap` replaced it."""
+        op = self.op
+        return op.original if isinstance(op, DotGeneral | Einsum) else op
+
+    def why_kept(self) -> tuple[str, str] | None:
+        """Says why the layer keeps its function, and what would change that."""
+        op = self.op
+        is_known = op is None or any(op is known for known in self.originals)
+        if is_known or isinstance(op, DotGeneral | Einsum):
+            return None
+        return (
+            f"has {self.described} of its own, {op}",
+            f"Set it to {self.function} first",
+        )
+
+
+class LinearLayer(Layer):
+    """`nnx.Linear` or `nnx.LinearGeneral`."""
+
+    def __init__(self, node: Any):
+        """Wraps a module."""
+        super().__init__(node, node.kernel)
+
+    @property
+    def op(self):
+        """The `dot_general` of the module."""
+        return self.node.dot_general
+
+    @property
+    def originals(self):
+        """The function of JAX."""
+        return (interception.DOT_GENERAL.function,)
+
+    @property
+    def num_in(self):
+        """By the features of the module."""
+        return _count(self.node.in_features)
+
+    @property
+    def num_dims(self):
+        """By the features of the module."""
+        return self.num_in + _count(self.node.out_features)
+
+    def in_out(self, dims):
+        """The kernel is [*in, *out]."""
+        return tuple(dims)
+
+    def replace(self, dense):
+        """Sets the `dot_general` of the module."""
+        self.node.dot_general = dense
+
+
+class EinsumLayer(Layer):
+    """`nnx.Einsum`."""
+
+    function = "jax.numpy.einsum"
+    described = "an einsum_op"
+
+    def __init__(self, node: Any):
+        """Wraps a module."""
+        super().__init__(node, node.kernel)
+        equation = None if node.einsum_str is None else Equation.read(node.einsum_str)
+        self.equation = equation if equation and equation.is_dense else None
+
+    @property
+    def op(self):
+        """The `einsum_op` of the module."""
+        return self.node.einsum_op
+
+    @property
+    def originals(self):
+        """The function of JAX."""
+        return (interception.EINSUM.function,)
+
+    @property
+    def num_in(self):
+        """By the equation; 0 where that is no dense layer's."""
+        return 0 if self.equation is None else len(self.equation.ins)
+
+    @property
+    def num_dims(self):
+        """By the shape of the kernel."""
+        return len(self.node.kernel_shape)
+
+    def in_out(self, dims):
+        """By the labels of the equation."""
+        if self.equation is None:
+            return tuple(dims)
+        found = dict(zip(self.equation.kernel, dims, strict=True))
+        return tuple(found[label] for label in self.equation.ins + self.equation.outs)
+
+    def replace(self, dense):
+        """Sets the `einsum_op` of the module."""
+        label, dim = "", sharded_dim(self.spec, dense.placement.axis_name)
+        if self.equation is not None and dim is not None:
+            label = (self.equation.ins + self.equation.outs)[dim]
+        self.node.einsum_op = Einsum(_held_by_jax(dense), label, self.replaced)
+
+    def why_kept(self):
+        """An equation that is no dense layer's keeps the function, too."""
+        kept = super().why_kept()
+        if kept is not None or self.equation is not None:
+            return kept
+        text = shown(self.node.einsum_str)
+        return (
+            f"has einsum_str = {text}, which is no dense layer's",
+            "Write one with each label in two of x, kernel and result",
+        )
+
+
+class AttendLayer(Layer):
+    """`nnx.Embed`, whose `attend` multiplies by the transposed embedding."""
+
+    num_in = 1
+    num_dims = 2
+
+    def __init__(self, node: Any):
+        """Wraps a module."""
+        super().__init__(node, node.embedding)
+
+    @property
+    def op(self):
+        """The product of an overlapped embedding, None of Flax's."""
+        return getattr(self.node, "attend_dot_general", None)
+
+    @property
+    def originals(self):
+        """Flax's module has no such function."""
+        return ()
+
+    def in_out(self, dims):
+        """The embedding is [out, in]."""
+        return tuple(dims)[::-1]
+
+    def replace(self, dense):
+        """Makes the module an `OverlappedEmbed`."""
+        self.node.__class__ = OverlappedEmbed
+        self.node.attend_dot_general = _held_by_jax(dense)
+
+
+class OverlappedEmbed(nnx.Embed):
+    """`nnx.Embed` with an overlapped `attend`; `ub.overlap` makes it of an `Embed`."""
+
+    attend_dot_general: DotGeneral
+
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Multiplies `[..., tokens, features]` by the transposed embedding."""
+        dense = self.attend_dot_general
+        reason = dense.why_intercepted(interception.DOT, None)
+        if reason is not None:
+            given = {} if out_sharding is None else {"out_sharding": out_sharding}
+            with dense.falling_back(reason):
+                return super().attend(query, **given)
+        operands = (query, self.embedding[...])
+        query, embedding = self.promote_dtype(operands, dtype=self.dtype)
+        dims = (((query.ndim - 1,), (1,)), ((), ()))
+        return dense(query, embedding, dims, out_sharding=out_sharding)
+
+
+def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
+    """Yields the path and the layer of every module with a product to replace."""
+    for path, node in nnx.iter_graph(model):
+        name = ".".join(map(str, path))
+        if isinstance(node, nnx.Einsum):
+            yield name, EinsumLayer(node)
+        elif isinstance(node, nnx.Linear) or (
+            # A dot_general_cls is used instead, and batch axes are no dense layer's.
+            isinstance(node, nnx.LinearGeneral)
+            and node.dot_general_cls is None
+            and not node.batch_axis
+        ):
+            yield name, LinearLayer(node)
+        elif type(node) in (nnx.Embed, OverlappedEmbed):
+            yield f"{name}.attend" if name else "attend", AttendLayer(node)
+
+
+def spec_of(variable: Any) -> tuple:
+    """Returns the layout of a variable, by its array or its metadata."""
+    for array in _arrays_of(variable):
+        spec = getattr(sharding_of(array), "spec", None) or ()
+        if any(spec):
+            return (*spec, *[None] * (array.ndim - len(spec)))
+    if not isinstance(variable, nnx.Variable):
+        return ()
+    return tuple(nnx.get_partition_spec(variable).get_value() or ())
+
+
+def _arrays_of(variable):
+    """Returns the arrays of a variable, or of what a library has put in its place."""
+    is_variable = isinstance(variable, nnx.Variable)
+    return jax.tree.leaves(variable.get_value() if is_variable else variable)
+
+
+def mesh_of(array: Any) -> Mesh | None:
+    """Returns the mesh of an array that shows its devices, else None."""
+    mesh = getattr(sharding_of(array), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def sharded_parameters(
+    model: Any, axis_name: str | tuple[str, ...]
+) -> Iterator[tuple[str, Any, tuple]]:
+    """Yields the path, the module and the layout of each `nnx.Param` on the axes.
+
+    The module holds the parameter, or what a library has put in a parameter's place.
+    """
+    axes = set(axis_tuple(axis_name))
+    nodes = dict(nnx.iter_graph(model))
+    for path, node in nodes.items():
+        if not isinstance(node, nnx.Param):
+            continue
+        spec = spec_of(node)
+        if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
+            end = len(path) - 1
+            while end and not isinstance(nodes.get(path[:end]), nnx.Module):
+                end -= 1
+            yield ".".join(map(str, path)), nodes.get(path[:end]), spec
+
+
+def _held_by_jax(dense):
+    """The product of a function of JAX, which holds `lax.dot_general` itself."""
+    return dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+
+
+def _count(features):
+    return len(features) if isinstance(features, Sequence) else 1

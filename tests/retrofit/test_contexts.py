@@ -1,0 +1,252 @@
+"""An overlapped model works on every mesh and in every context of the plain model."""
+
+import copy
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax_models import assert_trees_close, mesh_of
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from operands import normal
+from programs import calls, compiled_text
+
+import jax_ub as ub
+import jax_ub.flax as ub_nnx
+from jax_ub.flax import linen as ub_linen
+from jax_ub.retrofit.placement import Placement
+
+FUSED = {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
+SPECS = {"up": P(None, "tp"), "down": P("tp"), "embed": P("tp")}
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+
+        def init(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+        self.up = nnx.Linear(16, 32, rngs=rngs, kernel_init=init(None, "tp"))
+        self.down = nnx.Linear(32, 16, rngs=rngs, kernel_init=init("tp", None))
+        self.embed = nnx.Embed(24, 16, rngs=rngs, embedding_init=init("tp", None))
+
+    def __call__(self, x):
+        return self.embed.attend(self.down(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def x():
+    return normal(0, (4, 8, 16))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with jax.set_mesh(mesh_of(1, 1)):
+        return nnx.merge(*nnx.split(jax.device_get(Net())))
+
+
+def overlapped(on, **options):
+    with jax.set_mesh(on):
+        return ub.overlap(Net(), **options)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("module", [pickle, "cloudpickle", copy])
+def test_an_overlapped_model_is_copied(module, given, x):
+    mesh = mesh_of(1, 2)
+    options = {"mesh": mesh} if given else {}
+    model = overlapped(mesh, **options)
+    if module is copy:
+        copied = copy.deepcopy(model)
+    else:
+        if isinstance(module, str):
+            module = pytest.importorskip(module, reason=f"{module} is not installed")
+        copied = pickle.loads(module.dumps(model))
+        graph = nnx.graphdef(model)
+        assert pickle.loads(module.dumps(graph)) == graph
+    assert ub.overlapped(copied) == ub.overlapped(model)
+    assert copied.up.dot_general == model.up.dot_general
+    assert copied.up.dot_general.placement.mesh == options.get("mesh")
+    with jax.set_mesh(mesh):
+        assert_trees_close(copied(x), model(x))
+
+
+def test_a_mesh_of_missing_devices_is_dropped(monkeypatch):
+    placement = pickle.dumps(Placement("column", mesh=mesh_of(1, 4)))
+    found = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: found)
+    assert pickle.loads(placement) == Placement("column")
+
+
+def test_equal_models_have_equal_graphs_on_any_mesh():
+    graphs = [nnx.graphdef(overlapped(mesh)) for mesh in (mesh_of(1, 2), mesh_of(2, 4))]
+    assert graphs[0] == graphs[1]
+    assert hash(graphs[0]) == hash(graphs[1])
+
+
+LAYERS = {
+    "Linear": (16, 32),
+    "LayerNormLinear": (16, 32),
+    "LayerNormMLP": (16, 32),
+    "MultiHeadAttention": (4, 16),
+    "TransformerLayer": (16, 32, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_with_a_mesh_are_copied(name):
+    mesh, x = mesh_of(1, 2), normal(0, (2, 4, 16))
+    kind = {"parallel": "column"} if name.endswith("Linear") else {}
+    options = {"mesh": mesh, **kind}
+    layer = getattr(ub_nnx, name)(*LAYERS[name], rngs=nnx.Rngs(0), **options)
+    expected = layer(x)
+    for copied in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert nnx.graphdef(copied) == nnx.graphdef(layer)
+        assert_trees_close(copied(x), expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_linen_layers_with_a_mesh_are_copied(name):
+    sizes = LAYERS[name]
+    sizes = sizes[1:] if name.endswith("Linear") else sizes
+    kind = {"parallel": "column"} if name.endswith("Linear") else {}
+    layer = getattr(ub_linen, name)(*sizes, mesh=mesh_of(1, 2), **kind)
+    assert copy.deepcopy(layer).mesh == layer.mesh
+    # Flax's own initializers are closures, which pickle cannot store.
+    initializers = {
+        "kernel_init": nn.initializers.ones,
+        "bias_init": nn.initializers.zeros,
+    }
+    layer = layer.clone(**initializers)
+    assert pickle.loads(pickle.dumps(layer)) == layer
+
+
+def test_interceptors_and_products_are_copied():
+    mesh = mesh_of(1, 2)
+    product = ub.dot_general("row", mesh=mesh)
+    assert pickle.loads(pickle.dumps(product)) == product
+    assert copy.deepcopy(product) == product
+    net, x = nn.Dense(32), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    overlap = ub_linen.Overlap({"": "column"}, mesh=mesh)
+    for copied in (pickle.loads(pickle.dumps(overlap)), copy.deepcopy(overlap)):
+        with nn.intercept_methods(copied):
+            assert_trees_close(net.apply(variables, x), net.apply(variables, x))
+        assert copied.overlapped == {"": "column"}
+
+
+def device_mesh(first, *sizes, names=("dp", "tp")):
+    devices = jax.devices()[first : first + int(np.prod(sizes))]
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
+
+
+MESHES = {
+    "the same devices": (device_mesh(0, 1, 2), FUSED),
+    "other devices": (device_mesh(4, 1, 2), FUSED),
+    "more ranks": (device_mesh(0, 2, 4), FUSED),
+    "permuted axes": (device_mesh(0, 4, 2, names=("tp", "dp")), FUSED),
+    "ranks that do not divide the features": (device_mesh(0, 1, 3), {}),
+    "no such axis": (device_mesh(0, 2, 2, names=("x", "y")), {}),
+}
+
+
+@pytest.mark.parametrize("known", ["set_mesh", "arrays"])
+@pytest.mark.parametrize("name", MESHES)
+def test_parameters_may_move_to_another_mesh(name, known, x, plain):
+    mesh, expected = MESHES[name]
+    graph, state = nnx.split(overlapped(mesh_of(1, 2)))
+    divides = bool(expected)
+
+    def place(path, leaf):
+        spec = SPECS[path[0].key] if divides and leaf.ndim > 1 else P()
+        return jax.device_put(np.asarray(leaf), NamedSharding(mesh, spec))
+
+    state = jax.tree.map_with_path(place, state)
+    x_there = jax.device_put(x, NamedSharding(mesh, P()))
+    program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    if known == "set_mesh":
+        with jax.set_mesh(mesh):
+            text = compiled_text(program, state, x_there)
+            y = program(state, x_there)
+    else:
+        text = compiled_text(program, state, x_there)
+        y = program(state, x_there)
+    assert calls(text) == expected
+    assert_trees_close(y, plain(x))
+    assert y.sharding.device_set == set(mesh.devices.flat)
+
+
+def test_parameters_of_one_device_are_left_to_jax(x, plain):
+    graph, state = nnx.split(overlapped(mesh_of(1, 2)))
+    state = jax.tree.map(np.asarray, state)
+    assert_trees_close(nnx.merge(graph, state)(x), plain(x))
+    assert ub.fallbacks()[-1].reason == "no mesh is known here"
+
+
+def test_whole_kernels_are_multiplied_inside_a_shard_map(x, plain):
+    graph, state = nnx.split(overlapped(mesh_of(1, 2)))
+    state = jax.tree.map(np.asarray, state)
+
+    def run(mesh, rows):
+        body = jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x),
+            mesh=mesh,
+            in_specs=(P(), rows),
+            out_specs=rows,
+        )
+        return jax.jit(body)(state, x)
+
+    # Data parallel over all axes, or on a mesh without the axis.
+    assert_trees_close(run(mesh_of(2, 2), P(("dp", "tp"))), plain(x))
+    reason = "the kernel is whole inside this jax.shard_map"
+    assert ub.fallbacks()[-1].reason == reason
+    assert_trees_close(run(device_mesh(0, 4, names=("data",)), P("data")), plain(x))
+
+
+def test_kernels_on_a_data_axis_may_move_to_a_mesh_without_it(x):
+    def net(names):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+        return nnx.Sequential(nnx.Linear(16, 32, kernel_init=init, rngs=nnx.Rngs(0)))
+
+    with jax.set_mesh(device_mesh(0, 2, 2, names=("fsdp", "tp"))):
+        model = ub.overlap(net(("fsdp", "tp")))
+    graph, state = nnx.split(model)
+    mesh = mesh_of(2, 2)
+    state = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        assert calls(compiled_text(program, state, x)) == {"all_gather_matmul": 1}
+        y = program(state, x)
+        assert_trees_close(y, net((None, "tp"))(x))
+
+
+def test_a_model_is_cloned_and_evaluated_in_the_abstract(x):
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(Net())
+        assert ub.overlapped(nnx.clone(model)) == ub.overlapped(model)
+        assert nnx.eval_shape(lambda m, x: m(x), model, x).shape == (4, 8, 24)
+        abstract = nnx.eval_shape(lambda: ub.overlap(Net()))
+        assert ub.overlapped(abstract) == ub.overlapped(model)
+        graph = nnx.graphdef(abstract)
+        merged = nnx.merge(graph, nnx.state(model))
+        assert_trees_close(merged(x), model(x))
+
+
+def test_the_kernels_own_mesh_supplies_devices_for_an_abstract_one():
+    mesh = mesh_of(1, 2)
+    known = Placement("column", kernel_mesh=mesh)
+    found = []
+
+    def look(x):
+        found.extend([known.find_mesh(x), Placement("column").find_mesh(x)])
+        return x
+
+    jax.jit(look)(jax.device_put(np.ones(4), NamedSharding(mesh, P("tp"))))
+    assert found == [mesh, mesh.abstract_mesh]
+    other = NamedSharding(device_mesh(0, 2, 4), P("tp"))
+    assert known.find_mesh(jax.device_put(np.ones(8), other)) == other.mesh

@@ -1,0 +1,250 @@
+"""What `ub.overlap` and `Overlap` say of all layers and parameters of a model."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import assert_trees_close, mesh_of
+from jax.sharding import AxisType, Mesh
+from operands import normal
+from programs import calls, compiled_text
+
+import jax_ub as ub
+from jax_ub.flax import Linear
+from jax_ub.flax.linen import Overlap
+
+
+def init(*names):
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+class OwnEinsum(nnx.Module):
+    """A dense layer that is none of Flax's."""
+
+    def __init__(self, rngs, names=(None, "tp")):
+        self.w = nnx.Param(init(*names)(rngs.params(), (16, 16)))
+
+
+class Half(nnx.Module):
+    """A model that is overlapped in part."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs, kernel_init=init(None, "tp"))
+        self.own = OwnEinsum(rngs)
+        self.ours = Linear(16, 32, parallel="column", rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+
+
+def notes_of(labels):
+    found = {note.label: note.reason for note in ub.fallbacks()}
+    return {label: found[f"overlap({label!r})"] for label in labels}
+
+
+def test_parameters_that_are_sharded_but_not_overlapped_are_recorded():
+    with jax.set_mesh(mesh_of(1, 2)):
+        before = len(ub.fallbacks())
+        model = ub.overlap(Half(nnx.Rngs(0)))
+        assert ub.overlapped(model) == {"up": "column"}
+        assert [note.label for note in ub.fallbacks()[before:]] == ["overlap('own.w')"]
+        assert notes_of(["own.w"])["own.w"] == (
+            "the parameter, sharded P(None, 'tp'), belongs to a OwnEinsum, which "
+            "overlap does not know"
+        )
+        ub.overlap(nnx.List([model]), {"0.up": None, ".*": None})
+    reason = notes_of(["0.up.kernel"])["0.up.kernel"]
+    assert reason.endswith("belongs to the layer '0.up', which no rule overlaps")
+
+
+def test_a_tied_head_is_overlapped():
+    x = normal(0, (4, 8, 16))
+    plain = nnx.Embed(24, 16, rngs=nnx.Rngs(0))
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(plain.attend(x))))(x)
+    for names, kind in ((("tp", None), "column"), ((None, "tp"), "row")):
+        with jax.set_mesh(mesh_of(1, 2)):
+            embed = nnx.Embed(24, 16, rngs=nnx.Rngs(0), embedding_init=init(*names))
+            embed.embedding.set_value(
+                jax.device_put(plain.embedding[...], jax.P(*names))
+            )
+            model = ub.overlap(nnx.List([embed]))
+            assert ub.overlapped(model) == {"0.attend": kind}
+            assert_trees_close(model[0](jnp.arange(3)), plain(jnp.arange(3)))
+            program = jax.jit(
+                jax.grad(lambda x, e=embed: jnp.sum(jnp.sin(e.attend(x))))
+            )
+            assert sum(calls(compiled_text(program, x)).values()) == 2
+            assert_trees_close(program(x), expected, rtol=1e-4, atol=1e-4)
+
+
+class LinenNet(nn.Module):
+    """A dense layer, an einsum with a bias, a tied head and a module of its own."""
+
+    def setup(self):
+        self.up = nn.Dense(32)
+        self.down = nn.Einsum((32, 16), "BTN,ND->BTD")
+        self.embed = nn.Embed(24, 16)
+
+    def __call__(self, x):
+        return self.embed.attend(self.down(self.up(x)))
+
+
+def test_einsums_and_tied_heads_of_linen_are_overlapped():
+    net, x = LinenNet(), normal(0, (4, 8, 16))
+    variables = jax.tree.map(lambda v: v + 0.1, net.init(jax.random.key(0), x))
+    kinds = {"up": "column", "down": "row", "embed.attend": "column"}
+
+    def loss(variables):
+        return jnp.sum(jnp.sin(net.apply(variables, x)))
+
+    expected = jax.value_and_grad(loss)(variables)
+    with jax.set_mesh(mesh_of(1, 2)), Overlap(kinds) as overlap:
+        program = jax.jit(jax.value_and_grad(loss))
+        text = compiled_text(program, variables)
+        found = program(variables)
+        assert_trees_close(
+            net.init(jax.random.key(0), x), net.init(jax.random.key(0), x)
+        )
+    assert overlap.overlapped == kinds
+    assert calls(text)["wgrad"] == 3
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class OwnDense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.lecun_normal(), (16, 16))
+
+
+def test_rules_of_linen_that_match_nothing_warn_once():
+    net, x = nn.Dense(32, name="up"), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    text = r"the rules \['down', 'fc2'\] matched no nn.Dense.* It overlapped \[''\]"
+    with (
+        pytest.warns(UserWarning, match=text),
+        jax.set_mesh(mesh_of(1, 2)),
+        Overlap({"": "column", "down": "row"}, ub_names={"fc2": "fc2"}) as overlap,
+    ):
+        net.apply(variables, x)
+    assert overlap.unmatched == ("down", "fc2")
+    with warnings.catch_warnings(), overlap:
+        warnings.simplefilter("error")
+        net.apply(variables, x)
+
+
+def test_an_interceptor_that_reaches_nothing_warns():
+    net, x = OwnDense(), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    overlap = Overlap({".*": "column"})
+    with nn.intercept_methods(overlap):
+        with pytest.warns(
+            UserWarning, match="matched no nn.Dense.* overlapped nothing"
+        ):
+            net.apply(variables, x)
+        net.apply(variables, x)  # once
+    assert ub.fallbacks()[-1].label == "overlap('kernel')"
+    reason = "the parameter belongs to a OwnDense, which overlap does not know"
+    assert ub.fallbacks()[-1].reason == reason
+
+
+def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "tp"))
+            x = nn.Dense(32, kernel_init=kernel_init, name="up")(x)
+            return nn.Dense(16, name="down")(x)
+
+    net, x = Net(), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh_of(1, 2)), Overlap({"down": "row"}):
+        jax.jit(net.apply)(variables, x)
+    reason = notes_of(["up.kernel"])["up.kernel"]
+    assert reason == (
+        "the parameter, sharded P(None, 'tp'), belongs to a Dense, which no rule "
+        "overlaps"
+    )
+
+
+CONFIGURED = {"fc1_fprop": {"method": "pipeline", "num_splits": 2}}
+
+
+def labels(program, *args):
+    return {row.scope: row.method for row in ub.explain(program, *args).rows}
+
+
+def test_names_reach_the_configuration_of_an_nnx_model():
+    mesh, x = mesh_of(1, 2), normal(0, (2, 8, 16))
+    ub.initialize_ub((16, 32), 2, ub_cfgs=CONFIGURED, mesh=mesh, dtype=jnp.float32)
+    with jax.set_mesh(mesh):
+        model = nnx.Sequential(
+            nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+        )
+        rules = {"layers.0": "column", "layers.1": "row"}
+        ub.overlap(model, rules, ub_names={r".*\.0": "fc1", r".*\.1": "fc2"})
+        found = labels(lambda x: model(x), x)
+        assert found["fc1"] == "pipeline"
+        assert "fc2" in found
+        text = "overlap: 'up' of ub_names matches no linear layer of the model"
+        with pytest.raises(ub.errors.UnknownNameError, match=text):
+            ub.overlap(model, rules, ub_names={"up": "fc1"})
+        with pytest.raises(ub.errors.UnknownNameError, match="names a layer by a int"):
+            ub.overlap(model, rules, ub_names={".*": 1})
+
+
+def test_names_reach_the_configuration_of_a_linen_model():
+    mesh, x = mesh_of(1, 2), normal(0, (2, 8, 16))
+    net = nn.Sequential([nn.Dense(32), nn.Dense(16)])
+    variables = net.init(jax.random.key(0), x)
+    ub.initialize_ub((16, 32), 2, ub_cfgs=CONFIGURED, mesh=mesh, dtype=jnp.float32)
+    rules = {"layers_0": "column", "layers_1": "row"}
+    with jax.set_mesh(mesh), Overlap(rules, ub_names={"layers_0": "fc1"}):
+        found = labels(lambda x: net.apply(variables, x), x)
+    assert found["fc1"] == "pipeline"
+    with pytest.raises(ub.errors.UnknownNameError, match="names a layer by a int"):
+        Overlap(rules, ub_names={".*": 1})
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_several_axes_are_taken_as_one(types):
+    kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[types]
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = Mesh(devices, ("dp", "cp", "tp"), axis_types=(kind,) * 3)
+    axes, x = ("cp", "tp"), normal(0, (4, 8, 16))
+
+    def net(*specs):
+        sizes = ((16, 32), (32, 16))
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(
+            *(
+                nnx.Linear(*size, rngs=rngs, kernel_metadata={"out_sharding": spec})
+                for size, spec in zip(sizes, specs, strict=True)
+            )
+        )
+
+    expected = nnx.grad(lambda m: jnp.sum(jnp.sin(m(x))))(net((), ()))
+    with jax.set_mesh(mesh):
+        model = net((None, axes), (axes, None))
+        with pytest.raises(ub.errors.ShapeContractError, match="finds nothing to do"):
+            ub.overlap(net((None, "cp"), (None, None)), axis_name=axes)
+        ub.overlap(model, axis_name=axes)
+        assert ub.overlapped(model) == {"layers.0": "column", "layers.1": "row"}
+        program = nnx.jit(nnx.grad(lambda m: jnp.sum(jnp.sin(m(x)))))
+        found = program(model)
+        text = compiled_text(jax.jit(lambda x: model(x)), x)
+    assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
+    actual, expected = map(nnx.to_pure_dict, (found, expected))
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_on_several_axes():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, x = Mesh(devices, ("cp", "tp")), normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh):
+        options = {"parallel": "column", "axis_name": ("cp", "tp")}
+        layer = Linear(16, 32, rngs=nnx.Rngs(0), **options)
+        assert layer.kernel[...].sharding.spec == jax.P(None, ("cp", "tp"))
+        y = jax.jit(lambda x: layer(x))(x)
+    assert_trees_close(y, x @ np.asarray(layer.kernel[...]))
