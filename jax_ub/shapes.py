@@ -4,7 +4,9 @@ Everything here takes arrays or avals and reads `shape` and `dtype` only.
 """
 
 import math
+from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -13,6 +15,8 @@ from jax_ub.errors import ShapeContractError, UnknownNameError, shown
 
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
+# Larger than any memory; so that products of a few sizes are still counted in 64 bits.
+_LARGEST_SIZE = 1 << 40
 
 
 def is_integer(value) -> bool:
@@ -26,16 +30,66 @@ def has_symbolic_sizes(array) -> bool:
 
 
 def is_number(value) -> bool:
-    """Whether a value is a number that is known before anything runs."""
-    return isinstance(value, int | float | np.number)
+    """Whether a value is a real number that is known before anything runs."""
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def is_array(value) -> bool:
+    """Whether JAX takes a value as an array; Python's numbers are none here."""
+    is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return False
+    try:
+        return jax.typeof(value) is not None
+    except (TypeError, ValueError):  # such as arrays of strings
+        return False
+
+
+def dtype_of(value) -> np.dtype | None:
+    """The dtype that a value names, or None if it names none."""
+    try:
+        return None if value is None else jnp.dtype(value)
+    except Exception:  # NumPy raises whatever the value's own attributes raise
+        return None
+
+
+def check_key(op: str, name: str, value) -> None:
+    """Rejects what is no key of `jax.random`, of the new style or the old one."""
+    is_key = is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not is_key:
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(value)} is not one key of jax.random. Pass, for "
+            "example, jax.random.key(0)."
+        )
+
+
+def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
+    """Rejects what an initializer returned, where it is no array of `shape`."""
+    if not is_array(values) or tuple(values.shape) != tuple(shape):
+        raise ShapeContractError(
+            f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
+            "function of (key, shape, dtype), as in jax.nn.initializers."
+        )
+
+
+def is_size(value) -> bool:
+    """Whether a value may be the size of a dimension."""
+    return is_integer(value) and 1 <= value <= _LARGEST_SIZE
 
 
 def check_size(op: str, name: str, value) -> None:
-    """Refuses a global size that is no positive integer."""
-    if not is_integer(value) or value < 1:
+    """Rejects a global size that is no positive integer, or larger than any memory."""
+    if not is_size(value):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
-            "size."
+            f"size, which is at most {_LARGEST_SIZE}."
         )
 
 
@@ -59,13 +113,13 @@ def check_rate(op: str, name: str, value) -> None:
 
 def check_flag(op: str, name: str, value) -> None:
     """Refuses what is neither true nor false, such as a string."""
-    if value not in (True, False):
+    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
         raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
 
 
 def check_array(op: str, name: str, array) -> None:
-    """Refuses what is no array, such as a number or a list of kernels."""
-    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+    """Rejects what is no array of numbers, such as a list of kernels or random keys."""
+    if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""
         raise ShapeContractError(
@@ -80,23 +134,25 @@ def check_float(op: str, **arrays) -> None:
         if array is None:
             continue
         check_array(op, name, array)
-        if jnp.dtype(array.dtype) not in FLOATS:
-            raise ShapeContractError(
-                f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
-                f"Convert it, for example {name}.astype(jnp.bfloat16)."
-            )
+        check_float_dtype(op, name, array)
+
+
+def check_float_dtype(op: str, name: str, array) -> None:
+    """Rejects an array or aval that is no f32, bf16 or f16."""
+    if array.dtype not in FLOATS:
+        raise ShapeContractError(
+            f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
+            f"Convert it, for example {name}.astype(jnp.bfloat16)."
+        )
 
 
 def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
     """Returns the result's dtype: `out_dtype`, or `default` where that is None."""
     if out_dtype is None:
         return jnp.dtype(default)
-    try:
-        dtype = jnp.dtype(out_dtype)
-    except TypeError:
-        dtype = None
+    dtype = dtype_of(out_dtype)
     if dtype not in FLOATS:
-        name = repr(out_dtype) if dtype is None else dtype
+        name = shown(out_dtype) if dtype is None else dtype
         raise ShapeContractError(
             f"{op}: out_dtype = {name} is not a result the op has. Use {_FLOAT_NAMES}."
         )
@@ -104,9 +160,9 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 
 
 def check_operands(op: str, x, w, *, x_name: str = "x") -> None:
-    """Checks what every GEMM asks of its two operands but their sizes."""
-    check_array(op, "w", w)
-    check_float(op, **{x_name: x, "w": w})
+    """Checks what every GEMM asks of x and the aval of its kernel, but the sizes."""
+    check_float(op, **{x_name: x})
+    check_float_dtype(op, "w", w)
     check_dtypes(op, **{x_name: x, "w": w})
     check_kernel(op, "w", w)
     check_not_empty(op, x_name, x)
@@ -225,7 +281,9 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Checks that main_grad is f32 and as large as its kernel."""
+    """Checks that main_grad, if there is one, is f32 and as large as its kernel."""
+    if main_grad is None:
+        return
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:
         raise ShapeContractError(

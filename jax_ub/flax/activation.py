@@ -49,9 +49,9 @@ def resolve(op: str, activation: str | Function) -> tuple[Function, bool]:
     """
     if callable(activation):
         return activation, False
-    if activation in GATED:
+    if isinstance(activation, str) and activation in GATED:
         return GATED[activation], True
-    if activation in PLAIN:
+    if isinstance(activation, str) and activation in PLAIN:
         return PLAIN[activation], False
     raise UnknownNameError(
         f"{op}: activation = {shown(activation)} is not known. "

@@ -133,6 +133,11 @@ class CoreAttention:
             y = attention_fn(q, k, v, mask=mask, is_causal=self.is_causal)
         else:
             y = self._attend_and_drop(axes, q, k, v, mask, dropout_key)
+        if not shapes.is_array(y) or y.shape[:-1] != q.shape[:-1]:
+            raise ShapeContractError(
+                f"attention: attention_fn returned {shown(y)} for queries of shape "
+                f"{q.shape}. Return [batch, tokens, heads, head_dim]."
+            )
         return y.reshape(*lead, *y.shape[1:])
 
     def _attend_and_drop(self, axes, q, k, v, mask, dropout_key):

@@ -96,7 +96,12 @@ class LayerNormLinear(nnx.Module):
             ShapeContractError: if a size is no positive integer, a sharded dimension
                 does not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
-        check_options(LayerNormLinear, options)
+        check_options(
+            LayerNormLinear,
+            options,
+            rngs=rngs,
+            return_layernorm_output=return_layernorm_output,
+        )
         normalizations.check_parallel("LayerNormLinear", parallel)
         shapes.check_size("LayerNormLinear", "in_features", in_features)
         self.norm = make_norm(

@@ -63,7 +63,11 @@ class LayerNormMLP(nnx.Module):
             ShapeContractError: if a size is no positive integer, `ffn_hidden_size` does
                 not divide into the ranks, or `epsilon` is no number of 0 or more.
         """
-        check_options(LayerNormMLP, options)
+        check_options(
+            LayerNormMLP,
+            options,
+            rngs=rngs,
+        )
         op = "LayerNormMLP"
         shapes.check_size(op, "hidden_size", hidden_size)
         shapes.check_size(op, "ffn_hidden_size", ffn_hidden_size)

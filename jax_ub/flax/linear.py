@@ -1,6 +1,7 @@
 """`flax.nnx.Linear` and `LinearGeneral`, tensor parallel."""
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
-from jax_ub import methods
+from jax_ub import arguments, methods, shapes
 from jax_ub.errors import UnknownArgumentError, nearest, shown
 from jax_ub.flax.main_grad import MainGrad
 from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
@@ -48,14 +49,16 @@ class LinearOptions(TypedDict, total=False):
     ub_bulk_wgrad: bool | None
 
 
-def check_options(layer: type, options: LinearOptions) -> None:
-    """Checks the arguments that a larger module passes to its linear layers.
+def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
+    """Checks a larger module's arguments and those that it passes to its linear layers.
 
     Args:
         layer: the module, for errors.
-        options: the arguments.
+        options: the arguments that it passes on.
+        **own: its own arguments.
 
     Raises:
+        ShapeContractError: if an argument has another type.
         UnknownArgumentError: if `Linear` does not take one of them there.
         UnknownNameError: if there is no such method, or a flag is neither true nor
             false.
@@ -65,11 +68,12 @@ def check_options(layer: type, options: LinearOptions) -> None:
     op, known = layer.__name__, LinearOptions.__annotations__
     for name in options:
         if name not in known:
-            own = list(inspect.signature(layer).parameters)[:-1]
+            named = list(inspect.signature(layer).parameters)[:-1]
             raise UnknownArgumentError(
                 f"{op}: it has no argument {shown(name)}. "
-                f"{nearest(name, [*own, *known])}"
+                f"{nearest(name, [*named, *known])}"
             )
+    arguments.check(op, **own, **options)
     OverlapFlags.of(options).check(
         op,
         methods.resolve(op, options.get("method"), None),
@@ -192,6 +196,21 @@ class Linear(nnx.Module):
                 does not divide into the ranks, or the kernel's metadata shards the
                 other one.
         """
+        arguments.check(
+            "Linear",
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            promote_dtype=promote_dtype,
+            preferred_element_type=preferred_element_type,
+            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            main_grad=main_grad,
+        )
         self.placement = Placement(
             parallel,
             axis_name,
@@ -222,6 +241,7 @@ class Linear(nnx.Module):
         flat = (math.prod(ins), math.prod(outs))
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
+        shapes.check_initial(self.placement.op, "kernel_init", kernel, flat)
         kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
         self.kernel = _sharded(nnx.Param, kernel.reshape(shape), kernel_metadata)
         self.placement.check_kernel_spec(
@@ -231,6 +251,7 @@ class Linear(nnx.Module):
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             bias, bias_metadata = _unboxed(bias, bias_metadata)
+            shapes.check_initial(self.placement.op, "bias_init", bias, flat[1:])
             bias_spec = (*self.placement.bias_spec, *further)
             bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
             self.bias = _sharded(nnx.Param, bias.reshape(outs), bias_metadata)
@@ -278,11 +299,13 @@ def call_together(
         residual: `[..., tokens, *out_features]` or None, for one layer.
     """
     first = layers[0]
+    shapes.check_array(first.placement.op, "x", inputs)
     promoted = []
     for layer in layers:
         bias = None if layer.bias is None else layer.bias[...]
         given = (inputs, layer.kernel[...], bias)
-        promoted.append(layer.promote_dtype(given, dtype=layer.dtype))
+        promote = functools.partial(layer.promote_dtype, given, dtype=layer.dtype)
+        promoted.append(arguments.promoted(layer.placement.op, promote, given))
     all_inputs, kernels, biases = zip(*promoted, strict=True)
     return multiply_together(
         _placement_of(first),

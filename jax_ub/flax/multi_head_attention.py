@@ -97,7 +97,15 @@ class MultiHeadAttention(nnx.Module):
             UnknownNameError: if there is no such method or axis, or `attention_fn` is
                 no function.
         """
-        check_options(MultiHeadAttention, options)
+        check_options(
+            MultiHeadAttention,
+            options,
+            rngs=rngs,
+            is_causal=is_causal,
+            normalize_qk=normalize_qk,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+        )
         shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         qkv_features = in_features if qkv_features is None else qkv_features

@@ -25,7 +25,7 @@ def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
     Raises:
         UnknownNameError: if there is none of that name.
     """
-    if normalization not in norms:
+    if not isinstance(normalization, str) or normalization not in norms:
         raise UnknownNameError(
             f"{op}: normalization = {shown(normalization)} is not known. "
             f"{nearest(normalization, norms)}"

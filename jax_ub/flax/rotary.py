@@ -23,7 +23,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     Source: RoFormer, https://arxiv.org/abs/2104.09864.
     """
     half = x.shape[-1] // 2
-    speeds = base ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    speeds = float(base) ** -(jnp.arange(half, dtype=jnp.float32) / half)
     positions = positions.astype(jnp.float32)[..., None, None]
     angles = positions * with_rank(speeds, positions.ndim)
     cos, sin = (with_rank(f(angles), x.ndim) for f in (jnp.cos, jnp.sin))

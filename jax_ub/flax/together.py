@@ -141,7 +141,7 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
         ShapeContractError: if one is no positive integer, or there is none.
     """
     sizes = sizes_of(features)
-    if not sizes or not all(shapes.is_integer(size) and size > 0 for size in sizes):
+    if not sizes or not all(map(shapes.is_size, sizes)):
         raise ShapeContractError(
             f"{op}: {name} = {shown(features)} is neither a positive integer nor "
             "several. Pass the global size, or a tuple with one for each dimension."

@@ -86,7 +86,14 @@ class TransformerLayer(nnx.Module):
                 below 1.
             UnknownNameError: if there is no such activation, norm, method or axis.
         """
-        check_options(TransformerLayer, options)
+        check_options(
+            TransformerLayer,
+            options,
+            rngs=rngs,
+            is_causal=is_causal,
+            normalize_qk=normalize_qk,
+            deterministic=deterministic,
+        )
         check_layer_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         shapes.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
         shapes.check_rate("TransformerLayer", "attention_dropout", attention_dropout)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jax_ub import shapes
-from jax_ub.errors import FusionError, ShapeContractError
+from jax_ub.errors import FusionError, ShapeContractError, shown
 from jax_ub.ops import registry
 from jax_ub.ops.channels import describe, find_routes
 from jax_ub.ops.group import FusibleGroup
@@ -89,7 +89,7 @@ class OperationFuser:
         for name in ("joint", direction):
             for fusion in registry.fusions(name):
                 before, ops = ops, list(fusion(list(ops)))
-                qualified = getattr(fusion, "__qualname__", repr(fusion))
+                qualified = getattr(fusion, "__qualname__", None) or shown(fusion)
                 self._check(f"the fusion {qualified}", ops)
                 yield fusion, before, ops
 
@@ -155,6 +155,7 @@ class OperationFuser:
         """
         dealt = self._split(params)
         shapes.check_array("OperationFuser", "x", x)
+        shapes.check_flag("OperationFuser", "deterministic", deterministic)
         keys = self._keys(key, deterministic)
         self._check_extra_inputs(extra_inputs)
         for op, own in zip(self.basic_ops, dealt, strict=True):
@@ -176,7 +177,8 @@ class OperationFuser:
     def _split(self, params):
         """Deals the parameters out to the basic operations, and checks their names."""
         if not isinstance(params, (tuple, list)) or len(params) != len(self.ops):
-            found = f"{len(params)} entries" if hasattr(params, "__len__") else "none"
+            is_list = isinstance(params, (tuple, list))
+            found = f"{len(params)} entries" if is_list else "none"
             raise ShapeContractError(
                 f"OperationFuser: params is a {type(params).__name__} of {found}, but "
                 f"there are {len(self.ops)} operations. Pass the tuple that init(key) "
@@ -205,6 +207,8 @@ class OperationFuser:
                 "key = None. Pass key=jax.random.key(...), another one every step, or "
                 "deterministic=True."
             )
+        if key is not None:
+            shapes.check_key("OperationFuser", "key", key)
         draws = [] if deterministic else takers
         return tuple(
             {"key": jax.random.fold_in(key, place)} if place in draws else {}

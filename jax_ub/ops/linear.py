@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
+from jax_ub import arguments, shapes
 from jax_ub.ops.basic.basic_linear import BasicLinear, default_kernel_init
 from jax_ub.ops.basic.bias import Bias
 from jax_ub.ops.operation import Operation, check_params, constructor_call
@@ -57,6 +58,7 @@ class Linear(Operation):
 
     def __post_init__(self):
         """Checks the options, as `BasicLinear` does."""
+        arguments.check("Linear", use_bias=self.use_bias)
         linear = self.basic_ops[0]
         options = getattr(linear, "userbuffers_options", None)
         object.__setattr__(self, "userbuffers_options", options)
@@ -94,6 +96,7 @@ class Linear(Operation):
 
     def init(self, key):
         """Creates the global parameters."""
+        shapes.check_key("Linear", "key", key)
         keys = jax.random.split(key)
         parts = (op.init(k) for op, k in zip(self.basic_ops, keys, strict=False))
         return {name: value for part in parts for name, value in part.items()}

@@ -11,7 +11,6 @@ names and meanings belong to the basic operation.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, shown
+from jax_ub.ops.fields import OutputChannel, check_channel_name, check_fields
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
@@ -39,14 +39,6 @@ class Needs:
     def __bool__(self) -> bool:
         """Whether any is wanted."""
         return self.x or bool(self.params) or any(self.extra_inputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputChannel:
-    """Where an extra output goes besides, or instead of, to the caller."""
-
-    name: str
-    output_to_caller: bool = True
 
 
 class Operation:
@@ -102,6 +94,10 @@ class BasicOperation(Operation):
     extra_output_channels: tuple[OutputChannel | None, ...] = dataclasses.field(
         default=(), kw_only=True
     )
+
+    def __post_init__(self):
+        """Checks the fields by their names; subclasses call it for their own."""
+        check_fields(self)
 
     @property
     def basic_ops(self) -> tuple["BasicOperation", ...]:
@@ -218,16 +214,12 @@ class BasicOperation(Operation):
         return dataclasses.replace(self, extra_output_channels=changed)
 
     def _check_channel(self, kind, index, number, name):
-        if not 0 <= index < number:
+        if not shapes.is_integer(index) or not 0 <= index < number:
             raise ShapeContractError(
-                f"{self.label}: it has no extra {kind} {index}, but {number} of them, "
-                "counted from 0. Name one of these."
+                f"{self.label}: it has no extra {kind} {shown(index)}, but {number} of "
+                "them, counted from 0. Name one of these."
             )
-        if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
-            raise ShapeContractError(
-                f"{self.label}: {shown(name)} is not the name of a channel. Pass a "
-                "string without spaces."
-            )
+        check_channel_name(self.label, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,6 +389,7 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
 
 def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
     """Creates the parameters of several operations, each with a key of its own."""
+    shapes.check_key("init", "key", key)
     return tuple(
         op.init(jax.random.fold_in(key, place)) for place, op in enumerate(ops)
     )

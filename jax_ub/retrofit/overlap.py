@@ -208,7 +208,7 @@ def _matching(described, pattern, paths):
 
 
 def _check_auto(rules):
-    if rules != "auto":
+    if not isinstance(rules, str) or rules != "auto":
         raise UnknownNameError(
             f'overlap: rules = {shown(rules)} is neither "auto" nor a dictionary. '
             'Pass, for example, {r".*\\.up": "column"} to go by path.'
@@ -274,7 +274,7 @@ def compile_rule(pattern: str) -> re.Pattern[str]:
     """
     try:
         return re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise UnknownNameError(
             f"overlap: the rule {shown(pattern)} is no regular expression: {error}. "
             "Escape what is meant as it stands, for example with re.escape(path)."

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub import methods, shapes
+from jax_ub import arguments, methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.flags import FlaggedMethod, OverlapFlags
@@ -110,6 +110,7 @@ class Placement:
 
     def __post_init__(self):
         """Checks names and flags, and makes the data axes hashable."""
+        arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
             kind = resolve_kind(self.op, self.parallel)
             object.__setattr__(self, "parallel", kind)
@@ -122,11 +123,12 @@ class Placement:
         fsdp_axes = self._read_axes("fsdp_axes", "fsdp", self.fsdp_axes)
         object.__setattr__(self, "fsdp_axes", fsdp_axes)
         shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
-        if self.mesh is not None and not isinstance(self.mesh, AnyMesh):
+        is_mesh = isinstance(self.mesh, AnyMesh) and not self.mesh.empty
+        if self.mesh is not None and not is_mesh:
             raise ShapeContractError(
                 f"{self.op}: mesh = {shown(self.mesh)} is of type "
-                f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh, or None for "
-                "that of jax.set_mesh or of the arrays."
+                f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh with axes, or "
+                "None for that of jax.set_mesh or of the arrays."
             )
         self.flags.check(
             self.op,
@@ -158,14 +160,14 @@ class Placement:
         if not set(self.axes).isdisjoint(names):
             others = tuple(name for name in names if name not in self.axes)
             raise ShapeContractError(
-                f"{self.op}: {argument} = {names} has axis_name = "
+                f"{self.op}: {argument} = {shown(names)} has axis_name = "
                 f"{shown(self.axis_name)}, whose ranks share the tokens and features "
                 f"of the same examples. Pass {argument}={others}, or another axis_name."
             )
         if len(set(names)) < len(names):
             raise ShapeContractError(
-                f"{self.op}: {argument} = {names} names a mesh axis twice. Name each "
-                "once."
+                f"{self.op}: {argument} = {shown(names)} names a mesh axis twice. "
+                "Name each once."
             )
         return names
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -134,6 +134,11 @@ def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
     """Moves the result to where its caller asks for it; None leaves it where it is."""
     if out_sharding is None:
         return y
+    if not isinstance(out_sharding, Sharding | P):
+        raise ShapeContractError(
+            f"linear: out_sharding = {shown(out_sharding)} is of type "
+            f"{type(out_sharding).__name__}. Pass a jax.sharding.Sharding or None."
+        )
     if AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types:
         return jax.sharding.reshard(y, out_sharding)
     return jax.lax.with_sharding_constraint(y, out_sharding)

@@ -106,7 +106,7 @@ def all_gather_matmul_at(
     ws = w if is_tuple else (w,)
     biases = _as_tuple(site.label, site.bias_name, bias, is_tuple, len(ws))
     mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
-    out_dtype = _check(site, x, ws, biases, out_dtype)
+    out_dtype = _check(site, x, ws, biases, mgs, out_dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, ws, biases, mgs)
     if mgs is not None:
@@ -134,7 +134,7 @@ def _as_tuple(label, name, value, is_tuple, length):
     return value if is_tuple else (value,)
 
 
-def _check(site, x, ws, biases, out_dtype):
+def _check(site, x, ws, biases, main_grads, out_dtype):
     if not ws:
         raise ShapeContractError(
             f"{site.label}: w is an empty tuple. Pass at least one kernel."
@@ -147,6 +147,8 @@ def _check(site, x, ws, biases, out_dtype):
         shapes.check_addends(
             site.label, bias, None, (w.shape[1],), bias_name=site.bias_name
         )
+        main_grad = None if main_grads is None else main_grads[i]
+        shapes.check_main_grad(site.label, main_grad, w)
     return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
 
 

@@ -34,7 +34,7 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
     """
     site = open_local_site(OP)
     shapes.check_rank(OP, "dy", dy, 1)
-    shapes.check_operands(OP, dy, w, x_name="dy")
+    shapes.check_operands(OP, dy, site.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
         raise ShapeContractError(
             f"{OP}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "

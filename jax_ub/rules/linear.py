@@ -109,7 +109,8 @@ def linear(  # noqa: PLR0913, pinned
 
 
 def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
-    if parallel is not None and parallel not in _KINDS:
+    is_kind = isinstance(parallel, str) and parallel in _KINDS
+    if parallel is not None and not is_kind:
         raise UnknownNameError(
             f"{OP}: parallel = {shown(parallel)} is not a way to shard a kernel. "
             f"{nearest(parallel, _KINDS)} None does not shard it."
@@ -179,6 +180,7 @@ def _whole_rows_at(site, x, w, *, bias, main_grad, residual=None, out_dtype=None
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
     result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
+    shapes.check_main_grad(site.label, main_grad, kernel)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, w, bias, residual, main_grad)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ub import methods, shapes
-from jax_ub.errors import UnknownNameError, shown
+from jax_ub import arguments, methods, shapes
+from jax_ub.errors import shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.flags import FlaggedMethod
@@ -219,12 +219,7 @@ def plan_site(
     if isinstance(method, FlaggedMethod):
         site = plan_site(op, axes, num_ranks, ub_name, method.method, like=like)
         return _with_flags(site, like or op, ub_name, method)
-    if ub_name is not None and not isinstance(ub_name, str):
-        raise UnknownNameError(
-            f"{op}: ub_name = {shown(ub_name)} is of type {type(ub_name).__name__}. "
-            "Pass "
-            'the name of a layer, such as "qkv", or leave ub_name out.'
-        )
+    arguments.check(op, ub_name=ub_name)
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")

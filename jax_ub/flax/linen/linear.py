@@ -1,6 +1,7 @@
 """`flax.linen.Dense` and `DenseGeneral`, tensor parallel."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from jax_ub import shapes
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub import arguments, shapes
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
 from jax_ub.retrofit.placement import Placement
@@ -89,11 +90,13 @@ class Linear(TensorParallel):
             out_sizes = (out_sizes[0] // placement.axis_size(mesh), *out_sizes[1:])
         shape = [*in_sizes, *out_sizes]
         shape[placement.fsdp_dim * len(in_sizes)] //= placement.num_manual_fsdp()
-        kernel_init = _of_matrix(self.kernel_init, len(in_sizes))
+        kernel_init = _of_matrix(
+            placement.op, "kernel_init", self.kernel_init, len(in_sizes)
+        )
         kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
         bias = main_grad = None
         if self.use_bias:
-            bias_init = _of_matrix(self.bias_init, 0)
+            bias_init = _of_matrix(placement.op, "bias_init", self.bias_init, 0)
             bias = self.param("bias", bias_init, out_sizes, self.param_dtype)
         if self.main_grad:
             main_grad = self.variable(
@@ -108,7 +111,13 @@ class Linear(TensorParallel):
         Raises:
             UnsupportedOverlapError: if they are not the last ones.
         """
-        axes = sorted(axis if axis < 0 else axis - ndim for axis in sizes_of(self.axis))
+        given = sizes_of(self.axis)
+        if not given or not all(map(shapes.is_integer, given)):
+            raise ShapeContractError(
+                f"{self.placement.op}: axis = {shown(self.axis)} is neither an integer "
+                "nor several. Pass the dimensions that are contracted, for example -1."
+            )
+        axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
         if axes != list(range(-len(axes), 0)):
             raise UnsupportedOverlapError(
                 f"{self.placement.op}: axis = {self.axis} of inputs of {ndim} "
@@ -134,10 +143,11 @@ def call_together(
     lead, in_sizes = inputs.shape[:-num_in], inputs.shape[-num_in:]
     parameters = [layer.parameters(in_sizes) for layer in layers]
     main_grads = [main_grad for *_, main_grad in parameters if main_grad is not None]
-    promoted = [
-        first.promote_dtype(inputs, kernel, bias, dtype=first.dtype)
-        for kernel, bias, _ in parameters
-    ]
+    promoted = []
+    for kernel, bias, _ in parameters:
+        given = (inputs, kernel, bias)
+        promote = functools.partial(first.promote_dtype, *given, dtype=first.dtype)
+        promoted.append(arguments.promoted(first.placement.op, promote, given))
     inputs = promoted[0][0]
     kernels = [kernel for _, kernel, _ in promoted]
     biases = [bias for *_, bias in promoted if bias is not None]
@@ -160,12 +170,14 @@ def call_together(
     )
 
 
-def _of_matrix(init: Callable, num_in: int) -> Callable:
+def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
     """An initializer whose values depend on the number of inputs and outputs alone."""
 
     def initialize(key, shape, dtype):
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
-        values = init(key, (ins, outs) if num_in else (outs,), dtype)
+        flat = (ins, outs) if num_in else (outs,)
+        values = init(key, flat, dtype)
+        shapes.check_initial(op, name, nn.meta.unbox(values), flat)
         # Metadata around the values stays there.
         return jax.tree.map(lambda values: values.reshape(shape), values)
 

@@ -1,5 +1,6 @@
 """What all modules here have in common."""
 
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -8,6 +9,7 @@ from flax import linen as nn
 from flax.linen import initializers
 from flax.linen.dtypes import promote_dtype
 
+from jax_ub import arguments
 from jax_ub.flax.linear import LinearOptions
 from jax_ub.overlap_config.flags import OverlapFlags
 from jax_ub.retrofit import portable_mesh
@@ -76,6 +78,12 @@ class TensorParallel(nn.Module, kw_only=True):
     def overlap_flags(self) -> OverlapFlags:
         """Which communication overlaps."""
         return OverlapFlags.of(self.linear_options())
+
+    def __post_init__(self):
+        """Checks the options by their names, as the nnx layers do."""
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        arguments.check(type(self).__name__, **options)
+        super().__post_init__()
 
     @nn.nowrap
     def __getstate__(self):

@@ -103,6 +103,7 @@ class GatedActivation(Activation):
         Raises:
             ShapeContractError: if it is no positive integer.
         """
+        super().__post_init__()
         size = self.glu_interleave_size
         if size is not None and (not shapes.is_integer(size) or size < 1):
             raise ShapeContractError(

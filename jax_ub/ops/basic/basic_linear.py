@@ -14,7 +14,13 @@ from jax_ub import methods, shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method
 from jax_ub.ops.basic import linear_products as products
-from jax_ub.ops.operation import BasicOperation, Needs, Params, compute_dtype
+from jax_ub.ops.fields import initialize
+from jax_ub.ops.operation import (
+    BasicOperation,
+    Needs,
+    Params,
+    compute_dtype,
+)
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.site import Site, open_local_site, open_site
 
@@ -97,17 +103,16 @@ class BasicLinear(BasicOperation):
                 fit.
         """
         mode = self.tensor_parallel_mode
-        if mode is not None and mode not in MODES:
+        if mode is not None and not (isinstance(mode, str) and mode in MODES):
             raise UnknownNameError(
                 f"{self.label}: tensor_parallel_mode = {shown(mode)} is not a way to "
                 f"shard a kernel. {nearest(mode, MODES)} None does not shard it."
             )
         for name in ("in_features", "out_features"):
             shapes.check_size(self.label, name, getattr(self, name))
-        for name in ("sequence_parallel", "accumulate_into_main_grad"):
-            shapes.check_flag(self.label, name, getattr(self, name))
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)
+        super().__post_init__()
         for source, method in (
             ("method", self.method),
             ('userbuffers_options["method"]', dict(options or ()).get("method")),
@@ -124,7 +129,8 @@ class BasicLinear(BasicOperation):
     def init(self, key):
         """Creates the global kernel, `[in_features, out_features]`, and a main_grad."""
         shape = (self.in_features, self.out_features)
-        params = {"kernel": self.kernel_init(key, shape, self.param_dtype)}
+        kernel = initialize(self, "kernel_init", self.kernel_init, key, shape)
+        params = {"kernel": kernel}
         if self.accumulate_into_main_grad:
             params["main_grad"] = jnp.zeros(shape, jnp.float32)
         return params
@@ -234,7 +240,12 @@ def _checked_options(label, options):
     if options is None:
         return None
     known = ("comm_name", "method")
-    options = dict(options) if isinstance(options, (Mapping, tuple)) else options
+    is_items = isinstance(options, tuple) and all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        for item in options
+    )
+    if isinstance(options, Mapping) or is_items:
+        options = dict(options)
     if not isinstance(options, dict) or "comm_name" not in options:
         raise ShapeContractError(
             f"{label}: userbuffers_options = {shown(options)} names no overlap. Pass "

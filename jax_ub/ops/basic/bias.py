@@ -10,6 +10,7 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from jax_ub import shapes
+from jax_ub.ops.fields import initialize
 from jax_ub.ops.operation import BasicOperation, compute_dtype
 from jax_ub.reference import with_rank
 from jax_ub.rules.bias import row_sum
@@ -44,11 +45,14 @@ class Bias(BasicOperation):
         Raises:
             ShapeContractError: if it is no positive integer.
         """
+        super().__post_init__()
         shapes.check_size(self.label, "size", self.size)
 
     def init(self, key):
         """Creates the global bias, `[size]`."""
-        return {"bias": self.bias_init(key, (self.size,), self.param_dtype)}
+        return {
+            "bias": initialize(self, "bias_init", self.bias_init, key, (self.size,))
+        }
 
     def specs(self):
         """Over the axis where the features are."""

@@ -32,6 +32,7 @@ class ConstantScale(BasicOperation):
                 "anything runs. Pass a Python number, for example float(scale)."
             )
         object.__setattr__(self, "scale", float(self.scale))
+        super().__post_init__()
 
     def saved(self, needs):
         """Nothing."""

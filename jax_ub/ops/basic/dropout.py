@@ -41,6 +41,7 @@ class Dropout(BasicOperation):
         Raises:
             ShapeContractError: if it is no probability below 1.
         """
+        super().__post_init__()
         shapes.check_rate(self.label, "rate", self.rate)
 
     def saved(self, needs):
@@ -50,6 +51,8 @@ class Dropout(BasicOperation):
     def forward(self, params, x, extra_inputs, saves):
         """Draws a mask and applies it."""
         shapes.check_float(self.label, x=x)
+        if self.axis_name is not None:
+            mesh.axis_size(self.label, self.axis_name)
         if "key" not in params or self.rate == 0:
             return x, (), {}
         key = params["key"]

@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError
-from jax_ub.ops.operation import BasicOperation, Needs, Params, Residuals, compute_dtype
+from jax_ub.ops.fields import initialize
+from jax_ub.ops.operation import (
+    BasicOperation,
+    Needs,
+    Params,
+    Residuals,
+    compute_dtype,
+)
 from jax_ub.reference import with_rank
 
 
@@ -49,15 +56,16 @@ class Normalization(BasicOperation):
                 number of 0 or more.
             UnknownNameError: if `zero_centered_gamma` is neither true nor false.
         """
+        super().__post_init__()
         shapes.check_size(self.label, "normalized_shape", self.normalized_shape)
         shapes.check_epsilon(self.label, "eps", self.eps)
-        shapes.check_flag(self.label, "zero_centered_gamma", self.zero_centered_gamma)
 
     def init(self, key):
         """Creates "scale", `[normalized_shape]`."""
         default = initializers.zeros if self.zero_centered_gamma else initializers.ones
         make = default if self.scale_init is None else self.scale_init
-        return {"scale": make(key, (self.normalized_shape,), self.param_dtype)}
+        shape = (self.normalized_shape,)
+        return {"scale": initialize(self, "scale_init", make, key, shape)}
 
     def specs(self):
         """The same on every rank."""
@@ -166,7 +174,8 @@ class LayerNorm(Normalization):
 
     def init(self, key):
         """Creates "scale" and "bias", `[normalized_shape]`."""
-        bias = self.bias_init(key, (self.normalized_shape,), self.param_dtype)
+        shape = (self.normalized_shape,)
+        bias = initialize(self, "bias_init", self.bias_init, key, shape)
         return {**super().init(key), "bias": bias}
 
     def specs(self):

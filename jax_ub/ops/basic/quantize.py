@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub import shapes
+from jax_ub import arguments, shapes
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import mesh
 
@@ -39,6 +39,16 @@ class Quantize(BasicOperation):
     grad_dtype: Any = jnp.float8_e5m2
     axis_name: str | tuple[str, ...] | None = None
 
+    def __post_init__(self):
+        """Checks the options.
+
+        Raises:
+            ShapeContractError: if an option is of another type.
+        """
+        super().__post_init__()
+        for name in ("dtype", "grad_dtype"):
+            arguments.check_dtype(self.label, name, getattr(self, name))
+
     def saved(self, needs):
         """Nothing."""
         return frozenset()
@@ -46,6 +56,8 @@ class Quantize(BasicOperation):
     def forward(self, params, x, extra_inputs, saves):
         """Rounds x, if asked for."""
         shapes.check_float(self.label, x=x)
+        if self.axis_name is not None:
+            mesh.axis_size(self.label, self.axis_name)
         shapes.check_not_empty(self.label, "x", x)
         y = self._rounded(x, self.dtype) if self.forward_quantized else x
         return y, (), {}

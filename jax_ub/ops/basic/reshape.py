@@ -36,6 +36,7 @@ class Reshape(BasicOperation):
                 "one, for example (-1, 128)."
             )
         object.__setattr__(self, "shape", tuple(shape))
+        super().__post_init__()
 
     def saved(self, needs):
         """Where x's shape is remembered."""

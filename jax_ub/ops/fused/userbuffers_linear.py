@@ -211,10 +211,11 @@ def open_linear(
         ShapeContractError: if the dtype is no f32, bf16 or f16, or the axis no manual
             mesh axis.
     """
-    if tensor_parallel_mode not in MODES:
+    mode = tensor_parallel_mode
+    if not isinstance(mode, str) or mode not in MODES:
         raise UnknownNameError(
-            f"{op}: tensor_parallel_mode = {shown(tensor_parallel_mode)} does not "
-            f"shard a kernel. {nearest(tensor_parallel_mode, MODES)}"
+            f"{op}: tensor_parallel_mode = {shown(mode)} does not "
+            f"shard a kernel. {nearest(mode, MODES)}"
         )
     if not sequence_parallel:
         raise UnsupportedOverlapError(
@@ -224,11 +225,11 @@ def open_linear(
         )
     if axis_name is None:
         raise ShapeContractError(
-            f"{op}: tensor_parallel_mode = {shown(tensor_parallel_mode)} needs the "
+            f"{op}: tensor_parallel_mode = {shown(mode)} needs the "
             "mesh "
             'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
         )
-    like = LIKE[tensor_parallel_mode]
+    like = LIKE[mode]
     may_be_bulk = is_backward and tensor_parallel_mode == "column"
     site = open_site(
         op, axis_name, ub_comm_name, method, like=like, may_be_bulk=may_be_bulk

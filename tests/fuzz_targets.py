@@ -1,0 +1,300 @@
+"""What the fuzz test calls: every public function, layer, operation and command."""
+
+import dataclasses
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bad_values import Target
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+
+import jax_ub as ub
+import jax_ub.flax
+from jax_ub import ops
+from jax_ub.flax import linen
+
+_TP = 4
+
+
+@functools.cache
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:_TP]), ("tp",))
+
+
+def traced(function, make):
+    """Traces a call inside `jax.shard_map`; computes nothing."""
+
+    def local():
+        function(**make())
+
+    mapped = jax.shard_map(
+        local, mesh=mesh(), in_specs=(), out_specs=None, check_vma=False
+    )
+    jax.eval_shape(mapped)
+
+
+def differentiated(function, make):
+    """The same with a gradient of every operand, where that is one."""
+
+    def local():
+        arguments = make()
+        operands = {
+            name: value
+            for name, value in arguments.items()
+            if isinstance(value, jax.Array) and value.dtype == jnp.float32
+        }
+
+        def of(operands):
+            y = function(**{**arguments, **operands})
+            return sum(jnp.sum(leaf).astype("float32") for leaf in jax.tree.leaves(y))
+
+        jax.grad(of)(operands)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh(), in_specs=(), out_specs=None, check_vma=False
+    )
+    jax.eval_shape(mapped)
+
+
+def optional(function) -> list[str]:
+    """The keywords of a function that have a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.default is not one.empty]
+
+
+def _per_device(function, valid):
+    return {
+        function.__name__: Target(
+            valid, functools.partial(traced, function), optional(function)
+        ),
+        f"grad of {function.__name__}": Target(
+            valid, functools.partial(differentiated, function), optional(function)
+        ),
+    }
+
+
+def zeros(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+PER_DEVICE = {
+    **_per_device(
+        ub.all_gather_matmul,
+        lambda: {"x": zeros(4, 8), "w": zeros(8, 8), "axis_name": "tp"},
+    ),
+    **_per_device(
+        ub.matmul_reduce_scatter,
+        lambda: {"x": zeros(8, 8), "w": zeros(8, 8), "axis_name": "tp"},
+    ),
+    **_per_device(
+        ub.matmul_all_reduce,
+        lambda: {"x": zeros(8, 8), "w": zeros(8, 8), "axis_name": "tp"},
+    ),
+    **_per_device(ub.all_reduce, lambda: {"x": zeros(8, 8), "axis_name": "tp"}),
+    **_per_device(
+        ub.dgrad_add,
+        lambda: {"dy": zeros(8, 8), "w": zeros(8, 8), "residual": zeros(8, 8)},
+    ),
+    **_per_device(
+        ub.wgrad_accumulate,
+        lambda: {"x": zeros(8, 8), "dy": zeros(8, 8), "main_grad": zeros(8, 8)},
+    ),
+    **_per_device(
+        ub.linear,
+        lambda: (
+            {"x": zeros(8, 8), "w": zeros(8, 8), "parallel": "column"}
+            | {"axis_name": "tp"}
+        ),
+    ),
+}
+
+
+def _layer(make, valid, names=(), call=None):
+    """A layer that is made and called, in global arrays on the mesh."""
+
+    def run(arguments):
+        def whole():
+            given = arguments()
+            inputs = given.pop("inputs")
+            called = {
+                name.removeprefix("call "): given.pop(name)
+                for name in list(given)
+                if name.startswith("call ")
+            }
+            layer = make(**given)
+            if isinstance(layer, nn.Module):
+                layer.init(jax.random.key(0), inputs, **called)
+            else:
+                layer(inputs, **called)
+
+        with jax.set_mesh(mesh()):
+            jax.eval_shape(whole)
+
+    return Target(valid, run, names)
+
+
+def nnx_layers():
+    called = {"inputs": lambda: zeros(1, 8, 16), "rngs": lambda: nnx.Rngs(0)}
+    sizes = {
+        "Linear": {"in_features": 16, "out_features": 32, "parallel": "column"},
+        "LayerNormLinear": {"in_features": 16, "out_features": 32},
+        "LayerNormMLP": {"hidden_size": 16, "ffn_hidden_size": 32},
+        "MultiHeadAttention": {"num_heads": 4, "in_features": 16},
+        "TransformerLayer": {"hidden_size": 16, "ffn_hidden_size": 32}
+        | {"num_attention_heads": 4},
+    }
+    calls = {
+        "Linear": ("residual", "out_sharding"),
+        "LayerNormMLP": ("residual",),
+        "MultiHeadAttention": (
+            *("inputs_k", "inputs_v", "mask", "positions", "residual"),
+            "deterministic",
+        ),
+        "TransformerLayer": ("mask", "positions", "deterministic"),
+    }
+    shared = [
+        *jax_ub.flax.linear.LinearOptions.__annotations__,
+        *("ub_name", "parallel", "kernel_metadata", "preferred_element_type"),
+        "num_heads",  # what a layer passes on is not for the caller to give again
+    ]
+    found = {}
+    for name, given in sizes.items():
+        make = getattr(jax_ub.flax, name)
+
+        def valid(given=given, name=name):
+            call = dict.fromkeys(f"call {each}" for each in calls.get(name, ()))
+            return {**given, **{k: v() for k, v in called.items()}, **call}
+
+        names = {*optional(make.__init__), *shared} - {"bias_metadata"}
+        if name == "Linear":
+            names -= {"num_heads"}
+        found[f"nnx {name}"] = _layer(make, valid, sorted(names))
+    return found
+
+
+def linen_layers():
+    sizes = {
+        "Linear": {"features": 32, "parallel": "column"},
+        "LayerNormLinear": {"features": 32},
+        "LayerNormMLP": {"ffn_hidden_size": 32},
+        "MultiHeadAttention": {"num_heads": 4},
+        "TransformerLayer": {"hidden_size": 16, "ffn_hidden_size": 32}
+        | {"num_attention_heads": 4},
+    }
+    found = {}
+    for name, given in sizes.items():
+        make = getattr(linen, name)
+        names = [f.name for f in dataclasses.fields(make)]
+        names = sorted({*names} - {"parent", "name"})
+
+        def valid(given=given):
+            return {**given, "inputs": zeros(1, 8, 16)}
+
+        found[f"linen {name}"] = _layer(make, valid, names)
+    return found
+
+
+LAYERS = {**nnx_layers(), **linen_layers()}
+
+_SIZES = {"in_features": 8, "out_features": 8}
+_OPERATIONS = {
+    "BasicLinear": {**_SIZES, "tensor_parallel_mode": "column"}
+    | {"userbuffers_options": {"comm_name": "qkv"}, "sequence_parallel": True},
+    "Linear": {**_SIZES},
+    "Bias": {"size": 8},
+    "AllReduce": {},
+    "AllGather": {},
+    "ReduceScatter": {},
+    "MakeExtraOutput": {},
+    "AddExtraInput": {},
+    "Identity": {},
+    "Reshape": {"shape": (-1, 8)},
+    "ConstantScale": {"scale": 2.0},
+    "Dropout": {"rate": 0.5},
+    "GELU": {},
+    "ReLU": {},
+    "SiLU": {},
+    "SwiGLU": {},
+    "GEGLU": {},
+    "LayerNorm": {"normalized_shape": 8},
+    "RMSNorm": {"normalized_shape": 8},
+    "Quantize": {},
+}
+
+
+_MADE = object()  # stands for the parameters that init makes
+
+
+def _operation(name):
+    """An operation alone in a Sequential, forward and backward."""
+    make = getattr(ops, name)
+    extra = name == "AddExtraInput"
+
+    def run(arguments):
+        def of(**given):
+            call = {name: given.pop(name) for name in ("x", "key", "deterministic")}
+            init_key, shard = given.pop("init key"), given.pop("params")
+            extras = [given.pop("extra")] if extra else []
+            seq = ops.Sequential(make(**given))
+            made = seq.init(init_key)
+            repr(seq), hash(seq), seq.basic_ops
+            shard = _shards(made, seq.specs()) if shard is _MADE else shard
+            given = (call["x"], *extras)
+
+            def loss(shard, given):
+                found = seq(
+                    shard,
+                    *given,
+                    key=call["key"],
+                    deterministic=call["deterministic"],
+                )
+                leaves = jax.tree.leaves(found)
+                return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves)
+
+            loss(shard, given)
+            if all(map(_is_float, given)):
+                jax.grad(loss, argnums=1)(shard, given)
+
+        traced(of, arguments)
+
+    def valid():
+        return {
+            **_OPERATIONS[name],
+            "x": zeros(8, 8),
+            "key": jax.random.key(0),
+            "init key": jax.random.key(0),
+            "params": _MADE,
+            "deterministic": False,
+            **({"extra": zeros(8, 8)} if extra else {}),
+        }
+
+    return Target(valid, run, optional(make.__init__))
+
+
+def _is_float(value):
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _shards(params, specs):
+    """The parameters of one rank."""
+
+    def shard(array, spec):
+        sizes = zip(array.shape, (*spec, *[None] * array.ndim), strict=False)
+        shape = [size // (1 if name is None else _TP) for size, name in sizes]
+        return jnp.zeros(shape, array.dtype)
+
+    return jax.tree.map(shard, params, specs)
+
+
+OPERATIONS = {f"ops.{name}": _operation(name) for name in _OPERATIONS}
+
+
+TARGETS: dict[str, Target] = {
+    **PER_DEVICE,
+    **LAYERS,
+    **OPERATIONS,
+}

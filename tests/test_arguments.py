@@ -1,0 +1,156 @@
+"""The texts of errors about options; `test_fuzz.py` shows that there are no others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_ub as ub
+from jax_ub import arguments, ops, shapes
+from jax_ub.errors import ShapeContractError, UnknownArgumentError, UnknownNameError
+from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
+
+X = np.zeros((2, 4, 8), np.float32)
+
+
+def linear(**options):
+    return Linear(8, 8, **{"rngs": nnx.Rngs(0), **options})
+
+
+def called(**options):
+    return linear(**options)(X)
+
+
+def attention(x, **options):
+    with jax.set_mesh(jax.make_mesh((1,), ("tp",))):
+        return MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), **options)(x)
+
+
+WRONG = {
+    "Linear: kernel_init = 'zeros' is of type str, not a function. Pass one.": lambda: (
+        linear(kernel_init="zeros")
+    ),
+    "kernel_init returned None for shape (8, 8). Pass a function of (key,": lambda: (
+        linear(kernel_init=lambda *args: None)
+    ),
+    "Linear: dtype = 'f5' is not a floating-point dtype. Pass one, for": lambda: linear(
+        dtype="f5"
+    ),
+    "Linear: param_dtype = <class 'jax.numpy.int32'> is not a floating": lambda: linear(
+        param_dtype=jnp.int32
+    ),
+    "Linear: precision = {} is not a precision. Pass a jax.lax.Precision": lambda: (
+        linear(precision={})
+    ),
+    "Linear: kernel_metadata = 1 is not a dictionary of names and values.": lambda: (
+        linear(kernel_metadata=1)
+    ),
+    "Linear: rngs = 0 has no keys for parameters. Pass, for example, nnx": lambda: (
+        linear(rngs=0)
+    ),
+    "promote_dtype returned None, not an array for each of the 3 that": lambda: called(
+        promote_dtype=lambda arrays, dtype: None
+    ),
+    "promote_dtype failed for inputs, kernel and bias of ['int4',": lambda: linear()(
+        jnp.zeros((4, 8), jnp.int4)
+    ),
+    "out_sharding = 'tp' is of type str. Pass a jax.sharding.Sharding or": lambda: (
+        linear()(X, "tp")
+    ),
+    "attention: attention_fn returned None for queries of shape (2, 4, 2,": lambda: (
+        attention(X, attention_fn=lambda *args, **options: None)
+    ),
+    " is of type Mesh. Pass a jax.sharding.Mesh with axes, or None for": lambda: linear(
+        mesh=Mesh(np.empty((), object), ())
+    ),
+    "linear(parallel=None): axis = 'x' is neither an integer nor several.": lambda: (
+        linen.Linear(8, axis="x").init(jax.random.key(0), X)
+    ),
+    "Bias: size = 10000000000000000 is not a positive integer. Pass the": lambda: (
+        ops.Bias(10**16)
+    ),
+    "init: key = 0 is not one key of jax.random. Pass, for example, jax": lambda: (
+        ops.Sequential(ops.Bias(8)).init(0)
+    ),
+    "Bias: bias_init returned 'no' for shape (8,). Pass a function of": lambda: (
+        ops.Bias(8, bias_init=lambda *args: "no").init(jax.random.key(0))
+    ),
+    "AddExtraInput: extra_input_channels = 'ab' is not a tuple of 1 entri": lambda: (
+        ops.AddExtraInput(extra_input_channels="ab")
+    ),
+    "MakeExtraOutput: extra_output_channels = ('a',) is not a tuple of 1 ": lambda: (
+        ops.MakeExtraOutput(extra_output_channels=("a",))
+    ),
+    "AddExtraInput: it has no extra input '0', but 1 of them": lambda: (
+        ops.AddExtraInput().with_extra_input_channel("0", "x")
+    ),
+    "AddExtraInput: 'a b' is not the name of a channel. Pass a string": lambda: (
+        ops.AddExtraInput(extra_input_channels=("a b",))
+    ),
+    "dgrad_add: residual is of type PRNGKeyArray, but the op takes an": lambda: (
+        ub.dgrad_add(X[0], jnp.zeros((8, 8)), jax.random.key(0))
+    ),
+    "dgrad_add: dy is of type ShapeDtypeStruct, but the op takes an": lambda: (
+        ub.dgrad_add(
+            jax.ShapeDtypeStruct((4, 8), "float32"),
+            jnp.zeros((8, 8)),
+            jnp.zeros((4, 8)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_option_of_another_type_is_rejected(text):
+    with pytest.raises(ShapeContractError) as caught:
+        WRONG[text]()
+    assert text in str(caught.value)
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, key, shape, dtype):
+        return jnp.zeros(shape, dtype)
+
+
+def test_a_field_that_does_not_hash_is_rejected():
+    with pytest.raises(ShapeContractError, match="Bias: bias_init = .* does not hash"):
+        ops.Bias(8, bias_init=Unhashable())
+
+
+def test_a_name_that_is_no_string_is_rejected():
+    text = r"linear: ub_name = 1 is of type int. Pass the name of a layer"
+    with pytest.raises(UnknownNameError, match=text):
+        linear(ub_name=1)
+
+
+def test_a_keyword_that_no_layer_has_is_rejected():
+    text = "TransformerLayer: it has no argument 'num_heads'. "
+    with pytest.raises(UnknownArgumentError, match=text) as caught:
+        TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), num_heads=2)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("value", [True, False, 0, 1, np.bool_(True)])
+def test_a_flag_is_a_bool_or_0_or_1(value):
+    shapes.check_flag("op", "flag", value)
+
+
+@pytest.mark.parametrize("value", [None, "yes", 2, 1.0, np.zeros(2), {}])
+def test_other_flags_are_rejected(value):
+    with pytest.raises(UnknownNameError, match="op: flag = .* Pass True or False"):
+        shapes.check_flag("op", "flag", value)
+
+
+def test_no_array_is_a_key_of_several():
+    shapes.check_key("op", "key", jax.random.key(0))
+    shapes.check_key("op", "key", jax.random.PRNGKey(0))
+    with pytest.raises(ShapeContractError, match="is not one key of jax.random"):
+        shapes.check_key("op", "key", jax.random.split(jax.random.key(0)))
+
+
+def test_options_without_a_known_name_are_not_checked():
+    arguments.check("op", another=object(), spec=PartitionSpec())

@@ -1,0 +1,74 @@
+"""No bad argument of a public callable ends in an exception that is not the library's.
+
+Each failure prints how to run it alone: `run` of the target's name, the changes and the
+seed, in this folder, such as
+
+    python -c 'import test_fuzz; test_fuzz.run("linear", [("x", "key")], "linear 3")'
+"""
+
+import inspect
+
+import bad_values
+import fuzz_targets
+import pytest
+
+import jax_ub.flax
+from jax_ub import ops
+
+TARGETS = fuzz_targets.TARGETS
+
+
+def run(name, changes, seed):
+    try:
+        bad_values.run(TARGETS[name], changes, seed)
+    except AssertionError as error:
+        again = f"import test_fuzz; test_fuzz.run({name!r}, {changes!r}, {seed!r})"
+        raise AssertionError(f"{error}\npython -c {again!r}") from error.__cause__
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_valid_arguments_are_taken(name):
+    bad_values.run(TARGETS[name], [], "")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_bad_arguments_end_in_an_error_of_the_library(name):
+    for number in range(6):
+        seed = f"{name} {number}"
+        run(name, bad_values.random_changes(TARGETS[name], seed), seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_bad_value_of_every_argument(name):
+    target = TARGETS[name]
+    for argument in target.arguments:
+        for value in target.values:
+            run(name, [(argument, value)], f"{name} {argument} {value}")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", TARGETS)
+def test_more_random_arguments(name):
+    for number in range(6, 200):
+        seed = f"{name} {number}"
+        run(name, bad_values.random_changes(TARGETS[name], seed), seed)
+
+
+def test_every_layer_has_a_target():
+    layers = {
+        f"{kind} {name}"
+        for kind, module in (("nnx", jax_ub.flax), ("linen", jax_ub.flax.linen))
+        for name, found in vars(module).items()
+        if inspect.isclass(found) and name not in ("Overlap", "MainGrad")
+    }
+    assert layers <= set(TARGETS)
+
+
+def test_every_operation_has_a_target():
+    operations = {
+        f"ops.{name}"
+        for name, found in vars(ops).items()
+        if inspect.isclass(found) and issubclass(found, ops.BasicOperation)
+    }
+    assert operations - {"ops.BasicOperation"} <= set(TARGETS)
