@@ -183,7 +183,7 @@ class Execution {
     Stage();
     std::optional<WorkBeside> products;
     if (IsBulk(at_.op)) {
-      Work work = PlanProducts(at_, own_, crew_.num_threads());
+      Work work = PlanProducts(at_, own_, crew_.workers());
       work.set_trace(trace_, {});
       products.emplace(std::move(work), crew_);
     }
@@ -191,7 +191,7 @@ class Execution {
     const std::vector<RankCall> all = AllCalls();
     const Parties parties{all, own_, &own_ranks_};
     Run(products ? PlanCommunication(at_, parties)
-                 : PlanDirect(at_, parties, crew_.num_threads()));
+                 : PlanDirect(at_, parties, crew_.workers()));
     if (products) products->Wait();
   }
 
@@ -233,7 +233,7 @@ class Execution {
   // This process's partial product.
   void Multiply(ResultSegments to) {
     Work work;
-    work.Add(PartialProduct(at_, own_, std::move(to)), crew_.num_threads());
+    work.Add(PartialProduct(at_, own_, std::move(to)), crew_.workers());
     Run(std::move(work));
   }
 

@@ -45,7 +45,7 @@ int64_t HalfBytesOf(const Gang& gang,
   if (!UsesSlots(at)) {
     return HalfBytesOfDirect(at, gang.calls[0], communicator.num_processes());
   }
-  const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew));
+  const SlotPlan plan = gang.slot_plans->Find(at, gang.calls[0], CrewDevice(crew));
   if (plan.num_slots > SharedCommunicator::kMaxSlots) {
     throw UnsupportedError(
         "jax_ub." + at.label + ": " + std::string(OpName(at.op)) + " with num_splits " +
@@ -328,10 +328,10 @@ std::string Conductor::TextOf(uint64_t signature, const Gang& gang) {
 
 void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
   const Attributes& at = *gang.attributes;
-  const SlotPlan plan = PlanSlots(at, gang.calls[0], CrewDevice(crew_));
+  const SlotPlan plan = gang.slot_plans->Find(at, gang.calls[0], CrewDevice(crew_));
   std::optional<WorkBeside> products;
   if (IsBulk(at.op)) {
-    Work work = PlanProducts(at, gang.calls, crew_.num_threads());
+    Work work = PlanProducts(at, gang.calls, crew_.workers());
     work.set_trace(gang.trace, {});
     products.emplace(std::move(work), crew_);
   }

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "engine/cores.h"
+#include "gemm/cpu/blocking_cache.h"
 #include "gemm/scratch.h"
 #include "platform/thread.h"
 
@@ -85,6 +86,10 @@ class Crew {
   std::vector<int> part() const { return cores_.part(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
 
+  // The threads that compute a product, for its plan.
+  Workers workers() { return {num_threads(), &blockings_}; }
+  const BlockingCache& blockings() const { return blockings_; }
+
   // Memory that all threads together hold to pack operands into.
   int64_t scratch_bytes() const { return scratch_bytes_.load(); }
 
@@ -110,6 +115,7 @@ class Crew {
   const SignalMask signal_mask_;  // of all threads, whoever starts them
   std::atomic<int> num_threads_;
   std::atomic<int64_t> scratch_bytes_{0};
+  BlockingCache blockings_;
 
   mutable std::mutex mutex_;  // guards all below
   std::deque<std::function<void()>> runs_;

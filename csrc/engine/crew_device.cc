@@ -31,7 +31,7 @@ void CrewDevice::Multiply(Lane lane,
                           const Step& step) {
   Work work;
   for (GemmProblem& problem : problems) {
-    work.Add(std::move(problem), crew_.num_threads());
+    work.Add(std::move(problem), crew_.workers());
   }
   work.set_trace(trace_, step);
   RunWork(std::move(work), crew_);

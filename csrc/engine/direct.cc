@@ -305,11 +305,11 @@ void AddReduceToAll(const Parties& calls, Work& work) {
 
 void AddProducts(const Attributes& at,
                  const Calls& calls,
-                 int num_workers,
+                 const Workers& workers,
                  Work& work) {
   for (const RankCall& call : calls) {
     for (GemmProblem& problem : LocalProducts(at, call)) {
-      work.Add(std::move(problem), num_workers);
+      work.Add(std::move(problem), workers);
     }
   }
 }
@@ -339,42 +339,42 @@ void AddCommunication(const Attributes& at, const Parties& calls, Work& work) {
 
 void AddWgrads(const Attributes& at,
                const Parties& calls,
-               int num_workers,
+               const Workers& workers,
                Work& work) {
-  if (at.gather == Gather::kNone) return AddProducts(at, calls.own, num_workers, work);
+  if (at.gather == Gather::kNone) return AddProducts(at, calls.own, workers, work);
   for (int i = 0; i < at.num_kernels; ++i) {
     work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
                                      : WgradGatherDy(at, calls, i),
-             num_workers);
+             workers);
   }
 }
 
 }  // namespace
 
-Work PlanDirect(const Attributes& at, const Parties& calls, int num_workers) {
+Work PlanDirect(const Attributes& at, const Parties& calls, const Workers& workers) {
   Work work;
   switch (at.op) {
     case Op::kAllGatherMatmul:
       for (int i = 0; i < at.num_kernels; ++i) {
-        work.Add(AllGatherMatmul(at, calls, i), num_workers);
+        work.Add(AllGatherMatmul(at, calls, i), workers);
       }
       if (at.return_gathered) AddGather(calls, 0, at.num_kernels, work);
       break;
     case Op::kMatmulReduceScatter:
-      work.Add(MatmulReduceScatter(at, calls.own), num_workers);
+      work.Add(MatmulReduceScatter(at, calls.own), workers);
       break;
     case Op::kMatmulAllReduce:
-      work.Add(MatmulAllReduce(at, calls.own), num_workers);
+      work.Add(MatmulAllReduce(at, calls.own), workers);
       break;
     case Op::kMatmul:
-      AddProducts(at, calls.own, num_workers, work);
+      AddProducts(at, calls.own, workers, work);
       break;
     case Op::kWgrad:
-      AddWgrads(at, calls, num_workers, work);
+      AddWgrads(at, calls, workers, work);
       break;
     case Op::kBulkAllGather:
     case Op::kBulkReduceScatter:
-      AddProducts(at, calls.own, num_workers, work);
+      AddProducts(at, calls.own, workers, work);
       AddCommunication(at, calls, work);
       break;
     case Op::kAllGather:
@@ -398,9 +398,9 @@ std::vector<GemmProblem> LocalProducts(const Attributes& at, const RankCall& cal
   return products;
 }
 
-Work PlanProducts(const Attributes& at, const Calls& calls, int num_workers) {
+Work PlanProducts(const Attributes& at, const Calls& calls, const Workers& workers) {
   Work work;
-  AddProducts(at, calls, num_workers, work);
+  AddProducts(at, calls, workers, work);
   return work;
 }
 

@@ -27,7 +27,9 @@ struct Parties {
 
 // The whole work of a call, already checked. Products that are summed over ranks
 // (matmul_reduce_scatter, matmul_all_reduce) only where all ranks are own ones.
-Work PlanDirect(const Attributes& attributes, const Parties& calls, int num_workers);
+Work PlanDirect(const Attributes& attributes,
+                const Parties& calls,
+                const Workers& workers);
 
 // What a rank multiplies for itself: a matmul, the dx or the dw_i of a bulk op, or those of
 // a wgrad whose operands are gathered already.
@@ -37,7 +39,7 @@ std::vector<GemmProblem> LocalProducts(const Attributes& attributes,
 // These of all the calls.
 Work PlanProducts(const Attributes& attributes,
                   const std::vector<RankCall>& calls,
-                  int num_workers);
+                  const Workers& workers);
 
 // Only what a bulk op communicates, or a collective.
 Work PlanCommunication(const Attributes& attributes, const Parties& calls);

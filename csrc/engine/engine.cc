@@ -165,7 +165,7 @@ void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
 
 void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
   Work work =
-      PlanDirect(*gang->attributes, {gang->calls, gang->calls}, crew_->num_threads());
+      PlanDirect(*gang->attributes, {gang->calls, gang->calls}, crew_->workers());
   work.set_trace(gang->trace, {});
   const auto job = NewJob(std::move(work), gang, last_rank);
   if (job->estimated_us() < kInlineUs) {  // here, in the last rank to arrive
@@ -198,12 +198,12 @@ struct Engine::SlotCall {
 
 void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
   const Attributes& at = *gang->attributes;
-  const SlotPlan plan = PlanSlots(at, gang->calls[0], CrewDevice(*crew_));
+  const SlotPlan plan = gang->slot_plans->Find(at, gang->calls[0], CrewDevice(*crew_));
   auto slot_call = std::make_shared<SlotCall>(
       gang, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
       board_->timeout_s());
   if (IsBulk(at.op)) {
-    Work work = PlanProducts(at, gang->calls, crew_->num_threads());
+    Work work = PlanProducts(at, gang->calls, crew_->workers());
     work.set_trace(gang->trace, {});
     slot_call->products = std::make_shared<WorkJob>(std::move(work));
   }

@@ -324,45 +324,6 @@ bool UsesSlots(const Attributes& at) {
   return at.method != Method::kDirect && !IsLocalCall(at);
 }
 
-SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& device) {
-  SlotPlan plan;
-  plan.pattern = PatternOf(at);
-  if (!HasSchedule(plan.pattern, at.method)) {
-    throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
-                           " has no method " + std::string(MethodName(at.method)) +
-                           ": use " + (device.enqueues() ? "" : "direct, ") +
-                           "ring_exchange, pipeline or external");
-  }
-  const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.pattern)
-                                        : static_cast<int>(at.num_splits);
-  if (HasVariant(plan.pattern, at.method, at.num_ranks, at.variant)) {
-    plan.variant = at.variant;
-  }
-  const Schedule schedule =
-      MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits, plan.variant);
-  plan.num_splits = schedule.num_splits;
-  plan.num_slots = schedule.num_slots;
-  plan.partial_dtype = device.PartialDType(at, call);
-  for (const Exchange& exchange : ExchangesOf(at, call)) {
-    const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
-    const int64_t piece_rows =
-        plan.variant == Variant::kOneShot
-            ? exchange.num_rows
-            : (chunk_rows + plan.num_splits - 1) / plan.num_splits;
-    const bool gather = IsGather(plan.pattern);
-    const Tensor& sent = gather ? exchange.operand : exchange.result;
-    int64_t element_bytes = SizeOf(exchange.operand.dtype);
-    if (!gather) {
-      if (HasProduct(plan.pattern)) element_bytes = SizeOf(plan.partial_dtype);
-      // An all-reduce sends the sums too.
-      element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
-    }
-    plan.slot_bytes = std::max(plan.slot_bytes,
-                               sent.batch * piece_rows * sent.features * element_bytes);
-  }
-  return plan;
-}
-
 void ExecuteRank(const Attributes& at,
                  const RankCall& call,
                  const SlotPlan& plan,
@@ -370,9 +331,7 @@ void ExecuteRank(const Attributes& at,
                  Transport& transport,
                  Device& device,
                  const TraceContext& trace) {
-  const Schedule schedule =
-      MakeSchedule(plan.pattern, at.method, transport.rank(), transport.num_ranks(),
-                   plan.num_splits, plan.variant);
+  const Schedule& schedule = plan.schedules->Of(transport.rank());
   const bool whole = at.op == Op::kWgrad ||
                      (at.op == Op::kAllGatherMatmul && at.method == Method::kExternal);
   Lanes lanes(device);

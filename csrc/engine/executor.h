@@ -6,32 +6,18 @@
 
 #include "engine/call.h"
 #include "engine/device.h"
+#include "engine/slot_plans.h"
 #include "engine/trace.h"
 #include "schedule/schedule.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
 
-// What a call needs of a communicator.
-struct SlotPlan {
-  Pattern pattern = Pattern::kAllGather;
-  Variant variant = Variant::kPlain;
-  int num_splits = 1;
-  int num_slots = 0;
-  int64_t slot_bytes = 0;
-  DType partial_dtype = DType::kF32;  // of sums of products that are sent
-};
-
 // Whether nothing is communicated.
 bool IsLocalCall(const Attributes& attributes);
 
 // False for those, and for the method direct.
 bool UsesSlots(const Attributes& attributes);
-
-// Throws UnsupportedError when the op does not run by that method.
-SlotPlan PlanSlots(const Attributes& attributes,
-                   const RankCall& call,
-                   const Device& device);
 
 // Takes the rank's part in the call, from a thread that may wait where the transport
 // waits. On a device that does everything at once the products of bulk ops are left out:

@@ -123,6 +123,7 @@ std::shared_ptr<Gang> CallSite::FindGang(Run& run,
       conductor ? conductor->local_ranks().size() : attributes_.num_ranks;
   auto gang = std::make_shared<Gang>();
   gang->attributes = &attributes_;
+  gang->slot_plans = &slot_plans_;
   gang->run_id = run.run_id;
   gang->group = group;
   gang->group_key = group_keys_[group];

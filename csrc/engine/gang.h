@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/slot_plans.h"
 #include "engine/trace.h"
 #include "platform/deadline.h"
 
@@ -54,6 +55,7 @@ struct Timeouts {
 // processes, of the ranks in this one.
 struct Gang {
   const Attributes* attributes = nullptr;  // lives while a call of it is pending
+  SlotPlans* slot_plans = nullptr;         // the same
   int64_t run_id = 0;
   int group = 0;
   uint64_t group_key = 0;       // the same for this set of devices in every call site
@@ -111,7 +113,8 @@ class CallSite {
   const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
   std::vector<uint64_t> group_keys_;
   std::vector<bool> has_begun_;  // [group], guarded by Board::mutex_
-  std::deque<Run> runs_;         // guarded by Board::mutex_; newest last
+  SlotPlans slot_plans_;
+  std::deque<Run> runs_;  // guarded by Board::mutex_; newest last
 };
 
 // Where calls meet. A watchdog fails gangs that stay incomplete until their deadline,

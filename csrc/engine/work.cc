@@ -31,11 +31,11 @@ void SumInto(const Sum& sum) {
 
 }  // namespace
 
-void Work::Add(GemmProblem problem, int num_workers) {
+void Work::Add(GemmProblem problem, const Workers& workers) {
   estimated_us_ += 2.0 * static_cast<double>(problem.m) *
                    static_cast<double>(problem.n) * static_cast<double>(problem.k) /
                    kFlopsPerUs;
-  plans_.push_back(PlanGemm(std::move(problem), num_workers));
+  plans_.push_back(PlanGemm(std::move(problem), workers));
   const int64_t begin = plan_ends_.empty() ? 0 : plan_ends_.back();
   plan_ends_.push_back(begin + plans_.back()->num_units());
 }

@@ -37,7 +37,7 @@ struct Reduction {
 
 class Work {
  public:
-  void Add(GemmProblem problem, int num_workers);
+  void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
   void Add(const Reduction& reduction);

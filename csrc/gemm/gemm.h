@@ -42,9 +42,21 @@ class GemmPlan {
   virtual void Run(int64_t unit, Scratch& scratch) const = 0;
 };
 
-// Plans for `num_workers` threads on the instruction set in use. Throws
-// std::invalid_argument where views and sizes disagree.
-std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers);
+class BlockingCache;
+
+// The threads that share the units of a product, and the blockings that they keep from
+// one product to the next, if they keep any.
+struct Workers {
+  Workers(int count, BlockingCache* blocking_cache = nullptr)  // NOLINT: implicit
+      : num(count), blockings(blocking_cache) {}
+
+  int num;
+  BlockingCache* blockings;
+};
+
+// Plans for these workers on the instruction set in use. Throws std::invalid_argument
+// where views and sizes disagree.
+std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 
 // Instruction sets that have kernels, slowest first: "portable", "avx2", "avx512",
 // "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws otherwise.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
+#include "gemm/cpu/blocking_cache.h"
 #include "gemm/cpu/few_rows_plan.h"
 #include "platform/arithmetic_mode.h"
 
@@ -17,26 +18,37 @@ constexpr int64_t kFewTiles = 2;
 // Columns that are packed side by side where no tile can: a row of them lies together.
 constexpr int64_t kGroupColumns = 128;
 
+GemmBlocking BlockingFor(const GemmProblem& problem,
+                         const KernelSet& kernels,
+                         const Workers& workers) {
+  const int num_workers = std::max(1, workers.num);
+  return workers.blockings != nullptr
+             ? workers.blockings->Get(problem, kernels, num_workers)
+             : ChooseBlocking(problem, kernels, num_workers);
+}
+
 }  // namespace
 
-std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, int num_workers) {
+std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers) {
   const KernelSet& kernels = KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype);
-  return PlanCpuGemm(std::move(problem), kernels, num_workers);
+  return PlanCpuGemm(std::move(problem), kernels, workers);
 }
 
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
-                                      int num_workers) {
+                                      const Workers& workers) {
   if (problem.m <= kMaxFewRows) {
-    return std::make_unique<FewRowsPlan>(std::move(problem), kernels, num_workers);
+    return std::make_unique<FewRowsPlan>(std::move(problem), kernels, workers.num);
   }
-  return std::make_unique<TiledPlan>(std::move(problem), kernels, num_workers);
+  return std::make_unique<TiledPlan>(std::move(problem), kernels, workers);
 }
 
-TiledPlan::TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
+TiledPlan::TiledPlan(GemmProblem problem,
+                     const KernelSet& kernels,
+                     const Workers& workers)
     : problem_(Checked(std::move(problem))),
       kernels_(kernels),
-      blocking_(ChooseBlocking(problem_, kernels, std::max(1, num_workers))),
+      blocking_(BlockingFor(problem_, kernels, workers)),
       a_(problem_.a, kernels, kernels.pack_a, kernels.panel_of_a),
       b_(problem_.b, kernels, kernels.pack_b, kernels.tile_columns),
       c_(problem_, kernels),

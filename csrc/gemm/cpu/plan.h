@@ -14,7 +14,7 @@ namespace jax_ub {
 // PlanGemm with kernels of one's own choice.
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
-                                      int num_workers);
+                                      const Workers& workers);
 
 // Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of K, each
 // between two of k_bounds; in each, it multiplies block_rows of A with one panel of B
@@ -35,7 +35,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
 
 class TiledPlan : public GemmPlan {
  public:
-  TiledPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);
+  TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);
 
   int64_t num_units() const override { return num_unit_rows_ * num_unit_columns_; }
   void Run(int64_t unit, Scratch& scratch) const override;

@@ -1,0 +1,99 @@
+#include "engine/slot_plans.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "engine/exchange.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+bool AreAlike(const std::vector<Tensor>& left, const std::vector<Tensor>& right) {
+  return std::equal(left.begin(), left.end(), right.begin(), right.end(),
+                    [](const Tensor& a, const Tensor& b) {
+                      return a.dtype == b.dtype && a.batch == b.batch &&
+                             a.rows == b.rows && a.features == b.features;
+                    });
+}
+
+RankCall WithoutAddresses(RankCall call) {
+  for (Tensor& operand : call.operands) operand.data = nullptr;
+  for (Tensor& result : call.results) result.data = nullptr;
+  call.partition = nullptr;
+  return call;
+}
+
+}  // namespace
+
+Schedules::Schedules(Schedule first) : made_(first.num_ranks) {
+  made_[0] = std::make_unique<const Schedule>(std::move(first));
+}
+
+const Schedule& Schedules::Of(int rank) {
+  std::lock_guard lock(mutex_);
+  std::unique_ptr<const Schedule>& made = made_.at(rank);
+  if (!made) {
+    const Schedule& first = *made_[0];
+    made = std::make_unique<const Schedule>(
+        MakeSchedule(first.pattern, first.method, rank, first.num_ranks,
+                     first.num_splits, first.variant));
+  }
+  return *made;
+}
+
+SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& device) {
+  SlotPlan plan;
+  plan.pattern = PatternOf(at);
+  if (!HasSchedule(plan.pattern, at.method)) {
+    throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
+                           " has no method " + std::string(MethodName(at.method)) +
+                           ": use " + (device.enqueues() ? "" : "direct, ") +
+                           "ring_exchange, pipeline or external");
+  }
+  const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.pattern)
+                                        : static_cast<int>(at.num_splits);
+  if (HasVariant(plan.pattern, at.method, at.num_ranks, at.variant)) {
+    plan.variant = at.variant;
+  }
+  Schedule schedule =
+      MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits, plan.variant);
+  plan.num_splits = schedule.num_splits;
+  plan.num_slots = schedule.num_slots;
+  plan.partial_dtype = device.PartialDType(at, call);
+  for (const Exchange& exchange : ExchangesOf(at, call)) {
+    const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
+    const int64_t piece_rows =
+        plan.variant == Variant::kOneShot
+            ? exchange.num_rows
+            : (chunk_rows + plan.num_splits - 1) / plan.num_splits;
+    const bool gather = IsGather(plan.pattern);
+    const Tensor& sent = gather ? exchange.operand : exchange.result;
+    int64_t element_bytes = SizeOf(exchange.operand.dtype);
+    if (!gather) {
+      if (HasProduct(plan.pattern)) element_bytes = SizeOf(plan.partial_dtype);
+      // An all-reduce sends the sums too.
+      element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
+    }
+    plan.slot_bytes = std::max(plan.slot_bytes,
+                               sent.batch * piece_rows * sent.features * element_bytes);
+  }
+  plan.schedules = std::make_shared<Schedules>(std::move(schedule));
+  return plan;
+}
+
+SlotPlan SlotPlans::Find(const Attributes& attributes,
+                         const RankCall& call,
+                         const Device& device) {
+  std::lock_guard lock(mutex_);
+  if (!plan_.schedules || !AreAlike(like_.operands, call.operands) ||
+      !AreAlike(like_.results, call.results)) {
+    plan_ = PlanSlots(attributes, call, device);
+    like_ = WithoutAddresses(call);
+  }
+  return plan_;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,236 @@
+// What is planned once: blockings of products, slot plans and schedules. Plans that come
+// from a cache are those that would be made anew, whatever the addresses are.
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call_maker.h"
+#include "check.h"
+#include "engine/crew_device.h"
+#include "engine/executor.h"
+#include "engine_calls.h"
+#include "gemm/cpu/blocking_cache.h"
+#include "gemm/cpu/isa.h"
+
+namespace jax_ub {
+namespace {
+
+using jax_ub_test::Arrays;
+using jax_ub_test::MakeCalls;
+using jax_ub_test::NumWrong;
+using jax_ub_test::Sizes;
+
+// Only what a blocking depends on; K in `num_segments` equal segments of A.
+GemmProblem SizesOnly(int64_t m, int64_t n, int64_t k, int64_t num_segments = 1) {
+  GemmProblem problem;
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  for (int64_t i = 0; i <= num_segments; ++i) {
+    problem.a.inner_bounds.push_back(i * k / num_segments);
+  }
+  problem.b.inner_bounds = {0, k};
+  return problem;
+}
+
+bool AreEqual(const GemmBlocking& left, const GemmBlocking& right) {
+  return left.unit_rows == right.unit_rows && left.unit_columns == right.unit_columns &&
+         left.k_bounds == right.k_bounds && left.k_block == right.k_block &&
+         left.block_rows == right.block_rows;
+}
+
+struct Case {
+  GemmProblem problem;
+  const KernelSet* kernels;
+  int num_workers;
+
+  GemmBlocking Get(BlockingCache& cache) const {
+    return cache.Get(problem, *kernels, num_workers);
+  }
+  bool IsRight(BlockingCache& cache) const {
+    return AreEqual(Get(cache), ChooseBlocking(problem, *kernels, num_workers));
+  }
+};
+
+// Each differs from the first in one thing that a blocking depends on.
+std::vector<Case> Cases() {
+  const KernelSet* const general = IsaInUse().general;
+  // A copy has the same kernels at another address, as another instruction set has.
+  static const KernelSet copy = *general;
+  return {{SizesOnly(512, 768, 1024), general, 2},
+          {SizesOnly(520, 768, 1024), general, 2},
+          {SizesOnly(512, 776, 1024), general, 2},
+          {SizesOnly(512, 768, 1032), general, 2},
+          {SizesOnly(512, 768, 1024, 4), general, 2},
+          {SizesOnly(512, 768, 1024), &copy, 2},
+          {SizesOnly(512, 768, 1024), general, 16}};
+}
+
+TEST(ABlockingIsChosenOnceForEverythingThatItDependsOn) {
+  BlockingCache cache;
+  for (int repetition = 0; repetition < 3; ++repetition) {
+    for (const Case& one : Cases()) CHECK(one.IsRight(cache));
+    CHECK_EQ(cache.num_chosen(), static_cast<int64_t>(Cases().size()));
+  }
+}
+
+TEST(AFullCacheOfBlockingsStartsAnew) {
+  BlockingCache cache;
+  const Case first = Cases()[0];
+  CHECK(first.IsRight(cache));
+  const auto most = static_cast<int64_t>(BlockingCache::kMaxEntries);
+  for (int64_t i = 0; i < most; ++i) {
+    Case other = first;
+    other.problem.n = 8 * (1000 + i);
+    other.Get(cache);
+  }
+  CHECK_EQ(cache.num_chosen(), most + 1);
+  CHECK(first.IsRight(cache));
+  CHECK_EQ(cache.num_chosen(), most + 2);
+  CHECK(first.IsRight(cache));
+  CHECK_EQ(cache.num_chosen(), most + 2);
+}
+
+TEST(ThreadsShareBlockings) {
+  BlockingCache cache;
+  std::atomic<int> num_wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int repetition = 0; repetition < 50; ++repetition) {
+        for (const Case& one : Cases()) num_wrong += !one.IsRight(cache);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(num_wrong.load(), 0);
+  CHECK(cache.num_chosen() <= 4 * static_cast<int64_t>(Cases().size()));
+}
+
+void Run(Engine& engine,
+         CallSite& site,
+         int64_t run_id,
+         const std::vector<RankCall>& calls) {
+  std::vector<Outcome> outcomes;
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    const int64_t device = 100 + static_cast<int64_t>(rank);
+    outcomes.push_back(Submit(engine, site, run_id, device, calls[rank]));
+  }
+  for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+}
+
+TEST(CallsAtOtherAddressesChooseNoBlocking) {
+  for (Method method : {Method::kDirect, Method::kRingExchange}) {
+    Engine& engine = NewEngine();
+    const Attributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
+    CallSite site(at);
+    const auto num_chosen = [&] { return engine.crew().blockings().num_chosen(); };
+    int64_t run_id = 0;
+    const auto call = [&] {
+      Arrays arrays(static_cast<int>(run_id));
+      const auto calls = MakeCalls(at, {1, 40, 48, 40}, arrays);
+      Run(engine, site, run_id++, calls);
+      CHECK_EQ(NumWrong(at, calls), 0);
+    };
+    call();
+    const int64_t first = num_chosen();
+    CHECK(first > 0);
+    for (int i = 0; i < 3; ++i) call();
+    CHECK_EQ(num_chosen(), first);
+    // Another number of threads shares the units in another way.
+    engine.crew().set_num_threads(3);
+    call();
+    const int64_t second = num_chosen();
+    CHECK(second > first);
+    engine.crew().set_num_threads(2);
+    call();
+    CHECK_EQ(num_chosen(), second);
+  }
+}
+
+TEST(ASlotPlanIsKeptForTheShapesOfItsCallSite) {
+  Engine& engine = NewEngine();
+  const CrewDevice device(engine.crew());
+  const Attributes at = MakeAttributes(Op::kMatmulReduceScatter, Method::kPipeline, 3);
+  SlotPlans plans;
+  Arrays arrays(0);
+  const RankCall call = MakeCalls(at, {}, arrays)[0];
+  const RankCall moved = MakeCalls(at, {}, arrays)[1];
+  const RankCall larger = MakeCalls(at, {2, 9, 7, 3}, arrays)[0];
+  const SlotPlan first = plans.Find(at, call, device);
+  CHECK(plans.Find(at, moved, device).schedules == first.schedules);
+  const SlotPlan second = plans.Find(at, larger, device);
+  CHECK(second.slot_bytes > first.slot_bytes);
+  CHECK_EQ(second.slot_bytes, PlanSlots(at, larger, device).slot_bytes);
+  CHECK_EQ(plans.Find(at, call, device).slot_bytes, first.slot_bytes);
+}
+
+TEST(AMethodThatAnOpLacksIsRefusedEveryTime) {
+  Engine& engine = NewEngine();
+  const CrewDevice device(engine.crew());
+  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kBulk, 2);
+  SlotPlans plans;
+  Arrays arrays(0);
+  const RankCall call = MakeCalls(at, {}, arrays)[0];
+  for (int i = 0; i < 2; ++i) {
+    CHECK_THROWS(plans.Find(at, call, device), "has no method bulk");
+  }
+}
+
+TEST(RanksShareTheirSchedules) {
+  constexpr int kNumRanks = 8;
+  const auto make = [](int rank) {
+    return MakeSchedule(Pattern::kMatmulAllReduce, Method::kRingExchange, rank,
+                        kNumRanks, 3);
+  };
+  Schedules schedules(make(0));
+  std::vector<std::thread> threads;
+  std::vector<const Schedule*> found(2 * kNumRanks);
+  for (int t = 0; t < 2 * kNumRanks; ++t) {
+    threads.emplace_back([&, t] { found[t] = &schedules.Of(t % kNumRanks); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    CHECK(found[rank] == found[rank + kNumRanks]);
+    CHECK_EQ(found[rank]->rank, rank);
+    CHECK(found[rank]->steps == make(rank).steps);
+  }
+}
+
+// Launches of one call site may be in flight together; here even of other shapes, for
+// two groups of devices.
+TEST(LaunchesInFlightShareTheirPlans) {
+  for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kWgrad}) {
+    Engine& engine = NewEngine();
+    Attributes at = MakeAttributes(op, Method::kRingExchange, 3);
+    if (op == Op::kWgrad) at.gather = Gather::kX;
+    Attributes two_groups = at;
+    two_groups.ranks = {100, 101, 102, 200, 201, 202};
+    CallSite site(two_groups);
+    struct Launch {
+      Launch(const Attributes& at, const Sizes& sizes, int seed)
+          : arrays(seed), calls(MakeCalls(at, sizes, arrays)) {}
+      Arrays arrays;
+      std::vector<RankCall> calls;
+    };
+    std::vector<std::unique_ptr<Launch>> launches;
+    std::vector<Outcome> outcomes;
+    for (int launch = 0; launch < 16; ++launch) {
+      const Sizes sizes = launch % 3 == 0 ? Sizes{2, 9, 33, 17} : Sizes{};
+      launches.push_back(std::make_unique<Launch>(at, sizes, launch));
+      const int64_t first_device = launch % 2 == 0 ? 100 : 200;
+      for (int rank = 0; rank < at.num_ranks; ++rank) {
+        outcomes.push_back(Submit(engine, site, launch, first_device + rank,
+                                  launches.back()->calls[rank]));
+      }
+    }
+    for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
+    for (const auto& launch : launches) CHECK_EQ(NumWrong(at, launch->calls), 0);
+  }
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
