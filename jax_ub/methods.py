@@ -125,7 +125,7 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
 
     Args:
         op: the op's name, for errors.
-        source: what asks for it: an argument or an environment variable.
+        source: what asks for it: an argument or `JAX_UB_METHOD`.
 
     Raises:
         UnsupportedOverlapError: says which method to use, or how to configure a pass.
