@@ -37,6 +37,7 @@ class Site:
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
     ub_name: str | None = None  # in the checkpoint names of its residuals
     bias_name: str = "bias"  # what the call's argument is called, in errors
+    is_on_cuda: bool = False  # the mesh that it is traced for
 
     @property
     def method(self) -> Method:
@@ -118,11 +119,11 @@ class Site:
 
     @property
     def _is_auto_on_gpus(self):
-        return self.method is Method.AUTO and cuda.is_default()
+        return self.method is Method.AUTO and self.is_on_cuda
 
     def partial_dtype(self, num_products: int) -> np.dtype:
         """That of partial sums beside a gather, as GEMM+RS has them on GPUs."""
-        rounded = num_products == 1 and cuda.is_default()
+        rounded = num_products == 1 and self.is_on_cuda
         return np.dtype(self.dtype if rounded else np.float32)
 
     @property
@@ -225,12 +226,21 @@ def plan_site(
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     found = overlaps.find(label, axes, num_ranks, ub_name)
     automatic = chosen is Method.AUTO or (method is None and bool(found))
+    is_on_cuda = cuda.is_traced_for()
     choices = None
-    if automatic:
+    # What was tuned holds for the devices of the default backend.
+    if automatic and is_on_cuda == cuda.is_default():
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
     own = Choice(chosen)
     site = Site(
-        label, axes, num_ranks, own, is_tracked=False, tuned=choices, ub_name=ub_name
+        label,
+        axes,
+        num_ranks,
+        own,
+        is_tracked=False,
+        tuned=choices,
+        is_on_cuda=is_on_cuda,
+        ub_name=ub_name,
     )
     if method is not None or not found:
         return site

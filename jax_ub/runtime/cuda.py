@@ -96,6 +96,28 @@ def is_default() -> bool:
     return jax.default_backend() in ("gpu", "cuda") and bool(local_devices())
 
 
+def is_traced_for() -> bool:
+    """Whether the program that is traced is for CUDA devices: those of the mesh.
+
+    Without a mesh of devices it is for the default backend. A program that `jax.export`
+    lowers for another platform is traced for its mesh, too.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return is_default()
+    if device.platform != "gpu":
+        return device.platform == "cuda"
+    # AMD's are "gpu", too. A topology's GPUs are no devices of this process.
+    return bool(local_devices()) or not _has_other_gpus()
+
+
+def _has_other_gpus():
+    try:
+        return bool(jax.local_devices(backend="rocm"))
+    except RuntimeError:
+        return False
+
+
 def why_not() -> str | None:
     """Why no call can run on the CUDA devices of this process; None if they can.
 

@@ -63,6 +63,14 @@ def _defined(text, name):
     return int(re.findall(rf"#define {name} (\d+)", text)[0])
 
 
+def local_devices() -> list[jax.Device]:
+    """The CPU devices of this process; none where jax has no such backend."""
+    try:
+        return jax.local_devices(backend="cpu")
+    except RuntimeError:
+        return []
+
+
 @functools.cache
 def register_targets() -> None:
     """Hands the engine's settings to it and its handlers to XLA, once."""
@@ -71,7 +79,7 @@ def register_targets() -> None:
     jax.devices()
     cpu = load()
     _configure(cpu)
-    cpu.set_local_devices([device.id for device in jax.local_devices()])
+    cpu.set_local_devices([device.id for device in local_devices()])
     jax.ffi.register_ffi_type(
         "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
     )

@@ -73,7 +73,6 @@ def mesh(monkeypatch):
     ).devices
     monkeypatch.setattr(cuda, "load", lambda: engine)
     monkeypatch.setattr(cuda, "is_cuda", lambda device: device.platform == "gpu")
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
     monkeypatch.setattr(cuda, "local_devices", lambda: devices)
     monkeypatch.setattr(cuda, "ordinals", lambda devices: {})
     monkeypatch.setattr(cuda, "why_not", lambda: None)

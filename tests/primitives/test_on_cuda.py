@@ -466,6 +466,7 @@ def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
     engine, monkeypatch
 ):
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     run = row(tp_mesh(4), ub_name="reused")  # a trace that no other test has left
     step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
     text = cuda_text(step, shape(8, 8), shape(8, 8))

@@ -1,6 +1,7 @@
 """How the gradients of AG+GEMM are lowered where GPUs are the default."""
 
 import jax
+import numpy as np
 import pytest
 from cuda_programs import StandIn, attribute, cuda_text, custom_calls, shape
 from jax.sharding import PartitionSpec as P
@@ -12,7 +13,9 @@ from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.rules.site import plan_site
 from jax_ub.runtime import cuda
+from jax_ub.runtime import tuned as tuned_choices
 from jax_ub.runtime.tuned import maker
 
 COLUMN = (P("tp"), P(None, "tp"))
@@ -28,6 +31,7 @@ def engine(monkeypatch):
 def backward_of_column(monkeypatch, num_kernels):
     """The calls of a column layer and its gradients where GPUs are the default."""
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     run = on_ranks(
         lambda x, w: sum(ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp")),
         tp_mesh(4),
@@ -112,3 +116,21 @@ def test_a_tuned_backward_that_cannot_run_falls_back(engine, monkeypatch, tmp_pa
 def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
     monkeypatch.setattr(cuda, "MOST_RANKS", 3)
     assert not backward_of_column(monkeypatch, 3)
+
+
+# JAX lowers a program for the devices of its mesh, whatever the default backend is.
+def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
+    monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(tuned_choices, "of_process", lambda: pytest.fail("of the GPUs"))
+    found = []
+
+    def function(x):
+        site = plan_site("all_gather_matmul", ("tp",), 2, None, None)
+        found.append((site.is_on_cuda, site.copies_operands, site.communicates_beside))
+        found.append(site.partial_dtype(1))
+        return x
+
+    jax.eval_shape(on_ranks(function, tp_mesh(2), P("tp"), P("tp")), shape(8, 8))
+    assert found == [(False, False, False), np.dtype(np.float32)]
+    # Without a mesh of devices it is that of the default backend.
+    assert cuda.is_traced_for()

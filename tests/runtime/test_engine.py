@@ -81,3 +81,15 @@ def test_registration_happens_once():
     engine.register_targets()
     engine.register_targets()
     assert engine.register_targets.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("platforms", ["cpu", "cuda", "cuda,cpu"])
+def test_the_engine_has_the_cpu_devices_whatever_the_default_is(monkeypatch, platforms):
+    def local_devices(backend=None):
+        backend = backend or platforms.split(",")[0]
+        if backend not in platforms:
+            raise RuntimeError(f"Unknown backend {backend}")
+        return [f"{backend} 0"]
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    assert engine.local_devices() == (["cpu 0"] if "cpu" in platforms else [])

@@ -30,6 +30,7 @@ def targets_of(op, choice):
 def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     ranks = 1 if op in LOCAL_OPS else num_ranks
     case = Case(op, ranks, 64, 32, 48, "bfloat16")
     operands = Operands(case)

@@ -133,6 +133,7 @@ def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
     engine, file_of, monkeypatch, initialized
 ):
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     path = file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     if initialized:
@@ -147,6 +148,7 @@ def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
     engine, file_of, monkeypatch, ub_cfgs, expected
 ):
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     asked = {"proj_dgrad": {"method": "ring_exchange"}}
@@ -163,6 +165,7 @@ def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
     engine, file_of, monkeypatch, method, expected
 ):
     monkeypatch.setattr(cuda, "is_default", lambda: True)
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     file_of(
         {
             Case(COLUMN_GRADIENTS, 2, M, K, N, "float32"): Choice(method),
