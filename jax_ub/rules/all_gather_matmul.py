@@ -148,7 +148,7 @@ def _check(site, x, ws, biases, main_grads, out_dtype):
             site.label, bias, None, (w.shape[1],), bias_name=site.bias_name
         )
         main_grad = None if main_grads is None else main_grads[i]
-        shapes.check_main_grad(site.label, main_grad, w)
+        shapes.check_main_grad(site.label, main_grad, ws[i])
     return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
 
 

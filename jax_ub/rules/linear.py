@@ -180,7 +180,7 @@ def _whole_rows_at(site, x, w, *, bias, main_grad, residual=None, out_dtype=None
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
     result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
-    shapes.check_main_grad(site.label, main_grad, kernel)
+    shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, w, bias, residual, main_grad)

@@ -96,7 +96,7 @@ def matmul_all_reduce_at(
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
     result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
-    shapes.check_main_grad(site.label, main_grad, kernel)
+    shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     _check_replicated(site, **{site.bias_name: bias, "residual": residual})

@@ -89,7 +89,7 @@ def matmul_reduce_scatter_at(
     shapes.check_divides(site.label, x, site.num_ranks)
     result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, kernel.shape[1])
     shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
-    shapes.check_main_grad(site.label, main_grad, kernel)
+    shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)
     axes = site.axes(x, w, bias, residual, main_grad)
