@@ -14,8 +14,16 @@ from jax_ub.runtime import communicators
 from jax_ub.shapes import axis_tuple, check_axis_name, has_symbolic_sizes
 
 
-def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
+def axis_size(
+    op: str, axis_name: str | tuple[str, ...], *, may_be_mapped: bool = False
+) -> int:
     """The number of ranks on `axis_name`, checked to be a manual mesh axis.
+
+    Args:
+        op: the call, for errors.
+        axis_name: the axis.
+        may_be_mapped: whether it may be an axis of `jax.vmap` instead, on which plain
+            `jax.lax` communicates.
 
     Raises:
         ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual;
@@ -26,6 +34,11 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     missing = [axis for axis in axes if axis not in manual]
+    if may_be_mapped and missing:
+        try:
+            return lax.axis_size(axes)
+        except NameError:  # it is no axis at all
+            pass
     if manual and missing and missing[0] not in mesh.axis_names:
         raise ShapeContractError(
             f"{op}: axis_name = {shown(axis_name)}, but the mesh of this jax.shard_map "
@@ -39,6 +52,11 @@ def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
             "jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
         )
     return lax.axis_size(axes)
+
+
+def are_manual(axes: tuple[str, ...]) -> bool:
+    """Whether all of the axes are manual mesh axes here."""
+    return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_manual(label: str) -> None:

@@ -14,6 +14,7 @@ from jax_ub.primitives.all_gather_matmul import all_gather_matmul as fused
 from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
+from jax_ub.rules.layer import check_no_main_grad
 from jax_ub.rules.site import Site, open_site
 from jax_ub.rules.vjp import (
     compiled,
@@ -115,7 +116,11 @@ def all_gather_matmul_at(
             for mg, kernel in zip(mgs, ws, strict=True)
         )
     x, ws, biases = promote((x, ws, biases), axes)
-    ys, gathered = _compiled_column(site, return_gathered, x, ws, biases, mgs)
+    if site.is_mapped:
+        check_no_main_grad(site, mgs)
+        ys, gathered = _forward(site, return_gathered, x, ws, biases)
+    else:
+        ys, gathered = _compiled_column(site, return_gathered, x, ws, biases, mgs)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
@@ -152,8 +157,7 @@ def _check(site, x, ws, biases, main_grads, out_dtype):
     return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _column(site, return_gathered, x, ws, biases, main_grads):
+def _forward(site, return_gathered, x, ws, biases):
     return fused(
         x,
         ws,
@@ -163,6 +167,11 @@ def _column(site, return_gathered, x, ws, biases, main_grads):
         out_dtype=site.out_dtype,
         **site.fused,
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _column(site, return_gathered, x, ws, biases, main_grads):
+    return _forward(site, return_gathered, x, ws, biases)
 
 
 def _column_fwd(site, return_gathered, x, ws, biases, main_grads):

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.rules.bias import bias_gradient
 from jax_ub.rules.main_grads import mapped_alike
+from jax_ub.rules.site import Site
 from jax_ub.rules.vjp import (
     compiled,
     is_zero,
@@ -64,7 +66,28 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
         return dx, None, db, d_residual, dw
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
-    return compiled(call, static_argnums=0)
+    with_rule = compiled(call, static_argnums=0)
+
+    def product(site, x, w, bias, residual, main_grad):
+        if not site.is_mapped:
+            return with_rule(site, x, w, bias, residual, main_grad)
+        check_no_main_grad(site, main_grad)
+        return forward(site, x, w, bias, residual)
+
+    return product
+
+
+def check_no_main_grad(site: Site, main_grad) -> None:
+    """Refuses an accumulator on an axis of `jax.vmap`.
+
+    A backward rule may run after the `vmap`, where its axis is unbound. So JAX
+    differentiates such calls itself, which accumulates nothing.
+    """
+    if main_grad is not None:
+        raise UnsupportedOverlapError(
+            f"{site.label}: main_grad over {site.axis_name}, an axis of jax.vmap. Use "
+            "jax.shard_map, or leave out main_grad."
+        )
 
 
 def _emptied(array):

@@ -36,6 +36,7 @@ class Site:
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
     ub_name: str | None = None  # in the checkpoint names of its residuals
+    is_mapped: bool = False  # whether the axis is one of vmap: JAX differentiates
     bias_name: str = "bias"  # what the call's argument is called, in errors
     is_on_cuda: bool = False  # the mesh that it is traced for
 
@@ -182,14 +183,19 @@ def open_site(
             only, whose method may be "bulk".
 
     Raises:
-        ShapeContractError: if the axis is not a manual mesh axis.
+        ShapeContractError: if the axis is not a manual mesh axis. One of `jax.vmap` is
+            taken, too, if the method is "xla".
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
-    num_ranks = mesh.axis_size(label_of(op, ub_name), axis_name)
+    is_plain = methods.resolve(op, method, settings.method()) is Method.XLA
+    label = label_of(op, ub_name)
+    num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = mesh.axis_tuple(axis_name)
     site = plan_site(
         op, axes, num_ranks, ub_name, method, like=like, may_be_bulk=may_be_bulk
     )
+    if not mesh.are_manual(axes):
+        return dataclasses.replace(site, is_mapped=True)
     return dataclasses.replace(site, is_tracked=varying.is_tracked(axes))
 
 

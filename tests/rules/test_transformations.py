@@ -387,3 +387,39 @@ def test_dtype_promotion_of_numpy_operands():
     x, w, _ = operands()
     run = on_ranks(column, tp_mesh(4), (ROWS, COLUMNS), FEATURES)
     assert_equal(run(np.asarray(x), np.asarray(w)), x @ w)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_ranks_may_be_an_axis_of_vmap_for_plain_jax(sequence_parallel):
+    options = {
+        "axis_name": "tp",
+        "method": "xla",
+        "sequence_parallel": sequence_parallel,
+    }
+
+    def layers(x, up, down):
+        h = ub.linear(x, up, parallel="column", **options)
+        return ub.linear(h, down, parallel="row", **options)
+
+    x, up, down = (
+        small_integers(i, shape) for i, shape in enumerate([(8, 6), (6, 12), (12, 5)])
+    )
+    rows = x.reshape(4, 2, 6) if sequence_parallel else jnp.stack([x] * 4)
+    ups = jnp.stack(jnp.split(up, 4, axis=1))
+    mapped = jax.vmap(layers, axis_name="tp")
+    y, pull = jax.vjp(mapped, rows, ups, down.reshape(4, 3, 5))
+    expected, expected_pull = jax.vjp(lambda x, u, d: x @ u @ d, x, up, down)
+    assert_equal(y.reshape(-1, 5)[:8], expected)
+    # The gradient of a replicated result is spread over the ranks.
+    dx, dup, ddown = jax.jit(pull)(y if sequence_parallel else y / 4)
+    wanted = expected_pull(expected)
+    dx = dx.reshape(8, 6) if sequence_parallel else dx.sum(0)
+    found = dx, jnp.concatenate(list(dup), axis=1), ddown.reshape(12, 5)
+    assert_equal(found, wanted)
+    options["main_grad"] = jnp.zeros((6, 3))
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match="an axis of jax.vmap"):
+        mapped(rows, ups, down.reshape(4, 3, 5))
+    del options["main_grad"]
+    options["method"] = "direct"
+    with pytest.raises(ub.errors.ShapeContractError, match="not a manual mesh axis"):
+        mapped(rows, ups, down.reshape(4, 3, 5))
