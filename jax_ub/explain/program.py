@@ -14,7 +14,7 @@ from jax.extend import core
 
 from jax_ub import methods
 from jax_ub.explain import hlo, sizes
-from jax_ub.explain.table import Row, Table
+from jax_ub.explain.table import Row, Table, flops_text
 from jax_ub.primitives.call import Call
 from jax_ub.primitives.lowered import Lowered, recording, shape_of
 from jax_ub.primitives.sizes import op_of
@@ -100,10 +100,16 @@ def summary(name: str, rows: Sequence[Row], found: Iterable[hlo.Found]) -> Table
     for one in found:
         others.update(one.others)
     listed = ", ".join(f"{kind} x {count}" for kind, count in sorted(others.items()))
-    notes = (
-        (f"XLA's collectives without a dot next to them: {listed}",) if listed else ()
-    )
-    return Table(tuple(rows), title, notes)
+    table = Table(tuple(rows), title)
+    notes = []
+    if table.custom_call_flops:
+        total = flops_text(table.custom_call_flops)
+        notes.append(
+            f"custom calls: {total}FLOP a rank, which cost_analysis() counts as 0"
+        )
+    if listed:
+        notes.append(f"XLA's collectives without a dot next to them: {listed}")
+    return dataclasses.replace(table, notes=tuple(notes))
 
 
 def call_rows(
@@ -135,6 +141,8 @@ def call_rows(
             predicted_s=found.seconds,
             measured_exposed_s=waited.get((call.label, op_of(call))),
             note=", ".join(filter(None, notes)),
+            flops=sizes.flops(call, operands),
+            count=int(count) if count.isdigit() and int(count) else len(sites),
         )
 
 
@@ -153,6 +161,8 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
             moved_bytes=pair.moved_bytes,
             predicted_s=sizes.pair_seconds(pair, hardware),
             note=f"x {count}" if count > 1 else "",
+            flops=sizes.pair_flops(pair),
+            count=count,
         )
 
 

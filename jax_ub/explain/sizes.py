@@ -26,6 +26,22 @@ def prediction(
     )
 
 
+def flops(call: Call, operands: Sequence[Any]) -> int:
+    """Floating-point operations of a rank in one call; reductions do not count."""
+    if call.communicates_only:
+        return 0
+    _, M, K, N = global_sizes(call, operands)
+    return 2 * M * K * N // (call.num_ranks if call.axis_name else 1)
+
+
+def pair_flops(pair: Pair) -> int | None:
+    """The same of XLA's dot, None where the program's text does not say the sizes."""
+    if pair.sizes is None:
+        return None
+    M, K, N = pair.sizes
+    return 2 * M * K * N // max(pair.num_ranks, 1)
+
+
 def pair_seconds(pair: Pair, hardware: str | Hardware) -> float | None:
     """What the model says of XLA's dot and collective, one after the other.
 

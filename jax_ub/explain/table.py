@@ -18,6 +18,8 @@ class Row:
         predicted_s: seconds of one call by the cost model.
         measured_exposed_s: seconds that ranks waited in it, on average, in a trace.
         note: what else there is to say, such as how often it is called.
+        flops: floating-point operations of a rank in one call; None where unknown.
+        count: how often it is called, as far as that is known; at least 1.
     """
 
     scope: str
@@ -29,6 +31,8 @@ class Row:
     predicted_s: float | None = None
     measured_exposed_s: float | None = None
     note: str = ""
+    flops: int | None = None
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,12 @@ class Table:
         """Whether every call is; true for none."""
         return all(row.overlapped for row in self.rows)
 
+    @property
+    def custom_call_flops(self) -> int:
+        """Operations of a rank in all custom calls: XLA's cost analysis misses them."""
+        custom = (row for row in self.rows if row.method != "xla")
+        return sum(row.count * (row.flops or 0) for row in custom)
+
     def as_json(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
@@ -69,6 +79,7 @@ def _cells(row: Row) -> dict[str, str]:
         "op": row.op,
         "overlapped": "yes" if row.overlapped else "NO",
         "method": row.method,
+        "FLOP": "" if row.flops is None else flops_text(row.flops),
         "sends": "" if row.moved_bytes is None else _bytes(row.moved_bytes),
         "predicted": _seconds(row.predicted_s),
         "exposed": _seconds(row.measured_exposed_s),
@@ -98,6 +109,14 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def flops_text(count: int) -> str:
+    """Formats a number of floating-point operations."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
 
 
 def _seconds(seconds: float | None) -> str:

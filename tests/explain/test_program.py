@@ -243,3 +243,44 @@ def test_local_calls_have_nothing_to_communicate():
 
 def test_a_program_without_linears_says_so():
     assert str(ub.explain(lambda x: x + 1, 1.0)) == "lambda: no linears"
+
+
+def test_flops_of_custom_calls_are_counted_in_loops_too():
+    def layers(x, w):
+        def step(x, w):
+            h = ub.all_gather_matmul(x, w, axis_name="tp")
+            return ub.matmul_reduce_scatter(h, w.T, axis_name="tp"), None
+
+        return jax.lax.scan(step, x, jnp.stack([w] * 3))[0]
+
+    M, K, N, P_ = 8 * NUM_RANKS, 16, 32 * NUM_RANKS, NUM_RANKS
+    run = jax.shard_map(
+        layers,
+        mesh=tp_mesh(NUM_RANKS),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P("tp"),
+    )
+    found = ub.explain(run, jnp.ones((M, K)), jnp.ones((K, N)))
+    one = 2 * M * K * N // P_
+    assert [(row.flops, row.count) for row in found.rows] == [(one, 3)] * 2
+    assert found.custom_call_flops == 6 * one
+    assert "FLOP a rank, which cost_analysis() counts as 0" in str(found)
+    assert " FLOP " in str(found).splitlines()[1]
+
+
+@pytest.mark.parametrize("method", ["auto", "external", "xla"])
+def test_flops_forward_and_backward_are_those_of_three_products(method):
+    def loss(x, w):
+        y = ub.all_gather_matmul(x, w, axis_name="tp", method=method)
+        return jnp.sum(y * y)
+
+    x, w = jnp.ones((8 * NUM_RANKS, 16)), jnp.ones((16, 32 * NUM_RANKS))
+    run = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)),
+        mesh=tp_mesh(NUM_RANKS),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=(P("tp"), P(None, "tp")),
+    )
+    found = ub.explain(run, x, w)
+    whole = 3 * 2 * x.shape[0] * 16 * 32
+    assert found.custom_call_flops == (0 if method == "xla" else whole)
