@@ -45,6 +45,7 @@ class Call:
     choice: Choice
     tuned: Choices | None = None  # what to take instead, where the sizes are known
     label: str
+    is_of_one_rank: bool = False  # a local product of a call over an axis of one rank
 
     def __init_subclass__(cls):
         """Makes the primitive of a subclass that names a target."""
@@ -224,6 +225,10 @@ def _lower_on_cuda(ctx, *operands, call):
     reason = on_cuda.why_not(call, ranks)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
+    if on_cuda.leaves_to_xla(call):
+        lowered.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
+        rule = mlir.lower_fun(call.reference, multiple_results=True)
+        return rule(ctx, *operands)
     lowered.record(ctx, call, on_cuda.method_of(call))
     attributes = {
         **_attributes(call, ranks),

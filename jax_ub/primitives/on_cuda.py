@@ -38,6 +38,15 @@ def method_of(call: Any) -> Method:
     return call.method
 
 
+def leaves_to_xla(call: Any) -> bool:
+    """Whether "auto" leaves a call that the engine could run to XLA.
+
+    One rank has nothing to overlap, and XLA tunes the GEMM and fuses what is around it.
+    """
+    is_of_one_rank = bool(call.axis_name) and call.num_ranks == 1
+    return call.method is Method.AUTO and (is_of_one_rank or call.is_of_one_rank)
+
+
 def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
     """The variant of the schedule that the engine is told.
 

@@ -120,7 +120,8 @@ class Site:
 
     @property
     def _is_auto_on_gpus(self):
-        return self.method is Method.AUTO and self.is_on_cuda
+        is_auto = self.method is Method.AUTO and self.num_ranks > 1
+        return is_auto and self.is_on_cuda
 
     def partial_dtype(self, num_products: int) -> np.dtype:
         """That of partial sums beside a gather, as GEMM+RS has them on GPUs."""
@@ -156,6 +157,7 @@ class Site:
             "choice": Choice(method, is_asked=self.choice.is_asked),
             "tuned": self.tuned if is_tuned else None,
             "label": self.label,
+            "is_of_one_rank": bool(self.axis_name) and self.num_ranks == 1,
         }
 
 

@@ -315,3 +315,20 @@ def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, transformer):
     assert not copies(text)
     # The gradients of the norms' scales are summed, as they lie on every rank.
     assert not re.findall(r" (all-gather|all-to-all|reduce-scatter)[\w-]*\(", text)
+
+
+@pytest.mark.parametrize("parallel", ["column", "row"])
+def test_a_layer_on_one_rank_is_three_products_of_xla(mesh, parallel):
+    def loss(x, w):
+        y = ub.linear(x, w, parallel=parallel, axis_name="tp")
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    one = Mesh(mesh.devices[:1], ("tp",))
+    column = (P("tp"), P(None, "tp"))
+    specs = column if parallel == "column" else (P(None, "tp"), P("tp"))
+    shapes = (("bfloat16", M, K), ("bfloat16", K, N))
+    text = compiled(jax.grad(loss, (0, 1)), one, specs, specs, *shapes)
+    assert not calls(text)
+    assert not re.search(r"(all-gather|all-reduce|reduce-scatter)[-a-z]*\(", text)
+    products = re.findall(r"__cublas\$|__triton_(?:nested_)?gemm|__gemm_fusion", text)
+    assert len(re.findall(r" dot\(", text)) + len(products) >= 3

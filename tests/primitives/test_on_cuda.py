@@ -473,3 +473,26 @@ def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
     calls = dict(custom_calls(text))
     assert attribute(calls["all_gather_matmul"], "return_gathered") == 1
     assert attribute(calls["wgrad"], "gather") == 0
+
+
+@pytest.mark.parametrize("method", [None, "ring_exchange"])
+@pytest.mark.parametrize("parallel", ["column", "row"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_one_rank_is_left_to_xla_unless_a_method_is_named(
+    engine, parallel, sequence_parallel, method, monkeypatch
+):
+    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    before = ub.fallbacks()
+
+    def layer(x, w):
+        options = {"sequence_parallel": sequence_parallel, "method": method}
+        return ub.linear(x, w, parallel=parallel, axis_name="tp", **options)
+
+    specs = COLUMN if parallel == "column" else ROW
+    run = on_ranks(layer, tp_mesh(1), specs, P(None, "tp"))
+    step = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1))
+    text = cuda_text(jax.jit(step), shape(8, 8), shape(8, 8))
+    assert bool(called(text)) == (method is not None)
+    assert ub.fallbacks() == before
+    if method is None:
+        assert text.count("dot_general") == 3
