@@ -1,6 +1,7 @@
 """The command line: `python -m jax_ub doctor`, `bench`, `explain` and the others."""
 
 import argparse
+import errno
 import os
 import select
 import signal
@@ -25,6 +26,11 @@ _COMMANDS = {
     "explain": (explain, "says what overlaps in a program, what does not, and why"),
     "simulate": (simulate, "says what overlapping is worth on another machine"),
 }
+
+
+# What a write to stdout fails with, in a command that runs no program of the user.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _drop(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno in _FULL and given.command in _WITHOUT_PROGRAM:
+            return _say_full(error)
+        raise
 
 
 def _flush(status):
@@ -68,11 +78,16 @@ def _flush(status):
     except BrokenPipeError:
         raise
     except OSError as error:  # as where a disk is full
-        _drop(sys.stdout)
         if status == 0:  # otherwise the command has said why
-            print(f"cannot write to stdout: {error.strerror}", file=sys.stderr)
-            return 1
+            return _say_full(error)
+        _drop(sys.stdout)
     return status
+
+
+def _say_full(error):
+    _drop(sys.stdout)
+    print(f"cannot write to stdout: {error.strerror}", file=sys.stderr)
+    return 1
 
 
 def _has_reader(output):

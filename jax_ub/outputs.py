@@ -17,6 +17,10 @@ class OutputError(UbError, OSError):
     """A file cannot be written."""
 
 
+class InputError(UbError, OSError):
+    """A file cannot be read."""
+
+
 def output_path(text: str) -> pathlib.Path:
     """Reads an option that names a file to be written.
 
@@ -25,6 +29,12 @@ def output_path(text: str) -> pathlib.Path:
             if it may not be written.
     """
     path = pathlib.Path(text)
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:  # too long, or a null byte
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no name of a file: {getattr(error, 'strerror', error)}."
+        ) from error
     if path.is_dir():
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is a folder. Name a file in it."

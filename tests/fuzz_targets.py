@@ -1,5 +1,6 @@
 """What the fuzz test calls: every public function, layer, operation and command."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,12 +18,12 @@ import jax_ub.flax
 from jax_ub import ops
 from jax_ub.flax import linen
 
-_TP = 4
+NUM_RANKS = 4
 
 
 @functools.cache
 def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:_TP]), ("tp",))
+    return Mesh(np.array(jax.devices()[:NUM_RANKS]), ("tp",))
 
 
 def traced(function, make):
@@ -284,7 +285,7 @@ def _shards(params, specs):
 
     def shard(array, spec):
         sizes = zip(array.shape, (*spec, *[None] * array.ndim), strict=False)
-        shape = [size // (1 if name is None else _TP) for size, name in sizes]
+        shape = [size // (1 if name is None else NUM_RANKS) for size, name in sizes]
         return jnp.zeros(shape, array.dtype)
 
     return jax.tree.map(shard, params, specs)
@@ -293,8 +294,111 @@ def _shards(params, specs):
 OPERATIONS = {f"ops.{name}": _operation(name) for name in _OPERATIONS}
 
 
+def _called(function, valid, names=(), fixed=()):
+    """A function that is called where the test is."""
+
+    def run(arguments):
+        try:
+            found = function(**arguments())
+            if isinstance(found, contextlib.AbstractContextManager):
+                with found:
+                    pass
+        finally:
+            ub.destroy_ub()
+
+    return Target(valid, run, names, fixed=fixed)
+
+
+def _model():
+    with jax.set_mesh(mesh()):
+        return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def _initialized(function, valid, names=()):
+    """The same after `initialize_ub`."""
+
+    def run(arguments):
+        ub.initialize_ub((64, 64), NUM_RANKS, mesh=mesh(), axis_name="tp")
+        _called(function, valid).run(arguments)
+
+    return Target(valid, run, names)
+
+
+def _dot_general(**given):
+    x, kernel = given.pop("x"), given.pop("w")
+    numbers = given.pop("dimension_numbers")
+    dot = ub.dot_general(**given)
+    with jax.set_mesh(mesh()):
+        try:
+            jax.eval_shape(lambda: dot(x, kernel, numbers))
+        except TypeError as error:  # anything else than a dense layer is JAX's
+            if not str(error).startswith("dot_general requires"):
+                raise
+
+
+def _linen_overlap(**given):
+    overlap = linen.Overlap(**given)
+    with jax.set_mesh(mesh()), nn.intercept_methods(overlap):
+        jax.eval_shape(lambda: nn.Dense(8).init(jax.random.key(0), zeros(1, 8, 8)))
+
+
+_CFGS = {
+    "qkv_fprop": {"method": "ring_exchange", "aggregate": 0, "num_sm": 1},
+    "proj_fprop": {"method": "pipeline", "num_splits": 4, "comm_priority": -1},
+    "own_fprop": {"comm_type": "RS", "is_reduce_scatter": 1, "cga_size": 2},
+}
+CONFIGURATION = {
+    "initialize_ub": _called(
+        ub.initialize_ub,
+        lambda: {
+            "shape": (64, 64),
+            "tp_size": NUM_RANKS,
+            "ub_cfgs": _CFGS,
+            "mesh": mesh(),
+        },
+        optional(ub.initialize_ub),
+    ),
+    "get_ub": _initialized(
+        ub.get_ub, lambda: {"name": "qkv_fprop"}, optional(ub.get_ub)
+    ),
+    "destroy_ub": _initialized(ub.destroy_ub, dict, optional(ub.destroy_ub)),
+    "is_ub_initialized": _initialized(
+        ub.is_ub_initialized, dict, optional(ub.is_ub_initialized)
+    ),
+    "from_te": _called(ub.overlap_config.from_te, lambda: {"source": _CFGS}),
+    "overlap": _called(
+        ub.overlap,
+        lambda: {"model": _model(), "rules": {".*": "column"}},
+        optional(ub.overlap),
+    ),
+    "overlapped": _called(ub.overlapped, lambda: {"model": _model()}),
+    "dot_general": _called(
+        _dot_general,
+        lambda: {
+            "kind": "column",
+            "x": zeros(8, 8),
+            "w": zeros(8, 8),
+            "dimension_numbers": (((1,), (0,)), ((), ())),
+        },
+        optional(ub.dot_general),
+    ),
+    "linen Overlap": _called(
+        _linen_overlap,
+        lambda: {"rules": {".*": "column"}},
+        optional(linen.Overlap.__init__),
+    ),
+    "explain": _called(
+        ub.explain,
+        lambda: {"fn": lambda x: x, "x": 1.0},
+        ("hardware", "trace"),
+        fixed=("x",),
+    ),
+    "trace": _called(ub.trace, dict, ("path", "events_per_thread")),
+}
+
 TARGETS: dict[str, Target] = {
     **PER_DEVICE,
     **LAYERS,
     **OPERATIONS,
+    **CONFIGURATION,
 }

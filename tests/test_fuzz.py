@@ -9,13 +9,19 @@ seed, in this folder, such as
 import inspect
 
 import bad_values
+import fuzz_commands
 import fuzz_targets
 import pytest
 
+import jax_ub as ub
 import jax_ub.flax
-from jax_ub import ops
+from jax_ub import __main__, ops
 
-TARGETS = fuzz_targets.TARGETS
+TARGETS = {
+    **fuzz_targets.TARGETS,
+    **fuzz_commands.COMMANDS,
+    **fuzz_commands.FILES,
+}
 
 
 def run(name, changes, seed):
@@ -53,6 +59,23 @@ def test_more_random_arguments(name):
     for number in range(6, 200):
         seed = f"{name} {number}"
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
+
+
+# They change nothing and take no argument.
+WITHOUT_TARGET = {
+    *("check_communicators", "fallbacks", "memory_report", "register_targets"),
+}
+
+
+def test_every_public_function_has_a_target():
+    public = {name for name, found in vars(ub).items() if inspect.isfunction(found)}
+    assert public - WITHOUT_TARGET <= set(TARGETS)
+
+
+def test_every_command_has_a_target():
+    commands = {f"command {name}" for name in __main__._COMMANDS}
+    # It measures whatever its options are: see test_bad_input.py.
+    assert commands - {"command doctor"} <= set(TARGETS)
 
 
 def test_every_layer_has_a_target():

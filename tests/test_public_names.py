@@ -52,9 +52,7 @@ FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(ub, name))]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(ub, name))]
 # They look at what is there, or do nothing where there is nothing to do.
 RAISE_NOTHING = {
-    "destroy_ub",
     "fallbacks",
-    "is_ub_initialized",
     "memory_report",
     "overlapped",
     "register_targets",

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jax_ub import methods
+from jax_ub import arguments, methods
+from jax_ub.errors import ShapeContractError, shown
 from jax_ub.explain import hlo, sizes
 from jax_ub.explain.table import Row, Table, flops_text
 from jax_ub.primitives.call import Call
@@ -53,9 +54,10 @@ def explain(
 
     Raises:
         UnknownNameError: if there is no such hardware, or a file is no trace.
-        OSError: if a file cannot be read.
+        InputError: if a file cannot be read (an `OSError`).
     """
-    if isinstance(hardware, str):
+    arguments.check_function("explain", "fn", fn)
+    if hardware is not None:
         hardware = find(hardware)
     program, arrays = _unseen(fn, args, kwargs)
     traced = program.trace(*arrays)
@@ -205,7 +207,12 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
         return {}
     if isinstance(trace, Trace):
         return trace.exposed_by_op_s()
-    paths = [trace] if isinstance(trace, str | pathlib.Path) else trace
+    paths = trace if isinstance(trace, list | tuple) else [trace]
+    if not all(isinstance(path, str | pathlib.Path) for path in paths):
+        raise ShapeContractError(
+            f"explain: trace = {shown(trace)} is no trace. Pass what ub.trace "
+            "recorded, the path of its file, or a list of paths."
+        )
     return chrome.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
 
 

@@ -144,8 +144,11 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     Args:
         axis_name: which axis; None means all of them. One that was not initialised, or
             is destroyed already, is nothing to do.
+
+    Raises:
+        ShapeContractError: if `axis_name` is no name.
     """
-    wanted = None if axis_name is None else axis_tuple(axis_name)
+    wanted = _named("destroy_ub", axis_name)
     for domain in overlaps.domains():
         if wanted in (None, domain.axis_name):
             overlaps.remove(domain.axis_name)
@@ -166,8 +169,11 @@ def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
 
     Returns:
         True or False.
+
+    Raises:
+        ShapeContractError: if `axis_name` is no name.
     """
-    wanted = None if axis_name is None else axis_tuple(axis_name)
+    wanted = _named("is_ub_initialized", axis_name)
     return any(wanted in (None, domain.axis_name) for domain in overlaps.domains())
 
 
@@ -190,13 +196,22 @@ def get_ub(
         A `CommOverlapP2P` where the method is "ring_exchange", else a `CommOverlap`.
 
     Raises:
+        ShapeContractError: if `axis_name` is no name.
         LifecycleError: if nothing was initialised.
         ConfigurationTypeError: if `use_fp8` is a quantization mode, or the name is no
             string.
         UnknownOverlapError: if there is no such overlap, or several axes have it; a
             `KeyError` too.
     """
-    return overlaps.get(name, use_fp8, axis_tuple(axis_name) or None)
+    return overlaps.get(name, use_fp8, _named("get_ub", axis_name))
+
+
+def _named(op, axis_name):
+    """Returns the axes of a name, None for None."""
+    if axis_name is None:
+        return None
+    check_axis_name(op, axis_name)
+    return axis_tuple(axis_name)
 
 
 def _devices_in_reach(mesh):

@@ -16,7 +16,7 @@ import sys
 
 from jax_ub.errors import shown
 from jax_ub.launch import supervisor
-from jax_ub.launch.environment import LaunchError, environment
+from jax_ub.launch.environment import LaunchError, check_counts, environment
 from jax_ub.launch.port import reserve_port
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,6 +110,7 @@ def _check(given):
             raise LaunchError(
                 f"launch: {option} {getattr(given, name)}: give at least 1."
             )
+    check_counts("launch", given.processes, given.devices_per_process)
     if given.hosts < 1 or given.processes % given.hosts:
         raise LaunchError(
             f"launch: --hosts {given.hosts} cannot share -n {given.processes} "

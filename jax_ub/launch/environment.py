@@ -3,15 +3,34 @@
 import os
 from collections.abc import Mapping
 
-from jax_ub.errors import UbError
+from jax_ub.errors import UbError, shown
 
 # Where the processes of a machine meet.
 HOST = "127.0.0.1"
+# Of processes, and of devices of each: far more than work on one machine.
+MOST = 4096
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class LaunchError(UbError, ValueError):
     """The command line of `launch` cannot run."""
+
+
+def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
+    """Rejects more processes or devices than one machine can run.
+
+    Raises:
+        LaunchError: says the limits.
+    """
+    for option, value in (
+        ("--processes", num_processes),
+        ("--devices-per-process", devices_per_process),
+    ):
+        if value > MOST:
+            raise LaunchError(
+                f"{command}: {option} {shown(value)} is more than one machine can run. "
+                f"Give at most {MOST}."
+            )
 
 
 def environment(

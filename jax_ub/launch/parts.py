@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from jax_ub.launch.environment import LaunchError
+from jax_ub.launch.environment import LaunchError, check_counts
 
 _STDERR = 2  # the descriptor: sys.stderr may be an object without one
 
@@ -74,13 +74,15 @@ def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
     """How many devices a process has: one, where nothing was asked for.
 
     Raises:
-        LaunchError: if something was, but the command starts no processes.
+        LaunchError: if something was, but the command starts no processes; and for
+            more than a machine can run.
     """
     if asked is not None and num_processes == 1:
         raise LaunchError(
             f"{command}: --devices-per-process {asked} is of several processes. Add "
             "--processes 2."
         )
+    check_counts(command, num_processes, asked or 1)
     return asked or 1
 
 

@@ -103,9 +103,12 @@ def _parse(yaml, text):
     try:
         _check_keys(yaml, text)
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except ConfigurationError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"overlap_config.from_te: this is no YAML: {error}"
+            f"overlap_config.from_te: this is no YAML: {str(error)[:500]}. Pass a "
+            "dictionary of names, or YAML text or a file that contains one."
         ) from error
 
 

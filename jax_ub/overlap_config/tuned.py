@@ -102,7 +102,7 @@ def read(path: str | os.PathLike[str]) -> Tunings:
     """
     try:
         found = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"tuned choices in {shown(str(path))}: {error}. Write the file with: "
             "python -m jax_ub tune --output FILE. A YAML file of Megatron's is read "
@@ -122,7 +122,7 @@ def read(path: str | os.PathLike[str]) -> Tunings:
         raise UnknownNameError(
             f"tuned choices in {shown(str(path))}: {error}"
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(
             f"tuned choices in {shown(str(path))}: {type(error).__name__} {error}. "
             "Write the file anew with: python -m jax_ub tune --output FILE"
@@ -177,12 +177,13 @@ def _digest(by_case):
 
 
 def _read_maker(tuning):
-    return Maker(tuning["device"], tuple(sorted(tuning["versions"].items())))
+    given = tuning["versions"]
+    versions = {name: _typed(given, name, str) for name in given}
+    return Maker(_typed(tuning, "device", str), tuple(sorted(versions.items())))
 
 
 def _read_entry(entry: dict[str, Any]):
-    names = [field.name for field in dataclasses.fields(Case)]
-    case = Case(**{name: entry[name] for name in names})
+    case = Case(**{name: _typed(entry, name, kind) for name, kind in _CASE.items()})
     if case.op not in OPS:
         raise UnknownNameError(f"no op {shown(case.op)}. {nearest(case.op, OPS)}")
     methods = [method.value for method in methods_of(case.op)]
@@ -192,8 +193,27 @@ def _read_entry(entry: dict[str, Any]):
         )
     tuning = dict(entry["tuning"])
     tuning["variant"] = Variant(tuning.get("variant", Variant.PLAIN))
-    choice = Choice(Method(entry["method"]), entry["num_splits"], Tuning(**tuning))
-    return case, (choice, dict(entry["times_us"]))
+    own = Tuning(**tuning)
+    for name in tuning.keys() - {"variant"}:
+        _typed(tuning, name, int)
+    num_splits = _typed(entry, "num_splits", int)
+    return case, (Choice(Method(entry["method"]), num_splits, own), _times(entry))
+
+
+# The fields of a case, and their types in a file.
+_CASE = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
+
+
+def _typed(entry, name, kind):
+    value = entry[name]
+    if not isinstance(value, kind) or (kind is int and abs(value) >= 1 << 62):
+        raise TypeError(f"{name} = {shown(value)} is of another type or range")
+    return value
+
+
+def _times(entry):
+    times_us = dict(entry["times_us"])
+    return {name: float(_typed(times_us, name, int | float)) for name in times_us}
 
 
 def _entry(case, choice, times_us):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub import methods
-from jax_ub.errors import UbError, UnsupportedOverlapError, shown
+from jax_ub.errors import ShapeContractError, UbError, UnsupportedOverlapError, shown
 from jax_ub.retrofit import interception
 from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import (
@@ -21,7 +21,7 @@ from jax_ub.retrofit.sharded_linear import (
     split_features,
     why_uneven,
 )
-from jax_ub.shapes import FLOATS, has_symbolic_sizes
+from jax_ub.shapes import FLOATS, check_array, has_symbolic_sizes, is_integer
 
 
 def dot_general(
@@ -149,6 +149,7 @@ class DotGeneral:
         reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
         dense = None
         if reason is None:
+            _check_call(self.placement.op, lhs, rhs, dimension_numbers)
             dense = _dense(lhs, rhs, dimension_numbers)
             reason = self._why_not(lhs, rhs, dense)
         if reason is None and dense is not None:
@@ -289,6 +290,25 @@ def _whole_features(lhs, num_in, num_out):
         return None
     lead = sharding.spec[: lhs.ndim - num_in]
     return sharding.update(spec=P(*lead, *[None] * num_out))
+
+
+def _check_call(op, lhs, rhs, dimension_numbers):
+    """Rejects what is no call of `jax.lax.dot_general`."""
+    check_array(op, "x", lhs)
+    check_array(op, "kernel", rhs)
+    try:
+        (lhs_contract, rhs_contract), batch = dimension_numbers
+        is_call = len(lhs_contract) == len(rhs_contract) and len(batch) == 2
+        dims = [*lhs_contract, *rhs_contract, *batch[0], *batch[1]]
+        is_call = is_call and all(map(is_integer, dims))
+    except (TypeError, ValueError):
+        is_call = False
+    if not is_call:
+        raise ShapeContractError(
+            f"{op}: dimension_numbers = {shown(dimension_numbers)} are not those of "
+            "jax.lax.dot_general. Pass ((x_contract, kernel_contract), (x_batch, "
+            "kernel_batch)), each a tuple of dimensions."
+        )
 
 
 def _dense(lhs, rhs, dimension_numbers) -> Dense | None:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
+from jax_ub.errors import shown
+
 
 def _code_of(function: Any) -> Any:
     """Returns the code object of a function, also of a jitted one."""
@@ -47,7 +49,7 @@ class Product:
         """
         current = getattr(self.module, self.name) if held is None else held
         if current is not self.function:
-            return f"{self.path} is replaced by {current!r}"
+            return f"{self.path} is replaced by {shown(current)}"
         return self.code_interception()
 
     def code_interception(self) -> str | None:
@@ -55,7 +57,7 @@ class Product:
         code = _code_of(self.function)
         if code is self.code:
             return None
-        where = f"{code.co_name!r} in {code.co_filename}"
+        where = f"{shown(code.co_name)} in {code.co_filename}"
         return f"the code of {self.path} is replaced by that of {where}"
 
 

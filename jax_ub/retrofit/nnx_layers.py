@@ -241,7 +241,7 @@ class OverlappedEmbed(nnx.Embed):
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
     """Yields the path and the layer of every module with a product to replace."""
     for path, node in nnx.iter_graph(model):
-        name = ".".join(map(str, path))
+        name = ".".join(p if isinstance(p, str) else shown(p) for p in path)
         if isinstance(node, nnx.Einsum):
             yield name, EinsumLayer(node)
         elif isinstance(node, nnx.Linear) or (

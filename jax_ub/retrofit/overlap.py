@@ -182,10 +182,24 @@ def _record_others(model, layers, chosen, axis_name):
         methods.record_fallback(f"overlap({shown(path)})", reason)
 
 
+def check_rules(argument: str, rules: Any) -> Mapping:
+    """Returns what is given by path; empty for None.
+
+    Raises:
+        UnknownNameError: if it is no dictionary.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise UnknownNameError(
+            f"overlap: {argument} = {shown(rules)} is not a dictionary. Pass, for "
+            'example, {r".*\\.up": ...} to go by path.'
+        )
+    return rules or {}
+
+
 def _names(ub_names, paths) -> dict[str, str]:
     """Returns the names that `ub_names` gives to layers."""
     found: dict[str, str] = {}
-    for pattern, name in (ub_names or {}).items():
+    for pattern, name in check_rules("ub_names", ub_names).items():
         if not isinstance(name, str):
             raise UnknownNameError(
                 f"overlap: ub_names = {{{shown(pattern)}: {shown(name)}}} names a "

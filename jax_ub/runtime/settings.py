@@ -8,6 +8,7 @@ from jax_ub.errors import ConfigurationError, shown
 _LONGEST_TIMEOUT_S = 1e9
 # Processes that run well may wait for a core for less than this.
 _SHORTEST_TIMEOUT_S = 0.1
+_MOST_THREADS = 1 << 20
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_FIRST_CALL_TIMEOUT_S = 600.0
 _WORDS = (
@@ -42,7 +43,7 @@ def deadline_s() -> float:
 
 def num_threads() -> int | None:
     """`JAX_UB_NUM_THREADS`: how many threads compute; None: as many as may run."""
-    return _positive("JAX_UB_NUM_THREADS", int, "threads")
+    return _threads("JAX_UB_NUM_THREADS")
 
 
 def isa() -> str | None:
@@ -110,7 +111,7 @@ def bootstrap_dir() -> str | None:
 
 def pool_threads() -> int | None:
     """`NPROC`: how many threads jaxlib's pools have, read when its backend starts."""
-    return _positive("NPROC", int, "threads")
+    return _threads("NPROC")
 
 
 def set_pool_threads(num_threads: int) -> None:
@@ -152,6 +153,16 @@ def _timeout_s(name):
             f"well. Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
         )
     return given_s and min(given_s, _LONGEST_TIMEOUT_S)
+
+
+def _threads(name):
+    number = _positive(name, int, "threads")
+    if number is not None and number > _MOST_THREADS:
+        raise ConfigurationError(
+            f"{name} = {shown(number)} is more threads than a machine can run. Set at "
+            f"most {_MOST_THREADS}, or unset it."
+        )
+    return number
 
 
 def _positive(name, kind, unit):

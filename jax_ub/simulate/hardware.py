@@ -142,7 +142,7 @@ def find(name: "str | Hardware") -> Hardware:
     """
     if isinstance(name, Hardware):
         return name
-    if name not in HARDWARE:
+    if not isinstance(name, str) or name not in HARDWARE:
         raise UnknownNameError(
             f"hardware {shown(name)} is not known. {nearest(name, HARDWARE)}"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub.errors import UnknownNameError, shown
-from jax_ub.outputs import write_json
+from jax_ub.outputs import InputError, write_json
 from jax_ub.tracing.spans import UNIT, Call, Span, Trace, merged
 
 _CATEGORY = "jax_ub"
@@ -145,7 +145,11 @@ def _read(path):
             if event["ph"] == "X"
         )
         return Trace(calls, spans, document[_CATEGORY]["num_dropped"])
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise InputError(
+            f"trace: cannot read {shown(str(path))}: {error.strerror}."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnknownNameError(
             f"trace: {shown(str(path))} is not a trace that jax_ub wrote. Give the "
             "files of ub.trace or `python -m jax_ub trace --json`."

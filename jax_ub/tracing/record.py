@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_ub.errors import UbError
+from jax_ub import shapes
+from jax_ub.errors import ShapeContractError, UbError, shown
 from jax_ub.runtime import backend, engine
 from jax_ub.tracing import chrome
 from jax_ub.tracing.spans import Call, Span, Trace
 
 EVENTS_PER_THREAD = 1 << 16
+_MOST_EVENTS_PER_THREAD = 1 << 24
 
 
 class TraceError(UbError, RuntimeError):
@@ -57,12 +59,25 @@ def trace(
 
     Raises:
         TraceError: inside another trace.
-        ValueError: if there is no room for one event.
+        ShapeContractError: if `path` is no path, or there is no room for one event.
+        OutputError: if the file cannot be written.
     """
     if _running:
         raise TraceError(
             "trace: one is being recorded already, by ub.trace or by python -m jax_ub "
             "trace. End it first."
+        )
+    if not shapes.is_integer(events_per_thread) or not (
+        1 <= events_per_thread <= _MOST_EVENTS_PER_THREAD
+    ):
+        raise ShapeContractError(
+            f"trace: events_per_thread = {shown(events_per_thread)} is not a number of "
+            f"events. Pass 1 to {_MOST_EVENTS_PER_THREAD}."
+        )
+    if path is not None and not isinstance(path, str | pathlib.Path):
+        raise ShapeContractError(
+            f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
+            "path of a file, or None to write none."
         )
     recording = Recording()
     cpu = engine.load()

@@ -3,12 +3,22 @@
 import pathlib
 import runpy
 import sys
+import zipfile
+
+from jax_ub.errors import UbError, shown
+
+
+class ScriptError(UbError, ValueError):
+    """A program cannot be read, or is no Python."""
 
 
 def is_script(path: str) -> bool:
     """Whether Python can run it: a file, or a folder with a `__main__.py`."""
     found = pathlib.Path(path)
-    return found.is_file() or (found / "__main__.py").is_file()
+    try:
+        return found.is_file() or (found / "__main__.py").is_file()
+    except (OSError, ValueError):  # too long, or a null byte
+        return False
 
 
 def run_script(script: str, arguments: list[str]) -> int:
@@ -16,7 +26,11 @@ def run_script(script: str, arguments: list[str]) -> int:
 
     Returns:
         Its exit status.
+
+    Raises:
+        ScriptError: if the file cannot be read, or is no Python.
     """
+    _check_source(script)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
     try:
@@ -24,6 +38,19 @@ def run_script(script: str, arguments: list[str]) -> int:
     except SystemExit as end:
         return _status(end.code)
     return 0
+
+
+def _check_source(script):
+    """Compiles a source file, which runpy would do without naming the command."""
+    path = pathlib.Path(script)
+    if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
+        return
+    try:
+        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ScriptError(
+            f"{shown(script)} cannot be run: {error}. Give a Python script."
+        ) from error
 
 
 def _status(code):

@@ -19,7 +19,7 @@ from jax_ub.flax.linen.tensor_parallel import TensorParallel
 from jax_ub.retrofit import interception
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.einsum import Einsum, Equation
-from jax_ub.retrofit.overlap import compile_rule
+from jax_ub.retrofit.overlap import check_rules, compile_rule
 from jax_ub.retrofit.placement import resolve_kind, sharding_of
 from jax_ub.runtime.overlaps import LayerPath
 from jax_ub.shapes import axis_tuple
@@ -87,11 +87,11 @@ class Overlap:
         """Reads the rules."""
         self._rules = {
             compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
-            for rule, kind in rules.items()
+            for rule, kind in check_rules("rules", rules).items()
         }
         self._names = {
             compile_rule(rule): _checked_name(rule, name)
-            for rule, name in (ub_names or {}).items()
+            for rule, name in check_rules("ub_names", ub_names).items()
         }
         # Refuses what it cannot take.
         self._placement = dot_general(

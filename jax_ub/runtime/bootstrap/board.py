@@ -75,5 +75,6 @@ def backend_name(backend: str | None) -> str:
 def _split(backend):
     if backend is None:
         return JAX, ""
-    name, _, directory = str(backend).partition(":")
+    text = backend if isinstance(backend, str) else ""  # of another type: no backend
+    name, _, directory = text.partition(":")
     return name, directory or settings.bootstrap_dir() or ""
