@@ -73,7 +73,7 @@ def _fused(choice, flag, gathers):
 
 def _engine_method(gathers):
     """Returns what the engine makes of "auto", as a method that does not fall back."""
-    if not cuda.is_default():
+    if not cuda.is_traced_for():
         return Method.DIRECT
     return Method.PIPELINE if gathers else Method.RING_EXCHANGE
 

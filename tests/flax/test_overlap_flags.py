@@ -164,16 +164,16 @@ def test_a_flag_counts_more_than_the_environment(monkeypatch):
 
 
 def test_a_true_flag_never_falls_back():
-    mesh, x = mesh_of(1, 4), jnp.ones(X)
-    with jax.set_mesh(mesh):
-        automatic = loss_of(linear("column"))
-        flagged = loss_of(linear("column", ub_overlap_ag=True))
-    # Without jax.set_mesh the mesh of a jitted program is abstract.
-    step, state = automatic
-    assert not calls(step.lower(state, x).as_text())
-    step, state = flagged
-    with pytest.raises(UnsupportedOverlapError, match="cannot run: .*"):
-        step.lower(state, x)
+    x = jnp.ones(X)
+
+    def lower(**flags):
+        step, state = loss_of(linear("column", **flags))
+        return step.trace(state, x).lower(lowering_platforms=("tpu",))
+
+    with jax.set_mesh(mesh_of(1, 4)):
+        assert "jax_ub$" not in lower().as_text()
+        with pytest.raises(UnsupportedOverlapError, match="no engine for tpu"):
+            lower(ub_overlap_ag=True)
 
 
 REFUSED = [
