@@ -86,4 +86,4 @@ def explain_script(
         *call_rows(lowered, {}, chosen, exposed(traced.trace)),
         *pair_rows([pair for one in found for pair in one.pairs], chosen),
     ]
-    return summary(pathlib.Path(script).name, rows, found), status
+    return summary(pathlib.Path(script).name, rows, found, hardware), status

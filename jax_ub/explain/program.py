@@ -25,6 +25,7 @@ from jax_ub.tracing.spans import Trace
 
 _SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
+_ASSUMED = "h200"  # of GPUs that the simulator does not know
 
 
 def explain(
@@ -71,7 +72,7 @@ def explain(
         *_other_fallbacks(traced.jaxpr.jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
-    return summary(name, rows, [found])
+    return summary(name, rows, [found], hardware)
 
 
 def _unseen(fn, args, kwargs):
@@ -94,7 +95,12 @@ def _unseen(fn, args, kwargs):
     return jax.jit(program), list(itertools.compress(leaves, is_array))
 
 
-def summary(name: str, rows: Sequence[Row], found: Iterable[hlo.Found]) -> Table:
+def summary(
+    name: str,
+    rows: Sequence[Row],
+    found: Iterable[hlo.Found],
+    hardware: str | Hardware | None,
+) -> Table:
     """Rows with a first line that answers the first question, and what is left."""
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
@@ -111,7 +117,7 @@ def summary(name: str, rows: Sequence[Row], found: Iterable[hlo.Found]) -> Table
         )
     if listed:
         notes.append(f"XLA's collectives without a dot next to them: {listed}")
-    return dataclasses.replace(table, notes=tuple(notes))
+    return dataclasses.replace(table, notes=(*notes, *assumed(hardware, rows)))
 
 
 def call_rows(
@@ -193,12 +199,29 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
             yield Row(_scope("", label), "dot", False, "xla", _reason(label))
 
 
-@functools.cache
 def machine() -> str:
-    """The simulator's name for the devices that there are."""
-    kind = jax.devices()[0].device_kind.lower()
-    known = (name for name in HARDWARE if name in kind)
-    return next(known, "cpu" if jax.default_backend() == "cpu" else "h200")
+    """The simulator's name for the devices of this process, or what is assumed."""
+    return _known() or _ASSUMED
+
+
+def assumed(hardware: str | Hardware | None, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Notes of a table whose times are predicted for a machine that is assumed."""
+    is_predicted = any(row.predicted_s is not None for row in rows)
+    if hardware is not None or not is_predicted or _known():
+        return ()
+    return (
+        f"unknown device {shown(jax.devices()[0].device_kind)}: times are predicted "
+        f"for {_ASSUMED}. Pass hardware=, a name or a machine of jax_ub.simulate",
+    )
+
+
+@functools.cache
+def _known():
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return "cpu"
+    kind = device.device_kind.lower()
+    return next((name for name in HARDWARE if name in kind), None)
 
 
 def exposed(trace: Any) -> dict[tuple[str, str], float]:

@@ -1,5 +1,6 @@
 """A list of operations, called one after another."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.errors import ShapeContractError
-from jax_ub.explain.program import exposed
+from jax_ub.explain.program import assumed, exposed, machine
 from jax_ub.explain.table import Table
 from jax_ub.ops.explaining import Sizes, explain
 from jax_ub.ops.fuser import OperationFuser
@@ -62,7 +63,7 @@ class Sequential(Operation):
         *,
         num_ranks: int | None = None,
         dtype: Any = jnp.bfloat16,
-        hardware: Any = "h200",
+        hardware: Any = None,
         trace: Any = None,
     ) -> Table:
         """Says which linears are overlapped, which are not, and why; print it.
@@ -72,7 +73,8 @@ class Sequential(Operation):
             num_ranks: of the tensor-parallel axes; None takes that of the mesh in
                 reach, or of `initialize_ub`.
             dtype: of the activations.
-            hardware: a name or a machine of `jax_ub.simulate`.
+            hardware: a name or a machine of `jax_ub.simulate`; None takes the devices'
+                own kind.
             trace: what `ub.trace` recorded of it, or its files: adds how long ranks
                 waited.
 
@@ -82,8 +84,11 @@ class Sequential(Operation):
         Raises:
             ShapeContractError: if `tokens` or `num_ranks` is no positive integer.
         """
-        sizes = Sizes(tokens, num_ranks, dtype, hardware, exposed(trace))
-        return explain(OperationFuser(self._ops), sizes)
+        chosen = hardware or machine()
+        sizes = Sizes(tokens, num_ranks, dtype, chosen, exposed(trace))
+        table = explain(OperationFuser(self._ops), sizes)
+        notes = (*table.notes, *assumed(hardware, table.rows))
+        return dataclasses.replace(table, notes=notes)
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

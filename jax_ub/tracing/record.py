@@ -47,6 +47,9 @@ def trace(
     they are there. In a job of several processes each writes a file of its own,
     "step.0.json" and so on; `--merge` takes all of those.
 
+    Calls of the CPU engine are recorded. For those on GPUs take `jax.profiler.trace`:
+    their kernels and copies are in its profile.
+
     Transformer Engine: none.
 
     Args:

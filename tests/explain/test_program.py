@@ -228,6 +228,17 @@ def test_times_are_those_of_the_hardware_that_is_asked_for():
     assert program.machine() == "cpu"
 
 
+def test_an_unknown_device_is_named_with_the_machine_that_is_assumed(monkeypatch):
+    monkeypatch.setattr(program, "_known", lambda: None)
+    (note,) = ub.explain(mlp(), *operands()).notes[-1:]
+    assert note.startswith("unknown device 'cpu': times are predicted for h200")
+    for table in (
+        ub.explain(mlp(), *operands(), hardware="h100"),
+        ub.explain(jnp.sin, jnp.ones(2)),  # without times
+    ):
+        assert not any("unknown device" in note for note in table.notes)
+
+
 def test_local_calls_have_nothing_to_communicate():
     def local(dy, w, residual):
         return ub.dgrad_add(dy, w, residual)

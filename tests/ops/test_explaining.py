@@ -10,6 +10,7 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub import methods, ops
+from jax_ub.explain import program
 from jax_ub.methods import Method
 from jax_ub.ops import explaining
 from jax_ub.overlap_config import tuned
@@ -243,3 +244,15 @@ def test_numbers_that_count_nothing_are_refused(name, value):
     text = f"explain: {name} = {value!r} is not a positive integer. Pass one"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         mlp().explain(**{"tokens": 64, "num_ranks": 4, name: value})
+
+
+def test_times_are_those_of_the_devices_here(monkeypatch):
+    def times(**options):
+        rows = mlp().explain(64, num_ranks=2, **options).rows
+        return [row.predicted_s for row in rows]
+
+    assert times() == times(hardware="cpu") != times(hardware="h200")
+    monkeypatch.setattr(program, "_known", lambda: None)
+    assert times() == times(hardware="h200")
+    (note,) = mlp().explain(64, num_ranks=2).notes[-1:]
+    assert note.startswith("unknown device 'cpu': times are predicted for h200")
