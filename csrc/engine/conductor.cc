@@ -149,19 +149,28 @@ std::shared_ptr<Conductor> Conductor::Make(
     Hooks hooks) {
   std::shared_ptr<Conductor> conductor(new Conductor(
       std::move(communicator), std::move(devices), generation, crew, std::move(hooks)));
+  // Lets go of a conductor, from a thread of the crew; made here, where it may fail.
+  struct LetGo : jax_ub::Run {
+    std::shared_ptr<Conductor> alive;
+    void Execute() override { alive.reset(); }
+  };
   conductor->communicator_->OnPoison(
-      [weak = std::weak_ptr(conductor), &crew](const std::exception_ptr& reason) {
+      [weak = std::weak_ptr(conductor), &crew,
+       let_go = std::make_shared<LetGo>()](const std::exception_ptr& reason) {
         std::shared_ptr<Conductor> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
         // The communicator's own thread cannot end it; whoever closes it has it anyway.
         if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
-        crew.Start([alive = std::move(alive)] {});
+        let_go->alive = std::move(alive);
+        crew.Start(let_go);
       });
   return conductor;
 }
 
 void Conductor::Take(std::shared_ptr<Gang> gang) {
+  auto conduct =
+      std::make_shared<Closure>([self = shared_from_this()] { self->Conduct(); });
   std::exception_ptr failure;
   {
     std::lock_guard lock(mutex_);
@@ -178,11 +187,11 @@ void Conductor::Take(std::shared_ptr<Gang> gang) {
     }
   }
   if (failure) return Complete(gang, failure, false);
-  crew_.Start([self = shared_from_this()] { self->Conduct(); });
+  crew_.Start(std::move(conduct));
 }
 
 // A run: it may wait, for peers and for the own ranks.
-void Conductor::Conduct() {
+void Conductor::Conduct() noexcept {
   for (;;) {
     std::shared_ptr<Gang> gang;
     std::exception_ptr failure;
@@ -362,14 +371,18 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
         own =
             WithShortage(own, static_cast<int>(num_begun), static_cast<int>(num_ranks));
       }
-      communicator_->Poison(own);  // or the other ranks would wait for this one
+      Fail(own);  // or the other ranks would wait for this one
     }
     std::lock_guard lock(running->mutex);
     if (own && !running->failure) running->failure = own;
     --running->num_left;
     running->changed.notify_all();
   };
-  for (size_t i = 1; i < num_ranks; ++i) crew_.Start(run_next);
+  try {
+    for (size_t i = 1; i < num_ranks; ++i) crew_.Start(run_next);
+  } catch (const std::bad_alloc&) {
+    // This thread does the rest.
+  }
   // Also those for which no thread has come: at the system's limit of threads none does,
   // and they have to fail as those that waited for them.
   while (running->next.load() < num_ranks) run_next();
@@ -385,37 +398,44 @@ void Conductor::RunSlots(const Gang& gang, int64_t call, double timeout_s) {
 // program; the last one from this thread, which has nothing else to do.
 void Conductor::Complete(const std::shared_ptr<Gang>& gang,
                          std::exception_ptr failure,
-                         bool inline_last) {
+                         bool inline_last) noexcept {
   if (failure) failure = FailureOf(gang->attributes->label, failure);
-  std::vector<Completion>& completions = gang->completions;
+  const std::vector<Completion>& completions = gang->completions;
   const size_t last = completions.size() - 1;
+  Queue<jax_ub::Run> runs;
   for (size_t i = 0; i < completions.size(); ++i) {
     gang->trace.OfRank(gang->RankOf(i))
         .Since(gang->calls[i].submitted_ns, TraceKind::kCall);
     if (inline_last && i == last) continue;
-    crew_.Start([done = std::move(completions[i]), failure] { done(failure); });
+    runs.Push(completions[i].AsRun(failure));
   }
+  if (!runs.empty()) crew_.Start(std::move(runs));
   if (inline_last) completions[last](failure);
 }
 
-void Conductor::Fail(const std::exception_ptr& reason) {
+void Conductor::Fail(const std::exception_ptr& reason) noexcept {
   communicator_->Poison(reason);
 }
 
-void Conductor::OnPoison(const std::exception_ptr& reason) {
-  std::deque<std::shared_ptr<Gang>> pending;
-  {
-    std::lock_guard lock(mutex_);
-    failure_ = reason;
-    pending.swap(complete_);
-    changed_.notify_all();
+void Conductor::OnPoison(const std::exception_ptr& reason) noexcept {
+  for (;;) {
+    std::shared_ptr<Gang> gang;
+    {
+      std::lock_guard lock(mutex_);
+      failure_ = reason;
+      changed_.notify_all();
+      if (complete_.empty()) break;
+      gang = std::move(complete_.front());
+      complete_.pop_front();
+    }
+    Complete(gang, reason, false);
   }
-  for (const auto& gang : pending) Complete(gang, reason, false);
   hooks_.on_failure(*this, reason);
 }
 
 std::exception_ptr Conductor::FailureOf(const std::string& label,
-                                        const std::exception_ptr& reason) const {
+                                        const std::exception_ptr& reason) const noexcept
+    try {
   const std::string begin = "CommunicatorError: jax_ub." + communicator_->name() + ": ";
   const auto relabeled = [&](const char* text) {
     return "CommunicatorError: jax_ub." + label + ": " + (text + begin.size());
@@ -428,9 +448,9 @@ std::exception_ptr Conductor::FailureOf(const std::string& label,
   } catch (const CommunicatorError& error) {
     if (!std::string_view(error.what()).starts_with(begin)) return reason;
     return std::make_exception_ptr(CommunicatorError(relabeled(error.what())));
-  } catch (...) {
-    return reason;
   }
+} catch (...) {
+  return reason;  // of another kind, or there is no memory for the text
 }
 
 std::exception_ptr Conductor::failure() const {

@@ -82,13 +82,13 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   void Take(std::shared_ptr<Gang> gang);
 
   // Fails what is pending here and in every other process, and whatever comes.
-  void Fail(const std::exception_ptr& reason);
+  void Fail(const std::exception_ptr& reason) noexcept;
   // Why there are no more calls, or nullptr.
   std::exception_ptr failure() const;
   // A reason as the failure of a call: what is said of the communicator itself ("...
   // died") is said of the call; what names a call already stays.
   std::exception_ptr FailureOf(const std::string& label,
-                               const std::exception_ptr& reason) const;
+                               const std::exception_ptr& reason) const noexcept;
   // Says goodbye to the peers. Safe with calls in flight: they fail.
   void Close();
 
@@ -101,7 +101,7 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
             Crew& crew,
             Hooks hooks);
 
-  void Conduct();
+  void Conduct() noexcept;
   std::shared_ptr<Gang> NextGang();
   std::shared_ptr<Gang> AwaitGang(const Order& order);
   std::exception_ptr Run(const Gang& gang, int64_t call);
@@ -110,8 +110,8 @@ class Conductor : public std::enable_shared_from_this<Conductor> {
   bool Finish();
   void Complete(const std::shared_ptr<Gang>& gang,
                 std::exception_ptr failure,
-                bool inline_last);
-  void OnPoison(const std::exception_ptr& reason);
+                bool inline_last) noexcept;
+  void OnPoison(const std::exception_ptr& reason) noexcept;
   std::string TextOf(uint64_t signature, const Gang& gang);
   WaitReason ReasonFor(const std::string& label, bool is_first_call) const;
   std::string Unknown(const Order& order, const WaitReason& reason) const;

@@ -36,30 +36,67 @@ std::vector<int> Cores::part() const {
 
 // The thread that made it may have a seat, and its cores are inherited.
 Cores::Thread::Thread(Cores& cores) : id_(gettid()) {
-  std::lock_guard lock(cores.mutex_);
-  if (cores.allowed_) {
-    sched_setaffinity(id_, sizeof(*cores.allowed_), &*cores.allowed_);
+  std::optional<cpu_set_t> allowed;
+  {
+    std::lock_guard lock(cores.mutex_);
+    allowed = cores.allowed_;
   }
+  if (allowed) sched_setaffinity(id_, sizeof(*allowed), &*allowed);
 }
 
 void Cores::KeepApart(Thread& thread) {
-  std::lock_guard lock(mutex_);
-  if (!allowed_) return;
-  const cpu_set_t free = FreeOf(*allowed_);
-  if (CPU_COUNT(&free) == 0) return ReleaseLocked(thread);
-  if (thread.apart_ && CPU_EQUAL(&free, &*thread.apart_)) return;
-  if (sched_setaffinity(thread.id_, sizeof(free), &free) == 0) thread.apart_ = free;
+  cpu_set_t allowed, free;
+  {
+    std::lock_guard lock(mutex_);
+    if (!allowed_) return;
+    allowed = *allowed_;
+    free = FreeOf(allowed);
+  }
+  std::lock_guard lock(thread.mutex_);
+  if (!thread.is_idle_) return;
+  const bool none_is_free = CPU_COUNT(&free) == 0;
+  if (none_is_free ? !thread.apart_
+                   : thread.apart_ && CPU_EQUAL(&free, &*thread.apart_)) {
+    return;
+  }
+  const cpu_set_t& cores = none_is_free ? allowed : free;
+  if (sched_setaffinity(thread.id_, sizeof(cores), &cores) != 0) return;
+  thread.apart_.reset();
+  if (!none_is_free) thread.apart_ = free;
+}
+
+void Cores::SetBusy(Thread& thread) {
+  std::lock_guard lock(thread.mutex_);
+  thread.is_idle_ = false;
 }
 
 void Cores::Release(Thread& thread) {
-  std::lock_guard lock(mutex_);
-  ReleaseLocked(thread);
+  cpu_set_t allowed;
+  {
+    std::lock_guard lock(mutex_);
+    if (allowed_) allowed = *allowed_;
+  }
+  std::lock_guard lock(thread.mutex_);
+  thread.is_idle_ = false;
+  if (!thread.apart_) return;  // as long as nobody has called
+  sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
+  thread.apart_.reset();
 }
 
-void Cores::ReleaseLocked(Thread& thread) {
-  if (!thread.apart_) return;
-  sched_setaffinity(thread.id_, sizeof(*allowed_), &*allowed_);
-  thread.apart_.reset();
+void Cores::SetIdle(Thread& thread) {
+  std::lock_guard lock(thread.mutex_);
+  thread.is_idle_ = true;
+}
+
+void Cores::Take(int core) {
+  if (core < 0 || core >= CPU_SETSIZE) return;
+  ++num_on_core_[core];
+  CPU_SET(core, &taken_);
+}
+
+void Cores::GiveBack(int core) {
+  if (core < 0 || core >= CPU_SETSIZE) return;
+  if (--num_on_core_[core] == 0) CPU_CLR(core, &taken_);
 }
 
 Cores::Seat::Seat(Cores& cores, Who who, int num_threads)
@@ -73,15 +110,15 @@ Cores::Seat::Seat(Cores& cores, Who who, int num_threads)
   if (is_claimed) return;
   core_ = sched_getcpu();
   std::lock_guard lock(cores_.mutex_);
-  cores_.taken_.push_back(core_);
+  cores_.Take(core_);
 }
 
 // True if nobody had the core that the thread is on. `stays`: where it shall stay, empty
 // for anywhere.
 bool Cores::Seat::Claim(Who who, int num_threads, cpu_set_t& stays) {
   CPU_ZERO(&stays);
-  std::lock_guard lock(cores_.mutex_);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
+  std::lock_guard lock(cores_.mutex_);
   if (who == Who::kCaller) cores_.allowed_ = allowed_;
   const cpu_set_t free = cores_.FreeOf(allowed_);
   if (!CPU_ISSET(core_, &free)) {
@@ -95,14 +132,14 @@ bool Cores::Seat::Claim(Who who, int num_threads, cpu_set_t& stays) {
   } else if (cores_.part_) {
     stays = free;
   }
-  cores_.taken_.push_back(core_);
+  cores_.Take(core_);
   return true;
 }
 
 Cores::Seat::~Seat() {
   if (stays_) sched_setaffinity(0, sizeof(allowed_), &allowed_);
   std::lock_guard lock(cores_.mutex_);
-  cores_.taken_.erase(std::find(cores_.taken_.begin(), cores_.taken_.end(), core_));
+  cores_.GiveBack(core_);
 }
 
 cpu_set_t Cores::PartOf(const cpu_set_t& allowed) const {
@@ -114,7 +151,9 @@ cpu_set_t Cores::PartOf(const cpu_set_t& allowed) const {
 
 cpu_set_t Cores::FreeOf(const cpu_set_t& allowed) const {
   cpu_set_t free = PartOf(allowed);
-  for (int core : taken_) CPU_CLR(core, &free);
+  cpu_set_t both;
+  CPU_AND(&both, &free, &taken_);
+  CPU_XOR(&free, &free, &both);
   return free;
 }
 

@@ -12,6 +12,7 @@
 #include <sched.h>
 #include <sys/types.h>
 
+#include <array>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -39,13 +40,20 @@ class Cores {
    private:
     friend class Cores;
     const pid_t id_;
-    std::optional<cpu_set_t> apart_;  // guarded by Cores::mutex_; where it is kept
+    std::mutex mutex_;  // guards the two below
+    bool is_idle_ = true;
+    std::optional<cpu_set_t> apart_;  // where it is kept
   };
 
-  // The thread, asleep or not, runs where nobody computes, if there is such a core;
-  // until Release, so that the next call finds it where it should be.
+  // An idle thread, asleep or not, will run where nobody computes, if there is such a
+  // core; until Release, so that the next call finds it where it should be. No effect on
+  // a thread that has begun something by itself.
   void KeepApart(Thread& thread);
+  // What the thread says of itself: it computes, does something else and may run
+  // anywhere, or is idle again.
+  void SetBusy(Thread& thread);
   void Release(Thread& thread);
+  void SetIdle(Thread& thread);
 
   // The calling thread's core while it computes, as one of num_threads. It moves first
   // where another one computes on that core, and does not leave it where the threads are
@@ -71,11 +79,13 @@ class Cores {
   cpu_set_t PartOf(const cpu_set_t& allowed) const;
   // Those of them that nobody has.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
-  void ReleaseLocked(Thread& thread);
+  void Take(int core);
+  void GiveBack(int core);
 
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all below; no system call is made under it
   std::optional<cpu_set_t> part_;
-  std::vector<int> taken_;            // by those that compute
+  std::array<int, CPU_SETSIZE> num_on_core_ = {};  // that compute
+  cpu_set_t taken_ = {};                           // where that is not 0
   std::optional<cpu_set_t> allowed_;  // to the last one who called the crew
 };
 

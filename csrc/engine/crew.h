@@ -1,27 +1,34 @@
 // The library's own threads. Two kinds of tasks share them:
 //
-//   job  independent units of pure computation. At most num_threads() threads are
+//   job  independent units of pure computation. At most num_workers() threads are
 //        inside jobs at a time, whatever the number of ranks, and a unit never blocks.
 //   run  a closure that may block (a rank's schedule, the rest of an XLA program). A
 //        run never waits for another one: the crew grows instead, as long as the system
 //        lets it. Where it does not, jobs end all the same: a thread that nobody comes
 //        after does what is left of them first.
 //
+// Waking a thread costs as much as tens of microseconds of work. So a thread wakes two
+// others at most and then begins its first unit; each of these wakes two more where there
+// is work for them.
+//
 // The first thread starts with the crew, so that there is always one for what is queued;
 // the others on first use. They never end: nothing may be joined at process exit.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "engine/cores.h"
+#include "engine/queue.h"
+#include "engine/run.h"
 #include "gemm/cpu/blocking_cache.h"
 #include "gemm/scratch.h"
 #include "platform/thread.h"
@@ -30,8 +37,10 @@ namespace jax_ub {
 
 // Work below this is done by the thread that has it: waking one costs about as much.
 inline constexpr double kInlineUs = 50;
+// The least work that a thread is woken for.
+inline constexpr double kGrainUs = kInlineUs / 2;
 
-class Job {
+class Job : public Queued<Job> {
  public:
   virtual ~Job() = default;
   virtual int64_t num_units() const = 0;
@@ -39,13 +48,32 @@ class Job {
   virtual void Run(int64_t unit, Scratch& scratch) = 0;
   // Called once, by the last thread out, when it counts as a job's worker no more.
   // `helped`: that thread is the one inside Crew::Help.
-  virtual void Done(std::exception_ptr failure, bool helped) = 0;
+  virtual void Done(std::exception_ptr failure, bool helped) noexcept = 0;
+
+ protected:
+  Job() = default;
+  // `estimated_us` of one thread: no more threads take part than have kGrainUs each.
+  explicit Job(double estimated_us);
+
+ private:
+  friend class Crew;
+
+  const int max_workers_ = std::numeric_limits<int>::max();
+  int64_t end_ = 0;  // num_units(), from when it is posted
+  std::atomic<int64_t> next_unit_{0};
+
+  // Guarded by Crew::mutex_.
+  int num_workers_ = 0;
+  bool is_exhausted_ = false;
+  std::exception_ptr failure_;
 };
 
 // A job that one thread waits for.
 class WaitedJob : public Job {
  public:
-  void Done(std::exception_ptr failure, bool helped) override;
+  WaitedJob() = default;
+  explicit WaitedJob(double estimated_us) : Job(estimated_us) {}
+  void Done(std::exception_ptr failure, bool helped) noexcept override;
   // Throws what a unit threw.
   void Wait();
 
@@ -60,23 +88,26 @@ class WaitedJob : public Job {
 // had found a thread to wait in, it says so, too.
 std::exception_ptr WithShortage(const std::exception_ptr& failure,
                                 int num_begun,
-                                int num_runs);
+                                int num_runs) noexcept;
 
 class Crew {
  public:
-  // Throws SystemError where not even one thread can be started.
-  explicit Crew(int num_threads);
+  // No more threads compute at a time than there are cores. Throws SystemError where not
+  // even one thread can be started.
+  explicit Crew(int num_threads, int num_cores = NumAllowedCores());
   ~Crew() = delete;  // its threads never end
 
-  // Starts a run.
-  void Start(std::function<void()> run);
+  // Starts runs, in their order.
+  void Start(Queue<Run> runs) noexcept;
+  void Start(std::shared_ptr<Run> run) noexcept;
+  void Start(std::function<void()> run);  // throws std::bad_alloc
 
-  // Works on the job with this thread, if fewer than num_threads() are busy, and with
-  // the crew; returns when no unit is left to begin, not when all are done.
-  void Help(std::shared_ptr<Job> job);
+  // Works on the job with this thread, if fewer than num_workers() are busy, and with
+  // the crew; returns when no unit is left to begin, not when all are done. Once per job.
+  void Help(std::shared_ptr<Job> job) noexcept;
 
   // All units on this thread, then Done(failure, true): cheaper than waking others.
-  void RunInline(Job& job);
+  void RunInline(Job& job) noexcept;
 
   // Help, then Wait. Only from a run, or another thread that may block.
   void RunAndWait(const std::shared_ptr<WaitedJob>& job);
@@ -85,47 +116,52 @@ class Crew {
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> part() const { return cores_.part(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
+  // How many of them compute at a time: more than the cores would only take turns.
+  int num_workers() const { return std::min(num_threads(), num_cores_); }
 
   // The threads that compute a product, for its plan.
-  Workers workers() { return {num_threads(), &blockings_}; }
+  Workers workers() { return {num_workers(), &blockings_}; }
   const BlockingCache& blockings() const { return blockings_; }
 
   // Memory that all threads together hold to pack operands into.
   int64_t scratch_bytes() const { return scratch_bytes_.load(); }
 
  private:
-  struct Posted;  // a job in the queue
   struct Member;  // a thread
+  class ScratchLoan;
 
-  void Loop();
-  std::exception_ptr RunUnits(Posted& posted, Scratch& scratch);
-  void Leave(const std::shared_ptr<Posted>& posted,
+  void Loop() noexcept;
+  std::exception_ptr RunUnits(Job& job, int64_t unit, Scratch& scratch) noexcept;
+  void Leave(const std::shared_ptr<Job>& job,
              const std::exception_ptr& failure,
-             bool helped);
-  // All three unlock. Summon returns false where nobody is idle, and no thread starts.
-  bool Summon(std::unique_lock<std::mutex>& lock);
-  void LeaveRest(std::unique_lock<std::mutex>& lock);
-  void Work(std::unique_lock<std::mutex>& lock, Scratch& scratch);
-  bool HasJob() const;
+             bool helped) noexcept;
+  // These unlock. Summon returns false where nobody is idle, and no thread starts.
+  bool Summon(std::unique_lock<std::mutex>& lock) noexcept;
+  void LeaveRest(std::unique_lock<std::mutex>& lock) noexcept;
+  // `self`: none of a thread that is not the crew's.
+  void Work(std::unique_lock<std::mutex>& lock,
+            Scratch& scratch,
+            Cores::Thread* self) noexcept;
+  int64_t NumWanted() const;
+  std::shared_ptr<Job> FindJob() const;
   bool HasWork() const;
-  void Idle(std::unique_lock<std::mutex>& lock, Member& member);
-  std::unique_ptr<Scratch> TakeScratch();
-  void GiveScratch(std::unique_ptr<Scratch> scratch);
+  void Idle(std::unique_lock<std::mutex>& lock, Member& member) noexcept;
 
   const SignalMask signal_mask_;  // of all threads, whoever starts them
+  const int num_cores_;
   std::atomic<int> num_threads_;
   std::atomic<int64_t> scratch_bytes_{0};
   BlockingCache blockings_;
 
-  mutable std::mutex mutex_;  // guards all below
-  std::deque<std::function<void()>> runs_;
-  std::deque<std::shared_ptr<Posted>> jobs_;
+  mutable std::mutex mutex_;  // guards all below; no system call is made under it
+  Queue<Run> runs_;
+  Queue<Job> jobs_;
   // The idle threads, each in one of these:
-  Member* spinning_ = nullptr;   // looks at the queues, and needs no wake-up
-  int num_called_ = 0;           // on their way, new ones included
-  std::vector<Member*> asleep_;  // the last to fall asleep last
-  int num_in_jobs_ = 0;          // threads inside jobs, helpers included
-  std::vector<std::unique_ptr<Scratch>> scratches_;
+  Member* spinning_ = nullptr;  // looks at the queues, and needs no wake-up
+  int num_called_ = 0;          // on their way, new ones included
+  Member* asleep_ = nullptr;    // a list, the last to fall asleep first
+  int num_in_jobs_ = 0;         // threads inside jobs, helpers included
+  std::vector<Scratch> scratches_;
 
   Cores cores_;  // where the threads inside jobs compute
 

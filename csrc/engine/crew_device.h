@@ -49,7 +49,8 @@ class CrewDevice : public Device {
 // Work as a job that its rank waits for.
 class WorkJob : public WaitedJob {
  public:
-  explicit WorkJob(Work work) : work_(std::move(work)) {}
+  explicit WorkJob(Work work)
+      : WaitedJob(work.estimated_us()), work_(std::move(work)) {}
   int64_t num_units() const override { return work_.num_units(); }
   void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
 

@@ -13,47 +13,33 @@ namespace jax_ub {
 // One gang as a job: its units, and afterwards the completion of every rank.
 class Engine::GangJob : public Job {
  public:
-  GangJob(Work work,
-          std::shared_ptr<Gang> gang,
-          size_t last_rank,
-          Crew& crew,
-          std::function<void(const Gang&, const std::exception_ptr&)> on_failure)
-      : work_(std::move(work)),
+  GangJob(Engine& engine, Work work, std::shared_ptr<Gang> gang, int last_rank)
+      : Job(work.estimated_us()),
+        engine_(engine),
+        work_(std::move(work)),
         gang_(std::move(gang)),
-        last_rank_(last_rank),
-        crew_(crew),
-        on_failure_(std::move(on_failure)) {}
+        last_rank_(last_rank) {}
 
   int64_t num_units() const override { return work_.num_units(); }
   void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
   double estimated_us() const { return work_.estimated_us(); }
 
-  // Completing a rank runs the rest of its program, which may wait for another rank:
-  // each is completed from a thread of its own. The helper is the last rank's thread.
-  void Done(std::exception_ptr failure, bool helped) override {
-    if (failure) on_failure_(*gang_, failure);
-    std::vector<Completion>& completions = gang_->completions;
-    for (size_t r = 0; r < completions.size(); ++r) {
-      gang_->trace.OfRank(static_cast<int>(r))
-          .Since(gang_->calls[r].submitted_ns, TraceKind::kCall);
-      if (helped && r == last_rank_) continue;
-      crew_.Start([done = std::move(completions[r]), failure] { done(failure); });
-    }
-    if (helped) completions[last_rank_](failure);
+  // The helper is the last rank's thread.
+  void Done(std::exception_ptr failure, bool helped) noexcept override {
+    engine_.Complete(*gang_, failure, helped ? last_rank_ : kNone);
   }
 
  private:
+  Engine& engine_;
   const Work work_;
   const std::shared_ptr<Gang> gang_;
-  const size_t last_rank_;
-  Crew& crew_;
-  const std::function<void(const Gang&, const std::exception_ptr&)> on_failure_;
+  const int last_rank_;
 };
 
 Engine::Engine(int num_threads, Timeouts timeouts)
     : crew_(new Crew(num_threads)),
       board_(new Board(
-          [crew = crew_](std::function<void()> run) { crew->Start(std::move(run)); },
+          [crew = crew_](std::shared_ptr<Run> run) { crew->Start(std::move(run)); },
           timeouts)) {}
 
 void Engine::Submit(
@@ -142,21 +128,27 @@ void Engine::Execute(std::shared_ptr<Gang> gang, int last_rank, int64_t device) 
     }
   } catch (...) {
     // Before anything was begun: nobody touches the buffers.
-    NewJob(Work(), gang, last_rank)->Done(std::current_exception(), true);
+    Complete(*gang, std::current_exception(), last_rank);
   }
 }
 
-std::shared_ptr<Engine::GangJob> Engine::NewJob(Work work,
-                                                std::shared_ptr<Gang> gang,
-                                                int last_rank) {
-  return std::make_shared<GangJob>(
-      std::move(work), std::move(gang), last_rank, *crew_,
-      [this](const Gang& failed, const std::exception_ptr& failure) {
-        Fail(failed, failure);
-      });
+// Completing a rank runs the rest of its program, which may wait for another rank: each
+// is completed from a thread of its own, but for `here`, which is this thread's.
+void Engine::Complete(const Gang& gang,
+                      const std::exception_ptr& failure,
+                      int here) noexcept {
+  if (failure) Fail(gang, failure);
+  Queue<Run> runs;
+  for (size_t r = 0; r < gang.completions.size(); ++r) {
+    gang.trace.OfRank(static_cast<int>(r))
+        .Since(gang.calls[r].submitted_ns, TraceKind::kCall);
+    if (static_cast<int>(r) != here) runs.Push(gang.completions[r].AsRun(failure));
+  }
+  if (!runs.empty()) crew_->Start(std::move(runs));
+  if (here != kNone) gang.completions[here](failure);
 }
 
-void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) {
+void Engine::Fail(const Gang& gang, const std::exception_ptr& failure) noexcept {
   ++num_failed_gangs_;
   if (!gang.attributes->ranks.empty()) {
     board_->Poison(gang.run_id, gang.group_key, failure);
@@ -167,7 +159,7 @@ void Engine::ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank) {
   Work work =
       PlanDirect(*gang->attributes, {gang->calls, gang->calls}, crew_->workers());
   work.set_trace(gang->trace, {});
-  const auto job = NewJob(std::move(work), gang, last_rank);
+  const auto job = std::make_shared<GangJob>(*this, std::move(work), gang, last_rank);
   if (job->estimated_us() < kInlineUs) {  // here, in the last rank to arrive
     crew_->RunInline(*job);
   } else {
@@ -207,14 +199,17 @@ void Engine::ExecuteSlots(std::shared_ptr<Gang> gang) {
     work.set_trace(gang->trace, {});
     slot_call->products = std::make_shared<WorkJob>(std::move(work));
   }
+  Queue<Run> runs;  // all of them, or none
   for (int rank = 0; rank < at.num_ranks; ++rank) {
-    crew_->Start([this, slot_call, rank] { RunRank(*slot_call, rank); });
+    runs.Push(std::make_shared<Closure>(
+        [this, slot_call, rank] { RunRank(*slot_call, rank); }));
   }
+  crew_->Start(std::move(runs));
   if (slot_call->products) crew_->Help(slot_call->products);
 }
 
 // Peers touch a rank's slots only, never its buffers: each rank is done for itself.
-void Engine::RunRank(SlotCall& slot_call, int rank) {
+void Engine::RunRank(SlotCall& slot_call, int rank) noexcept {
   const Gang& gang = *slot_call.gang;
   ++slot_call.num_begun;
   std::exception_ptr failure;
@@ -239,7 +234,7 @@ void Engine::RunRank(SlotCall& slot_call, int rank) {
     }
   }
   gang.trace.OfRank(rank).Since(gang.calls[rank].submitted_ns, TraceKind::kCall);
-  Completion done = gang.completions[rank];
+  const Completion done = gang.completions[rank];
   if (slot_call.num_running.fetch_sub(1) == 1) {
     if (slot_call.failed) {
       slot_call.communicator.reset();

@@ -59,10 +59,10 @@ class Engine {
 
   void Execute(std::shared_ptr<Gang> gang, int last_rank, int64_t device);
   void ExecuteDirect(const std::shared_ptr<Gang>& gang, int last_rank);
-  std::shared_ptr<GangJob> NewJob(Work work, std::shared_ptr<Gang> gang, int last_rank);
+  void Complete(const Gang& gang, const std::exception_ptr& failure, int here) noexcept;
   void ExecuteSlots(std::shared_ptr<Gang> gang);
-  void RunRank(SlotCall& slot_call, int rank);
-  void Fail(const Gang& gang, const std::exception_ptr& failure);
+  void RunRank(SlotCall& slot_call, int rank) noexcept;
+  void Fail(const Gang& gang, const std::exception_ptr& failure) noexcept;
   void BeginTrace(Gang& gang, int64_t device);
 
   Crew* const crew_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 
@@ -139,7 +140,7 @@ std::shared_ptr<Gang> CallSite::FindGang(Run& run,
   return gang;
 }
 
-Board::Board(std::function<void(std::function<void()>)> start, Timeouts timeouts)
+Board::Board(std::function<void(std::shared_ptr<Run>)> start, Timeouts timeouts)
     : start_(std::move(start)), timeouts_(timeouts) {}
 
 std::shared_ptr<Gang> Board::Arrive(CallSite& site,
@@ -177,6 +178,7 @@ std::shared_ptr<Gang> Board::Arrive(CallSite& site,
     StartThread([this] { Watch(); });  // or throws, before the call is there
     watchdog_started_ = true;
   }
+  incomplete_.reserve(incomplete_.size() + 1);  // or throws, before the call is there
   gang->calls[index] = std::move(call);
   gang->completions[index] = std::move(done);
   if (static_cast<size_t>(++gang->num_arrived) == gang->calls.size()) {
@@ -272,63 +274,74 @@ void Board::BeginProgram(const std::string& channel) {
   ordinals_.erase(channel);
 }
 
-void Board::FailAllOf(const Conductor& conductor, const std::exception_ptr& reason) {
-  std::vector<std::shared_ptr<Gang>> gangs;
-  {
-    std::lock_guard lock(mutex_);
-    gangs = TakeIncomplete(
-        [&](const Gang& gang) { return gang.conductor.get() == &conductor; });
-  }
-  for (const auto& gang : gangs) {
+void Board::FailAllOf(const Conductor& conductor,
+                      const std::exception_ptr& reason) noexcept {
+  while (const std::shared_ptr<Gang> gang = TakeIncomplete(
+             [&](const Gang& one) { return one.conductor.get() == &conductor; })) {
     FailArrived(*gang, conductor.FailureOf(gang->attributes->label, reason));
   }
 }
 
 // The ranks of an incomplete gang that are there.
-void Board::FailArrived(Gang& gang, const std::exception_ptr& reason) {
-  for (Completion& done : gang.completions) {
-    if (done) start_([done = std::move(done), reason] { done(reason); });
+void Board::FailArrived(const Gang& gang, const std::exception_ptr& reason) noexcept {
+  for (const Completion& done : gang.completions) {
+    if (done) start_(done.AsRun(reason));
   }
 }
 
-// Takes the open gangs that are meant off the board. The mutex is held.
+// Takes an open gang that is meant off the board, or returns nullptr.
 template <typename Predicate>
-std::vector<std::shared_ptr<Gang>> Board::TakeIncomplete(const Predicate& is_meant) {
-  std::vector<std::shared_ptr<Gang>> taken;
-  std::erase_if(incomplete_, [&](const auto& entry) {
-    const std::shared_ptr<Gang>& gang = entry.second;
-    if (!is_meant(*gang)) return false;
-    for (CallSite::Run& run : entry.first->runs_) std::erase(run.open, gang);
-    taken.push_back(gang);
-    return true;
-  });
-  return taken;
+std::shared_ptr<Gang> Board::TakeIncomplete(const Predicate& is_meant) {
+  std::lock_guard lock(mutex_);
+  const auto found =
+      std::find_if(incomplete_.begin(), incomplete_.end(),
+                   [&](const auto& entry) { return is_meant(*entry.second); });
+  if (found == incomplete_.end()) return nullptr;
+  const std::shared_ptr<Gang> gang = found->second;
+  for (CallSite::Run& run : found->first->runs_) std::erase(run.open, gang);
+  incomplete_.erase(found);
+  return gang;
+}
+
+// For ranks that are still to come.
+void Board::Remember(int64_t run_id,
+                     uint64_t group_key,
+                     const std::exception_ptr& reason) {
+  std::lock_guard lock(mutex_);
+  auto failed = std::find_if(failed_runs_.begin(), failed_runs_.end(),
+                             [&](const auto& one) { return one.run_id == run_id; });
+  if (failed == failed_runs_.end()) {
+    if (failed_runs_.size() == kMaxRuns) failed_runs_.pop_front();
+    failed = failed_runs_.insert(failed_runs_.end(), FailedRun{run_id, {}});
+  }
+  failed->reasons.try_emplace(group_key, reason);
 }
 
 void Board::Poison(int64_t run_id,
                    uint64_t group_key,
-                   const std::exception_ptr& reason) {
-  std::vector<std::shared_ptr<Gang>> gangs;
-  {
-    std::lock_guard lock(mutex_);
-    auto failed = std::find_if(failed_runs_.begin(), failed_runs_.end(),
-                               [&](const auto& one) { return one.run_id == run_id; });
-    if (failed == failed_runs_.end()) {
-      if (failed_runs_.size() == kMaxRuns) failed_runs_.pop_front();
-      failed = failed_runs_.insert(failed_runs_.end(), FailedRun{run_id, {}});
+                   const std::exception_ptr& reason) noexcept {
+  for (bool is_first : {true, false}) {
+    try {
+      Remember(run_id, group_key, reason);
+      break;
+    } catch (const std::bad_alloc&) {
+      // Older runs make room. Otherwise ranks that are still to come wait until their
+      // deadline.
+      std::lock_guard lock(mutex_);
+      if (is_first) failed_runs_.clear();
     }
-    failed->reasons.try_emplace(group_key, reason);
-    gangs = TakeIncomplete([&](const Gang& gang) {
-      return gang.run_id == run_id && gang.group_key == group_key;
-    });
   }
-  for (const auto& gang : gangs) FailArrived(*gang, reason);
+  while (const std::shared_ptr<Gang> gang = TakeIncomplete([&](const Gang& one) {
+           return one.run_id == run_id && one.group_key == group_key;
+         })) {
+    FailArrived(*gang, reason);
+  }
 }
 
 void Board::PoisonGroupOf(const CallSite& site,
                           int64_t run_id,
                           int64_t device,
-                          const std::exception_ptr& reason) {
+                          const std::exception_ptr& reason) noexcept {
   const auto place = site.places_.find(device);
   if (place == site.places_.end()) return;
   const int group = static_cast<int>(place->second / site.attributes_.num_ranks);
@@ -373,7 +386,13 @@ void Board::Watch() {
       next = std::min(next, gang->deadline.time());
     }
     wake_watchdog_.wait_until(lock, next);
-    FailOverdue(lock);
+    try {
+      FailOverdue(lock);
+    } catch (const std::bad_alloc&) {
+      // It looks again a period later.
+      if (!lock.owns_lock()) lock.lock();
+      wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
+    }
   }
 }
 

@@ -22,15 +22,12 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/completion.h"
 #include "engine/slot_plans.h"
 #include "engine/trace.h"
 #include "platform/deadline.h"
 
 namespace jax_ub {
-
-// How a call ended: nullptr, or why it failed. Called once, from a thread that nobody
-// waits for: it may run the rest of the rank's program.
-using Completion = std::function<void(const std::exception_ptr& failure)>;
 
 class Conductor;
 
@@ -122,8 +119,8 @@ class CallSite {
 // only wait for it.
 class Board {
  public:
-  // `start` runs a completion on a thread of its own.
-  Board(std::function<void(std::function<void()>)> start, Timeouts timeouts);
+  // `start` runs a completion on a thread of its own, and does not throw.
+  Board(std::function<void(std::shared_ptr<Run>)> start, Timeouts timeouts);
   ~Board() = delete;  // its watchdog never ends
 
   // Adds a rank's call. Returns the gang to the last of its ranks, whose index in it is
@@ -141,7 +138,7 @@ class Board {
   void Join(const std::shared_ptr<Conductor>& conductor);
   void Leave(const Conductor& conductor);
   // Fails what such groups have incomplete.
-  void FailAllOf(const Conductor& conductor, const std::exception_ptr& reason);
+  void FailAllOf(const Conductor& conductor, const std::exception_ptr& reason) noexcept;
 
   // The devices of this process; until they are set, all count as its own.
   void set_local_devices(std::vector<int64_t> devices);
@@ -152,12 +149,14 @@ class Board {
   void BeginProgram(const std::string& channel);
 
   // Fails what the group has pending in this run, and what it still calls in it.
-  void Poison(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
+  void Poison(int64_t run_id,
+              uint64_t group_key,
+              const std::exception_ptr& reason) noexcept;
   // The same for a rank whose call was refused before it arrived.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
-                     const std::exception_ptr& reason);
+                     const std::exception_ptr& reason) noexcept;
 
   void set_timeout_s(double timeout_s);
   void set_first_call_timeout_s(double timeout_s);
@@ -173,8 +172,9 @@ class Board {
   void Watch();
   void FailOverdue(std::unique_lock<std::mutex>& lock);
   template <typename Predicate>
-  std::vector<std::shared_ptr<Gang>> TakeIncomplete(const Predicate& is_meant);
-  void FailArrived(Gang& gang, const std::exception_ptr& reason);
+  std::shared_ptr<Gang> TakeIncomplete(const Predicate& is_meant);
+  void FailArrived(const Gang& gang, const std::exception_ptr& reason) noexcept;
+  void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<Conductor> FindConductor(const CallSite& site, int group) const;
   // Throws CommunicatorError where the group's conductor failed, is missing, or is not
   // the one that the call was lowered for; nullptr where all its ranks are in this
@@ -182,7 +182,7 @@ class Board {
   std::shared_ptr<Conductor> ConductorOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
-  const std::function<void(std::function<void()>)> start_;
+  const std::function<void(std::shared_ptr<Run>)> start_;
 
   mutable std::mutex mutex_;  // guards all below, and CallSite::runs_
   Timeouts timeouts_;

@@ -1,13 +1,11 @@
 #include "engine/peak.h"
 
-#include <algorithm>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "engine/cores.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/cpu/peak.h"
 
@@ -43,10 +41,10 @@ double MeasurePeak(Crew& crew, DType dtype, double duration_s) {
                                 ", expected more than 0 and at most 60");
   }
   const KernelSet& kernels = KernelsFor(IsaInUse(), dtype, dtype);
-  const int num_threads = crew.num_threads();
-  const auto job = std::make_shared<PeakJob>(kernels, num_threads, duration_s);
+  const int num_workers = crew.num_workers();
+  const auto job = std::make_shared<PeakJob>(kernels, num_workers, duration_s);
   crew.RunAndWait(job);
-  return job->MeanRate() * std::min(NumAllowedCores(), num_threads);
+  return job->MeanRate() * num_workers;
 }
 
 }  // namespace jax_ub

@@ -20,6 +20,8 @@ void SlotPool::Delete::operator()(InProcessCommunicator* communicator) const {
   delete communicator;
 }
 
+SlotPool::SlotPool() { free_.reserve(kMaxFree + 1); }
+
 SlotPool::Pooled SlotPool::Acquire(int num_ranks, int num_slots, int64_t slot_bytes) {
   {
     std::lock_guard lock(mutex_);
@@ -41,10 +43,10 @@ SlotPool::Pooled SlotPool::Acquire(int num_ranks, int num_slots, int64_t slot_by
   return communicator;
 }
 
-void SlotPool::Give(Pooled communicator) {
+void SlotPool::Give(Pooled communicator) noexcept {
   Pooled dropped;  // freed without the lock
   std::lock_guard lock(mutex_);
-  free_.push_back(std::move(communicator));
+  free_.push_back(std::move(communicator));  // of reserved memory
   if (free_.size() <= kMaxFree) return;
   dropped = std::move(free_.front());
   free_.erase(free_.begin());
@@ -52,6 +54,7 @@ void SlotPool::Give(Pooled communicator) {
 
 void SlotPool::ReleaseFree() {
   std::vector<Pooled> dropped;  // freed without the lock
+  dropped.reserve(kMaxFree + 1);
   std::lock_guard lock(mutex_);
   dropped.swap(free_);
 }

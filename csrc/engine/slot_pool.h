@@ -20,12 +20,14 @@ class SlotPool {
   };
   using Pooled = std::unique_ptr<InProcessCommunicator, Delete>;
 
+  SlotPool();
+
   // One that has at least this many slots of at least this size, for one call at a
   // time.
   Pooled Acquire(int num_ranks, int num_slots, int64_t slot_bytes);
   // Takes it back when all ranks have ended the call, unless one failed: then its
   // epochs no longer agree, and it is to be destroyed instead.
-  void Give(Pooled communicator);
+  void Give(Pooled communicator) noexcept;
 
   // Returns the memory of those that no call uses.
   void ReleaseFree();

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <new>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -95,7 +96,8 @@ Tracer::Buffer* Tracer::OwnBuffer() {
     std::atomic<Buffer*>& place = buffers_[(first + i) % kNumThreads];
     Buffer* buffer = place.load(std::memory_order_acquire);
     if (buffer == nullptr) {
-      auto mine = std::make_unique<Buffer>(self);
+      std::unique_ptr<Buffer> mine(new (std::nothrow) Buffer(self));
+      if (!mine) return nullptr;  // dropped: a span ends in a destructor
       if (place.compare_exchange_strong(buffer, mine.get())) return mine.release();
     }
     if (buffer->owner == self) return buffer;

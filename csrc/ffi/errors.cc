@@ -11,7 +11,7 @@ namespace jax_ub {
 
 namespace ffi = xla::ffi;
 
-ffi::Error ToFfiError(const std::exception_ptr& failure) {
+ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept try {
   try {
     std::rethrow_exception(failure);
   } catch (const DeadlineError& error) {
@@ -31,6 +31,9 @@ ffi::Error ToFfiError(const std::exception_ptr& failure) {
   } catch (...) {
     return ffi::Error::Internal("jax_ub: unknown exception");
   }
+} catch (const std::bad_alloc&) {
+  // Short enough for std::string to need no memory.
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
 }
 
 std::pair<int, int> XlaFfiApiVersion() {

@@ -8,6 +8,6 @@
 namespace jax_ub {
 
 // The only place that knows both kinds of errors.
-xla::ffi::Error ToFfiError(const std::exception_ptr& failure);
+xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
 
 }  // namespace jax_ub

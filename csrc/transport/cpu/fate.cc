@@ -1,5 +1,6 @@
 #include "transport/cpu/fate.h"
 
+#include <new>
 #include <sstream>
 #include <utility>
 
@@ -8,6 +9,13 @@
 #include "transport/process/message.h"
 
 namespace jax_ub {
+
+namespace {
+
+// Where there is no memory to say more.
+const std::string kLost = "is lost";
+
+}  // namespace
 
 Fate::Fate(std::vector<Member> members)
     : members_(std::move(members)),
@@ -35,8 +43,13 @@ void Fate::SetGone(int process, const std::string& how) {
   if (IsGone(process)) return;
   const bool has_closed = how.empty();
   if (!has_closed && first_lost_ == kNobody) first_lost_ = process;
-  hows_.push_back(std::make_unique<const std::string>(has_closed ? kGoodbyeText : how));
-  gone_[process].store(hows_.back().get());
+  try {
+    hows_.push_back(
+        std::make_unique<const std::string>(has_closed ? kGoodbyeText : how));
+    gone_[process].store(hows_.back().get());
+  } catch (const std::bad_alloc&) {
+    gone_[process].store(&kLost);
+  }
 }
 
 std::string Fate::DescribeGone(int process) const {

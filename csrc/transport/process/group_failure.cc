@@ -2,11 +2,18 @@
 
 #include <unistd.h>
 
+#include <new>
 #include <utility>
 
 #include "platform/error.h"
 
 namespace jax_ub {
+
+namespace {
+
+constexpr char kOutOfMemory[] = "CommunicatorError: jax_ub: a peer is out of memory";
+
+}  // namespace
 
 GroupFailure::GroupFailure(const Group& group, Hooks hooks)
     : group_(group), hooks_(std::move(hooks)), owner_(getpid()) {}
@@ -57,11 +64,19 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
   if (IsCopy()) return;
   std::unique_lock saying(saying_mutex_);
   if (is_poisoned_) return;
-  PoisonMessage told = PoisonMessageOf(reason);
-  if (!told.text.starts_with("CommunicatorError: ")) {
-    told.text = group_.ErrorPrefix() + names_[group_.own()] + " failed: " + told.text;
+  try {
+    PoisonMessage told = PoisonMessageOf(reason);
+    if (!told.text.starts_with("CommunicatorError: ")) {
+      told.text = group_.ErrorPrefix() + names_[group_.own()] + " failed: " + told.text;
+    }
+    Say(told.kind, told.text);
+  } catch (const std::bad_alloc&) {
+    try {
+      Say(MessageKind::kPoison, kOutOfMemory);
+    } catch (const std::bad_alloc&) {
+      // The peers wait until their deadline.
+    }
   }
-  Say(told.kind, told.text);
   is_poisoned_ = true;
   Fail(std::move(saying), reason, [&] { hooks_.end_waits(reason); });
 }
@@ -72,9 +87,14 @@ void GroupFailure::SetGone(int process, const std::string& how) {
   is_gone_[process] = true;
   if (how.empty()) return hooks_.set_gone(process, how);
   std::unique_lock saying(saying_mutex_);
-  Say(MessageKind::kObituary, std::to_string(process));
-  const auto reason = std::make_exception_ptr(
-      CommunicatorError(group_.ErrorPrefix() + names_[process] + " " + how));
+  std::exception_ptr reason;
+  try {
+    reason = std::make_exception_ptr(
+        CommunicatorError(group_.ErrorPrefix() + names_[process] + " " + how));
+    Say(MessageKind::kObituary, std::to_string(process));
+  } catch (const std::bad_alloc&) {
+    if (!reason) reason = std::current_exception();
+  }
   Fail(std::move(saying), reason, [&] { hooks_.set_gone(process, how); });
 }
 

@@ -82,11 +82,17 @@ void Peers::Forget() {
 void Peers::Run() noexcept {
   try {
     RunUntilStopped();
-  } catch (const SystemError& error) {
-    for (Watched& peer : watched_) {
-      SetLeft(peer, MessageKind::kObituary,
-              std::string("is out of sight: ") + error.what());
-    }
+  } catch (const std::exception& error) {
+    for (Watched& peer : watched_) SetLost(peer, error.what());
+  }
+}
+
+void Peers::SetLost(Watched& peer, const char* why) noexcept {
+  try {
+    SetLeft(peer, MessageKind::kObituary, std::string("is out of sight: ") + why);
+  } catch (const std::exception&) {
+    // No memory even for the text: the failure is told, or its peers wait for their
+    // deadline.
   }
 }
 

@@ -68,6 +68,7 @@ class Peers {
   void SendRest(Watched& peer);
   // Passes on what has come.
   void Hear(Watched& peer, bool has_died);
+  void SetLost(Watched& peer, const char* why) noexcept;
   void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
   std::function<void(const PeerNews&)> tell_;

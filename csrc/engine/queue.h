@@ -1,0 +1,79 @@
+// A queue of objects that have room for their place in it: nothing here allocates memory,
+// so that what has to be passed on cannot be lost for want of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace jax_ub {
+
+// What T derives from. An object is in one queue at a time.
+template <typename T>
+class Queued {
+ private:
+  template <typename>
+  friend class Queue;
+  std::shared_ptr<T> next_;
+};
+
+template <typename T>
+class Queue {
+ public:
+  Queue() = default;
+  Queue(Queue&& other) noexcept { Append(std::move(other)); }
+  Queue& operator=(Queue&&) = delete;
+  ~Queue() {
+    while (!empty()) Pop();  // or a long queue would be destroyed recursively
+  }
+
+  bool empty() const { return first_ == nullptr; }
+  int64_t size() const { return size_; }
+
+  void Push(std::shared_ptr<T> one) noexcept {
+    T* const pushed = one.get();
+    (last_ == nullptr ? first_ : last_->next_) = std::move(one);
+    last_ = pushed;
+    ++size_;
+  }
+
+  std::shared_ptr<T> Pop() noexcept {
+    std::shared_ptr<T> one = std::move(first_);
+    first_ = std::move(one->next_);
+    if (!first_) last_ = nullptr;
+    --size_;
+    return one;
+  }
+
+  void Append(Queue&& other) noexcept {
+    if (other.empty()) return;
+    (last_ == nullptr ? first_ : last_->next_) = std::move(other.first_);
+    last_ = std::exchange(other.last_, nullptr);
+    size_ += std::exchange(other.size_, 0);
+  }
+
+  void Remove(const T* one) noexcept {
+    T* before = nullptr;
+    for (T* at = first_.get(); at != one; at = at->next_.get()) before = at;
+    std::shared_ptr<T>& link = before == nullptr ? first_ : before->next_;
+    std::shared_ptr<T> removed = std::move(link);
+    link = std::move(removed->next_);
+    if (last_ == removed.get()) last_ = before;
+    --size_;
+  }
+
+  // The first one of which `is_meant` is true, or nullptr.
+  template <typename Predicate>
+  std::shared_ptr<T> Find(const Predicate& is_meant) const {
+    const std::shared_ptr<T>* at = &first_;
+    while (*at && !is_meant(**at)) at = &(*at)->next_;
+    return *at;
+  }
+
+ private:
+  std::shared_ptr<T> first_;
+  T* last_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace jax_ub
