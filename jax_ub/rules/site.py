@@ -189,7 +189,8 @@ def open_site(
             taken, too, if the method is "xla".
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
-    is_plain = methods.resolve(op, method, settings.method()) is Method.XLA
+    named = method.method if isinstance(method, FlaggedMethod) else method
+    is_plain = methods.resolve(op, named, settings.method()) is Method.XLA
     label = label_of(op, ub_name)
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = mesh.axis_tuple(axis_name)
