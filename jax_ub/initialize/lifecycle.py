@@ -5,8 +5,10 @@ is made, and all processes agree on the outcome, so that a call that fails leave
 nothing behind on any of them.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ub import methods
-from jax_ub.errors import ConfigurationError, LifecycleError, shown
+from jax_ub.errors import CommunicatorError, ConfigurationError, LifecycleError, shown
 from jax_ub.initialize.arguments import (
     read_dtype,
     read_mesh,
@@ -26,6 +28,8 @@ from jax_ub.initialize.domain import make_domain
 from jax_ub.overlap_config import UserBufferQuantizationMode
 from jax_ub.primitives.mesh import axis_tuple, check_axis_name
 from jax_ub.runtime import communicators, cuda, overlaps, settings, tuned
+from jax_ub.runtime.bootstrap import presence
+from jax_ub.runtime.bootstrap.agreement import TELL_S, Agreement
 from jax_ub.runtime.bootstrap.board import check_backend
 from jax_ub.runtime.bootstrap.meeting import meet
 from jax_ub.runtime.overlaps import Domain, Overlap
@@ -88,49 +92,19 @@ def initialize_ub(  # noqa: PLR0913, pinned
             for the buffers, or the directory of a "file" backend cannot be used.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    axes = axis_tuple(axis_name)
-    domain: Domain | None = None
-    place: Place | None = None
-    refusal: Exception | None = None
-    timeout_s = settings.DEFAULT_TIMEOUT_S
-    about: dict[str, str] = {}
-    devices = jax.devices()
+    start = _Start(bootstrap_backend)
     try:
-        mesh = jax.sharding.get_mesh() if mesh is None else mesh
-        devices = _devices_in_reach(mesh)
-        check_backend(bootstrap_backend)
-        timeout_s = settings.deadline_s()
-        settings.check()
-        methods.resolve("initialize_ub", None, settings.method())
-        check_axis_name("initialize_ub", axis_name)
-        _check_not_initialized(axes)
-        modes = read_modes(use_fp8, quantization_modes)
-        tp_size = read_size("tp_size", tp_size)
-        mesh = read_mesh(mesh, axes, tp_size)
-        capacity, dtype = read_shape(shape), read_dtype(dtype)
-        domain = make_domain(axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh)
-        place = _place(axes, domain, devices)
-        communicators.check_shared(place)
-        about = _about(domain, place)
-    except Exception as error:  # The other processes have to learn of any.
-        refusal = error
-    place = place or _place(axes, domain, devices)
-    if place.process not in place.processes:
-        raise ConfigurationError(
-            f"initialize_ub: none of the mesh's devices belongs to this process, "
-            f"{place.process}. Call it on the processes of the mesh only."
+        start.prepare(
+            shape, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, mesh, axis_name
         )
-    if len(place.processes) > 1:
-        agreement = meet(
-            bootstrap_backend, place.process, place.processes, timeout_s, refusal
-        )
-        communicators.connect(place, agreement, about, refusal)
-    elif refusal is not None:
-        raise refusal
-    else:
-        communicators.connect_alone(place)
-    if domain is not None:
-        overlaps.add(domain)
+        start.connect()
+    except BaseException as error:
+        try:
+            if not isinstance(error, Exception):
+                start.tell_of_interrupt(error)
+        finally:
+            start.undo()
+        raise
 
 
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
@@ -149,13 +123,14 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
         ShapeContractError: if `axis_name` is no name.
     """
     wanted = _named("destroy_ub", axis_name)
+    kept = [d for d in overlaps.domains() if wanted not in (None, d.axis_name)]
+    # Nothing is forgotten before it is closed: after an interrupt, at whatever moment,
+    # another call does the rest.
+    _disconnect_all_but(kept)
     for domain in overlaps.domains():
-        if wanted in (None, domain.axis_name):
+        if domain not in kept:
             overlaps.remove(domain.axis_name)
-            # Another axis may have groups of the same devices.
-            used = {group for other in overlaps.domains() for group in other.groups}
-            communicators.disconnect([g for g in domain.groups if g not in used])
-    if not overlaps.domains():
+    if not kept:
         communicators.release_slots()
 
 
@@ -212,6 +187,107 @@ def _named(op, axis_name):
         return None
     check_axis_name(op, axis_name)
     return axis_tuple(axis_name)
+
+
+class _Start:
+    """One call of `initialize_ub`: what it has checked, told and made so far."""
+
+    def __init__(self, backend):
+        self._backend = backend
+        self._mesh: Any = None
+        self._domain: Domain | None = None
+        self._place: Place | None = None
+        self._about: dict[str, str] = {}
+        self._refusal: Exception | None = None
+        self._timeout_s = settings.DEFAULT_TIMEOUT_S
+        self._agreement: Agreement | None = None
+
+    def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
+        """Checks the arguments, which makes nothing; keeps the error, if there is one.
+
+        Raises:
+            ConfigurationError: if this process has no part in the mesh.
+        """
+        axes = axis_tuple(axis_name)
+        try:
+            presence.enter(jax.process_index())
+            self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
+            devices = _devices_in_reach(mesh)
+            check_backend(self._backend)
+            self._timeout_s = settings.deadline_s()
+            settings.check()
+            methods.resolve("initialize_ub", None, settings.method())
+            check_axis_name("initialize_ub", axis_name)
+            _check_not_initialized(axes)
+            modes = read_modes(use_fp8, modes)
+            tp_size = read_size("tp_size", tp_size)
+            mesh = read_mesh(mesh, axes, tp_size)
+            capacity, dtype = read_shape(shape), read_dtype(dtype)
+            domain = make_domain(axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh)
+            self._domain = domain
+            self._place = _place(axes, domain, devices)
+            communicators.check_shared(self._place)
+            self._about = _about(domain, self._place)
+        except Exception as error:  # The other processes have to learn of any.
+            self._refusal = error
+        if self._place is None:
+            self._place = _place(axes, None, _devices_in_reach(self._mesh))
+        if self._place.process not in self._place.processes:
+            raise ConfigurationError(
+                f"initialize_ub: none of the mesh's devices belongs to this process, "
+                f"{self._place.process}. Call it on the processes of the mesh only."
+            )
+
+    def connect(self):
+        """Agrees with the other processes, and makes the overlaps."""
+        place = self._place
+        assert place is not None
+        if len(place.processes) > 1:
+            self._agreement = meet(
+                self._backend,
+                place.process,
+                place.processes,
+                self._timeout_s,
+                self._refusal,
+            )
+            communicators.connect(place, self._agreement, self._about, self._refusal)
+        elif self._refusal is not None:
+            raise self._refusal
+        else:
+            communicators.connect_alone(place)
+        if self._domain is not None:
+            overlaps.add(self._domain)
+
+    def tell_of_interrupt(self, error: BaseException) -> None:
+        """Tells the processes that wait for this one; an agreement tells by itself."""
+        if self._agreement is not None and self._agreement.has_ended:
+            return
+        devices = _devices_in_reach(self._mesh)
+        place = self._place or _place((), None, devices)
+        if len(place.processes) < 2 or place.process not in place.processes:
+            return
+        if self._agreement is None:
+            refusal = CommunicatorError(f"initialize_ub was interrupted: {error!r}")
+            where = place.process, place.processes, TELL_S, refusal
+            with contextlib.suppress(CommunicatorError):
+                self._agreement = meet(self._backend, *where)
+        if self._agreement is not None:
+            with contextlib.suppress(type(error)), self._agreement:
+                raise error
+
+    def undo(self) -> None:
+        """Takes back what was made, as far as no other call made it."""
+        if self._domain is not None and any(
+            self._domain is one for one in overlaps.domains()
+        ):
+            overlaps.remove(self._domain.axis_name)
+        _disconnect_all_but(overlaps.domains())
+
+
+def _disconnect_all_but(domains):
+    # Several axes may have groups of the same devices.
+    used = {group for domain in domains for group in domain.groups}
+    communicators.disconnect_all_but(used)
 
 
 def _devices_in_reach(mesh):

@@ -3,7 +3,7 @@
 import atexit
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jax_ub.runtime.place import Group, Place
 
 _CONNECTIONS: dict[Group, Connection] = {}
 _GENERATION = [0]  # the last that this process agreed on
+_HAS_SHARED_CORES = [False]  # whether the engine computes on its part of the cores only
 
 
 def connections() -> tuple[Connection, ...]:
@@ -117,7 +118,7 @@ def connect(
         attempt.close()
         raise
     finally:
-        _GENERATION[0] = attempt.generation
+        _GENERATION[0] = max(_GENERATION[0], attempt.generation)
     _keep(attempt)
     if place.platform == "cpu":
         _share_cores(place, told)
@@ -150,23 +151,35 @@ def _share_cores(place, told: Values):
     neighbours = [process for process in sorted(told) if told[process]["host"] == here]
     everyone = [told[process]["cores"] for process in neighbours]
     part = hosts.own_part(own, everyone, neighbours.index(place.process))
+    _HAS_SHARED_CORES[0] = True
     engine.load().set_num_threads(hosts.fair_share(own, everyone), part)
 
 
 @functools.cache
 def _close_at_exit():
     # The peers then hear a goodbye instead of finding a dead connection.
-    atexit.register(lambda: disconnect(list(_CONNECTIONS)))
+    atexit.register(disconnect_all_but, ())
 
 
 def disconnect(groups: Sequence[Group]) -> None:
-    """Closes the connections of these groups; peers that are dead are no hindrance."""
-    closed = [_CONNECTIONS.pop(group) for group in groups if group in _CONNECTIONS]
-    for connection in closed:
-        connection.close()
-    shared = any(len(set(one.processes)) > 1 for one in closed)
-    if shared and not _CONNECTIONS and settings.num_threads() is None:
-        engine.load().set_num_threads(len(hosts.cores()))
+    """Closes the connections of these groups; peers that are dead are no hindrance.
+
+    A group is forgotten once it is closed, so that whoever is interrupted can call this
+    again.
+    """
+    for group in groups:
+        if group in _CONNECTIONS:
+            _CONNECTIONS[group].close()
+            _CONNECTIONS.pop(group, None)
+    if _HAS_SHARED_CORES[0] and not _CONNECTIONS:
+        if engine.load().has_engine():
+            engine.load().set_num_threads(len(hosts.cores()))
+        _HAS_SHARED_CORES[0] = False
+
+
+def disconnect_all_but(groups: Collection[Group]) -> None:
+    """Closes all connections except those of `groups`."""
+    disconnect([group for group in tuple(_CONNECTIONS) if group not in groups])
 
 
 def release_slots() -> None:

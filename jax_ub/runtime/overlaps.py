@@ -191,8 +191,9 @@ def add(domain: Domain) -> None:
 
 
 def remove(axis_name: tuple[str, ...]) -> None:
-    """Forgets the overlaps of an axis."""
-    del _DOMAINS[axis_name]
+    """Forgets the overlaps of an axis, if there are any."""
+    _change()  # an interrupt may come between the next two lines
+    _DOMAINS.pop(axis_name, None)
     _change()
 
 

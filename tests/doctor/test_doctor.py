@@ -177,6 +177,9 @@ def test_connections_and_failures_are_shown(monkeypatch):
     class Failed:
         failure = "rank 1 died"
 
+        def close(self):
+            pass
+
     known = {
         group: Connection(group, (0, 1), reason, communicator)
         for group, reason, communicator in (

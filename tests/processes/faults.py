@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub.initialize import lifecycle
 from jax_ub.runtime import connecting
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 
@@ -213,6 +214,38 @@ def compiles_longer(job):
     job.expect_error()
 
 
+def dies_entering(job):
+    if job.is_victim:
+        lifecycle.check_backend = lambda *_: kill_this_process()
+    job.expect_error(job.initialize)
+
+
+def is_interrupted_entering(job):
+    meet("enter")
+    if job.is_victim:
+        real = lifecycle.check_backend
+        lifecycle.check_backend = lambda *_: signal.raise_signal(signal.SIGINT)
+        try:
+            job.initialize()
+        except KeyboardInterrupt:
+            say("interrupted", at=time.monotonic())
+        lifecycle.check_backend = real
+    else:
+        job.expect_error(job.initialize)
+    # All live. A new attempt before the others have heard would be their first one.
+    meet("told")
+    job.initialize()
+    job.call()
+    say("goes on")
+
+
+def meet(where):
+    board = JaxService(where)
+    board.write(str(jax.process_index()), "")
+    while None in [board.read(str(p)) for p in range(jax.process_count())]:
+        time.sleep(0.01)  # for ever, if one does not come: the launcher gives up
+
+
 def exists_twice(job):
     for _ in range(20):
         job.call()
@@ -244,8 +277,14 @@ LOSING = (
     raises,
     is_missing,
     dies_connecting,
+    dies_entering,
 )
-KEEPING = (stops, other_shape, leaves_a_call_out, compiles_longer, exists_twice)
+KEEPING = (
+    *(stops, other_shape, leaves_a_call_out, compiles_longer, exists_twice),
+    is_interrupted_entering,
+)
+# These call `initialize_ub` themselves.
+ENTERING = (is_missing, dies_connecting, dies_entering, is_interrupted_entering)
 SCENARIOS = {scenario.__name__: scenario for scenario in (*LOSING, *KEEPING)}
 
 
@@ -255,7 +294,7 @@ def main():
     jax.device_put(np.zeros(1)).block_until_ready()
     job = Job(method)
     before = left()
-    if scenario not in ("is_missing", "dies_connecting"):
+    if SCENARIOS[scenario] not in ENTERING:
         job.initialize()
     SCENARIOS[scenario](job)
     begin = time.monotonic()

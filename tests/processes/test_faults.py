@@ -215,6 +215,28 @@ def test_a_death_while_all_connect_is_reported_at_once():
     )
 
 
+def test_a_death_before_the_first_note_is_reported_at_once():
+    job = run("dies_entering")
+    job.check_survivors(
+        [0, 1],
+        at=job.one("dies")["at"],
+        within_s=SOON_S,
+        names=["process 2 (pid ", ") died"],
+    )
+
+
+def test_an_interrupt_before_the_first_note_is_reported_at_once():
+    job = run("is_interrupted_entering")
+    assert job.status == 0, job.text
+    errors = by_process(job.of("error"))
+    assert [error["process"] for error in errors] == [0, 1], job.text
+    for error in errors:
+        assert error["at"] - job.one("interrupted")["at"] < SOON_S
+        assert "process 2 failed: KeyboardInterrupt()" in error["text"], error["text"]
+    assert len(job.of("goes on")) == 3
+    job.check_nothing_is_left([0, 1, 2])
+
+
 def test_the_death_of_jax_s_coordinator_ends_all():
     # JAX ends every process then, by itself; ours must not keep any from that.
     job = run("coordinator_dies")

@@ -13,7 +13,7 @@ the number it drew for this attempt, and answers under the number that the other
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_ub.errors import CommunicatorError, TimeoutError, UbError
@@ -22,6 +22,8 @@ from jax_ub.runtime.bootstrap.board import Board
 # Polls get rarer up to this, and with the number of processes that ask one service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
+# How long a process that is interrupted looks for others that it can tell.
+TELL_S = 2.0
 
 Values = dict[int, Any]  # of JSON's types, by process
 
@@ -30,7 +32,12 @@ class Agreement:
     """One attempt to agree, in as many rounds as it takes; used in a `with` block."""
 
     def __init__(
-        self, board: Board, process: int, processes: Sequence[int], timeout_s: float
+        self,
+        board: Board,
+        process: int,
+        processes: Sequence[int],
+        timeout_s: float,
+        lost: Callable[[int], str | None] = lambda process: None,
     ):
         """Begins.
 
@@ -39,8 +46,14 @@ class Agreement:
             process: the own number.
             processes: the numbers of all that take part.
             timeout_s: how long a round may last.
+            lost: how a process has ended, as far as that is known, or None.
+
+        Attributes:
+            has_ended: whether its block was left: all have been told how.
         """
+        self.has_ended = False
         self._board = board
+        self._lost = lost
         self._process = process
         self._others = sorted(set(processes) - {process})
         self._collector = min(processes)
@@ -51,7 +64,9 @@ class Agreement:
         self._answers: dict[int, list] = {}
         self._repeats = ""
         self._is_bound = False  # the collector has answered: it is a living one
-        self._is_told = False  # everyone knows that the attempt failed
+        self._is_told = False  # those that are known know that the attempt failed
+        self._failed: Any = None  # and why, as the collector has told it
+        self._left: set[int] = set()  # of the others, those that do not listen any more
 
     def __enter__(self) -> "Agreement":
         """Begins the block."""
@@ -63,15 +78,45 @@ class Agreement:
         if error is not None and not self._is_told:
             failed = self._failure(error)
         if self._process == self._collector:
-            if failed:
-                self._answer(failed)
+            if error is not None:
+                self._tell_all(failed, error)
+            self.has_ended = True
             self._board.erase("collector")
             return
+        if failed and not self._repeats and not isinstance(error, Exception):
+            self._look_for_collector()
+        self.has_ended = True
         if failed and self._repeats:
             self._write_own(failed)
         else:
             self._board.erase(str(self._process))
         self._board.erase(f"answer.{self._number}")
+
+    def _tell_all(self, failed, error):
+        """The collector fails: those that it has not heard of may be on their way."""
+        known = set() if failed else set(self._numbers)
+        end_s = time.monotonic() + TELL_S
+        if not isinstance(error, TimeoutError):
+            self._board.write("collector", json.dumps([self._number, self._others]))
+            while self._meet_more() and time.monotonic() < end_s:
+                time.sleep(_LONGEST_PAUSE_S)
+        self._answer(failed or self._failed, set(self._numbers) - known)
+
+    def _meet_more(self):
+        for other in self._others:
+            note = _read(self._board, str(other))
+            if note is not None and note["repeats"] == self._number:
+                if "failed" in note:
+                    self._left.add(other)
+                elif other not in self._left:
+                    self._numbers.setdefault(other, note["number"])
+        return len(self._left | set(self._numbers)) < len(self._others)
+
+    def _look_for_collector(self):
+        end_s = time.monotonic() + TELL_S
+        while not self._repeats and time.monotonic() < end_s:
+            self._repeat(_read(self._board, "collector"))
+            time.sleep(_LONGEST_PAUSE_S)
 
     def _failure(self, error):
         # Own errors are texts for the user of any process; others say what they are.
@@ -113,16 +158,21 @@ class Agreement:
                 announced = waiting
             if not waiting:
                 break
+            lost = {other: self._lost(other) for other in waiting}
             # Those that came are read again: they may have given up since.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
                     found[other] = values[len(self._rounds) - 1]
+            for other, how in lost.items():
+                if how is not None and other not in found:
+                    self._left.add(other)
+                    self._fail(f"initialize_ub: process {other} {how}.")
             if waiting[-1] not in found and pause.is_over():
                 missing = [other for other in waiting if other not in found]
                 self._fail(_missing_text(missing, timeout_s), TimeoutError)
             pause.take()
-        self._answer({"values": sorted(found.items())})
+        self._answer({"values": sorted(found.items())}, self._numbers)
         return found
 
     def _values_of(self, other):
@@ -134,17 +184,20 @@ class Agreement:
             self._numbers[other], self._answers[other] = note["number"], []
             self._fail(f"initialize_ub: process {other} gave up and began again.")
         if "failed" in note:
-            del self._numbers[other]  # it does not listen any more
+            del self._numbers[other]
+            self._left.add(other)
             self._fail(note["failed"], _kind_of(note))
         return note["values"]
 
     def _fail(self, text, kind=CommunicatorError):
-        self._answer({"failed": text, "is_timeout": kind is TimeoutError})
+        self._failed = {"failed": text, "is_timeout": kind is TimeoutError}
+        self._answer(self._failed, self._numbers)
         self._is_told = True
         raise kind(text)
 
-    def _answer(self, answer):
-        for other, number in self._numbers.items():
+    def _answer(self, answer, others):
+        for other in others:
+            number = self._numbers[other]
             answers = self._answers.setdefault(other, [])
             answers.append(answer)
             self._board.write(f"answer.{number}", json.dumps(answers))
@@ -153,12 +206,17 @@ class Agreement:
         self._write_own()
         pause = _Pause(timeout_s, len(self._others))
         while True:
+            how = self._lost(self._collector)
             # Before the answer: a collector that began again has answered by then, and
             # what was written here is not for its new attempt.
             collector = _read(self._board, "collector")
             answers = _read(self._board, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
                 break
+            if how is not None:
+                raise CommunicatorError(
+                    f"initialize_ub: process {self._collector} {how}."
+                )
             waiting = self._repeat(collector)
             if pause.is_over():
                 text = _missing_text(self._missing(waiting), timeout_s)

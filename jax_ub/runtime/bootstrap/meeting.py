@@ -11,6 +11,7 @@ from typing import Any
 from jax_ub.errors import CommunicatorError
 from jax_ub.runtime.bootstrap.agreement import Agreement, Values
 from jax_ub.runtime.bootstrap.board import JAX, backend_name, open_board
+from jax_ub.runtime.bootstrap.presence import Presence
 
 
 def meet(
@@ -38,11 +39,12 @@ def meet(
     # Of the processes alone, so that one with another axis_name meets the others too.
     numbers = ",".join(map(str, sorted(processes))).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
-    on_jax = Agreement(open_board(JAX, scope), process, processes, timeout_s)
+    board: Any = open_board(JAX, scope)
+    lost = Presence().lost
+    on_jax = Agreement(board, process, processes, timeout_s, lost)
     name = backend_name(backend)
     if name == JAX:
         return on_jax
-    board: Any = None
     with on_jax:
         if refusal is None:
             try:
@@ -53,7 +55,7 @@ def meet(
         failure = refusal or refusal_of_another(told)
     if failure is not None:
         raise failure
-    return Agreement(board, process, processes, timeout_s)
+    return Agreement(board, process, processes, timeout_s, lost)
 
 
 def status(refusal: Exception | None) -> dict[str, Any]:

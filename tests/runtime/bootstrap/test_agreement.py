@@ -212,6 +212,76 @@ def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
         assert "no descriptor left" in str(found[process])
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
+@pytest.mark.parametrize("begins_first", [True, False])
+def test_an_interrupt_before_any_note_is_told(interrupted, begins_first):
+    board = Notes()
+
+    def run(process):
+        if (process == interrupted) != begins_first:
+            time.sleep(0.2)
+        try:
+            with Agreement(board, process, (0, 1, 2), TIMEOUT_S) as agreement:
+                if process == interrupted:
+                    raise KeyboardInterrupt
+                agreement.gather("ready")
+        except KeyboardInterrupt as interrupt:
+            return interrupt
+
+    found = together(*(lambda p=p: run(p) for p in range(3)))
+    assert isinstance(found[interrupted], KeyboardInterrupt)
+    for process in {0, 1, 2} - {interrupted}:
+        text = f"process {interrupted} failed: KeyboardInterrupt()"
+        assert text in str(found[process]), found
+    found = together(*(member(board, p, (0, 1, 2), [p]) for p in range(3)))
+    assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
+
+
+def test_a_process_that_comes_after_a_failure_is_told_too():
+    board = Notes()
+
+    def fails():
+        with Agreement(board, 2, (0, 1, 2), TIMEOUT_S) as agreement:
+            while not agreement._repeats:
+                agreement._repeat(bootstrap_agreement._read(board, "collector"))
+            raise OSError("no descriptor left")
+
+    found = together(
+        member(board, 0, (0, 1, 2), ["a"]),
+        member(board, 1, (0, 1, 2), ["b"], after_s=0.5),
+        fails,
+    )
+    for error in found[:2]:
+        assert "process 2 failed: OSError('no descriptor left')" in str(error), found
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_has_died_is_not_waited_for(dead):
+    def run(process):
+        lost = {dead: "(pid 7) died"}.get
+        with Agreement(Notes(), process, (0, 1), TIMEOUT_S, lost) as agreement:
+            agreement.gather("ready")
+
+    (found,) = together(lambda: run(1 - dead))
+    assert isinstance(found, ub.errors.CommunicatorError)
+    assert not isinstance(found, ub.errors.TimeoutError)
+    assert str(found) == f"initialize_ub: process {dead} (pid 7) died."
+
+
+def test_who_did_its_part_and_died_is_not_missed():
+    board = Notes()
+
+    def run(process, lost=lambda process: None):
+        with Agreement(board, process, (0, 1), TIMEOUT_S, lost) as agreement:
+            return agreement.gather(process)
+
+    def is_lost(process):
+        return "died" if board.read("1") else None
+
+    found = together(lambda: run(0, is_lost), lambda: run(1))
+    assert found == [{0: 0, 1: 1}] * 2
+
+
 def test_what_a_dead_job_left_is_no_answer():
     dead = Notes()
 

@@ -1,0 +1,65 @@
+"""Which processes have ended, by what they left in a store."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jax_ub.runtime.bootstrap import presence
+from jax_ub.runtime.bootstrap.presence import Presence
+
+
+@pytest.fixture
+def board(monkeypatch):
+    notes: dict[str, str] = {}
+
+    class Board:
+        def __init__(self, scope):
+            self.read, self.write = notes.get, notes.__setitem__
+
+    monkeypatch.setattr(presence, "JaxService", Board)
+    monkeypatch.setattr(presence.distributed.global_state, "client", object())
+    return notes
+
+
+def leave_note(board, process, pid):
+    presence.enter(process)
+    namespace, _, _ = json.loads(board[str(process)])
+    board[str(process)] = json.dumps([namespace, pid, presence._start_of(pid)])
+
+
+def test_a_process_is_lost_when_it_has_ended_and_not_before(board):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    leave_note(board, 1, child.pid)
+    known = Presence()
+    assert known.lost(1) is None
+    assert known.lost(2) is None  # has not entered
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert known.lost(1) == f"(pid {child.pid}) died"  # nobody has asked for its status
+    child.communicate()
+    assert known.lost(1) == Presence().lost(1) == f"(pid {child.pid}) died"
+    presence.enter(1)  # started anew
+    assert known.lost(1) is None
+
+
+def test_a_process_of_another_namespace_is_not_judged(board):
+    presence.enter(1)
+    _, pid, start = json.loads(board["1"])
+    board["1"] = json.dumps(["another host", pid, start + 1])
+    assert Presence().lost(1) is None
+
+
+def test_another_process_of_the_same_pid_is_not_taken_for_it(board):
+    presence.enter(1)
+    namespace, pid, start = json.loads(board["1"])
+    board["1"] = json.dumps([namespace, pid, start - 1])
+    assert Presence().lost(1) == f"(pid {pid}) died"
+
+
+def test_outside_a_job_nothing_is_left(board, monkeypatch):
+    monkeypatch.setattr(presence.distributed.global_state, "client", None)
+    presence.enter(0)
+    assert not board
