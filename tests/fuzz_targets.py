@@ -294,7 +294,7 @@ def _shards(params, specs):
 OPERATIONS = {f"ops.{name}": _operation(name) for name in _OPERATIONS}
 
 
-def _called(function, valid, names=(), fixed=()):
+def called(function, valid, names=(), fixed=()):
     """A function that is called where the test is."""
 
     def run(arguments):
@@ -319,7 +319,7 @@ def _initialized(function, valid, names=()):
 
     def run(arguments):
         ub.initialize_ub((64, 64), NUM_RANKS, mesh=mesh(), axis_name="tp")
-        _called(function, valid).run(arguments)
+        called(function, valid).run(arguments)
 
     return Target(valid, run, names)
 
@@ -348,7 +348,7 @@ _CFGS = {
     "own_fprop": {"comm_type": "RS", "is_reduce_scatter": 1, "cga_size": 2},
 }
 CONFIGURATION = {
-    "initialize_ub": _called(
+    "initialize_ub": called(
         ub.initialize_ub,
         lambda: {
             "shape": (64, 64),
@@ -365,14 +365,14 @@ CONFIGURATION = {
     "is_ub_initialized": _initialized(
         ub.is_ub_initialized, dict, optional(ub.is_ub_initialized)
     ),
-    "from_te": _called(ub.overlap_config.from_te, lambda: {"source": _CFGS}),
-    "overlap": _called(
+    "from_te": called(ub.overlap_config.from_te, lambda: {"source": _CFGS}),
+    "overlap": called(
         ub.overlap,
         lambda: {"model": _model(), "rules": {".*": "column"}},
         optional(ub.overlap),
     ),
-    "overlapped": _called(ub.overlapped, lambda: {"model": _model()}),
-    "dot_general": _called(
+    "overlapped": called(ub.overlapped, lambda: {"model": _model()}),
+    "dot_general": called(
         _dot_general,
         lambda: {
             "kind": "column",
@@ -382,18 +382,18 @@ CONFIGURATION = {
         },
         optional(ub.dot_general),
     ),
-    "linen Overlap": _called(
+    "linen Overlap": called(
         _linen_overlap,
         lambda: {"rules": {".*": "column"}},
         optional(linen.Overlap.__init__),
     ),
-    "explain": _called(
+    "explain": called(
         ub.explain,
         lambda: {"fn": lambda x: x, "x": 1.0},
         ("hardware", "trace"),
         fixed=("x",),
     ),
-    "trace": _called(ub.trace, dict, ("path", "events_per_thread")),
+    "trace": called(ub.trace, dict, ("path", "events_per_thread")),
 }
 
 TARGETS: dict[str, Target] = {

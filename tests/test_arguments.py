@@ -89,6 +89,9 @@ WRONG = {
     "AddExtraInput: 'a b' is not the name of a channel. Pass a string": lambda: (
         ops.AddExtraInput(extra_input_channels=("a b",))
     ),
+    "BackwardLinearAdd: userbuffers = 1 is of type int. Pass the ops.fused.": lambda: (
+        ops.fused.BackwardLinearAdd((ops.MakeExtraOutput(),), 1)
+    ),
     "dgrad_add: residual is of type PRNGKeyArray, but the op takes an": lambda: (
         ub.dgrad_add(X[0], jnp.zeros((8, 8)), jax.random.key(0))
     ),

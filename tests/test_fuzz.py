@@ -10,6 +10,7 @@ import inspect
 
 import bad_values
 import fuzz_commands
+import fuzz_operations
 import fuzz_targets
 import pytest
 
@@ -19,6 +20,8 @@ from jax_ub import __main__, ops
 
 TARGETS = {
     **fuzz_targets.TARGETS,
+    **fuzz_operations.FUSED,
+    **fuzz_operations.LISTS,
     **fuzz_commands.COMMANDS,
     **fuzz_commands.FILES,
 }
@@ -93,5 +96,10 @@ def test_every_operation_has_a_target():
         f"ops.{name}"
         for name, found in vars(ops).items()
         if inspect.isclass(found) and issubclass(found, ops.BasicOperation)
+    }
+    operations |= {
+        f"ops.fused.{name}"
+        for name, found in vars(ops.fused).items()
+        if inspect.isclass(found) and not name.startswith("_")
     }
     assert operations - {"ops.BasicOperation"} <= set(TARGETS)

@@ -7,7 +7,13 @@ from typing import Any
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
-from jax_ub.ops.fused.parts import Part, check_in_place, check_mode, collect
+from jax_ub.ops.fused.parts import (
+    Part,
+    check_in_place,
+    check_mode,
+    check_userbuffers,
+    collect,
+)
 from jax_ub.ops.fused.userbuffers_backward_linear import (
     OP,
     UserbuffersBackwardLinear,
@@ -58,7 +64,8 @@ class BackwardLinearAdd(FusedOperation):
         """
         op = "BackwardLinearAdd"
         window = basic_ops
-        if basic_ops is not None and userbuffers is not None:
+        check_userbuffers(op, userbuffers, UserbuffersBackwardLinear)
+        if isinstance(basic_ops, tuple | list) and userbuffers is not None:
             window = basic_ops[:2]
         backward_add, linear = collect(
             op,

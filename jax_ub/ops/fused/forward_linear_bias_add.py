@@ -12,6 +12,7 @@ from jax_ub.ops.fused.parts import (
     Part,
     check_in_place,
     check_mode,
+    check_userbuffers,
     collect,
     present,
 )
@@ -62,8 +63,9 @@ class ForwardLinearBiasAdd(FusedOperation):
         """
         op = "ForwardLinearBiasAdd"
         window = basic_ops
-        if basic_ops is not None and userbuffers is not None:
-            window = (basic_ops[0], *basic_ops[len(userbuffers.basic_ops) :])
+        check_userbuffers(op, userbuffers, UserbuffersForwardLinear)
+        if isinstance(basic_ops, tuple | list) and userbuffers is not None:
+            window = (*basic_ops[:1], *basic_ops[len(userbuffers.basic_ops) :])
         parts = collect(
             op,
             window,

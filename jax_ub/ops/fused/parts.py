@@ -96,6 +96,19 @@ def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
     return tuple(op for op in ops if op is not None)
 
 
+def check_userbuffers(op: str, given: Any, kind: type) -> None:
+    """Checks the overlapped linear of a window, where there is one.
+
+    Raises:
+        ShapeContractError: if it is of another type than `kind`.
+    """
+    if given is not None and not isinstance(given, kind):
+        raise ShapeContractError(
+            f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}. "
+            f"Pass the ops.fused.{kind.__name__} of the window, or leave it out."
+        )
+
+
 def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
     """Checks `in_place` of a `MakeExtraOutput` or an `AddExtraInput`.
 

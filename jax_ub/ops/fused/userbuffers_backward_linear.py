@@ -98,6 +98,16 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
             UnsupportedOverlapError: without sequence parallelism, or if the method that
                 was named cannot run here.
         """
+        for name, array in (("weight", weight), ("input", input)):
+            if array is not None:
+                shapes.check_array(OP, name, array)
+        for name, flag in (
+            ("input_requires_grad", input_requires_grad),
+            ("weight_requires_grad", weight_requires_grad),
+            ("bias_requires_grad", bias_requires_grad),
+        ):
+            shapes.check_flag(OP, name, flag)
+        shapes.check_array(OP, "grad_output", grad_output)
         if dtype is None:
             given = [a for a in (weight, input, grad_output) if a is not None]
             dtype = given[0].dtype

@@ -78,6 +78,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
             UnsupportedOverlapError: without sequence parallelism, or if the method that
                 was named cannot run here.
         """
+        shapes.check_array(OP, "weight", weight)
         site = userbuffers.open_linear(
             OP,
             tensor_parallel_mode,

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ub import shapes
@@ -217,6 +216,7 @@ def open_linear(
             f"{op}: tensor_parallel_mode = {shown(mode)} does not "
             f"shard a kernel. {nearest(mode, MODES)}"
         )
+    shapes.check_flag(op, "sequence_parallel", sequence_parallel)
     if not sequence_parallel:
         raise UnsupportedOverlapError(
             f"{op}: sequence_parallel = False, but only a gather or a scatter of rows "
@@ -225,8 +225,7 @@ def open_linear(
         )
     if axis_name is None:
         raise ShapeContractError(
-            f"{op}: tensor_parallel_mode = {shown(mode)} needs the "
-            "mesh "
+            f"{op}: tensor_parallel_mode = {shown(mode)} needs the mesh "
             'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
         )
     like = LIKE[mode]
@@ -234,10 +233,12 @@ def open_linear(
     site = open_site(
         op, axis_name, ub_comm_name, method, like=like, may_be_bulk=may_be_bulk
     )
-    if np.dtype(dtype) not in shapes.FLOATS:
+    found = shapes.dtype_of(dtype)
+    if found not in shapes.FLOATS:
+        given = shown(dtype) if found is None else found
         raise ShapeContractError(
-            f"{site.label}: dtype = {np.dtype(dtype)}, but the op computes in float32, "
-            "bfloat16 or float16. Pass one of these."
+            f"{site.label}: dtype = {given}, but the op computes in float32, bfloat16 "
+            "or float16. Pass one of these."
         )
     return site.with_dtypes(dtype, dtype)
 
