@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import re
+import urllib.parse
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -142,7 +144,7 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """One call that was lowered to plain `jax.lax`, and why."""
+    """A call that was lowered to plain `jax.lax` or repeats work, and why."""
 
     label: str
     reason: str
@@ -161,26 +163,82 @@ def record_fallback(label: str, reason: str) -> None:
 def falling_back(label: str, reason: str) -> Iterator[None]:
     """Notes a call that becomes plain JAX while it is traced, in the block.
 
-    What is traced there lies in a name scope, by which `called_instead` knows it.
+    What is traced there is in a name scope, which `called_instead` reads: a jaxpr or a
+    compiled text says by itself what fell back, whatever else the process has traced.
     """
     record_fallback(label, reason)
-    with jax.named_scope(f"fallback[{label}]"):
+    with jax.named_scope(_encode("fallback", label, reason)):
         yield
 
 
-def called_instead(scope: str) -> str | None:
-    """The label of the call for which JAX's own, in this scope, stands; or None."""
-    found = re.search(r"fallback\[([^\]]*)\]", scope.replace("\\", ""))
-    return None if found is None else found[1]
+def called_instead(scope: str) -> Fallback | None:
+    """Returns the call that fell back to what is in this name scope, or None."""
+    return _decode("fallback", scope)
 
 
-def fallbacks() -> tuple[Fallback, ...]:
-    """Returns the latest 1024 automatic calls that were not overlapped, oldest first.
+# Why ranks compute alike what is traced now.
+_REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "replicated", default=""
+)
 
-    Transformer Engine: none.
+
+@contextlib.contextmanager
+def replicating(label: str, reason: str) -> Iterator[None]:
+    """Marks what is traced in the block as computed alike by several ranks.
+
+    Calls of jax_ub take the mark from `replicated`, and plain JAX from a name scope,
+    which `replicated_in` reads.
+    """
+    token = _REPLICATED.set(reason)
+    try:
+        with jax.named_scope(_encode("replicated", label, reason)):
+            yield
+    finally:
+        _REPLICATED.reset(token)
+
+
+def replicated() -> str:
+    """Returns why ranks compute alike what is traced now; empty where they do not."""
+    return _REPLICATED.get()
+
+
+def replicated_in(scope: str) -> Fallback | None:
+    """Returns the layer in this name scope that ranks compute alike, or None."""
+    return _decode("replicated", scope)
+
+
+def is_mark(scope: str) -> bool:
+    """Whether a part of a name stack is a mark of this module, not a user's scope."""
+    return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
+
+
+def _encode(kind, label, reason):
+    # Name scopes are joined by "/", and printed inside quotes.
+    texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
+    return f"{kind}[{'|'.join(texts)}]"
+
+
+def _decode(kind, scope):
+    found = re.search(rf"{kind}\[([^\]|]*)\|([^\]|]*)\]", scope)
+    return found and Fallback(*map(urllib.parse.unquote, found.groups()))
+
+
+def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
+    """Returns the latest 1024 calls that do not run as they could, oldest first.
+
+    These are automatic calls that became plain `jax.lax`, and layers that several ranks
+    compute alike, because no mesh axis that the layer knows shards their work. Calls
+    are added when they are traced or lowered. `ub.explain` says the same of one
+    program. Transformer Engine: none.
+
+    Args:
+        clear: whether the record is empty afterwards.
 
     Returns:
         One for each time that such a call was lowered: `.label` names it, `.reason`
-        says why it became plain `jax.lax`.
+        says why.
     """
-    return tuple(_FALLBACKS)
+    found = tuple(_FALLBACKS)
+    if clear:
+        _FALLBACKS.clear()
+    return found

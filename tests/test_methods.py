@@ -1,3 +1,7 @@
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jax_ub import methods
@@ -39,3 +43,29 @@ def test_record_of_fallbacks_is_bounded():
     recorded = methods.fallbacks()
     assert len(recorded) == 1024
     assert recorded[-1] == methods.Fallback("op 2999", "a test")
+
+
+def test_record_of_fallbacks_can_be_cleared():
+    methods.record_fallback("op", "a test")
+    assert methods.fallbacks(clear=True)[-1] == methods.Fallback("op", "a test")
+    assert methods.fallbacks() == ()
+
+
+@pytest.mark.parametrize("name", ["a]b", "a[b", "it's", 'a"b', "a/b|c%d", "a\\b", "ü"])
+def test_marks_in_name_scopes_keep_any_label_and_reason(name):
+    label, reason = f"linear (ub_name {name!r})", f"because {name} [4, 8]"
+
+    def function(x):
+        with methods.falling_back(label, reason):
+            y = x @ x
+        with methods.replicating(label, reason):
+            assert methods.replicated() == reason
+            return y @ x
+
+    x = jnp.ones((4, 4))
+    text = jax.jit(function).lower(x).compile().as_text()
+    scopes = re.findall(r'op_name="([^"]*)"', text)
+    wanted = methods.Fallback(label, reason)
+    assert {methods.called_instead(s) for s in scopes} == {None, wanted}
+    assert {methods.replicated_in(s) for s in scopes} == {None, wanted}
+    assert methods.replicated() == ""

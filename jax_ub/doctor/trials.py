@@ -5,11 +5,14 @@ import functools
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ub.doctor.finding import Finding, State
 from jax_ub.methods import Method
+from jax_ub.overlap_config.choice import Choice
+from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.runtime import cuda, settings
 
@@ -62,6 +65,8 @@ def _trial(mesh: Mesh, method: Method) -> Finding:
 def _column_linear(mesh, method):
     spec = PartitionSpec
     function = functools.partial(all_gather_matmul, axis_name=AXIS, method=method)
+    if method is Method.BULK:
+        function = functools.partial(_beside_a_gather, mesh.size)
     return jax.jit(
         jax.shard_map(
             function,
@@ -70,6 +75,21 @@ def _column_linear(mesh, method):
             out_specs=spec(None, AXIS),
         )
     )
+
+
+def _beside_a_gather(num_ranks, x, w):
+    """The same product of an x that is gathered beside an independent one."""
+    dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
+    _, gathered = bulk_all_gather(
+        (dy,),
+        (w,),
+        x,
+        axis_name=(AXIS,),
+        num_ranks=num_ranks,
+        choice=Choice(Method.BULK),
+        label="doctor",
+    )
+    return gathered @ w
 
 
 def _state_of(method, devices):

@@ -6,9 +6,13 @@ with the dot next to it; and how long ranks waited in the calls.
 """
 
 import argparse
+import collections
+import contextlib
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -22,6 +26,13 @@ from jax_ub.runtime import settings
 from jax_ub.simulate.hardware import find
 from jax_ub.tracing.record import trace
 from jax_ub.tracing.script import is_script, run_script
+
+# JAX's event for a program that XLA compiles or the compilation cache has.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class ExplainError(UbError, RuntimeError):
+    """What the program compiled cannot be explained."""
 
 
 class ExplainArgumentError(UbError, ValueError):
@@ -68,18 +79,21 @@ def explain_script(
 
     Raises:
         UnknownNameError: if the hardware is not known, before the script runs.
+        ExplainError: if the script compiled programs, but XLA wrote none of them.
     """
     if hardware is not None:
         find(hardware)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads where to when its backend starts: in the script.
         settings.dump_compiled_programs(folder)
-        with recording() as lowered, trace() as traced:
+        with recording() as lowered, trace() as traced, _counting() as num_compiled:
             status = run_script(script, arguments)
         texts = [
             path.read_text()
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
         ]
+    if num_compiled["programs"] and not texts:
+        raise ExplainError(_nothing_dumped(num_compiled["programs"]))
     found = [hlo.collectives(text) for text in texts]
     chosen = hardware or machine()
     rows = [
@@ -87,3 +101,29 @@ def explain_script(
         *pair_rows([pair for one in found for pair in one.pairs], chosen),
     ]
     return summary(pathlib.Path(script).name, rows, found, hardware), status
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[collections.Counter[str]]:
+    """Counts the programs that JAX compiles in the block."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, _: float, **__: Any) -> None:
+        counts["programs"] += event == _COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+def _nothing_dumped(num_programs):
+    return (
+        f"explain: XLA wrote none of the {num_programs} programs that the script "
+        "compiled. explain asks for them with --xla_dump_to in XLA_FLAGS, which is now "
+        f"{shown(settings.xla_flags())}. Add to the flags that are set, for example "
+        'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_...", '
+        "leave out --xla_dump_to, and switch off the persistent compilation cache, "
+        "which compiles nothing."
+    )

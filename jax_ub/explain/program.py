@@ -1,5 +1,6 @@
 """`ub.explain`: what overlaps in a function, from its jaxpr and its compiled text."""
 
+import ast
 import collections
 import dataclasses
 import functools
@@ -21,18 +22,21 @@ from jax_ub.primitives.lowered import Lowered, recording, shape_of
 from jax_ub.primitives.sizes import op_of
 from jax_ub.simulate.hardware import HARDWARE, Hardware, find
 from jax_ub.tracing import chrome
+from jax_ub.tracing.record import Recording, TraceError
 from jax_ub.tracing.spans import Trace
 
 _SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _ASSUMED = "h200"  # of GPUs that the simulator does not know
+_Path = str | pathlib.Path
+_Trace = Recording | Trace | _Path | Sequence[_Path]
 
 
 def explain(
     fn: Callable[..., Any],
     *args: Any,
     hardware: str | Hardware | None = None,
-    trace: Trace | str | pathlib.Path | Sequence[str | pathlib.Path] | None = None,
+    trace: _Trace | None = None,
     **kwargs: Any,
 ) -> Table:
     """Says what overlaps in `fn(*args, **kwargs)`, what does not, and why.
@@ -46,7 +50,8 @@ def explain(
         *args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
         hardware: for which the times are predicted: a name or a machine of
             `jax_ub.simulate`; None takes the devices' own kind.
-        trace: what `ub.trace` recorded of it, or its files: adds how long ranks waited.
+        trace: what `ub.trace` yielded, its `.trace`, or its files: adds how long ranks
+            waited.
         **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -56,6 +61,7 @@ def explain(
     Raises:
         UnknownNameError: if there is no such hardware, or a file is no trace.
         InputError: if a file cannot be read (an `OSError`).
+        TraceError: if `trace` is a recording whose block has not ended.
     """
     arguments.check_function("explain", "fn", fn)
     if hardware is not None:
@@ -139,6 +145,7 @@ def call_rows(
         count = counts.get((call, operands), str(len(sites)))
         notes = ["" if count in ("", "1") else f"x {count}"]
         notes.append("nothing to communicate" if local else "")
+        notes.append(call.replicated)
         yield Row(
             scope=_scope(sites[0].scope, call.label),
             op=op_of(call),
@@ -157,7 +164,7 @@ def call_rows(
 def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
     """One row for all pairs of XLA's that are alike."""
     places = collections.Counter(map(_place, pairs))
-    for (pair, label), count in places.items():
+    for (pair, fallen, repeated), count in places.items():
         reverse = pair.collective == "all-gather"
         op = f"{pair.collective} + dot" if reverse else f"dot + {pair.collective}"
         yield Row(
@@ -165,10 +172,12 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
             op=op,
             overlapped=False,
             method="xla",
-            reason=_reason(label) or f"XLA's own: could be one ub.{pair.could_be}",
+            reason=fallen.reason
+            if fallen
+            else f"XLA's own: could be one ub.{pair.could_be}",
             moved_bytes=pair.moved_bytes,
             predicted_s=sizes.pair_seconds(pair, hardware),
-            note=f"x {count}" if count > 1 else "",
+            note=", ".join(filter(None, [f"x {count}" if count > 1 else "", repeated])),
             flops=sizes.pair_flops(pair),
             count=count,
         )
@@ -176,15 +185,11 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
 
 def _place(pair):
     """A pair with the user's name of where it is, and the call it stands for."""
-    label = methods.called_instead(pair.scope)
-    scope = _scope(pair.scope, "") if label is None else _scope("", label)
-    return dataclasses.replace(pair, scope=scope), label
-
-
-def _reason(label):
-    """Why a call fell back when it was traced; "" where there is none."""
-    reasons = {one.label: one.reason for one in methods.fallbacks()}
-    return reasons.get(label, "it fell back when it was traced") if label else ""
+    fallen = methods.called_instead(pair.scope)
+    scope = _scope(pair.scope, "") if fallen is None else _scope("", fallen.label)
+    repeated = methods.replicated_in(pair.scope)
+    reason = repeated.reason if repeated else ""
+    return dataclasses.replace(pair, scope=scope), fallen, reason
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
@@ -193,10 +198,10 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
             continue
-        label = methods.called_instead(str(equation.source_info.name_stack))
-        if label is not None and label not in known:
-            known.add(label)
-            yield Row(_scope("", label), "dot", False, "xla", _reason(label))
+        fallen = methods.called_instead(str(equation.source_info.name_stack))
+        if fallen is not None and fallen not in known:
+            known.add(fallen)
+            yield Row(_scope("", fallen.label), "dot", False, "xla", fallen.reason)
 
 
 def machine() -> str:
@@ -228,6 +233,13 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
     """Seconds that a rank waited in a call, by label and op."""
     if trace is None:
         return {}
+    if isinstance(trace, Recording):
+        if trace.trace is None:
+            raise TraceError(
+                "explain: trace is a recording that has not ended. Call explain after "
+                "the block of ub.trace."
+            )
+        trace = trace.trace
     if isinstance(trace, Trace):
         return trace.exposed_by_op_s()
     paths = trace if isinstance(trace, list | tuple) else [trace]
@@ -241,12 +253,21 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
 
 def _scope(stack, label):
     """The user's own names: of the call, or of the functions around it."""
-    named = re.search(r"ub_name '([^']*)'", label)
+    named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
-        return named[1]
+        return _text(named[1])
     ours = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
     parts = [p for p in stack.split("/") if p and not p.startswith(ours)]
+    parts = [p for p in parts if not methods.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
+
+
+def _text(shown):
+    """The text that a label shows in quotes; as it is where it was cut."""
+    try:
+        return str(ast.literal_eval(shown))
+    except (SyntaxError, ValueError):
+        return shown
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:

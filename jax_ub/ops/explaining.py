@@ -185,12 +185,11 @@ def _backward_site(op, mode, site, sizes):
 
 
 def _reason(site, is_on, reasons):
-    fallen = {fallback.label: fallback.reason for fallback in methods.fallbacks()}
     if not is_on:
         return "; ".join(reasons) or "no registered fusion overlaps it"
     if site.method is Method.XLA:
         return 'method "xla" is plain jax.lax'
-    return fallen.get(site.label, "")
+    return ""
 
 
 def _forward_steps(op, mode, is_on) -> list[Step]:

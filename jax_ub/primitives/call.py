@@ -46,6 +46,7 @@ class Call:
     tuned: Choices | None = None  # what to take instead, where the sizes are known
     label: str
     is_of_one_rank: bool = False  # a local product of a call over an axis of one rank
+    replicated: str = ""  # why other ranks compute the same, where they do
 
     def __init_subclass__(cls):
         """Makes the primitive of a subclass that names a target."""

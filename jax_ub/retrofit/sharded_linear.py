@@ -117,7 +117,7 @@ def sharded_linear(
         placement.check_kernel_spec(spec)
     if has_symbolic_sizes(x):
         return _on_no_mesh(placement, mesh, out_dtype, *operands)
-    placement = _leave_whole(placement, mesh, x.shape)
+    asked, placement = placement, _leave_whole(placement, mesh, x.shape)
     reason = why_uneven(placement, mesh, x.shape)
     if reason is not None:
         raise ShapeContractError(f"{placement.op}: {reason}")
@@ -126,8 +126,10 @@ def sharded_linear(
         prepare = functools.partial(main_grads.prepare, placement.op, axes=())
         main_grad = jax.tree.map(prepare, main_grad, kernel)
     operands = (x, kernel, bias, main_grad, residual)
+    repeated = _record_repeated(asked, placement, mesh, x.shape)
     # The layer looks up its name and its method while it is traced.
-    return _on_mesh(overlaps.configuration(), placement, mesh, out_dtype, *operands)
+    configuration = overlaps.configuration()
+    return _on_mesh(configuration, placement, mesh, out_dtype, repeated, *operands)
 
 
 def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
@@ -199,6 +201,52 @@ def why_uneven(
     return None
 
 
+def _record_repeated(asked, placement, mesh, x_shape):
+    """Records which ranks compute the same rows of x [..., tokens, K], if any do.
+
+    Args:
+        asked: the placement that was asked for.
+        placement: the placement that is used.
+        mesh: the mesh.
+        x_shape: the shape of x.
+
+    Returns:
+        The reason, None if there are no such ranks.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    used = {*_data_axes(placement, mesh, x_shape), placement.axis_name}
+    others = [name for name in mesh.axis_names if name not in {*used, *manual}]
+    others = of_several_ranks(mesh, others)
+    reasons = []
+    if others and placement.data_axes is None:
+        what = "tokens" if len(x_shape) == 2 else "examples (axis 0)"
+        reasons.append(
+            f"x {tuple(x_shape)} has {x_shape[0]} {what}, which do not divide into "
+            f"the ranks of mesh axes {_sizes(mesh, others)}"
+        )
+    elif others:
+        reasons.append(
+            f"data_axes = {placement.data_axes} leaves out mesh axes "
+            f"{_sizes(mesh, others)}"
+        )
+    if asked.sequence_parallel and not placement.sequence_parallel:
+        axes = [name for name in (asked.axis_name,) if name in mesh.shape]
+        if of_several_ranks(mesh, axes):
+            reasons.append(
+                f"x {tuple(x_shape)} has {x_shape[-2]} tokens, which do not divide "
+                f"into the ranks of mesh axes {_sizes(mesh, axes)}"
+            )
+    if not reasons:
+        return None
+    reason = f"{'; '.join(reasons)}: these ranks compute the same"
+    methods.record_fallback(placement.op, reason)
+    return reason
+
+
+def _sizes(mesh, names):
+    return {name: mesh.shape[name] for name in names}
+
+
 def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
     """Leaves an exported program of any size to XLA, which lays it out."""
     where, other = "inside jax.shard_map", "leave out the method"
@@ -217,8 +265,8 @@ def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
 
 # One program where nothing around the layer is compiled. Not inlined: outside jax.jit
 # jax 0.10.2 takes scans and what is rematerialized apart, and runs what it finds there.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _on_mesh(configuration, placement, mesh, out_dtype, repeated, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
     shown = lead_axes(placement, mesh, x)
@@ -248,7 +296,10 @@ def _on_mesh(configuration, placement, mesh, out_dtype, *operands):
 
     if fsdp_axes:
         local = gathering_again(local, fsdp_axes)
-    return on_shards(local, mesh, specs, out_spec, *operands)
+    if repeated is None:
+        return on_shards(local, mesh, specs, out_spec, *operands)
+    with methods.replicating(placement.op, repeated):
+        return on_shards(local, mesh, specs, out_spec, *operands)
 
 
 def on_shards(

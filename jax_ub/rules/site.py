@@ -39,6 +39,7 @@ class Site:
     is_mapped: bool = False  # whether the axis is one of vmap: JAX differentiates
     bias_name: str = "bias"  # what the call's argument is called, in errors
     is_on_cuda: bool = False  # the mesh that it is traced for
+    replicated: str = ""  # why other ranks compute the same, where they do
 
     @property
     def method(self) -> Method:
@@ -102,6 +103,7 @@ class Site:
             "choice": self.choice.by(method),
             "tuned": self.tuned if method is Method.AUTO else None,
             "label": self.label,
+            "replicated": self.replicated,
         }
 
     @property
@@ -158,6 +160,7 @@ class Site:
             "tuned": self.tuned if is_tuned else None,
             "label": self.label,
             "is_of_one_rank": bool(self.axis_name) and self.num_ranks == 1,
+            "replicated": self.replicated,
         }
 
 
@@ -250,6 +253,7 @@ def plan_site(
         tuned=choices,
         is_on_cuda=is_on_cuda,
         ub_name=ub_name,
+        replicated=methods.replicated(),
     )
     if method is not None or not found:
         return site

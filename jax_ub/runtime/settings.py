@@ -121,9 +121,14 @@ def set_pool_threads(num_threads: int) -> None:
 
 def dump_compiled_programs(folder: str) -> None:
     """Asks XLA to write what it compiles; without effect once the backend started."""
-    flags = os.environ.get("XLA_FLAGS", "")
+    flags = xla_flags()
     asked = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
+
+
+def xla_flags() -> str:
+    """Returns the flags that XLA reads when a backend starts."""
+    return os.environ.get("XLA_FLAGS", "")
 
 
 def ask_openmp_to_sleep() -> None:

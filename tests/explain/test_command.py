@@ -1,6 +1,7 @@
 """`python -m jax_ub explain script.py`."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -55,6 +56,20 @@ def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     )
     assert done.returncode == 3, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
+
+
+def test_a_script_whose_programs_were_not_written_is_not_explained(tmp_path):
+    script = tmp_path / "train.py"
+    flags = "import os\nos.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=false'\n"
+    script.write_text(flags + SCRIPT)
+    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 2
+    assert "no linears" not in done.stdout
+    assert re.search(r"XLA wrote none of the \d+ programs", done.stderr)
+    assert "is now '--xla_cpu_enable_fast_math=false'" in done.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--",)])

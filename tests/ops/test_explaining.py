@@ -12,7 +12,6 @@ import jax_ub as ub
 from jax_ub import methods, ops
 from jax_ub.explain import program
 from jax_ub.methods import Method
-from jax_ub.ops import explaining
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
@@ -133,12 +132,11 @@ def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
     assert ops.Sequential(plain, behind).explain().overlapped
 
 
-def test_calls_that_fell_back_are_not_on(monkeypatch):
+def test_a_fallback_of_another_program_says_nothing_about_this_one():
     label = "UserbuffersForwardLinear (ub_name 'fc1')"
-    record = methods.Fallback(label, "no engine for cuda")
-    monkeypatch.setattr(explaining.methods, "fallbacks", lambda: (record,))
+    methods.record_fallback(label, "it was lowered for an abstract mesh")
     forward, backward = list(rows_of(mlp().explain()).values())[:2]
-    assert (forward.overlapped, forward.reason) == (False, "no engine for cuda")
+    assert (forward.overlapped, forward.reason) == (True, "")
     assert backward.overlapped
 
 
