@@ -1,5 +1,6 @@
 """What jax_ub raises: every text names the op, the argument, the value and the fix."""
 
+import builtins
 import contextlib
 import difflib
 import re
@@ -54,8 +55,8 @@ class CommunicatorError(UbError, RuntimeError):
     """A rank did not arrive, failed, or disagreed with its peers."""
 
 
-class TimeoutError(CommunicatorError):
-    """A rank waited for its peers until its deadline."""
+class TimeoutError(CommunicatorError, builtins.TimeoutError):
+    """A rank waited for its peers until its deadline; also the builtin error."""
 
 
 _LONGEST_VALUE = 200

@@ -1,5 +1,6 @@
 import ast
 import pathlib
+import pickle
 
 import jax
 import pytest
@@ -106,3 +107,11 @@ def test_errors_never_format_a_value_by_its_repr():
         if isinstance(value, ast.FormattedValue) and value.conversion == ord("r")
     ]
     assert not found, "use {shown(value)}: a repr may raise, or have no end"
+
+
+def test_a_timeout_is_the_builtin_one_and_a_failed_communicator():
+    error = errors.of_failure("op: rank 1 waited 3 s for rank 0")
+    assert isinstance(error, TimeoutError) and isinstance(error, OSError)
+    assert isinstance(error, errors.CommunicatorError)
+    assert str(error) == "op: rank 1 waited 3 s for rank 0"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -108,7 +108,7 @@ def _counting() -> Iterator[collections.Counter[str]]:
     """Counts the programs that JAX compiles in the block."""
     counts: collections.Counter[str] = collections.Counter()
 
-    def count(event: str, _: float, **__: Any) -> None:
+    def count(event: str, duration_secs: float, **kwargs: Any) -> None:
         counts["programs"] += event == _COMPILED
 
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -123,7 +123,6 @@ def _nothing_dumped(num_programs):
         f"explain: XLA wrote none of the {num_programs} programs that the script "
         "compiled. explain asks for them with --xla_dump_to in XLA_FLAGS, which is now "
         f"{shown(settings.xla_flags())}. Add to the flags that are set, for example "
-        'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_...", '
-        "leave out --xla_dump_to, and switch off the persistent compilation cache, "
-        "which compiles nothing."
+        f"{settings.ADDING_XLA_FLAGS}, leave out --xla_dump_to, and switch off the "
+        "persistent compilation cache, with which XLA compiles nothing."
     )

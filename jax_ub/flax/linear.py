@@ -16,7 +16,7 @@ from flax.nnx.nn import dtypes, initializers
 from jax_ub import arguments, methods, shapes
 from jax_ub.errors import UnknownArgumentError, nearest, shown
 from jax_ub.flax.main_grad import MainGrad
-from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
+from jax_ub.flax.together import multiply_promoted, read_sizes, sizes_of
 from jax_ub.overlap_config.flags import OverlapFlags
 from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import lay_out
@@ -307,9 +307,9 @@ def call_together(
         promote = functools.partial(layer.promote_dtype, given, dtype=layer.dtype)
         promoted.append(arguments.promoted(layer.placement.op, promote, given))
     all_inputs, kernels, biases = zip(*promoted, strict=True)
-    return multiply_together(
+    return multiply_promoted(
         _placement_of(first),
-        all_inputs[0],
+        all_inputs,
         kernels,
         [bias for bias in biases if bias is not None],
         [layer.main_grad[...] for layer in layers if layer.main_grad is not None],

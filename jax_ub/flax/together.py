@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,37 @@ def multiply_together(
     if residual is None or addend is not None:
         return results
     return tuple(_add(y, residual) for y in results)
+
+
+def multiply_promoted(
+    placement: Placement,
+    inputs: Sequence[jax.Array],
+    kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    main_grads: Sequence[jax.Array],
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Multiplies the same inputs by several kernels, in the dtype of each layer.
+
+    Args:
+        placement: the layout of all kernels.
+        inputs: the inputs as each layer promoted them.
+        kernels: one for each layer.
+        biases: one for each layer or none at all.
+        main_grads: one for each layer or none at all.
+        **options: as of `multiply_together`.
+
+    Returns:
+        The results. Layers of one dtype share one gather.
+    """
+    if len({x.dtype for x in inputs}) == 1:
+        arrays = (inputs[0], kernels, biases, main_grads)
+        return multiply_together(placement, *arrays, **options)
+    results: list[jax.Array] = []
+    for i, x in enumerate(inputs):
+        own = (each[i : i + 1] for each in (kernels, biases, main_grads))
+        results += multiply_together(placement, x, *own, **options)
+    return tuple(results)
 
 
 def _gathered(placement, manual, inputs, kernels, main_grads, num_in):

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 from jax_ub import methods
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import Choices
@@ -46,6 +46,7 @@ class Call:
     tuned: Choices | None = None  # what to take instead, where the sizes are known
     label: str
     is_of_one_rank: bool = False  # a local product of a call over an axis of one rank
+    is_named: bool = False  # whether initialize_ub configured its name
     replicated: str = ""  # why other ranks compute the same, where they do
 
     def __init_subclass__(cls):
@@ -163,12 +164,33 @@ def _abstract_eval(*operands, call):
 
 
 def _check_capacity(call, operands):
+    """Refuses a call that communicates more than the buffers of its name hold.
+
+    A call without a name is not meant for the buffers. It may fall back, and in one
+    process a CPU needs no buffers, which only the lowering knows.
+    """
     domain = overlaps.on_axis(call.axis_name, call.num_ranks)
-    if domain is not None:
-        pipelines = call.method is Method.PIPELINE
-        num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
-        shape = call.communicated(*operands)
-        domain.check_capacity(call.label, shape, num_splits)
+    if domain is None:
+        return
+    may_run = call.choice.falls_back or not domain.spans_processes
+    if call.is_named or not may_run:
+        reason = _why_too_large(call, domain, operands)
+        if reason is not None:
+            raise ShapeContractError(f'{call.label}: {reason}, or pass method="xla".')
+
+
+def _why_too_large(call, domain, operands):
+    pipelines = call.method is Method.PIPELINE
+    num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
+    return domain.why_too_large(call.communicated(*operands), num_splits)
+
+
+def _why_no_room(call, operands, *, needs_buffers):
+    """Why the buffers do not hold what a call without a name communicates, or None."""
+    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
+    if domain is None or not (domain.spans_processes or needs_buffers):
+        return None
+    return _why_too_large(call, domain, operands)
 
 
 def _batch(primitive, operands, dims, *, call):
@@ -197,8 +219,9 @@ def _lower_on_cpu(ctx, *operands, call):
     # Again: what was traced before initialize_ub may be lowered only now.
     _check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
-    if ranks.reason is not None:
-        return _lower_to_reference(ctx, operands, call, ranks.reason)
+    reason = ranks.reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
+    if reason is not None:
+        return _lower_to_reference(ctx, operands, call, reason)
     automatic = call.method is Method.AUTO
     lowered.record(ctx, call, Method.DIRECT if automatic else call.method)
     engine.register_targets()
@@ -224,6 +247,7 @@ def _lower_on_cuda(ctx, *operands, call):
     _check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name)
     reason = on_cuda.why_not(call, ranks)
+    reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=True)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if on_cuda.leaves_to_xla(call):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -151,7 +152,7 @@ class DotGeneral:
         if reason is None:
             _check_call(self.placement.op, lhs, rhs, dimension_numbers)
             dense = _dense(lhs, rhs, dimension_numbers)
-            reason = self._why_not(lhs, rhs, dense)
+            reason = self._why_not(lhs, rhs, dense, preferred_element_type)
         if reason is None and dense is not None:
             y = self._overlap(lhs, rhs, dense, preferred_element_type)
             return lay_out(y, out_sharding)
@@ -201,10 +202,10 @@ class DotGeneral:
             "arrays."
         )
 
-    def _why_not(self, lhs, rhs, dense):
+    def _why_not(self, lhs, rhs, dense, out_dtype):
         """Says why `jax.lax` has to multiply, None if it has not."""
         placement = self.placement
-        reason = _why_no_dense_layer(lhs, rhs, dense)
+        reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
         if placement.is_local():
             if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
                 return "the kernel is whole inside this jax.shard_map"
@@ -272,7 +273,7 @@ class DotGeneral:
         return split_features(y, outs)
 
 
-def _why_no_dense_layer(lhs, rhs, dense):
+def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
     if dense is None:
         return (
             f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
@@ -280,6 +281,8 @@ def _why_no_dense_layer(lhs, rhs, dense):
         )
     if lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
         return f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
+    if out_dtype is not None and jnp.dtype(out_dtype) not in FLOATS:
+        return f"the result is asked for in {jnp.dtype(out_dtype)}"
     return f"x {lhs.shape} is empty" if lhs.size == 0 else None
 
 

@@ -215,8 +215,8 @@ def _record_repeated(asked, placement, mesh, x_shape):
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     used = {*_data_axes(placement, mesh, x_shape), placement.axis_name}
-    others = [name for name in mesh.axis_names if name not in {*used, *manual}]
-    others = of_several_ranks(mesh, others)
+    unused = [name for name in mesh.axis_names if name not in {*used, *manual}]
+    others = of_several_ranks(mesh, unused)
     reasons = []
     if others and placement.data_axes is None:
         what = "tokens" if len(x_shape) == 2 else "examples (axis 0)"

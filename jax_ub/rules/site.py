@@ -39,6 +39,7 @@ class Site:
     is_mapped: bool = False  # whether the axis is one of vmap: JAX differentiates
     bias_name: str = "bias"  # what the call's argument is called, in errors
     is_on_cuda: bool = False  # the mesh that it is traced for
+    is_named: bool = False  # whether initialize_ub configured its name
     replicated: str = ""  # why other ranks compute the same, where they do
 
     @property
@@ -103,6 +104,7 @@ class Site:
             "choice": self.choice.by(method),
             "tuned": self.tuned if method is Method.AUTO else None,
             "label": self.label,
+            "is_named": self.is_named,
             "replicated": self.replicated,
         }
 
@@ -253,6 +255,7 @@ def plan_site(
         tuned=choices,
         is_on_cuda=is_on_cuda,
         ub_name=ub_name,
+        is_named=bool(found),
         replicated=methods.replicated(),
     )
     if method is not None or not found:

@@ -12,7 +12,6 @@ import numpy as np
 from jax_ub.errors import (
     ConfigurationTypeError,
     LifecycleError,
-    ShapeContractError,
     UnknownNameError,
     UnknownOverlapError,
     UnsupportedOverlapError,
@@ -33,9 +32,25 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
 class LayerPath(str):
-    """A layer's place in its model: a label, unless an overlap has just this name."""
+    """A layer's place in its model: a label, unless an overlap has just this name.
+
+    It differs from a string of the same text, so that caches of what was traced do not
+    take one for the other: an unknown `ub_name` is an error, an unknown path is not.
+    """
 
     __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other one is a path too, of the same text."""
+        return isinstance(other, LayerPath) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Whether the other one is no such path."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """Differs from the hash of the text."""
+        return hash((LayerPath, str(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,39 +142,33 @@ class Domain:
         """The most slots of a rank: an all-reduce has those of RS and of AG."""
         return 2 * self.tp_size * self._most_splits
 
-    def check_capacity(
-        self, label: str, shape: tuple[int, ...], num_splits: int
-    ) -> None:
-        """Refuses a call that communicates more than the buffers hold.
+    def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
+        """Says why a call communicates more than the buffers hold; None if it does not.
 
         Args:
-            label: the call.
             shape: `[..., rows, features]`: what the ranks gather or sum.
             num_splits: into how many pieces the call cuts a rank's share.
-
-        Raises:
-            ShapeContractError: says the shape to initialise with.
         """
         tokens, hidden = self.shape
         *batch, rows, features = (1, 1, *shape)
         needed, holds = math.prod(batch) * rows, tokens * hidden
         if needed * features <= holds:
             if not self.spans_processes:
-                return
+                return None
             # In one process slots come and go with the calls. Shared ones are made.
             holds = self.capacity
             needed = math.prod(batch) * _padded(rows, self.tp_size * num_splits)
             if needed * features <= holds:
-                return
+                return None
         wanted = (-(-needed * features // hidden), hidden)
         if features > hidden:
             wanted = (max(needed, -(-tokens * hidden // features)), features)
         axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
-        raise ShapeContractError(
-            f"{label}: it communicates {needed} tokens of {features} features, "
+        return (
+            f"it communicates {needed} tokens of {features} features, "
             f"{needed * features} elements, but the buffers of axis {shown(axes)} hold "
             f"{holds}, for shape = {self.shape}. Call initialize_ub(shape={wanted}, "
-            '...), or pass method="xla".'
+            "...)"
         )
 
 
@@ -176,7 +185,9 @@ def configuration() -> Hashable:
 
     For caches of what was traced, where names and methods are looked up in the trace.
     """
-    return _configuration, settings.method(), settings.tuned()
+    path = settings.tuned()
+    version = None if path is None else settings.version_of_file(path)
+    return _configuration, settings.method(), path, version
 
 
 def _change():

@@ -126,6 +126,21 @@ def dump_compiled_programs(folder: str) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
 
 
+def version_of_file(path: str) -> tuple[int, ...] | None:
+    """Returns what differs where a file was rewritten or replaced; None without one."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# How a program adds flags to those that are set.
+ADDING_XLA_FLAGS = (
+    'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
+)
+
+
 def xla_flags() -> str:
     """Returns the flags that XLA reads when a backend starts."""
     return os.environ.get("XLA_FLAGS", "")

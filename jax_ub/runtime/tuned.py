@@ -63,14 +63,18 @@ def of_process() -> Choices | None:
     return None if path is None else read(path)
 
 
-@functools.cache
 def read(path: str) -> Choices:
-    """Reads the choices of a file that fit this process, once.
+    """Reads the choices of a file that fit this process, once for each of its versions.
 
     Raises:
         ConfigurationError: if it has none; says what it has.
         UnknownNameError: if it names an unknown op or method.
     """
+    return _read(path, settings.version_of_file(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path, version):
     return tuned.choices(path, maker())
 
 

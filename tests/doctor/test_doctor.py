@@ -1,5 +1,8 @@
 import json
 import pathlib
+import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -30,6 +33,19 @@ def test_every_method_is_tried():
     found = findings()
     for method in Method:
         assert found[f'method "{method.value}"'].text == "runs on 2 devices"
+
+
+def test_a_missing_extension_is_a_fault_that_says_how_to_build_it():
+    program = (
+        "import sys; sys.modules['jax_ub._cpu'] = None\n"
+        "from jax_ub.__main__ import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search("FAULT .*jax_ub._cpu is missing.*pip install", done.stdout)
 
 
 def test_the_report_is_json_where_asked_for(capsys):

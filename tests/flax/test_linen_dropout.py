@@ -26,6 +26,16 @@ def run(layer, variables, x, key, **options):
     return layer.apply(variables, x, rngs=rngs, **options)
 
 
+@pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
+def test_a_layer_is_initialized_without_being_told_what_drops(options):
+    layer = linen.TransformerLayer(16, 32, 4, **options)
+    found = layer.init(jax.random.key(0), jnp.ones(X))
+    told = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
+    assert_equal(found, told)
+    with pytest.raises(ValueError, match="deterministic"):
+        layer.apply(found, jnp.ones(X))
+
+
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
 def test_dropout_is_that_of_the_key_and_off_where_it_is_said(options, types):

@@ -188,6 +188,15 @@ def test_an_exported_program_of_any_batch_is_left_to_jax():
     assert reason.endswith("export it once for each size")
 
 
+def test_a_result_in_another_dtype_is_left_to_jax():
+    x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
+    asked = {"preferred_element_type": "float64"}
+    with jax.enable_x64(True), jax.set_mesh(mesh_of(1, 2)):
+        y = jax.jit(lambda x, w: ub.dot_general("row")(x, w, DENSE, **asked))(x, w)
+    assert y.dtype == "float64"
+    assert ub.fallbacks()[-1].reason == "the result is asked for in float64"
+
+
 def test_integers_are_left_to_jax():
     x, w = jnp.ones((4, 8, 16), jnp.int8), jnp.ones((16, 32), jnp.int8)
     with jax.set_mesh(mesh_of(1, 2)):

@@ -1,6 +1,7 @@
 """Calls with a `ub_name` run as `initialize_ub` configured it, forward and backward."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -13,7 +14,7 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub import ops
 from jax_ub.methods import Method
-from jax_ub.runtime import settings
+from jax_ub.runtime import overlaps, settings
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
@@ -283,26 +284,25 @@ def test_shape_is_the_capacity():
         ub.errors.ShapeContractError, match=r"initialize_ub\(shape=\(68, 32\)"
     ):
         layer(more, w)
-    # Unnamed calls communicate in the same buffers; plain jax.lax needs none.
-    with pytest.raises(ub.errors.ShapeContractError, match="68 tokens of 32"):
-        column()(more, w)
+    # In one process calls without a name need no buffers, as plain jax.lax does.
+    column()(more, w)
     column(method="xla")(more, w)
 
 
 def test_capacity_counts_elements_so_that_fewer_tokens_may_be_wider():
     initialize()
-    column()(jnp.ones((32, 64)), jnp.ones((64, 8)))
+    column(ub_name="qkv")(jnp.ones((32, 64)), jnp.ones((64, 8)))
     with pytest.raises(
         ub.errors.ShapeContractError, match=r"initialize_ub\(shape=\(64, 64\)"
     ):
-        column()(jnp.ones((64, 64)), jnp.ones((64, 8)))
+        column(ub_name="qkv")(jnp.ones((64, 64)), jnp.ones((64, 8)))
 
 
 def test_the_width_of_a_scattered_result_counts():
     initialize()
     with pytest.raises(ub.errors.ShapeContractError, match="64 tokens of 36"):
-        row()(jnp.ones((64, 16)), jnp.ones((16, 36)))
-    row()(jnp.ones((64, 64)), jnp.ones((64, 32)))
+        row(ub_name="proj")(jnp.ones((64, 16)), jnp.ones((16, 36)))
+    row(ub_name="proj")(jnp.ones((64, 64)), jnp.ones((64, 32)))
 
 
 def test_vmapped_calls_count_their_batch():
@@ -310,7 +310,7 @@ def test_vmapped_calls_count_their_batch():
 
     def function(x, w):
         one = jax.vmap(
-            lambda x: ub.all_gather_matmul(x, w, axis_name="tp"), in_axes=0, out_axes=0
+            lambda x: ub.all_gather_matmul(x, w, axis_name="tp", ub_name="qkv")
         )
         return one(x)
 
@@ -322,14 +322,12 @@ def test_vmapped_calls_count_their_batch():
         layer(jnp.ones((3, 32, 32)), jnp.ones((32, 8)))
 
 
-def test_sums_are_within_the_capacity_too():
+def test_sums_without_a_name_need_no_buffers_in_one_process():
     initialize()
     function = on_ranks(
         lambda x: ub.all_reduce(x, axis_name="tp"), tp_mesh(4), P(), P()
     )
-    function(jnp.ones((64, 32)))
-    with pytest.raises(ub.errors.ShapeContractError, match="68 tokens of 32"):
-        function(jnp.ones((68, 32)))
+    assert_equal(function(jnp.ones((68, 32))), jnp.full((68, 32), 4.0))
 
 
 def test_layers_that_overlap_named_keep_their_paths_as_labels():
@@ -416,3 +414,43 @@ def test_bulk_that_was_configured_is_refused_for_transposed_kernels():
     jax.clear_caches()
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=r"kernel \[in, out\]"):
         gradient.lower(x, w.T)
+
+
+def test_a_path_is_no_name_for_what_jax_has_traced():
+    def function(x, w, name):
+        return jax.shard_map(
+            lambda x, w: ub.all_gather_matmul(x, w, axis_name="tp", ub_name=name),
+            mesh=tp_mesh(4),
+            in_specs=COLUMN,
+            out_specs=P(None, "tp"),
+        )(x, w)
+
+    initialize()
+    run = jax.jit(function, static_argnums=2)
+    run(*operands(), overlaps.LayerPath("mylayer"))
+    with pytest.raises(ub.errors.UnknownNameError, match="no overlap 'mylayer'"):
+        run(*operands(), "mylayer")
+    path = overlaps.LayerPath("a")
+    assert path == overlaps.LayerPath("a") and path != "a" and path != "a"
+    assert len({path, "a", overlaps.LayerPath("a")}) == 2
+
+
+@pytest.mark.parametrize("method", [None, "ring_exchange"])
+def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
+    ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
+    x, w = operands()
+    y, _ = with_gradients(column(method=method), 0, 1)(x, w)
+    assert_equal(y, x @ w)
+    with pytest.raises(ub.errors.ShapeContractError, match=r"64 tokens of 32 features"):
+        lowered(column(ub_name="qkv"), 0)
+
+
+def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
+    ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
+    (domain,) = overlaps.domains()
+    shared = dataclasses.replace(domain, spans_processes=True)
+    monkeypatch.setattr(overlaps, "on_axis", lambda *_: shared)
+    assert not lowered(column(), 0)
+    assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason
+    with pytest.raises(ub.errors.ShapeContractError, match="buffers of axis 'tp'"):
+        lowered(column(method="ring_exchange"), 0)

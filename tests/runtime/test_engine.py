@@ -6,9 +6,10 @@ import sys
 
 import jax
 import pytest
+from jax.export import DisabledSafetyCheck
 
 from jax_ub.errors import ConfigurationError
-from jax_ub.runtime import engine
+from jax_ub.runtime import engine, exporting
 
 
 def run_python(program, **environment):
@@ -34,8 +35,12 @@ def test_engine_of_a_newer_ffi_is_refused(built):
         engine.check_ffi_api(built, (0, 3), "0.10.2")
 
 
-def test_import_without_an_engine_says_how_to_build_it():
-    hidden = "import sys; sys.modules['jax_ub._cpu'] = None; import jax_ub"
+def test_a_call_without_an_engine_says_how_to_build_it():
+    hidden = (
+        "import sys; sys.modules['jax_ub._cpu'] = None\n"
+        "import jax.numpy as jnp, jax_ub as ub\n"
+        "ub.linear(jnp.ones((2, 4)), jnp.ones((4, 4)))"
+    )
     done = run_python(hidden)
     assert done.returncode != 0
     assert "ImportError: jax_ub: its compiled engine jax_ub._cpu is missing." in (
@@ -93,3 +98,8 @@ def test_the_engine_has_the_cpu_devices_whatever_the_default_is(monkeypatch, pla
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
     assert engine.local_devices() == (["cpu 0"] if "cpu" in platforms else [])
+
+
+def test_export_disables_the_checks_of_every_target():
+    wanted = {DisabledSafetyCheck.custom_call(t) for t in engine.load().targets()}
+    assert set(exporting.export_safety_checks) == wanted

@@ -12,7 +12,7 @@ from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.overlap_config.tuning import Tuning
-from jax_ub.runtime import communicators
+from jax_ub.runtime import communicators, overlaps
 from jax_ub.runtime.tuned import maker
 
 SIZES = (16, 8, 12)
@@ -237,3 +237,20 @@ def test_a_file_that_does_not_fit_does_not_concern_a_method_that_is_named(
     assert "method = 2" in lowered(column("pipeline"), *operands)
     with pytest.raises(ConfigurationError, match="none.json"):
         lowered(column(), *operands)
+
+
+def test_a_file_that_was_rewritten_is_read_again(tmp_path, operands, monkeypatch):
+    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    assert "method = 2" in lowered(column(), *operands)
+    ub.destroy_ub()
+    write(tmp_path / "t.json", Choice(Method.RING_EXCHANGE))
+    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    assert "method = 1" in lowered(column(), *operands)
+    ub.destroy_ub()
+    monkeypatch.setenv("JAX_UB_TUNED", str(path))
+    before = overlaps.configuration()
+    assert overlaps.configuration() == before
+    write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    assert overlaps.configuration() != before
+    assert "method = 2" in lowered(column(), *operands)

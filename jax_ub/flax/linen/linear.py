@@ -13,7 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax_ub import arguments, shapes
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
-from jax_ub.flax.together import multiply_together, read_sizes, sizes_of
+from jax_ub.flax.together import multiply_promoted, read_sizes, sizes_of
 from jax_ub.retrofit.placement import Placement
 
 
@@ -144,24 +144,26 @@ def call_together(
     parameters = [layer.parameters(in_sizes) for layer in layers]
     main_grads = [main_grad for *_, main_grad in parameters if main_grad is not None]
     promoted = []
-    for kernel, bias, _ in parameters:
+    for layer, (kernel, bias, _) in zip(layers, parameters, strict=True):
         given = (inputs, kernel, bias)
-        promote = functools.partial(first.promote_dtype, *given, dtype=first.dtype)
+        promote = functools.partial(layer.promote_dtype, *given, dtype=layer.dtype)
         promoted.append(arguments.promoted(first.placement.op, promote, given))
-    inputs = promoted[0][0]
+    all_inputs = [given for given, *_ in promoted]
     kernels = [kernel for _, kernel, _ in promoted]
     biases = [bias for *_, bias in promoted if bias is not None]
     placement = first.placement
     if first.is_initializing():
         if placement.is_local():
             # A rank's own shards of dummies and kernels need not fit each other.
-            dtype = jnp.result_type(inputs, inputs if residual is None else residual)
-            sizes = (kernel.shape[num_in:] for kernel in kernels)
-            return tuple(jnp.zeros((*lead, *each), dtype) for each in sizes)
+            addends = () if residual is None else (residual,)
+            return tuple(
+                jnp.zeros((*lead, *kernel.shape[num_in:]), jnp.result_type(x, *addends))
+                for x, kernel in zip(all_inputs, kernels, strict=True)
+            )
         placement, main_grads = placement.whole(), []
-    return multiply_together(
+    return multiply_promoted(
         placement,
-        inputs,
+        all_inputs,
         kernels,
         biases,
         main_grads,

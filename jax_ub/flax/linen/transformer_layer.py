@@ -103,9 +103,7 @@ class TransformerLayer(TensorParallel):
         check_layer_sizes(self.hidden_size, *heads, self.kv_channels)
         for name in ("hidden_dropout", "attention_dropout"):
             shapes.check_rate("TransformerLayer", name, getattr(self, name))
-        keeps = True
-        if self.hidden_dropout > 0 or self.attention_dropout > 0:
-            keeps = nn.merge_param("deterministic", self.deterministic, deterministic)
+        keeps = self._keeps(deterministic)
         normalizations.check_features("TransformerLayer", self.hidden_size, inputs)
         qk_norm_type = normalizations.qk_norm(
             "TransformerLayer", self.qk_norm_type, self.normalize_qk
@@ -124,6 +122,15 @@ class TransformerLayer(TensorParallel):
             return mlp(x, residual=x)
         x = inputs + self._drop(attend(), keeps)
         return x + self._drop(mlp(x), keeps)
+
+    @nn.nowrap
+    def _keeps(self, deterministic):
+        """Whether nothing is dropped; initialization need not be told."""
+        drops = self.hidden_dropout > 0 or self.attention_dropout > 0
+        is_told = self.deterministic is not None or deterministic is not None
+        if not drops or (self.is_initializing() and not is_told):
+            return True
+        return nn.merge_param("deterministic", self.deterministic, deterministic)
 
     @nn.nowrap
     def _drop(self, y, keeps):
