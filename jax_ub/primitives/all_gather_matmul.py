@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_ub import reference
 from jax_ub.primitives.call import Call
+from jax_ub.primitives.matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,25 @@ class AllGatherMatmul(Call):
             y = reference.scaled(y, self.scale)
             ys.append(reference.add(y, *addends, out_dtype=self.out_dtype))
         return [*ys, gathered] if self.return_gathered else ys
+
+    def on_one_rank(self, x, *kernels):
+        """One product for each kernel: the rank's rows are all rows."""
+        n = self.num_kernels
+        ys = []
+        for i, w in enumerate(kernels[:n]):
+            addends = iter(kernels[n + i :: n])
+            y = matmul(
+                (x,),
+                (w,),
+                next(addends) if self.has_bias else None,
+                next(addends) if self.has_residual else None,
+                rhs_transposed=self.rhs_transposed,
+                scale=self.scale,
+                out_dtype=self.out_dtype,
+                **self.local,
+            )
+            ys.append(y)
+        return [*ys, x] if self.return_gathered else ys
 
     def options(self):
         """As csrc/ffi binds them."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_ub import reference
 from jax_ub.primitives.call import Call
+from jax_ub.primitives.matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,20 @@ class BulkAllGather(Call):
         dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
         dx = dx.astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
+
+    def on_one_rank(self, *operands):
+        """The product alone: the rank's shard is all of it."""
+        n = self.num_pairs
+        dx = matmul(
+            operands[:n],
+            operands[n : 2 * n],
+            None,
+            None,
+            rhs_transposed=True,
+            out_dtype=self.partial_dtype,
+            **self.local,
+        )
+        return [dx, operands[-1]]
 
     def options(self):
         """As csrc/ffi binds them."""

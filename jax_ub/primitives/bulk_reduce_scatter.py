@@ -7,6 +7,7 @@ import numpy as np
 
 from jax_ub import reference
 from jax_ub.primitives.call import Call
+from jax_ub.primitives.wgrad import wgrad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,18 @@ class BulkReduceScatter(Call):
         ]
         scattered = reference.reduce_scatter(partial, self.axis_name)
         return [*dws, scattered.astype(self.scattered_dtype)]
+
+    def on_one_rank(self, x, *others):
+        """The products alone: what the rank has is the sum."""
+        n = self.num_outputs
+        dws = wgrad(
+            x,
+            others[:n],
+            others[n:-1] or None,
+            out_dtype=self.dw_dtype,
+            **self.local,
+        )
+        return [*dws, others[-1].astype(self.scattered_dtype)]
 
     def options(self):
         """As csrc/ffi binds them."""

@@ -9,7 +9,7 @@ that XLA neither merges, moves nor removes what every rank must run.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -67,6 +67,23 @@ class Call:
         """The same results, in plain `jax.lax`."""
         raise NotImplementedError
 
+    def on_one_rank(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """The same results where `axis_name` has one rank: nothing is communicated."""
+        raise NotImplementedError
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """The fields of a product of this call on an axis of one rank."""
+        has_method = self.method not in (Method.AUTO, Method.XLA)
+        method = Method.DIRECT if has_method else self.method
+        return {
+            "choice": Choice(method, is_asked=self.choice.is_asked),
+            "tuned": self.tuned,
+            "label": self.label,
+            "is_of_one_rank": True,
+            "replicated": self.replicated,
+        }
+
     def options(self) -> dict[str, int | np.float32]:
         """The target's own attributes, i64 where they are no floats."""
         return {}
@@ -110,6 +127,11 @@ class Call:
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Runs the call on the operands, promoted to vary over the axes it needs."""
         operands = self._promote(operands)
+        if self.axis_name and self.num_ranks == 1 and self.method is not Method.XLA:
+            results = self.on_one_rank(*operands)
+            if self.replicates:
+                results = [varying.same_on(self.axis_name, y) for y in results]
+            return tuple(results)
         call = self._tuned(operands)
         if call.method is Method.XLA:
             return tuple(call.reference(*operands))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from jax_ub import reference
+from jax_ub.primitives.matmul import Matmul
 from jax_ub.primitives.summed_matmul import SummedMatmul, sum_products
 
 
@@ -16,6 +17,10 @@ class MatmulReduceScatter(SummedMatmul):
     def reduced_rows(self, rows):
         """The own rows."""
         return rows // self.num_ranks
+
+    def on_one_rank(self, *operands):
+        """The rank's products are the sum."""
+        return [self.plain(Matmul, operands)]
 
     def reduce(self, partial):
         """Sums over the ranks in f32."""

@@ -26,6 +26,10 @@ class ReduceScatter(Call):
         """What is summed."""
         return x.shape
 
+    def on_one_rank(self, x):
+        """What the rank has is the sum."""
+        return [x.astype(self.out_dtype)]
+
     def reference(self, x):
         """`jax.lax.psum_scatter` in f32."""
         return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]

@@ -25,6 +25,22 @@ class SummedMatmul(Call):
     scale: float = 1.0
     out_dtype: np.dtype
 
+    def plain(self, kind: "type[SummedMatmul]", operands) -> jax.Array:
+        """The same product of one rank by a `kind` that communicates nothing."""
+        n = self.num_pairs
+        addends = iter(operands[2 * n :])
+        return sum_products(
+            kind,
+            operands[:n],
+            operands[n : 2 * n],
+            next(addends) if self.has_bias else None,
+            next(addends) if self.has_residual else None,
+            rhs_transposed=self.rhs_transposed,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+            **self.local,
+        )
+
     def reduced_rows(self, rows: int) -> int:
         """How many rows the result has where the operands have `rows`."""
         return rows

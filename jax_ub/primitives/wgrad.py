@@ -48,6 +48,18 @@ class Wgrad(Call):
             for dw, main_grad in zip(dws, main_grads or [None] * len(dys), strict=True)
         ]
 
+    def on_one_rank(self, *operands):
+        """The rank's rows are all rows."""
+        call = Wgrad(
+            num_outputs=self.num_outputs,
+            accumulate=self.accumulate,
+            gather=None,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+            **self.local,
+        )
+        return call(*operands)
+
     def options(self):
         """As csrc/ffi binds them."""
         return {

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ub.primitives import varying
 from jax_ub.rules.vjp import compiled, is_placeholder, is_zero, placeholder
@@ -107,5 +106,5 @@ def fit(wanted: jax.Array | None, gradient: jax.Array | None) -> jax.Array | Non
     axes = varying.axes_of(wanted)
     extra = tuple(sorted(varying.axes_of(gradient) - axes))
     if extra:
-        gradient = lax.psum(gradient, extra)
+        gradient = varying.sum_over(extra, gradient)
     return varying.promote(gradient.astype(wanted.dtype), axes)
