@@ -78,6 +78,6 @@ def test_other_norms_are_rejected(name, options, error, message):
     with pytest.raises(error, match=f"^{name}: .*{message}"):
         getattr(layers, name)(*MODULES[name], rngs=nnx.Rngs(0), **options)
     sizes = (4,) if name == "MultiHeadAttention" else MODULES[name]
-    module = getattr(linen, name)(*sizes, **options)
     with pytest.raises(error, match=f"^{name}: .*{message}"):
+        module = getattr(linen, name)(*sizes, **options)
         jax.eval_shape(module.init, jax.random.key(0), jnp.ones(X))
