@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
 
 namespace jax_ub {
@@ -12,6 +13,11 @@ int NumAllowedCores() {
   if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
   // More cores than such a set holds.
   return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
+}
+
+int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota) {
+  if (!cpu_quota || *cpu_quota >= num_cores) return num_cores;
+  return std::max(static_cast<int>(std::ceil(*cpu_quota)), 1);
 }
 
 // A failure to set or to get the cores leaves a thread where it is, which is no error.

@@ -19,9 +19,13 @@
 
 namespace jax_ub {
 
-// How many cores the calling thread may run on: a task set and a container have fewer
-// than the machine.
+// How many cores the calling thread may run on: a CPU set, of a task or a container, has
+// fewer than the machine. A quota of processor time (docker --cpus) does not count here.
 int NumAllowedCores();
+
+// How many threads compute unless the user says otherwise: no more than the quota of
+// processor time, rounded up, and than the cores; at least one.
+int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota);
 
 class Cores {
  public:

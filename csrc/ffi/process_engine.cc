@@ -5,6 +5,7 @@
 
 #include "engine/cores.h"
 #include "ffi/handlers.h"
+#include "platform/cpu_quota.h"
 
 namespace jax_ub {
 
@@ -25,7 +26,7 @@ Engine& ProcessEngine() {
   std::lock_guard lock(creation);
   found = engine.load(std::memory_order_relaxed);
   if (found == nullptr) {
-    found = new Engine(NumAllowedCores(), kTimeouts);
+    found = new Engine(DefaultNumThreads(NumAllowedCores(), CpuQuota()), kTimeouts);
     engine.store(found, std::memory_order_release);
     static const int registered = pthread_atfork(
         nullptr, nullptr, [] { engine.store(nullptr, std::memory_order_release); });

@@ -33,6 +33,13 @@ TEST(CoresThatAThreadMayNotRunOnDoNotCount) {
   sched_setaffinity(0, sizeof(before), &before);
 }
 
+TEST(AThreadCountIsAtLeastOneAndAtMostTheCores) {
+  CHECK_EQ(DefaultNumThreads(8, std::nullopt), 8);
+  CHECK_EQ(DefaultNumThreads(8, 2.5), 3);
+  CHECK_EQ(DefaultNumThreads(8, 0.1), 1);
+  CHECK_EQ(DefaultNumThreads(2, 64.0), 2);
+}
+
 TEST(AThreadThatComputesStaysOnItsCore) {
   const cpu_set_t before = Allowed();
   Cores cores;

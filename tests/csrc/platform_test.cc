@@ -18,6 +18,7 @@
 
 #include "check.h"
 #include "platform/available_memory.h"
+#include "platform/cpu_quota.h"
 #include "platform/error.h"
 #include "platform/futex.h"
 #include "platform/handle.h"
@@ -105,6 +106,42 @@ TEST(OnlySealedMemoryOfTheRightSizeIsMapped) {
                "memory whose size is not sealed");
   CHECK_THROWS(SharedMapping::Map(FileDescriptor(open("/dev/zero", O_RDWR)), kPage),
                "memory whose size is not sealed");
+}
+
+TEST(TheQuotaOfProcessorTimeIsTheLeastAlongThePath) {
+  namespace fs = std::filesystem;
+  const fs::path root = fs::temp_directory_path() / NewName();
+  const auto write = [&](const std::string& path, const std::string& text) {
+    fs::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << text;
+  };
+  const std::string membership = (root / "membership").string();
+  const auto quota = [&] { return CpuQuota(root.string(), membership).value_or(0); };
+  CHECK_EQ(quota(), 0);  // nothing is mounted
+  write("membership", "0::/a/b\n");
+  write("a/b/cpu.max", "max 100000\n");
+  CHECK_EQ(quota(), 0);
+  write("a/cpu.max", "250000 100000\n");
+  CHECK_EQ(quota(), 2.5);
+  write("a/b/cpu.max", "400000 100000\n");
+  CHECK_EQ(quota(), 2.5);
+  write("a/b/cpu.max", "50000 100000\n");
+  CHECK_EQ(quota(), 0.5);
+  // A container, whose mount begins at its own group.
+  write("membership", "0::/\n");
+  CHECK_EQ(quota(), 0);
+  write("cpu.max", "200000 100000\n");
+  CHECK_EQ(quota(), 2);
+  // Version 1; also where the mount lacks the path.
+  write("membership", "5:memory:/x\n4:cpu,cpuacct:/docker/x\n0::/\n");
+  fs::remove(root / "cpu.max");
+  write("cpu/docker/x/cpu.cfs_quota_us", "-1\n");
+  write("cpu/docker/x/cpu.cfs_period_us", "100000\n");
+  CHECK_EQ(quota(), 0);
+  write("cpu/cpu.cfs_quota_us", "300000\n");
+  write("cpu/cpu.cfs_period_us", "100000\n");
+  CHECK_EQ(quota(), 3);
+  fs::remove_all(root);
 }
 
 TEST(MemoryThatIsNotThereIsAnErrorAtOnce) {
