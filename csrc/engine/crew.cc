@@ -185,11 +185,12 @@ void Crew::LeaveRest(std::unique_lock<std::mutex>& lock) noexcept {
     {
       ScratchLoan scratch(*this);  // taken and given back without the lock
       lock.lock();
-      if (!FindJob()) {
+      const std::shared_ptr<Job> job = FindJob();
+      if (!job) {
         lock.unlock();
         return;
       }
-      Work(lock, scratch.get(), nullptr);
+      Work(lock, job, scratch.get(), nullptr);
     }
     lock.lock();
   }
@@ -280,11 +281,10 @@ void Crew::Leave(const std::shared_ptr<Job>& job,
   if (last) job->Done(job->failure_, helped);
 }
 
-// On the first job that may have another worker.
 void Crew::Work(std::unique_lock<std::mutex>& lock,
+                const std::shared_ptr<Job>& job,
                 Scratch& scratch,
                 Cores::Thread* self) noexcept {
-  const std::shared_ptr<Job> job = FindJob();
   ++num_in_jobs_;
   ++job->num_workers_;
   const int64_t unit = job->next_unit_.fetch_add(1);
@@ -346,8 +346,10 @@ void Crew::Loop() noexcept {
       LeaveRest(lock);  // this thread may be gone for long
       cores_.Release(member.thread);
       run->Execute();
+    } else if (const std::shared_ptr<Job> job = FindJob()) {
+      Work(lock, job, scratch, &member.thread);
     } else {
-      Work(lock, scratch, &member.thread);
+      continue;  // its workers took the last units meanwhile, without the lock
     }
     cores_.SetIdle(member.thread);
     lock.lock();

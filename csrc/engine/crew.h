@@ -140,6 +140,7 @@ class Crew {
   void LeaveRest(std::unique_lock<std::mutex>& lock) noexcept;
   // `self`: none of a thread that is not the crew's.
   void Work(std::unique_lock<std::mutex>& lock,
+            const std::shared_ptr<Job>& job,
             Scratch& scratch,
             Cores::Thread* self) noexcept;
   int64_t NumWanted() const;

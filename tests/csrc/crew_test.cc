@@ -90,6 +90,15 @@ TEST(EveryUnitRunsOnceWhoeverJoins) {
   }
 }
 
+TEST(UnitsMayRunOutWhileAThreadComesForThem) {
+  Crew& crew = NewCrew(3);
+  for (int i = 0; i < 20000; ++i) {
+    auto job = std::make_shared<CountedJob>(3);
+    crew.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+  }
+}
+
 TEST(AJobWithoutUnitsIsDone) {
   auto job = std::make_shared<CountedJob>(0);
   NewCrew(2).RunAndWait(job);
