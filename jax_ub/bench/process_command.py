@@ -105,6 +105,7 @@ def _job(number, told):
             ["bench", "--part", part],
             num_processes=number,
             devices_per_process=number,
+            folder=folder,
             prints_aside=True,
         )
         if status:

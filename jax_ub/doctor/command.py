@@ -66,6 +66,7 @@ def _in_processes(num_processes: int, devices_per_process: int) -> list[Finding]
             ["doctor", "--part", str(path)],
             num_processes=num_processes,
             devices_per_process=devices_per_process,
+            folder=folder,
             prints_aside=True,
         )
         if status:

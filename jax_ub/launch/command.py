@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="from the signal that ends a process to SIGKILL; default 5",
     )
+    # Of a launcher that another command starts, see parts.py.
+    add("--parent", type=int, help=argparse.SUPPRESS)
+    add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
     add(
         "program",
@@ -100,7 +104,7 @@ def run(given: argparse.Namespace) -> int:
             "linger_s": given.linger,
             "grace_s": given.grace,
         }
-        return _supervise(job)
+        return _supervise(job, given.parent, given.parent_folder)
 
 
 def _check(given):
@@ -137,8 +141,11 @@ def _command(given):
     return [sys.executable, *(["-m"] if given.module else []), *_program(given)]
 
 
-def _supervise(job):
-    """Runs the supervisor: who is killed, this process or that, the other ends all."""
+def _supervise(job, parent, parent_folder):
+    """Runs the supervisor: who is killed, this process or that, the other ends all.
+
+    If the process `parent` dies, this process ends all, then removes `parent_folder`.
+    """
     supervisor.adopt_orphans()
     others = supervisor.descendants()
     process = subprocess.Popen(
@@ -150,12 +157,18 @@ def _supervise(job):
     )
     assert process.stdin is not None
     with _forwarding_signals(process):
+        if parent is not None:
+            supervisor.signal_at_death_of_parent(signal.SIGTERM)
+            if os.getppid() != parent:  # it died before
+                process.terminate()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
         # The pipe stays open: its end is the end of this process.
         status = process.wait()
-    supervisor.kill_descendants(others)
+        supervisor.kill_descendants(others)
+        if parent_folder is not None and os.getppid() != parent:
+            shutil.rmtree(parent_folder, ignore_errors=True)
     if status < 0:
         name = supervisor.signal_name(-status)
         print(f"launch: its supervisor was ended by {name}.", file=sys.stderr)

@@ -19,6 +19,7 @@ def run_parts(
     *,
     num_processes: int,
     devices_per_process: int,
+    folder: str,
     prints_aside: bool = False,
 ) -> int:
     """Runs `python -m jax_ub ARGUMENTS` in several processes, under `launch`.
@@ -27,6 +28,8 @@ def run_parts(
         arguments: the command, and what tells it that it is one of several.
         num_processes: how many.
         devices_per_process: CPU devices of each, or GPUs.
+        folder: what they write to. If this process is killed, the launcher ends the
+            processes and removes the folder.
         prints_aside: whether what they print goes to stderr, since it is no part of
             this process's report.
 
@@ -35,6 +38,7 @@ def run_parts(
     """
     launch = ["launch", "-n", str(num_processes)]
     launch += ["--devices-per-process", str(devices_per_process)]
+    launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
     stdout = _STDERR if prints_aside else None
     return _run_passing_sigterm_on(command, stdout)

@@ -36,6 +36,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def signal_at_death_of_parent(number: int) -> None:
+    """Asks the kernel for signal `number` when the parent of this process dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _prctl(option, value):
     if _libc().prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -140,7 +145,7 @@ class Rank:
         parent = os.getpid()
 
         def die_with_parent():
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal_at_death_of_parent(signal.SIGKILL)
             if os.getppid() != parent:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -207,6 +207,7 @@ def _in_processes(given):
             ["trace", *options, *given.program],
             num_processes=given.processes,
             devices_per_process=devices,
+            folder=folder,
         )
         if status:
             raise TraceArgumentError(

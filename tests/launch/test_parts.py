@@ -1,6 +1,7 @@
 """Commands that start themselves in several processes."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -34,10 +35,12 @@ def test_the_launcher_is_asked_for_processes_of_the_command(
         ["doctor", "--part", "a file"],
         num_processes=3,
         devices_per_process=2,
+        folder="a folder",
         prints_aside=prints_aside,
     )
     assert status == 3
     launch = "-m jax_ub launch -n 3 --devices-per-process 2 "
+    launch += f"--parent {os.getpid()} --parent-folder a folder "
     printed = launch + "-m jax_ub doctor --part a file\n"
     assert capfd.readouterr() == (("", printed) if prints_aside else (printed, ""))
 
@@ -45,7 +48,12 @@ def test_the_launcher_is_asked_for_processes_of_the_command(
 def test_sigterm_leaves_no_folder_of_the_parts(interpreter, tmp_path):
     python = interpreter("kill -TERM $PPID; exec sleep 60")
     with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-        run_parts(["doctor", "--part", folder], num_processes=2, devices_per_process=1)
+        run_parts(
+            ["doctor", "--part", folder],
+            num_processes=2,
+            devices_per_process=1,
+            folder=folder,
+        )
     assert [*tmp_path.iterdir()] == [python]
 
 
@@ -61,8 +69,41 @@ def test_sigterm_amid_the_launchers_start_leaves_no_launcher(interpreter, monkey
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with ended_by_sigterm():
-        run_parts(["doctor"], num_processes=2, devices_per_process=1)
+        run_parts(["doctor"], num_processes=2, devices_per_process=1, folder="")
     assert [process.returncode for process in started] == [-signal.SIGTERM]
+
+
+def test_sigkill_of_the_command_ends_its_processes_and_removes_their_folder(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('ready', flush=True); time.sleep(60)")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "jax_ub", "trace", "--processes", "2", str(script)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    ) as process:
+        assert process.stdout is not None
+        assert any("ready" in line for line in process.stdout)
+        assert [*temporary.iterdir()]
+        process.kill()
+        process.stdout.read()  # to the end: all that could write to it have ended
+    assert not [*temporary.iterdir()]
+
+
+def test_a_launcher_whose_parent_died_before_starts_nothing(tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "folder"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    folder.mkdir()
+    died = subprocess.Popen(["true"])
+    died.wait()
+    told = ["--parent", str(died.pid), "--parent-folder", str(folder), str(script)]
+    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "1", *told]
+    assert subprocess.run(launch, check=False).returncode == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == [script]
 
 
 @contextlib.contextmanager
