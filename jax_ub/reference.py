@@ -1,7 +1,8 @@
 """Every op in plain `jax.lax`, each dot written the fastest way known for XLA:CPU.
 
 The oracle of the tests, the peer in the benchmarks, and what `Method.XLA` runs. Sums
-of partial results are made in f32 and rounded once, as the engine does.
+of partial results are made in f32 and rounded once, as the engine does. f64 operands,
+which the engine does not take, are summed in f64.
 """
 
 import functools
@@ -10,9 +11,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Axis = str | tuple[str, ...]
+
+
+def sum_dtype(dtype) -> np.dtype:
+    """Returns the dtype of sums of values of `dtype`: f64 for f64, else f32."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
@@ -36,9 +43,11 @@ def _product(x, w, dimensions):
     multiply = functools.partial(
         lax.dot_general,
         dimension_numbers=dimensions,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=sum_dtype(x.dtype),
     )
-    if x.dtype == jnp.float32 or (x.dtype == jnp.bfloat16 and _has_bf16_products()):
+    if x.dtype == sum_dtype(x.dtype) or (
+        x.dtype == jnp.bfloat16 and _has_bf16_products()
+    ):
         return multiply(x, w)
 
     def widen_and_multiply(x, w):
@@ -69,7 +78,7 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
     """Adds what is not None to the f32 sum, then rounds once."""
     for addend in addends:
         if addend is not None:
-            y = y + with_rank(addend.astype(jnp.float32), y.ndim)
+            y = y + with_rank(addend.astype(sum_dtype(y.dtype)), y.ndim)
     return y.astype(out_dtype)
 
 
@@ -91,10 +100,13 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
     """Sums over the ranks in f32: [..., P*m, K] -> the own rows, [..., m, K]."""
     return lax.psum_scatter(
-        x.astype(jnp.float32), axis_name, scatter_dimension=x.ndim - 2, tiled=True
+        x.astype(sum_dtype(x.dtype)),
+        axis_name,
+        scatter_dimension=x.ndim - 2,
+        tiled=True,
     )
 
 
 def all_reduce(x: jax.Array, axis_name: Axis) -> jax.Array:
     """Sums over the ranks in f32."""
-    return lax.psum(x.astype(jnp.float32), axis_name)
+    return lax.psum(x.astype(sum_dtype(x.dtype)), axis_name)

@@ -15,6 +15,7 @@ from jax_ub.errors import ShapeContractError, UnknownNameError, shown
 
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
+_F64 = np.dtype(np.float64)
 # Larger than any memory; so that products of a few sizes are still counted in 64 bits.
 _LARGEST_SIZE = 1 << 40
 
@@ -128,18 +129,27 @@ def check_array(op: str, name: str, array) -> None:
         )
 
 
+def is_f64(array) -> bool:
+    """Whether an array is f64 in JAX, too: NumPy's is f32 without `jax_enable_x64`."""
+    return array.dtype == _F64 == jax.dtypes.canonicalize_dtype(_F64)
+
+
 def check_float(op: str, **arrays) -> None:
     """Refuses arrays that are no f32, bf16 or f16."""
+    _check_floats(op, arrays)
+
+
+def _check_floats(op, arrays, *, takes_f64=False):
     for name, array in arrays.items():
         if array is None:
             continue
         check_array(op, name, array)
-        check_float_dtype(op, name, array)
+        check_float_dtype(op, name, array, takes_f64=takes_f64)
 
 
-def check_float_dtype(op: str, name: str, array) -> None:
-    """Rejects an array or aval that is no f32, bf16 or f16."""
-    if array.dtype not in FLOATS:
+def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
+    """Rejects an array or aval that is no f32, bf16 or f16, nor f64 if `takes_f64`."""
+    if array.dtype not in FLOATS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
             f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
             f"Convert it, for example {name}.astype(jnp.bfloat16)."
@@ -147,11 +157,14 @@ def check_float_dtype(op: str, name: str, array) -> None:
 
 
 def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
-    """Returns the result's dtype: `out_dtype`, or `default` where that is None."""
+    """Returns the result's dtype: `out_dtype`, or `default` where that is None.
+
+    The dtype `default` of operands that were checked is allowed.
+    """
     if out_dtype is None:
         return jnp.dtype(default)
     dtype = dtype_of(out_dtype)
-    if dtype not in FLOATS:
+    if dtype is None or dtype not in (*FLOATS, default):
         name = shown(out_dtype) if dtype is None else dtype
         raise ShapeContractError(
             f"{op}: out_dtype = {name} is not a result the op has. Use {_FLOAT_NAMES}."
@@ -159,10 +172,12 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
     return dtype
 
 
-def check_operands(op: str, x, w, *, x_name: str = "x") -> None:
+def check_operands(
+    op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
+) -> None:
     """Checks what every GEMM asks of x and the aval of its kernel, but the sizes."""
-    check_float(op, **{x_name: x})
-    check_float_dtype(op, "w", w)
+    _check_floats(op, {x_name: x}, takes_f64=takes_f64)
+    check_float_dtype(op, "w", w, takes_f64=takes_f64)
     check_dtypes(op, **{x_name: x, "w": w})
     check_kernel(op, "w", w)
     check_not_empty(op, x_name, x)
@@ -272,10 +287,17 @@ def check_shape(
 
 
 def check_addends(
-    op: str, bias, residual, shape: tuple[int, ...], *, bias_name: str = "bias"
+    op: str,
+    bias,
+    residual,
+    shape: tuple[int, ...],
+    *,
+    bias_name: str = "bias",
+    takes_f64: bool = False,
 ) -> None:
     """Checks bias [N] and residual against the result's shape [..., N]."""
-    check_float(op, **{bias_name: bias, "residual": residual})
+    addends = {bias_name: bias, "residual": residual}
+    _check_floats(op, addends, takes_f64=takes_f64)
     check_shape(op, bias_name, bias, shape[-1:], "[N]")
     check_shape(op, "residual", residual, shape, "the result's shape")
 

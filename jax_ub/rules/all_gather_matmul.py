@@ -15,7 +15,7 @@ from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
 from jax_ub.rules.layer import check_no_main_grad
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import (
     compiled,
     is_zero,
@@ -99,6 +99,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     )
 
 
+@plain_for_f64
 def all_gather_matmul_at(
     site: Site, x, w, *, bias, main_grad, return_gathered=False, out_dtype=None
 ):
@@ -146,11 +147,16 @@ def _check(site, x, ws, biases, main_grads, out_dtype):
         )
     shapes.check_rank(site.label, "x", x)
     for i, w in enumerate(map(site.kernel, ws)):
-        shapes.check_operands(site.label, x, w)
+        shapes.check_operands(site.label, x, w, takes_f64=site.takes_f64)
         shapes.check_contraction(site.label, x, w, site.num_ranks, "out")
         bias = None if biases is None else biases[i]
         shapes.check_addends(
-            site.label, bias, None, (w.shape[1],), bias_name=site.bias_name
+            site.label,
+            bias,
+            None,
+            (w.shape[1],),
+            bias_name=site.bias_name,
+            takes_f64=shapes.is_f64(x),
         )
         main_grad = None if main_grads is None else main_grads[i]
         shapes.check_main_grad(site.label, main_grad, ws[i])

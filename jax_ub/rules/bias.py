@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jax_ub.reference import sum_dtype
+
 
 def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
     """Sums dy [..., M, N] over all rows in f32, in the dtype of the bias [N]."""
@@ -11,4 +13,4 @@ def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
 
 def row_sum(dy: jax.Array) -> jax.Array:
     """Sums dy [..., M, N] over all rows: f32 [N]."""
-    return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=jnp.float32)
+    return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=sum_dtype(dy.dtype))

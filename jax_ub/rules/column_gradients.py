@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method
@@ -15,6 +14,7 @@ from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
+from jax_ub.reference import sum_dtype
 from jax_ub.rules.layer import accumulation
 from jax_ub.rules.site import Site
 from jax_ub.rules.vjp import is_zero
@@ -96,7 +96,7 @@ def _dgrad(site, dys, ws, d_gathered):
         dys,
         ws,
         None,
-        _scattered(site, ws, d_gathered, jnp.float32),
+        _scattered(site, ws, d_gathered, sum_dtype(site.dtype)),
         rhs_transposed=not site.rhs_transposed,
         out_dtype=site.dtype,
         **site.fused,

@@ -18,7 +18,7 @@ from jax_ub.rules.layer import layer
 from jax_ub.rules.local_gradients import dgrad, local_gradients, local_wgrad
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce_at
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
-from jax_ub.rules.site import open_local_site, open_site
+from jax_ub.rules.site import open_local_site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "linear"
@@ -173,13 +173,21 @@ def _open_whole_rows(axis_name, ub_name, method):
     return open_site(OP, axis_name, ub_name, method)
 
 
+@plain_for_f64
 def _whole_rows_at(site, x, w, *, bias, main_grad, residual=None, out_dtype=None):
     kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel)
+    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
     sharded = "out" if site.axis_name else ""
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
     result = (*x.shape[:-1], kernel.shape[1])
-    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
+    shapes.check_addends(
+        site.label,
+        bias,
+        residual,
+        result,
+        bias_name=site.bias_name,
+        takes_f64=shapes.is_f64(x),
+    )
     shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)

@@ -14,7 +14,7 @@ from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import layer
 from jax_ub.rules.local_gradients import local_gradients
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "matmul_all_reduce"
@@ -86,16 +86,24 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     )
 
 
+@plain_for_f64
 def matmul_all_reduce_at(
     site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
     """`matmul_all_reduce` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
     kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel)
+    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
     result = (*x.shape[:-1], kernel.shape[1])
-    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
+    shapes.check_addends(
+        site.label,
+        bias,
+        residual,
+        result,
+        bias_name=site.bias_name,
+        takes_f64=shapes.is_f64(x),
+    )
     shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)

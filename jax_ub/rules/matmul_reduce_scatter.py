@@ -11,7 +11,7 @@ from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fus
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.layer import layer
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "matmul_reduce_scatter"
@@ -78,17 +78,25 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     )
 
 
+@plain_for_f64
 def matmul_reduce_scatter_at(
     site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
     """`matmul_reduce_scatter` of a call whose site is open."""
     shapes.check_rank(site.label, "x", x)
     kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel)
+    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
     shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
     shapes.check_divides(site.label, x, site.num_ranks)
     result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, kernel.shape[1])
-    shapes.check_addends(site.label, bias, residual, result, bias_name=site.bias_name)
+    shapes.check_addends(
+        site.label,
+        bias,
+        residual,
+        result,
+        bias_name=site.bias_name,
+        takes_f64=shapes.is_f64(x),
+    )
     shapes.check_main_grad(site.label, main_grad, w)
     out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
     site = site.with_dtypes(x.dtype, out_dtype)

@@ -1,6 +1,8 @@
 """What a rule knows about its call besides the operands."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,6 +93,34 @@ class Site:
             self.tuned.find(Case(op, self.num_ranks, M, K, N, str(self.dtype)))
         )
 
+    @property
+    def takes_f64(self) -> bool:
+        """Whether all passes are plain `jax.lax`: the engine does not multiply f64."""
+        return all(choice.method is Method.XLA for choice in self._choices)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether all passes may become plain `jax.lax`."""
+        return all(
+            choice.falls_back or choice.method is Method.XLA for choice in self._choices
+        )
+
+    @property
+    def _choices(self):
+        passes = (self.choice, self.dgrad_choice, self.wgrad_choice)
+        return [choice for choice in passes if choice is not None]
+
+    @property
+    def plain(self) -> "Site":
+        """The same call in plain `jax.lax`, in all passes."""
+        return dataclasses.replace(
+            self,
+            choice=Choice(Method.XLA, is_asked=False),
+            dgrad_choice=None,
+            wgrad_choice=None,
+            tuned=None,
+        )
+
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""
         own = self.axis_name if self.is_tracked else ()
@@ -164,6 +194,24 @@ class Site:
             "is_of_one_rank": bool(self.axis_name) and self.num_ranks == 1,
             "replicated": self.replicated,
         }
+
+
+def plain_for_f64(product: Callable) -> Callable:
+    """Lets a function of (site, x, w, **given) fall back where x is f64.
+
+    The reason is recorded. If a pass has a method that was asked for, `product` rejects
+    the dtype.
+    """
+
+    @functools.wraps(product)
+    def run(site, x, w, **given):
+        is_rejected_or_plain = site.takes_f64 or not site.falls_back
+        if is_rejected_or_plain or not (shapes.is_array(x) and shapes.is_f64(x)):
+            return product(site, x, w, **given)
+        with methods.falling_back(site.label, "x is float64"):
+            return product(site.plain, x, w, **given)
+
+    return run
 
 
 def open_site(
