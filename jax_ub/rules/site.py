@@ -243,8 +243,8 @@ def open_site(
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
     named = method.method if isinstance(method, FlaggedMethod) else method
-    is_plain = methods.resolve(op, named, settings.method()) is Method.XLA
     label = label_of(op, ub_name)
+    is_plain = methods.resolve(label, named, settings.method()) is Method.XLA
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = mesh.axis_tuple(axis_name)
     site = plan_site(
