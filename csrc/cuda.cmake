@@ -83,7 +83,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/cuda_engine.cc
     engine/cuda/gpu.cc
     engine/cuda/initialize.cc
-    engine/cuda/measuring_device.cc
+    engine/cuda/dry_run_device.cc
     engine/cuda/multicast_reduce.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
@@ -95,7 +95,7 @@ jax_ub_library(jax_ub_cuda
     platform/cuda/owners.cc
     reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
-    transport/cuda/call_agreement.cc
+    transport/cuda/signature_table.cc
     transport/cuda/communicator.cc
     transport/cuda/cuda_slots.cc
     transport/cuda/endpoint.cc
@@ -104,7 +104,7 @@ jax_ub_library(jax_ub_cuda
     transport/cuda/group_heaps.cc
     transport/cuda/multicast.cc
     transport/cuda/multicast_kernels.cc
-    transport/cuda/offer.cc
+    transport/cuda/capabilities.cc
     transport/cuda/sharing.cc
     transport/cuda/virtual_memory.cc
   DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})

@@ -12,13 +12,13 @@
 #include <string_view>
 #include <vector>
 
-#include "engine/cores.h"
-#include "engine/peak.h"
+#include "engine/cpu/core_affinity.h"
+#include "engine/cpu/peak.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
 #include "module_connect.h"
 #include "module_handlers.h"
-#include "schedule/check.h"
+#include "schedule/checker.h"
 #include "schedule/schedule.h"
 
 namespace nb = nanobind;
@@ -32,11 +32,11 @@ std::vector<std::string> Isas() {
 }
 
 void SetTimeout(double timeout_s) {
-  jax_ub::ProcessEngine().board().set_timeout_s(jax_ub::CheckedTimeout(timeout_s));
+  jax_ub::ProcessEngine().rendezvous().set_timeout_s(jax_ub::CheckedTimeout(timeout_s));
 }
 
 void SetFirstCallTimeout(double timeout_s) {
-  jax_ub::ProcessEngine().board().set_first_call_timeout_s(
+  jax_ub::ProcessEngine().rendezvous().set_first_call_timeout_s(
       jax_ub::CheckedTimeout(timeout_s));
 }
 
@@ -50,7 +50,7 @@ void SetNumThreads(int num_threads, const std::vector<int>& cores) {
     if (core >= 0 && core < CPU_SETSIZE) continue;
     throw nb::value_error(("there is no core " + std::to_string(core)).c_str());
   }
-  jax_ub::ProcessEngine().crew().set_num_threads(num_threads, cores);
+  jax_ub::ProcessEngine().pool().set_num_threads(num_threads, cores);
 }
 
 nb::dict Counters() {
@@ -63,7 +63,7 @@ nb::dict Counters() {
   }
   nb::dict dict;
   dict["calls"] = calls;
-  dict["failed_gangs"] = counters.failed_gangs;
+  dict["failed_gangs"] = counters.failed_calls;
   dict["scratch_bytes"] = counters.scratch_bytes;
   dict["slot_bytes"] = counters.slot_bytes;
   dict["peak_slot_bytes"] = counters.peak_slot_bytes;
@@ -139,14 +139,14 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   const jax_ub::DType named =
       Named("dtype", dtype, jax_ub::kNumDTypes, &jax_ub::DTypeName);
   const nb::gil_scoped_release released;
-  return jax_ub::MeasurePeak(jax_ub::ProcessEngine().crew(), named, duration_s) / 1e9;
+  return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
 // Bulk ops communicate as the plain collectives do, beside their GEMM.
-jax_ub::Pattern PatternNamed(const std::string& op) {
-  if (op == "bulk_all_gather") return jax_ub::Pattern::kAllGather;
-  if (op == "bulk_reduce_scatter") return jax_ub::Pattern::kReduceScatter;
-  return Named("op", op, jax_ub::kNumPatterns, &jax_ub::PatternName);
+jax_ub::CollectiveKind PatternNamed(const std::string& op) {
+  if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
+  if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;
+  return Named("op", op, jax_ub::kNumCollectiveKinds, &jax_ub::CollectiveKindName);
 }
 
 jax_ub::Method MethodNamed(const std::string& method) {
@@ -185,16 +185,16 @@ struct Endpoint {
 
 class Communicator {
  public:
-  Communicator(std::shared_ptr<jax_ub::Conductor> conductor,
-               std::shared_ptr<jax_ub::SharedCommunicator> ends)
-      : conductor_(std::move(conductor)), ends_(std::move(ends)) {}
+  Communicator(std::shared_ptr<jax_ub::CallSequencer> sequencer,
+               std::shared_ptr<jax_ub::SharedMemoryCommunicator> ends)
+      : conductor_(std::move(sequencer)), ends_(std::move(ends)) {}
   ~Communicator() {
     // It waits for the thread that hears the peers.
     const nb::gil_scoped_release released;
     Close();
   }
 
-  // A child of fork() has no engine that knows the conductor.
+  // A child of fork() has no engine that knows the call sequencer.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(conductor_);
@@ -229,8 +229,8 @@ class Communicator {
   }
 
  private:
-  const std::shared_ptr<jax_ub::Conductor> conductor_;
-  const std::shared_ptr<jax_ub::SharedCommunicator> ends_;
+  const std::shared_ptr<jax_ub::CallSequencer> conductor_;
+  const std::shared_ptr<jax_ub::SharedMemoryCommunicator> ends_;
   int64_t next_barrier_ = 0;
 };
 
@@ -241,16 +241,16 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
                                       int process,
                                       const std::map<int, std::string>& addresses,
                                       const std::map<int, uint64_t>& tokens,
-                                      int64_t half_bytes,
+                                      int64_t buffer_bytes,
                                       double timeout_s,
                                       int generation) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
   jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
   const auto peers = jax_ub::PeersOf(addresses, tokens);
   const nb::gil_scoped_release released;
-  const auto ends = jax_ub::SharedCommunicator::Connect(std::move(endpoint.endpoint),
-                                                        {processes, process, name},
-                                                        peers, half_bytes, timeout_s);
+  const auto ends = jax_ub::SharedMemoryCommunicator::Connect(
+      std::move(endpoint.endpoint), {processes, process, name}, peers, buffer_bytes,
+      timeout_s);
   return std::make_unique<Communicator>(
       jax_ub::ProcessEngine().Join(ends, devices, generation), ends);
 }
@@ -282,11 +282,11 @@ NB_MODULE(_cpu, m) {
   m.def("has_engine", [] { return jax_ub::ExistingEngine() != nullptr; });
   m.def("part_of_cores", [] {
     jax_ub::Engine* engine = jax_ub::ExistingEngine();
-    return engine ? engine->crew().part() : std::vector<int>();
+    return engine ? engine->pool().cpu_set() : std::vector<int>();
   });
   m.def("num_threads", [] {
     jax_ub::Engine* engine = jax_ub::ExistingEngine();
-    return engine ? engine->crew().num_threads() : jax_ub::NumAllowedCores();
+    return engine ? engine->pool().num_threads() : jax_ub::NumAllowedCores();
   });
   m.def("peak_gflops", &PeakGflops, nb::arg("dtype"), nb::arg("duration_s"));
   m.def("counters", &Counters);
@@ -297,13 +297,13 @@ NB_MODULE(_cpu, m) {
   m.def(
       "set_local_devices",
       [](std::vector<int64_t> devices) {
-        jax_ub::ProcessEngine().board().set_local_devices(std::move(devices));
+        jax_ub::ProcessEngine().rendezvous().set_local_devices(std::move(devices));
       },
       nb::arg("devices"));
   m.def(
       "begin_program",
       [](const std::string& channel) {
-        jax_ub::ProcessEngine().board().BeginProgram(channel);
+        jax_ub::ProcessEngine().rendezvous().BeginProgram(channel);
       },
       nb::arg("channel"));
   nb::class_<Endpoint>(m, "Endpoint")

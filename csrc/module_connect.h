@@ -8,7 +8,7 @@
 #include <map>
 #include <string>
 
-#include "transport/process/group.h"
+#include "transport/process/process_group.h"
 
 namespace jax_ub {
 

@@ -161,7 +161,7 @@ class PythonAttributes : public jax_ub::AttributeSource {
 
 using Arrays = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 
-std::vector<jax_ub::Tensor> TensorsOf(const jax_ub::Attributes& at,
+std::vector<jax_ub::Tensor> TensorsOf(const jax_ub::CallAttributes& at,
                                       const Arrays& arrays) {
   using jax_ub::DType;
   static const std::map<std::string, DType> dtypes = {
@@ -228,7 +228,7 @@ std::map<std::string, std::string> Failures() {
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();
-  jax_ub::Offer offer = endpoint->offer();
+  jax_ub::Capabilities offer = endpoint->capabilities();
 };
 
 std::unique_ptr<HeapEndpoint> MakeEndpoint(const std::vector<int>& ordinals,
@@ -257,11 +257,11 @@ class HeapCommunicator {
   std::string name() const { return communicator_->name(); }
   std::string how() const { return communicator_->how(); }
   std::vector<std::pair<std::string, std::string>> step_downs() const {
-    std::vector<std::pair<std::string, std::string>> ways;
-    for (const jax_ub::StepDown& one : communicator_->step_downs()) {
-      ways.emplace_back(one.way, one.reason);
+    std::vector<std::pair<std::string, std::string>> fallbacks;
+    for (const jax_ub::SharingFallback& one : communicator_->fallbacks()) {
+      fallbacks.emplace_back(one.mode, one.reason);
     }
-    return ways;
+    return fallbacks;
   }
   bool has_multicast() const { return communicator_->has_multicast(); }
   int64_t size_bytes() const { return communicator_->size_bytes(); }
@@ -275,15 +275,16 @@ class HeapCommunicator {
   const std::shared_ptr<jax_ub::CudaCommunicator> communicator_;
 };
 
-std::unique_ptr<HeapCommunicator> Connect(HeapEndpoint& endpoint,
-                                          const std::string& name,
-                                          const std::vector<int64_t>& devices,
-                                          const std::vector<int>& processes,
-                                          int process,
-                                          const std::map<int, std::string>& addresses,
-                                          const std::map<int, uint64_t>& tokens,
-                                          const std::map<int, jax_ub::Offer>& offers,
-                                          double timeout_s) {
+std::unique_ptr<HeapCommunicator> Connect(
+    HeapEndpoint& endpoint,
+    const std::string& name,
+    const std::vector<int64_t>& devices,
+    const std::vector<int>& processes,
+    int process,
+    const std::map<int, std::string>& addresses,
+    const std::map<int, uint64_t>& tokens,
+    const std::map<int, jax_ub::Capabilities>& offers,
+    double timeout_s) {
   if (!endpoint.endpoint) throw nb::value_error("the endpoint was used already");
   jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
   const auto peers = jax_ub::PeersOf(addresses, tokens);
@@ -369,7 +370,7 @@ NB_MODULE(_cuda, m) {
   m.def(
       "why_not_connected",
       [](const std::vector<int>& processes,
-         const std::map<int, jax_ub::Offer>& offers) {
+         const std::map<int, jax_ub::Capabilities>& offers) {
         return jax_ub::WhyNotConnected(processes, offers);
       },
       nb::arg("processes"), nb::arg("offers"));

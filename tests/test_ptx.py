@@ -55,7 +55,7 @@ def test_flag_kernels_take_few_registers(tmp_path):
 
 
 def test_a_record_is_whole_when_its_code_is_seen(kernels):
-    for name in ("jax_ub_wait", "jax_ub_end", "jax_ub_check_place"):
+    for name in ("jax_ub_wait", "jax_ub_end", "jax_ub_check_partition"):
         _, *failures = " ".join(kernels[name]).split("atom.global.cas.b64")
         assert failures
         for stores in failures:

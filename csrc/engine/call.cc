@@ -28,7 +28,7 @@ constexpr std::array<std::string_view, 9> kNumberNames = {
     "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
     "has_residual", "return_gathered", "accumulate",  "gather"};
 
-std::array<int64_t, kNumberNames.size()> Numbers(const Attributes& at) {
+std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
   return {at.num_ranks,       at.num_splits, at.num_kernels,
           at.rhs_transposed,  at.has_bias,   at.has_residual,
           at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather)};
@@ -37,7 +37,7 @@ std::array<int64_t, kNumberNames.size()> Numbers(const Attributes& at) {
 // Compares what came with what the op's contract says, tensor by tensor.
 class Contract {
  public:
-  Contract(const Attributes& attributes, const RankCall& call)
+  Contract(const CallAttributes& attributes, const RankCall& call)
       : attributes_(attributes), call_(call) {}
 
   void Count(size_t num_operands, size_t num_results) const {
@@ -90,7 +90,7 @@ class Contract {
     }
   }
 
-  const Attributes& attributes_;
+  const CallAttributes& attributes_;
   const RankCall& call_;
 };
 
@@ -98,15 +98,15 @@ Tensor Matrix(DType dtype, int64_t rows, int64_t features) {
   return {dtype, 1, rows, features, nullptr};
 }
 
-Tensor Kernel(const Attributes& at, DType dtype, int64_t in, int64_t out) {
+Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
   return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
-int64_t OutOf(const Attributes& at, const Tensor& kernel) {
+int64_t OutOf(const CallAttributes& at, const Tensor& kernel) {
   return at.rhs_transposed ? kernel.rows : kernel.features;
 }
 
-void CheckAllGatherMatmul(const Attributes& at,
+void CheckAllGatherMatmul(const CallAttributes& at,
                           const RankCall& call,
                           const Contract& contract) {
   const size_t n = at.num_kernels;
@@ -133,7 +133,7 @@ void CheckAllGatherMatmul(const Attributes& at,
 
 // matmul_reduce_scatter, matmul_all_reduce and matmul: `parts` is into how many shares
 // the rows of the product are cut.
-void CheckMatmulReduce(const Attributes& at,
+void CheckMatmulReduce(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract,
                        int parts) {
@@ -157,7 +157,7 @@ void CheckMatmulReduce(const Attributes& at,
 }
 
 // dy_i and main_grad_i behind the operand x, and dw_i.
-void CheckWgrads(const Attributes& at,
+void CheckWgrads(const CallAttributes& at,
                  const RankCall& call,
                  const Contract& contract,
                  int64_t dy_rows) {
@@ -173,7 +173,9 @@ void CheckWgrads(const Attributes& at,
   }
 }
 
-void CheckWgrad(const Attributes& at, const RankCall& call, const Contract& contract) {
+void CheckWgrad(const CallAttributes& at,
+                const RankCall& call,
+                const Contract& contract) {
   const size_t n = at.num_kernels;
   contract.Count(1 + n * (at.accumulate ? 2 : 1), n);
   const Tensor& x = call.operands[0];
@@ -188,7 +190,7 @@ void CheckWgrad(const Attributes& at, const RankCall& call, const Contract& cont
 
 // A pure communication: `from` goes to `to`, whose rows are times `gather` or divided
 // by `scatter`.
-void CheckMoved(const Attributes& at,
+void CheckMoved(const CallAttributes& at,
                 const Tensor& from,
                 const Tensor& to,
                 const Contract& contract,
@@ -206,7 +208,7 @@ void CheckMoved(const Attributes& at,
   contract.Sized(to, "the communicated result", want);
 }
 
-void CheckBulkAllGather(const Attributes& at,
+void CheckBulkAllGather(const CallAttributes& at,
                         const RankCall& call,
                         const Contract& contract) {
   const size_t n = at.num_kernels;
@@ -224,7 +226,7 @@ void CheckBulkAllGather(const Attributes& at,
 
 }  // namespace
 
-size_t FirstResidual(const Attributes& at) {
+size_t FirstResidual(const CallAttributes& at) {
   const size_t n = at.num_kernels;
   if (at.op == Op::kAllGatherMatmul) return 1 + n * (at.has_bias ? 2 : 1);
   return 2 * n + at.has_bias;
@@ -232,7 +234,7 @@ size_t FirstResidual(const Attributes& at) {
 
 std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
 
-std::unordered_map<int64_t, size_t> PlacesOf(const Attributes& at) {
+std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& at) {
   const auto refuse = [&](const std::string& text) {
     throw std::invalid_argument("jax_ub." + at.label + ": " + text);
   };
@@ -263,7 +265,7 @@ std::string Describe(const Tensor& tensor) {
   return text.str();
 }
 
-void CheckCall(const Attributes& at, const RankCall& call) {
+void CheckCall(const CallAttributes& at, const RankCall& call) {
   const Contract contract(at, call);
   const size_t n = at.num_kernels;
   switch (at.op) {
@@ -297,7 +299,7 @@ void CheckCall(const Attributes& at, const RankCall& call) {
   }
 }
 
-uint64_t Signature(const Attributes& at, const RankCall& call) {
+uint64_t Signature(const CallAttributes& at, const RankCall& call) {
   uint64_t hash = Mix(kHashBegin, at.label);
   const auto add = [&](uint64_t value) { hash = Mix(hash, value); };
   add(static_cast<uint64_t>(at.op));
@@ -317,7 +319,7 @@ uint64_t Signature(const Attributes& at, const RankCall& call) {
   return hash;
 }
 
-std::string DescribeCall(const Attributes& at, const RankCall& call) {
+std::string DescribeCall(const CallAttributes& at, const RankCall& call) {
   std::ostringstream text;
   text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method);
   if (at.variant != Variant::kPlain) text << ", " << VariantName(at.variant);
@@ -338,25 +340,25 @@ std::string DescribeCall(const Attributes& at, const RankCall& call) {
   return text.str();
 }
 
-std::string DescribeTuning(const Tuning& tuning) {
-  const Tuning usual;
+std::string DescribeKernelOptions(const KernelOptions& kernel_options) {
+  const KernelOptions usual;
   std::ostringstream text;
   const auto add = [&](const char* name, int value, int otherwise) {
     if (value != otherwise) text << ", " << name << ' ' << value;
   };
-  add("use_ce", tuning.use_ce, usual.use_ce);
-  add("num_sm", tuning.num_sm, usual.num_sm);
-  add("cga_size", tuning.cga_size, usual.cga_size);
-  add("sm_margin", tuning.sm_margin, usual.sm_margin);
-  add("num_lanes", tuning.num_lanes, usual.num_lanes);
-  add("allow_tf32", tuning.allow_tf32, usual.allow_tf32);
-  add("gemm_algorithm", tuning.gemm_algorithm, usual.gemm_algorithm);
-  add("comm_priority", tuning.comm_priority, usual.comm_priority);
-  add("gemm_priority", tuning.gemm_priority, usual.gemm_priority);
+  add("use_ce", kernel_options.use_ce, usual.use_ce);
+  add("num_sm", kernel_options.num_sm, usual.num_sm);
+  add("cga_size", kernel_options.cga_size, usual.cga_size);
+  add("sm_margin", kernel_options.sm_margin, usual.sm_margin);
+  add("num_lanes", kernel_options.num_lanes, usual.num_lanes);
+  add("allow_tf32", kernel_options.allow_tf32, usual.allow_tf32);
+  add("gemm_algorithm", kernel_options.gemm_algorithm, usual.gemm_algorithm);
+  add("comm_priority", kernel_options.comm_priority, usual.comm_priority);
+  add("gemm_priority", kernel_options.gemm_priority, usual.gemm_priority);
   return text.str();
 }
 
-std::string Difference(const RankCall& left, const RankCall& right) {
+std::string DescribeMismatch(const RankCall& left, const RankCall& right) {
   const auto compare = [](const char* what, const std::vector<Tensor>& a,
                           const std::vector<Tensor>& b) -> std::string {
     if (a.size() != b.size()) return std::string(what) + " counts differ";

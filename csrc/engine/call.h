@@ -34,7 +34,7 @@ std::string_view OpName(Op op);
 enum class Gather : uint8_t { kNone, kX, kDy };
 
 // How a device that has streams runs a call; the CPU ignores it. The same on every rank.
-struct Tuning {
+struct KernelOptions {
   bool use_ce = true;  // copy engines move what is sent, not kernels
   int num_sm = 0;      // of the kernels that move it otherwise; 0: the engine chooses
   int cga_size = 0;    // their cluster size; 0: none
@@ -47,11 +47,11 @@ struct Tuning {
   int comm_priority = 0;
   int gemm_priority = 0;
 
-  bool operator==(const Tuning&) const = default;
+  bool operator==(const KernelOptions&) const = default;
 };
 
 // The static part of a call site. Counts that an op does not have are as below.
-struct Attributes {
+struct CallAttributes {
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
   int num_ranks = 1;
@@ -75,12 +75,12 @@ struct Attributes {
   bool accumulate = false;
   float scale = 1;  // of the product, before anything is added to it
   Gather gather = Gather::kNone;
-  Tuning tuning;
+  KernelOptions kernel_options;
 };
 
 // Where each device is: its id -> group * P + rank. Throws std::invalid_argument for
 // attributes that no op has.
-std::unordered_map<int64_t, size_t> PlacesOf(const Attributes& attributes);
+std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& attributes);
 
 // A dense row-major array [batch, rows, features] of a rank. A vector is one row.
 struct Tensor {
@@ -112,20 +112,20 @@ struct RankCall {
 };
 
 // Where the residuals begin: behind the biases.
-size_t FirstResidual(const Attributes& attributes);
+size_t FirstResidual(const CallAttributes& attributes);
 
 // Checks that operands and results are those of the op and fit each other; throws
 // ShapeError with the numbers, since a result of another size would be overrun.
-void CheckCall(const Attributes& attributes, const RankCall& call);
+void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
 // What all ranks must have in common, as a number and in words: "all_gather_matmul by
 // direct of bf16[4, 8], bf16[8, 16] to bf16[8, 16], num_kernels 1".
-uint64_t Signature(const Attributes& attributes, const RankCall& call);
-std::string DescribeCall(const Attributes& attributes, const RankCall& call);
+uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
+std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
 // What is not as it is by default: ", use_ce 0, num_sm 4".
-std::string DescribeTuning(const Tuning& tuning);
+std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 
 // The same shapes and dtypes on two ranks; describes the first difference, or is empty.
-std::string Difference(const RankCall& left, const RankCall& right);
+std::string DescribeMismatch(const RankCall& left, const RankCall& right);
 
 }  // namespace jax_ub

@@ -24,8 +24,8 @@ using Lane = int;
 inline constexpr Lane kCommunicationLane = 0;  // lanes of products follow
 
 // A point of a lane: everything that it was given until then.
-using Mark = int;
-inline constexpr Mark kNoMark = -1;
+using EventId = int;
+inline constexpr EventId kNoEvent = -1;
 
 class Device {
  public:
@@ -38,10 +38,10 @@ class Device {
   virtual bool enqueues() const = 0;
 
   // In what partial sums are kept and sent.
-  virtual DType PartialDType(const Attributes& attributes,
+  virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
   // Pieces of a chunk where the caller leaves it to the engine.
-  virtual int DefaultSplits(Pattern pattern) const = 0;
+  virtual int DefaultSplits(CollectiveKind pattern) const = 0;
 
   // Memory of the call, until its end.
   virtual Tensor Allocate(DType dtype,
@@ -61,9 +61,9 @@ class Device {
                    int64_t columns,
                    const Matrix& out) = 0;
 
-  virtual Mark Record(Lane lane) = 0;
+  virtual EventId Record(Lane lane) = 0;
   // What `lane` is given from now on begins after the mark.
-  virtual void Await(Lane lane, Mark mark) = 0;
+  virtual void Await(Lane lane, EventId event) = 0;
 };
 
 }  // namespace jax_ub

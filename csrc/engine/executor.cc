@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/crew_device.h"
-#include "engine/direct.h"
-#include "engine/exchange.h"
-#include "engine/lanes.h"
+#include "engine/communicated_tensors.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/direct_planner.h"
+#include "engine/lane_dependencies.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -22,32 +22,32 @@ namespace {
 //   put of a sum              that sum
 //   product of all            the copies
 //   the end                   what reads slots on product lanes
-class RankExecution {
+class ScheduleRun {
  public:
   // `beside`: products that have nothing to do with the exchange.
-  RankExecution(const Attributes& at,
-                const RankCall& call,
-                const Exchange& exchange,
-                const Schedule& schedule,
-                const SlotPlan& plan,
-                double timeout_s,
-                std::vector<GemmProblem> beside,
-                Transport& transport,
-                Device& device,
-                Lanes& lanes,
-                const TraceContext& trace)
+  ScheduleRun(const CallAttributes& at,
+              const RankCall& call,
+              const CommunicatedTensor& exchange,
+              const Schedule& schedule,
+              const SlotRequirements& plan,
+              double timeout_s,
+              std::vector<GemmProblem> beside,
+              Transport& transport,
+              Device& device,
+              LaneDependencies& lanes,
+              const TraceContext& trace)
       : at_(at),
         call_(call),
         exchange_(exchange),
         schedule_(schedule),
         timeout_s_(timeout_s),
-        beside_(std::move(beside)),
+        concurrent_gemms_(std::move(beside)),
         transport_(transport),
         device_(device),
         lanes_(lanes),
         trace_(trace),
         held_(3 * schedule.num_ranks * schedule.num_splits),
-        made_(held_.size()),
+        produced_(held_.size()),
         readers_(1 + device.num_product_lanes()) {
     if (HasProduct(schedule.pattern) && !IsGather(schedule.pattern)) {
       partial_ = device.Allocate(plan.partial_dtype, exchange.operand.batch,
@@ -65,7 +65,7 @@ class RankExecution {
     }
     MultiplyBeside();
     for (Lane lane = 1; lane < static_cast<Lane>(readers_.size()); ++lane) {
-      const Reader& reader = readers_[lane];
+      const LaneSlotReads& reader = readers_[lane];
       if (!reader.reads_slots) continue;
       const bool is_known = reader.last.index != kNone;
       lanes_.Await(kCommunicationLane, is_known ? reader.last : lanes_.Record(lane));
@@ -75,15 +75,15 @@ class RankExecution {
 
  private:
   // A piece in a slot, and behind which point it may be read.
-  struct Held {
+  struct ReceivedSplit {
     int slot = kNone;
-    Point arrival;
+    Dependency arrival;
   };
 
   // Whether a lane reads slots, and a point behind the last time, if there is one.
-  struct Reader {
+  struct LaneSlotReads {
     bool reads_slots = false;
-    Point last;
+    Dependency last;
   };
 
   void Take(const Step& step) {
@@ -94,7 +94,7 @@ class RankExecution {
       case StepKind::kMultiply:
         return Multiply(step);
       case StepKind::kCopy:
-        return CopyPiece(step);
+        return CopySegmentBlock(step);
       case StepKind::kReduce:
         return Reduce(step);
       case StepKind::kPut:
@@ -117,22 +117,23 @@ class RankExecution {
            split;
   }
   // Parts to be added are found by who sent them, the others by what they are.
-  Held& HeldOf(Payload payload, int chunk, int split) {
+  ReceivedSplit& HeldOf(Payload payload, int chunk, int split) {
     return held_[IndexOf(payload, chunk, split)];
   }
   // Behind which point a piece that this rank computes is there.
-  Point& MadeAt(Payload payload, int chunk, int split) {
-    return made_[IndexOf(payload, chunk, split)];
+  Dependency& ProducedBy(Payload payload, int chunk, int split) {
+    return produced_[IndexOf(payload, chunk, split)];
   }
 
   void Wait(const Step& step, const WaitReason& reason) {
     transport_.Wait(step.peer, step.slot, reason);
     const bool partial = step.payload == Payload::kPartial;
-    Held& held = HeldOf(step.payload, partial ? step.peer : step.chunk, step.split);
+    ReceivedSplit& held =
+        HeldOf(step.payload, partial ? step.peer : step.chunk, step.split);
     held.slot = step.slot;
     // Products read pieces one by one, a sum all parts at once, and copies are made on
     // the lane that waits.
-    if (schedule_.pattern == Pattern::kAllGatherMatmul &&
+    if (schedule_.pattern == CollectiveKind::kAllGatherMatmul &&
         schedule_.method != Method::kExternal) {
       held.arrival = lanes_.Record(kCommunicationLane);
     }
@@ -140,7 +141,7 @@ class RankExecution {
 
   RowRange RowsOfChunk(int chunk, int split) const {
     if (chunk == kAllChunks) return {0, exchange_.num_rows};
-    return PieceRows(exchange_.num_rows, schedule_.num_ranks, schedule_.num_splits,
+    return SplitRows(exchange_.num_rows, schedule_.num_ranks, schedule_.num_splits,
                      chunk, split);
   }
   RowRange RowsOfChunk(const Step& step) const {
@@ -152,32 +153,32 @@ class RankExecution {
     return tensor.rows == exchange_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
   }
 
-  Piece PieceOf(const Tensor& tensor, const Step& step) const {
+  RowSlice PieceOf(const Tensor& tensor, const Step& step) const {
     const RowRange rows = RowsOfChunk(step);
     const int64_t first = FirstRow(tensor, step.chunk);
     return {tensor, rows.begin - first, rows.end - first};
   }
 
   // The piece where this rank has it: in its own tensors, or in a slot.
-  Piece Source(const Step& step) {
+  RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return PieceOf(partial_, step);
     const Tensor& tensor =
         step.payload == Payload::kSum ? exchange_.result : exchange_.operand;
     if (own) return PieceOf(tensor, step);
     const RowRange rows = RowsOfChunk(step);
-    return PackedPiece(
+    return PackedSlice(
         {tensor, rows.begin, rows.end},
         transport_.slot(HeldOf(step.payload, step.chunk, step.split).slot));
   }
 
   void Put(const Step& step) {
-    lanes_.Await(kCommunicationLane, MadeAt(step.payload, step.chunk, step.split));
+    lanes_.Await(kCommunicationLane, ProducedBy(step.payload, step.chunk, step.split));
     transport_.Write(step.peer, step.slot, Source(step).rows());
     transport_.Signal(step.peer, step.slot);
   }
 
-  void CopyPiece(const Step& step) {
+  void CopySegmentBlock(const Step& step) {
     if (exchange_.gathered.data == nullptr) return;
     const Rows from = Source(step).rows();
     const Rows to = PieceOf(exchange_.gathered, step).rows();
@@ -198,16 +199,16 @@ class RankExecution {
     if (step.chunk == kAllChunks) {
       const Tensor& x = exchange_.gathered;
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
-      const Piece all{x, 0, x.rows};
+      const RowSlice all{x, 0, x.rows};
       return Compute(lane, GatherProducts(at_, call_, {&all, 1}, 0), step);
     }
-    std::vector<Piece> pieces;
-    Point arrival;  // of the last one
+    std::vector<RowSlice> pieces;
+    Dependency arrival;  // of the last one
     for (int i = 0; i < step.num_chunks; ++i) {
       const Step one = ChunkOf(step, i);
-      CopyPiece(one);
+      CopySegmentBlock(one);
       pieces.push_back(Source(one));
-      const Held& held = HeldOf(one.payload, one.chunk, one.split);
+      const ReceivedSplit& held = HeldOf(one.payload, one.chunk, one.split);
       if (held.arrival.index > arrival.index) arrival = held.arrival;
     }
     if (step.chunk != schedule_.rank) {
@@ -220,22 +221,22 @@ class RankExecution {
   void MultiplyPartial(Lane lane, const Step& step) {
     const RowRange rows = RowsOfChunk(step);
     Compute(lane, PartialProducts(at_, call_, partial_, rows.begin, rows.end), step);
-    const Point made = lanes_.Record(lane);
+    const Dependency made = lanes_.Record(lane);
     if (step.chunk != kAllChunks) {
-      MadeAt(Payload::kPartial, step.chunk, step.split) = made;
+      ProducedBy(Payload::kPartial, step.chunk, step.split) = made;
       return;
     }
     for (int chunk = 0; chunk < schedule_.num_ranks; ++chunk) {
       for (int split = 0; split < schedule_.num_splits; ++split) {
-        MadeAt(Payload::kPartial, chunk, split) = made;
+        ProducedBy(Payload::kPartial, chunk, split) = made;
       }
     }
   }
 
   // All on one lane: the sums come on another one, if there is one.
   void MultiplyBeside() {
-    if (beside_.empty()) return;
-    Compute(lanes_.NextProduct(), std::exchange(beside_, {}), {});
+    if (concurrent_gemms_.empty()) return;
+    Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});
   }
 
   void Compute(Lane lane, std::vector<GemmProblem> problems, const Step& step) {
@@ -244,22 +245,22 @@ class RankExecution {
 
   // The parts of all ranks, in their order, then bias and residual; rounded once.
   void Reduce(const Step& step) {
-    const Piece own = PieceOf(partial_, step);
-    const Piece out = PieceOf(exchange_.result, step);
+    const RowSlice own = PieceOf(partial_, step);
+    const RowSlice out = PieceOf(exchange_.result, step);
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
       // The waits for the parts are what that lane was given last.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
     }
-    lanes_.Await(lane, MadeAt(Payload::kPartial, step.chunk, step.split));
+    lanes_.Await(lane, ProducedBy(Payload::kPartial, step.chunk, step.split));
     for (int64_t b = 0; b < out.tensor.batch; ++b) {
       std::vector<ConstMatrix> parts;
       for (int r = 0; r < schedule_.num_ranks; ++r) {
-        const Piece part =
+        const RowSlice part =
             r == schedule_.rank
                 ? own
-                : PackedPiece(own, transport_.slot(
+                : PackedSlice(own, transport_.slot(
                                        HeldOf(Payload::kPartial, r, step.split).slot));
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
@@ -272,33 +273,33 @@ class RankExecution {
     }
     const bool is_sent =
         IsAllReduce(schedule_.pattern) && schedule_.variant != Variant::kOneShot;
-    Point& made = MadeAt(Payload::kSum, step.chunk, step.split);
+    Dependency& made = ProducedBy(Payload::kSum, step.chunk, step.split);
     if (is_sent) made = lanes_.Record(lane);
     readers_[lane] = {true, made};
   }
 
-  const Attributes& at_;
+  const CallAttributes& at_;
   const RankCall& call_;
-  const Exchange& exchange_;
+  const CommunicatedTensor& exchange_;
   const Schedule& schedule_;
   const double timeout_s_;
-  std::vector<GemmProblem> beside_;
+  std::vector<GemmProblem> concurrent_gemms_;
   Transport& transport_;
   Device& device_;
-  Lanes& lanes_;
+  LaneDependencies& lanes_;
   const TraceContext& trace_;
-  std::vector<Held> held_;       // [payload][chunk, or sender of a part][split]
-  std::vector<Point> made_;      // [payload][chunk][split]
-  std::vector<Reader> readers_;  // [lane]
+  std::vector<ReceivedSplit> held_;     // [payload][chunk, or sender of a part][split]
+  std::vector<Dependency> produced_;    // [payload][chunk][split]
+  std::vector<LaneSlotReads> readers_;  // [lane]
   Tensor partial_;
 };
 
 // The products of a call whose operands are all there behind the point.
-void MultiplyInTurn(const Attributes& at,
-                    const RankCall& call,
-                    const Point& ready,
-                    Device& device,
-                    Lanes& lanes) {
+void RunLocalGemms(const CallAttributes& at,
+                   const RankCall& call,
+                   const Dependency& ready,
+                   Device& device,
+                   LaneDependencies& lanes) {
   const auto multiply = [&](std::vector<GemmProblem> problems) {
     const Lane lane = lanes.NextProduct();
     lanes.Await(lane, ready);
@@ -315,18 +316,18 @@ void MultiplyInTurn(const Attributes& at,
 
 }  // namespace
 
-bool IsLocalCall(const Attributes& at) {
+bool IsLocalCall(const CallAttributes& at) {
   return at.ranks.empty() || at.op == Op::kMatmul ||
          (at.op == Op::kWgrad && at.gather == Gather::kNone);
 }
 
-bool UsesSlots(const Attributes& at) {
+bool UsesSlots(const CallAttributes& at) {
   return at.method != Method::kDirect && !IsLocalCall(at);
 }
 
-void ExecuteRank(const Attributes& at,
+void ExecuteRank(const CallAttributes& at,
                  const RankCall& call,
-                 const SlotPlan& plan,
+                 const SlotRequirements& plan,
                  double timeout_s,
                  Transport& transport,
                  Device& device,
@@ -334,31 +335,31 @@ void ExecuteRank(const Attributes& at,
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const bool whole = at.op == Op::kWgrad ||
                      (at.op == Op::kAllGatherMatmul && at.method == Method::kExternal);
-  Lanes lanes(device);
+  LaneDependencies lanes(device);
   std::vector<GemmProblem> beside;
   if (device.enqueues() && IsBulk(at.op)) beside = LocalProducts(at, call);
   RankCall local = call;
   size_t next = at.gather == Gather::kX ? 0 : 1;
-  for (Exchange exchange : ExchangesOf(at, call)) {
+  for (CommunicatedTensor exchange : CommunicatedTensorsOf(at, call)) {
     if (whole && exchange.gathered.data == nullptr) {
       const Tensor& like = exchange.gathered;
       exchange.gathered =
           device.Allocate(like.dtype, like.batch, like.rows, like.features);
     }
-    RankExecution(at, call, exchange, schedule, plan, timeout_s,
-                  std::exchange(beside, {}), transport, device, lanes, trace)
+    ScheduleRun(at, call, exchange, schedule, plan, timeout_s,
+                std::exchange(beside, {}), transport, device, lanes, trace)
         .Run();
     if (at.op == Op::kWgrad) local.operands[next++] = exchange.gathered;
   }
   if (at.op != Op::kWgrad) return;
   const TraceScope scope(trace, TraceKind::kMultiply, {});
-  const Point gathered = lanes.Record(kCommunicationLane);
-  MultiplyInTurn(at, local, gathered, device, lanes);
+  const Dependency gathered = lanes.Record(kCommunicationLane);
+  RunLocalGemms(at, local, gathered, device, lanes);
 }
 
-void ExecuteLocal(const Attributes& at, const RankCall& call, Device& device) {
-  Lanes lanes(device);
-  MultiplyInTurn(at, call, {}, device, lanes);
+void ExecuteLocal(const CallAttributes& at, const RankCall& call, Device& device) {
+  LaneDependencies lanes(device);
+  RunLocalGemms(at, call, {}, device, lanes);
 }
 
 }  // namespace jax_ub

@@ -14,23 +14,25 @@
 namespace jax_ub {
 
 // Whether nothing is communicated.
-bool IsLocalCall(const Attributes& attributes);
+bool IsLocalCall(const CallAttributes& attributes);
 
 // False for those, and for the method direct.
-bool UsesSlots(const Attributes& attributes);
+bool UsesSlots(const CallAttributes& attributes);
 
 // Takes the rank's part in the call, from a thread that may wait where the transport
 // waits. On a device that does everything at once the products of bulk ops are left out:
 // the caller runs them beside.
-void ExecuteRank(const Attributes& attributes,
+void ExecuteRank(const CallAttributes& attributes,
                  const RankCall& call,
-                 const SlotPlan& plan,
+                 const SlotRequirements& plan,
                  double timeout_s,
                  Transport& transport,
                  Device& device,
                  const TraceContext& trace);
 
 // The products of a call that communicates nothing.
-void ExecuteLocal(const Attributes& attributes, const RankCall& call, Device& device);
+void ExecuteLocal(const CallAttributes& attributes,
+                  const RankCall& call,
+                  Device& device);
 
 }  // namespace jax_ub

@@ -10,24 +10,24 @@
 namespace jax_ub {
 
 // Where a segment begins in a tensor, and how to walk it.
-struct Walk {
+struct StridedPointer {
   std::byte* data = nullptr;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
 // Rows survive the product, features are contracted: x of y = x w, and any result.
-inline Walk RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
+inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
 // Features survive, rows (tokens) are contracted: both operands of dw = x^T dy.
-inline Walk ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
+inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
 
 // A kernel [in, out], or [out, in] when transposed; `in` is contracted.
-inline Walk KernelOf(const Tensor& kernel, bool transposed) {
+inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
 
@@ -42,8 +42,9 @@ class OperandSegments {
   void AddInner(int64_t size) {
     view_.inner_bounds.push_back(view_.inner_bounds.back() + size);
   }
-  void Append(const Walk& walk) {
-    view_.segments.push_back({walk.data, walk.outer_stride, walk.inner_stride});
+  void Append(const StridedPointer& pointer) {
+    view_.segments.push_back(
+        {pointer.data, pointer.outer_stride, pointer.inner_stride});
   }
   OperandView Take() { return std::move(view_); }
 
@@ -62,8 +63,8 @@ class ResultSegments {
   void AddColumns(int64_t size) {
     view_.column_bounds.push_back(view_.column_bounds.back() + size);
   }
-  void Append(const Walk& walk) {
-    view_.segments.push_back({walk.data, walk.outer_stride});
+  void Append(const StridedPointer& pointer) {
+    view_.segments.push_back({pointer.data, pointer.outer_stride});
   }
   ResultView Take() { return std::move(view_); }
 

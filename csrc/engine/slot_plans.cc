@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/exchange.h"
+#include "engine/communicated_tensors.h"
 #include "platform/error.h"
 
 namespace jax_ub {
@@ -44,9 +44,11 @@ const Schedule& Schedules::Of(int rank) {
   return *made;
 }
 
-SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& device) {
-  SlotPlan plan;
-  plan.pattern = PatternOf(at);
+SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
+                                         const RankCall& call,
+                                         const Device& device) {
+  SlotRequirements plan;
+  plan.pattern = CollectiveKindOf(at);
   if (!HasSchedule(plan.pattern, at.method)) {
     throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
                            " has no method " + std::string(MethodName(at.method)) +
@@ -63,7 +65,7 @@ SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& dev
   plan.num_splits = schedule.num_splits;
   plan.num_slots = schedule.num_slots;
   plan.partial_dtype = device.PartialDType(at, call);
-  for (const Exchange& exchange : ExchangesOf(at, call)) {
+  for (const CommunicatedTensor& exchange : CommunicatedTensorsOf(at, call)) {
     const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
     const int64_t piece_rows =
         plan.variant == Variant::kOneShot
@@ -84,13 +86,13 @@ SlotPlan PlanSlots(const Attributes& at, const RankCall& call, const Device& dev
   return plan;
 }
 
-SlotPlan SlotPlans::Find(const Attributes& attributes,
-                         const RankCall& call,
-                         const Device& device) {
+SlotRequirements SlotPlans::Find(const CallAttributes& attributes,
+                                 const RankCall& call,
+                                 const Device& device) {
   std::lock_guard lock(mutex_);
   if (!plan_.schedules || !AreAlike(like_.operands, call.operands) ||
       !AreAlike(like_.results, call.results)) {
-    plan_ = PlanSlots(attributes, call, device);
+    plan_ = ComputeSlotRequirements(attributes, call, device);
     like_ = WithoutAddresses(call);
   }
   return plan_;

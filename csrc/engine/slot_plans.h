@@ -26,8 +26,8 @@ class Schedules {
 };
 
 // What a call needs of a communicator.
-struct SlotPlan {
-  Pattern pattern = Pattern::kAllGather;
+struct SlotRequirements {
+  CollectiveKind pattern = CollectiveKind::kAllGather;
   Variant variant = Variant::kPlain;
   int num_splits = 1;
   int num_slots = 0;
@@ -37,23 +37,23 @@ struct SlotPlan {
 };
 
 // Throws UnsupportedError when the op does not run by that method.
-SlotPlan PlanSlots(const Attributes& attributes,
-                   const RankCall& call,
-                   const Device& device);
+SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
+                                         const RankCall& call,
+                                         const Device& device);
 
 // Keeps the slot plan of a call site. Thread-safe: several launches may be in flight.
 class SlotPlans {
  public:
   // The plan of a call of these shapes. `attributes` and what `device` answers are the
   // same in every call; the shapes are, too, in a program of XLA.
-  SlotPlan Find(const Attributes& attributes,
-                const RankCall& call,
-                const Device& device);
+  SlotRequirements Find(const CallAttributes& attributes,
+                        const RankCall& call,
+                        const Device& device);
 
  private:
-  std::mutex mutex_;  // guards the two below
-  RankCall like_;     // shapes and dtypes that plan_ is for
-  SlotPlan plan_;     // without schedules: none yet
+  std::mutex mutex_;       // guards the two below
+  RankCall like_;          // shapes and dtypes that plan_ is for
+  SlotRequirements plan_;  // without schedules: none yet
 };
 
 }  // namespace jax_ub

@@ -41,7 +41,7 @@ struct Tracer::Buffer {
   // Or none, where there is not that much: a span ends in a destructor. Memory is only
   // reserved here, and taken by small pages as events come: a thread makes room in the
   // middle of what is traced, where filling it, or the first huge page of it, would show.
-  void MakeRoom(int64_t num_events) noexcept {
+  void Reserve(int64_t num_events) noexcept {
     if (num_events == room) return;
     room = 0;
     memory.reset();
@@ -73,7 +73,7 @@ void Tracer::Start(int64_t events_per_thread) {
   std::lock_guard lock(mutex_);
   calls_.clear();
   num_dropped_calls_ = 0;
-  num_homeless_ = 0;
+  num_unbuffered_ = 0;
   events_per_thread_ = events_per_thread;
   ++generation_;
   enabled_.store(true, std::memory_order_release);
@@ -109,13 +109,13 @@ void Tracer::Record(int64_t generation, const TraceEvent& event) {
   if (generation_.load(std::memory_order_acquire) != generation) return;
   Buffer* const buffer = OwnBuffer();
   if (buffer == nullptr) {
-    ++num_homeless_;
+    ++num_unbuffered_;
     return;
   }
   if (buffer->generation.load(std::memory_order_relaxed) != generation) {
     buffer->size.store(0, std::memory_order_relaxed);
     buffer->num_dropped.store(0, std::memory_order_relaxed);
-    buffer->MakeRoom(events_per_thread_.load());
+    buffer->Reserve(events_per_thread_.load());
     buffer->generation.store(generation, std::memory_order_release);
   }
   const int64_t size = buffer->size.load(std::memory_order_relaxed);
@@ -142,7 +142,7 @@ Trace Tracer::Read() const {
     thread.events.assign(buffer->events(), buffer->events() + size);
     trace.threads.push_back(std::move(thread));
   }
-  if (num_homeless_ > 0) trace.threads.push_back({num_homeless_, {}});
+  if (num_unbuffered_ > 0) trace.threads.push_back({num_unbuffered_, {}});
   return trace;
 }
 

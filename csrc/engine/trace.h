@@ -109,7 +109,7 @@ class Tracer {
   // By a hash of the thread's id; a thread that ended leaves its place to the next one
   // of that id.
   std::array<std::atomic<Buffer*>, kNumThreads> buffers_ = {};
-  std::atomic<int64_t> num_homeless_{0};  // events of more threads than that
+  std::atomic<int64_t> num_unbuffered_{0};  // events of more threads than that
 
   mutable std::mutex mutex_;  // guards the two below
   std::vector<TraceCall> calls_;

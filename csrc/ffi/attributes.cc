@@ -40,19 +40,19 @@ class Reader {
   const AttributeSource& source_;
 };
 
-Tuning ReadTuning(const Reader& read) {
+KernelOptions ReadTuning(const Reader& read) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
-  Tuning tuning;
-  read.MayHave("use_ce", tuning.use_ce);
-  read.MayHave("num_sm", 0, kMost, tuning.num_sm);
-  read.MayHave("cga_size", 0, 16, tuning.cga_size);
-  read.MayHave("sm_margin", 0, kMost, tuning.sm_margin);
-  read.MayHave("num_lanes", 1, 8, tuning.num_lanes);
-  read.MayHave("allow_tf32", tuning.allow_tf32);
-  read.MayHave("gemm_algorithm", 0, 7, tuning.gemm_algorithm);
-  read.MayHave("comm_priority", -kMost, kMost, tuning.comm_priority);
-  read.MayHave("gemm_priority", -kMost, kMost, tuning.gemm_priority);
-  return tuning;
+  KernelOptions kernel_options;
+  read.MayHave("use_ce", kernel_options.use_ce);
+  read.MayHave("num_sm", 0, kMost, kernel_options.num_sm);
+  read.MayHave("cga_size", 0, 16, kernel_options.cga_size);
+  read.MayHave("sm_margin", 0, kMost, kernel_options.sm_margin);
+  read.MayHave("num_lanes", 1, 8, kernel_options.num_lanes);
+  read.MayHave("allow_tf32", kernel_options.allow_tf32);
+  read.MayHave("gemm_algorithm", 0, 7, kernel_options.gemm_algorithm);
+  read.MayHave("comm_priority", -kMost, kMost, kernel_options.comm_priority);
+  read.MayHave("gemm_priority", -kMost, kMost, kernel_options.gemm_priority);
+  return kernel_options;
 }
 
 }  // namespace
@@ -62,9 +62,9 @@ std::string AttributeError(Op op, std::string_view name) {
          ": ";
 }
 
-Attributes ReadAttributes(Op op, const AttributeSource& source) {
+CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   const Reader read(op, source);
-  Attributes at;
+  CallAttributes at;
   at.op = op;
   at.method = static_cast<Method>(read.InRange("method", 0, 4));
   at.num_ranks = read.Count("num_ranks");
@@ -78,7 +78,7 @@ Attributes ReadAttributes(Op op, const AttributeSource& source) {
   at.label = source.Text("label");
   at.channel = source.Text("channel");
   read.MayHave("generation", 0, std::numeric_limits<int>::max(), at.generation);
-  at.tuning = ReadTuning(read);
+  at.kernel_options = ReadTuning(read);
   switch (op) {
     case Op::kAllGatherMatmul:
       at.num_kernels = read.Count("num_kernels");
@@ -118,7 +118,7 @@ Attributes ReadAttributes(Op op, const AttributeSource& source) {
   return at;
 }
 
-Tensor TensorOf(const Attributes& at,
+Tensor TensorOf(const CallAttributes& at,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data) {

@@ -25,10 +25,10 @@ class AttributeSource {
 
 // Throws std::invalid_argument for a number that is out of range. The attributes of
 // Tuning may be missing.
-Attributes ReadAttributes(Op op, const AttributeSource& source);
+CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
 // An array of these dimensions, as the op sees it.
-Tensor TensorOf(const Attributes& attributes,
+Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data);

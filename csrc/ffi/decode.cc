@@ -41,7 +41,7 @@ class XlaAttributes : public AttributeSource {
   const ffi::Dictionary& dict_;
 };
 
-DType DecodeDType(const Attributes& at, ffi::DataType dtype) {
+DType DecodeDType(const CallAttributes& at, ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32:
       return DType::kF32;
@@ -57,7 +57,7 @@ DType DecodeDType(const Attributes& at, ffi::DataType dtype) {
                    " is none of f32, bf16 and f16");
 }
 
-const uint32_t* DecodePartition(const Attributes& at,
+const uint32_t* DecodePartition(const CallAttributes& at,
                                 const ffi::RemainingArgs& operands) {
   const auto partition = operands.get<ffi::BufferR0<ffi::U32>>(operands.size() - 1);
   if (partition.has_error()) {
@@ -67,7 +67,7 @@ const uint32_t* DecodePartition(const Attributes& at,
   return partition->typed_data();
 }
 
-Tensor DecodeBuffer(const Attributes& at, const ffi::AnyBuffer& buffer) {
+Tensor DecodeBuffer(const CallAttributes& at, const ffi::AnyBuffer& buffer) {
   const auto dims = buffer.dimensions();
   return TensorOf(at, DecodeDType(at, buffer.element_type()),
                   {dims.begin(), dims.size()}, buffer.untyped_data());
@@ -75,11 +75,11 @@ Tensor DecodeBuffer(const Attributes& at, const ffi::AnyBuffer& buffer) {
 
 }  // namespace
 
-Attributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
+CallAttributes DecodeAttributes(Op op, const ffi::Dictionary& dict) {
   return ReadAttributes(op, XlaAttributes(op, dict));
 }
 
-int64_t DeviceOf(const Attributes& at, const RankCall& call, int32_t ordinal) {
+int64_t DeviceOf(const CallAttributes& at, const RankCall& call, int32_t ordinal) {
   if (call.partition == nullptr) return ordinal;
   const uint32_t number = *call.partition;
   if (number >= at.devices.size()) {
@@ -89,7 +89,7 @@ int64_t DeviceOf(const Attributes& at, const RankCall& call, int32_t ordinal) {
   return at.devices[number];
 }
 
-RankCall DecodeCall(const Attributes& at,
+RankCall DecodeCall(const CallAttributes& at,
                     const ffi::RemainingArgs& operands,
                     const ffi::RemainingRets& results,
                     size_t num_workspaces) {

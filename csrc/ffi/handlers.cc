@@ -23,9 +23,9 @@ ffi::TypeId CallSiteState::id = {};
 
 ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary dict) {
   try {
-    Attributes at = DecodeAttributes(op, dict);
+    CallAttributes at = DecodeAttributes(op, dict);
     const uint64_t ordinal =
-        at.channel.empty() ? 0 : ProcessEngine().board().NextOrdinal(at.channel);
+        at.channel.empty() ? 0 : ProcessEngine().rendezvous().NextOrdinal(at.channel);
     return std::unique_ptr<CallSiteState>(
         new CallSiteState{CallSite(std::move(at), ordinal)});
   } catch (...) {
@@ -50,7 +50,7 @@ ffi::Future Execute(CallSiteState* state,
     }
   };
   try {
-    const Attributes& at = state->site.attributes();
+    const CallAttributes& at = state->site.attributes();
     RankCall call = DecodeCall(at, operands, results);
     const int64_t device = DeviceOf(at, call, ordinal);
     ProcessEngine().Submit(state->site, run.run_id, device, std::move(call), complete);

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "engine/call.h"
-#include "engine/engine.h"
+#include "engine/cpu/engine.h"
 #include "ffi/target.h"
 
 namespace jax_ub {

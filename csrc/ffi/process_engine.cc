@@ -3,7 +3,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "engine/cores.h"
+#include "engine/cpu/core_affinity.h"
 #include "ffi/handlers.h"
 #include "platform/cpu_quota.h"
 

@@ -6,7 +6,7 @@
 
 namespace jax_ub {
 
-// Cores that the control groups of this process allow it at a time, from cpu.max (version
+// CoreAffinity that the control groups of this process allow it at a time, from cpu.max (version
 // 2) or cpu.cfs_quota_us and cpu.cfs_period_us (version 1): the least along the path from
 // its group to the root. nullopt: they do not limit it. The groups are mounted at `mount`,
 // and `membership` says which ones are those of the process; within a container the mount

@@ -89,7 +89,7 @@ DialResult Dial(const std::string& name, FileDescriptor* connection) {
     *connection = std::move(made);
     return DialResult::kConnected;
   }
-  if (errno == ECONNREFUSED) return DialResult::kNobody;
+  if (errno == ECONNREFUSED) return DialResult::kNoProcess;
   if (errno != EAGAIN && errno != EINTR) ThrowSystemError("connect", errno);
   return DialResult::kBusy;
 }

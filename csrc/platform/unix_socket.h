@@ -18,7 +18,11 @@ FileDescriptor ListenAt(const std::string& name);
 // No connection is waiting: none.
 FileDescriptor Accept(const FileDescriptor& listener);
 
-enum class DialResult { kConnected, kBusy, kNobody };  // kNobody: nobody listens there
+enum class DialResult {
+  kConnected,
+  kBusy,
+  kNoProcess
+};  // kNoProcess: nobody listens there
 DialResult Dial(const std::string& name, FileDescriptor* connection);
 
 // Of the process that connected, or that began to listen.

@@ -16,7 +16,7 @@ constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
 constexpr std::array<std::string_view, kNumVariants> kVariantNames = {
     "plain", "aggregate", "overlap_first_gemm", "one_shot"};
 
-constexpr std::array<std::string_view, kNumPatterns> kPatternNames = {
+constexpr std::array<std::string_view, kNumCollectiveKinds> kPatternNames = {
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     "all_gather",        "reduce_scatter",        "all_reduce"};
 
@@ -26,7 +26,7 @@ constexpr std::array<std::string_view, kNumStepKinds> kStepKindNames = {
 constexpr std::array<std::string_view, 3> kPayloadNames = {"operand", "partial", "sum"};
 
 void AppendPattern(ScheduleBuilder& builder,
-                   Pattern pattern,
+                   CollectiveKind pattern,
                    Method method,
                    Variant variant) {
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
@@ -60,22 +60,24 @@ std::string_view VariantName(Variant variant) {
   return kVariantNames[static_cast<size_t>(variant)];
 }
 
-std::string_view PatternName(Pattern pattern) {
+std::string_view CollectiveKindName(CollectiveKind pattern) {
   return kPatternNames[static_cast<size_t>(pattern)];
 }
 
-bool IsGather(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul || pattern == Pattern::kAllGather;
+bool IsGather(CollectiveKind pattern) {
+  return pattern == CollectiveKind::kAllGatherMatmul ||
+         pattern == CollectiveKind::kAllGather;
 }
 
-bool IsAllReduce(Pattern pattern) {
-  return pattern == Pattern::kMatmulAllReduce || pattern == Pattern::kAllReduce;
+bool IsAllReduce(CollectiveKind pattern) {
+  return pattern == CollectiveKind::kMatmulAllReduce ||
+         pattern == CollectiveKind::kAllReduce;
 }
 
-bool HasProduct(Pattern pattern) {
-  return pattern == Pattern::kAllGatherMatmul ||
-         pattern == Pattern::kMatmulReduceScatter ||
-         pattern == Pattern::kMatmulAllReduce;
+bool HasProduct(CollectiveKind pattern) {
+  return pattern == CollectiveKind::kAllGatherMatmul ||
+         pattern == CollectiveKind::kMatmulReduceScatter ||
+         pattern == CollectiveKind::kMatmulAllReduce;
 }
 
 std::string_view StepKindName(StepKind kind) {
@@ -93,7 +95,7 @@ std::string_view PayloadName(Payload payload) {
 //   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
 //
 // In one process the meeting of the ranks' calls is the publish and the common
-// completion the release (engine/gang.h).
+// completion the release (engine/cpu/collective_call.h).
 void AppendDirect(ScheduleBuilder& builder) {
   builder.BeginStage();
   const int num_ranks = builder.num_ranks();
@@ -116,22 +118,22 @@ void AppendDirect(ScheduleBuilder& builder) {
   }
 }
 
-bool HasSchedule(Pattern pattern, Method method) {
+bool HasSchedule(CollectiveKind pattern, Method method) {
   if (method == Method::kBulk) return !HasProduct(pattern);
   if (method == Method::kDirect) return HasProduct(pattern);
   return true;
 }
 
-bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) {
+bool HasVariant(CollectiveKind pattern, Method method, int num_ranks, Variant variant) {
   switch (variant) {
     case Variant::kPlain:
       return true;
     case Variant::kAggregate:
-      return pattern == Pattern::kAllGatherMatmul && method == Method::kRingExchange &&
-             num_ranks % 2 == 0;
+      return pattern == CollectiveKind::kAllGatherMatmul &&
+             method == Method::kRingExchange && num_ranks % 2 == 0;
     case Variant::kOverlapFirstGemm:
-      return (pattern == Pattern::kMatmulReduceScatter ||
-              pattern == Pattern::kMatmulAllReduce) &&
+      return (pattern == CollectiveKind::kMatmulReduceScatter ||
+              pattern == CollectiveKind::kMatmulAllReduce) &&
              method == Method::kPipeline;
     case Variant::kOneShot:
       return IsAllReduce(pattern) && method == Method::kRingExchange;
@@ -139,7 +141,7 @@ bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant) 
   return false;
 }
 
-Schedule MakeSchedule(Pattern pattern,
+Schedule MakeSchedule(CollectiveKind pattern,
                       Method method,
                       int rank,
                       int num_ranks,
@@ -149,7 +151,7 @@ Schedule MakeSchedule(Pattern pattern,
     throw std::invalid_argument("schedule: " + text);
   };
   if (!HasSchedule(pattern, method)) {
-    refuse(std::string(PatternName(pattern)) + " has no method " +
+    refuse(std::string(CollectiveKindName(pattern)) + " has no method " +
            std::string(MethodName(method)));
   }
   if (num_ranks < 1) refuse("num_ranks is " + std::to_string(num_ranks));
@@ -158,7 +160,7 @@ Schedule MakeSchedule(Pattern pattern,
   }
   if (num_splits < 1) refuse("num_splits is " + std::to_string(num_splits));
   if (!HasVariant(pattern, method, num_ranks, variant)) {
-    refuse(std::string(PatternName(pattern)) + " by " +
+    refuse(std::string(CollectiveKindName(pattern)) + " by " +
            std::string(MethodName(method)) + " of " + std::to_string(num_ranks) +
            " ranks has no variant " + std::string(VariantName(variant)));
   }
@@ -173,7 +175,7 @@ Schedule MakeSchedule(Pattern pattern,
   return schedule;
 }
 
-RowRange PieceRows(
+RowRange SplitRows(
     int64_t num_rows, int num_ranks, int num_splits, int chunk, int split) {
   const int64_t begin = chunk * num_rows / num_ranks;
   const int64_t size = (chunk + 1) * num_rows / num_ranks - begin;

@@ -31,7 +31,7 @@ std::string_view VariantName(Variant variant);
 
 // What the ranks do together. Those without "Matmul" only communicate: on their own, or
 // beside a GEMM that has nothing to do with it (bulk).
-enum class Pattern : uint8_t {
+enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,
   kMatmulAllReduce,
@@ -39,15 +39,15 @@ enum class Pattern : uint8_t {
   kReduceScatter,
   kAllReduce,
 };
-inline constexpr int kNumPatterns = 6;
+inline constexpr int kNumCollectiveKinds = 6;
 
-std::string_view PatternName(Pattern pattern);
+std::string_view CollectiveKindName(CollectiveKind pattern);
 
 // Operands travel; partial sums do otherwise.
-bool IsGather(Pattern pattern);
+bool IsGather(CollectiveKind pattern);
 // All ranks get all sums, not each those of its rows.
-bool IsAllReduce(Pattern pattern);
-bool HasProduct(Pattern pattern);
+bool IsAllReduce(CollectiveKind pattern);
+bool HasProduct(CollectiveKind pattern);
 
 enum class StepKind : uint8_t {
   kMultiply,  // the GEMM of a piece, or of everything (chunk kAllChunks)
@@ -93,7 +93,7 @@ inline Step ChunkOf(Step step, int index) {
 }
 
 struct Schedule {
-  Pattern pattern = Pattern::kAllGather;
+  CollectiveKind pattern = CollectiveKind::kAllGather;
   Method method = Method::kDirect;
   Variant variant = Variant::kPlain;
   int rank = 0;
@@ -106,17 +106,17 @@ struct Schedule {
 
 // False for the methods that a pattern does not have: a product cannot run beside
 // itself (bulk), and direct has nothing to send without one.
-bool HasSchedule(Pattern pattern, Method method);
+bool HasSchedule(CollectiveKind pattern, Method method);
 // Of a schedule that there is.
-bool HasVariant(Pattern pattern, Method method, int num_ranks, Variant variant);
+bool HasVariant(CollectiveKind pattern, Method method, int num_ranks, Variant variant);
 
 // Calls function(pattern, method, variant) for every schedule of so many ranks.
 template <typename Function>
 void ForEachSchedule(int num_ranks, const Function& function) {
-  for (int p = 0; p < kNumPatterns; ++p) {
+  for (int p = 0; p < kNumCollectiveKinds; ++p) {
     for (int m = 0; m < kNumMethods; ++m) {
       for (int v = 0; v < kNumVariants; ++v) {
-        const auto pattern = static_cast<Pattern>(p);
+        const auto pattern = static_cast<CollectiveKind>(p);
         const auto method = static_cast<Method>(m);
         const auto variant = static_cast<Variant>(v);
         if (HasSchedule(pattern, method) &&
@@ -130,7 +130,7 @@ void ForEachSchedule(int num_ranks, const Function& function) {
 
 // Throws std::invalid_argument when there is no such schedule or a number is out of
 // range.
-Schedule MakeSchedule(Pattern pattern,
+Schedule MakeSchedule(CollectiveKind pattern,
                       Method method,
                       int rank,
                       int num_ranks,
@@ -144,7 +144,7 @@ struct RowRange {
   int64_t end = 0;
   int64_t size() const { return end - begin; }
 };
-RowRange PieceRows(
+RowRange SplitRows(
     int64_t num_rows, int num_ranks, int num_splits, int chunk, int split);
 
 }  // namespace jax_ub

@@ -14,7 +14,7 @@
 
 namespace jax_ub_test {
 
-using jax_ub::Attributes;
+using jax_ub::CallAttributes;
 using jax_ub::DType;
 using jax_ub::Gather;
 using jax_ub::Op;
@@ -58,7 +58,7 @@ struct Sizes {
 
 // A call of every rank: operands are filled, results are not. Kernels, pairs and outputs
 // behind the first are each one wider.
-inline std::vector<RankCall> MakeCalls(const Attributes& at,
+inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
                                        const Sizes& s,
                                        Arrays& arrays) {
   const int64_t all = at.num_ranks * s.m;
@@ -154,7 +154,7 @@ inline float Gathered(const std::vector<RankCall>& calls,
 }
 
 // One element of a result, by the formula.
-inline float Expected(const Attributes& at,
+inline float Expected(const CallAttributes& at,
                       const std::vector<RankCall>& calls,
                       int rank,
                       size_t result,
@@ -242,7 +242,7 @@ inline float Expected(const Attributes& at,
 }
 
 // Elements of the results of these ranks that are not as expected.
-inline int64_t NumWrong(const Attributes& at,
+inline int64_t NumWrong(const CallAttributes& at,
                         const std::vector<RankCall>& calls,
                         const std::vector<int>& ranks) {
   int64_t num_wrong = 0;
@@ -263,7 +263,7 @@ inline int64_t NumWrong(const Attributes& at,
 }
 
 // The same of all ranks.
-inline int64_t NumWrong(const Attributes& at, const std::vector<RankCall>& calls) {
+inline int64_t NumWrong(const CallAttributes& at, const std::vector<RankCall>& calls) {
   std::vector<int> ranks(at.num_ranks);
   std::iota(ranks.begin(), ranks.end(), 0);
   return NumWrong(at, calls, ranks);

@@ -141,8 +141,8 @@ TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
       if (process != first) bulletin.WaitForWord(1);
       try {
         AtOnce([&] {
-          SharedCommunicator::Connect(std::move(endpoint), {{0, 1, 2}, process, "tp"},
-                                      peers, 4096, 60);
+          SharedMemoryCommunicator::Connect(
+              std::move(endpoint), {{0, 1, 2}, process, "tp"}, peers, 4096, 60);
         });
       } catch (...) {
         ++bulletin.word();
@@ -166,8 +166,8 @@ TEST(AWrongTokenIsRefused) {
       peers[0].token ^= 1;
       try {
         AtOnce([&] {
-          SharedCommunicator::Connect(std::make_unique<Endpoint>(), {{0, 1}, 1, "tp"},
-                                      peers, 4096, 60);
+          SharedMemoryCommunicator::Connect(std::make_unique<Endpoint>(),
+                                            {{0, 1}, 1, "tp"}, peers, 4096, 60);
         });
       } catch (...) {
         ++bulletin.word();
@@ -178,8 +178,8 @@ TEST(AWrongTokenIsRefused) {
       auto endpoint = std::make_unique<Endpoint>();
       bulletin.Publish(1, endpoint->address());
       bulletin.WaitForWord(1);
-      SharedCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
-                                  bulletin.Read(2), 4096, 20)
+      SharedMemoryCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
+                                        bulletin.Read(2), 4096, 20)
           ->Barrier(0, 0, Reason());
       return;
     }
@@ -243,8 +243,8 @@ TEST(AnotherUserIsRefused) {
       auto endpoint = std::make_unique<Endpoint>();
       bulletin.Publish(1, endpoint->address());
       bulletin.WaitForWord(1);
-      SharedCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
-                                  bulletin.Read(2), 4096, 20)
+      SharedMemoryCommunicator::Connect(std::move(endpoint), {{0, 1}, 1, "tp"},
+                                        bulletin.Read(2), 4096, 20)
           ->Barrier(0, 0, Reason());
       return;
     }
@@ -348,9 +348,9 @@ TEST(ATinyDevShmDoesNotMatter) {
     }
     constexpr int64_t kHalfBytes = 8 << 20;
     const auto ranks = ConnectAs(process, bulletin, {0, 1}, kHalfBytes);
-    std::memset(ranks->half(process, 0), process + 1, kHalfBytes);
+    std::memset(ranks->buffer(process, 0), process + 1, kHalfBytes);
     ranks->Barrier(0, 0, Reason());
-    CHECK(ranks->half(1 - process, 0)[kHalfBytes - 1] == std::byte(2 - process));
+    CHECK(ranks->buffer(1 - process, 0)[kHalfBytes - 1] == std::byte(2 - process));
     CHECK_EQ(CountFiles("/dev/shm"), 0);
     CHECK_EQ(CountFiles("/tmp"), 0);
   });

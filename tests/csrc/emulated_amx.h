@@ -70,8 +70,8 @@ inline void _tile_stored(int tile, void* base, int64_t stride) {
 // sums[m][n] += sum over the pairs k of a[m][2k] b[k][2n] and of a[m][2k + 1] b[k][2n + 1],
 // which are summed apart.
 inline void _tile_dpbf16ps(int sums, int a, int b) {
-  auto widen = [](uint16_t half) {
-    return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
+  auto widen = [](uint16_t buffer) {
+    return std::bit_cast<float>(static_cast<uint32_t>(buffer) << 16);
   };
   for (int m = 0; m < EmulatedTile::kRows; ++m) {
     for (int n = 0; n < 16; ++n) {

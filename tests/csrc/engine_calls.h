@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "call_maker.h"
-#include "engine/engine.h"
-#include "engine/exchange.h"
+#include "engine/communicated_tensors.h"
+#include "engine/cpu/engine.h"
 
 namespace jax_ub {
 
@@ -29,8 +29,8 @@ inline Engine& NewEngine(double timeout_s = kLongS,
   return *engines.back();
 }
 
-inline Attributes MakeAttributes(Op op, Method method, int num_ranks) {
-  Attributes at;
+inline CallAttributes MakeAttributes(Op op, Method method, int num_ranks) {
+  CallAttributes at;
   at.op = op;
   at.method = method;
   at.num_ranks = num_ranks;
@@ -100,9 +100,9 @@ inline Outcome Submit(Engine& engine,
 
 // All options of an op, one by one, and its schedule's variants with few of them and
 // with all.
-inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
-  Attributes at = MakeAttributes(op, method, num_ranks);
-  std::vector<Attributes> variants = {at};
+inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks) {
+  CallAttributes at = MakeAttributes(op, method, num_ranks);
+  std::vector<CallAttributes> variants = {at};
   at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
   // Halves of small integers are exact; bulk calls have no scale.
   const bool is_bulk = op == Op::kBulkAllGather || op == Op::kBulkReduceScatter;
@@ -125,8 +125,8 @@ inline std::vector<Attributes> Variants(Op op, Method method, int num_ranks) {
   }
   for (int v = 1; v < kNumVariants; ++v) {
     const auto variant = static_cast<Variant>(v);
-    if (!HasVariant(PatternOf(at), method, num_ranks, variant)) continue;
-    for (Attributes other : {variants.front(), at}) {
+    if (!HasVariant(CollectiveKindOf(at), method, num_ranks, variant)) continue;
+    for (CallAttributes other : {variants.front(), at}) {
       other.variant = variant;
       variants.push_back(other);
     }

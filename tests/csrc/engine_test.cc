@@ -1,6 +1,6 @@
 // Calls of all ranks through the engine: values, matching, and what happens when a rank
 // does not come, disagrees or fails.
-#include "engine/engine.h"
+#include "engine/cpu/engine.h"
 
 #include <chrono>
 #include <functional>
@@ -11,9 +11,9 @@
 
 #include "call_maker.h"
 #include "check.h"
-#include "engine/crew_device.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/slot_pool.h"
 #include "engine/executor.h"
-#include "engine/slot_pool.h"
 #include "engine_calls.h"
 #include "gemm/gemm.h"
 #include "no_thread_starts.h"
@@ -45,7 +45,7 @@ std::vector<std::string> RunAll(Engine& engine,
   return texts;
 }
 
-void CheckRun(Engine& engine, const Attributes& at, const Sizes& sizes, int seed) {
+void CheckRun(Engine& engine, const CallAttributes& at, const Sizes& sizes, int seed) {
   Arrays arrays(seed);
   CallSite site(at);
   const std::vector<RankCall> calls = MakeCalls(at, sizes, arrays);
@@ -59,7 +59,7 @@ TEST(EveryOpByEveryMethodIsExact) {
   for (int num_ranks : {1, 2, 3, 5, 8}) {
     for (int op = 0; op < kNumOps; ++op) {
       for (int method = 0; method < kNumMethods; ++method) {
-        for (const Attributes& at :
+        for (const CallAttributes& at :
              Variants(static_cast<Op>(op), static_cast<Method>(method), num_ranks)) {
           if (!HasMethod(at.op, at.method)) continue;
           CheckRun(engine, at, {}, ++seed);
@@ -74,7 +74,7 @@ TEST(MoreRanksThanAGroupOnGpusHasAreExact) {
   for (int num_ranks : {17, 24, 32}) {
     for (int op = 0; op < kNumOps; ++op) {
       for (int method = 0; method < kNumMethods; ++method) {
-        const Attributes at =
+        const CallAttributes at =
             MakeAttributes(static_cast<Op>(op), static_cast<Method>(method), num_ranks);
         if (HasMethod(at.op, at.method)) CheckRun(engine, at, {}, op);
       }
@@ -100,7 +100,8 @@ TEST(AnAllReduceOfFewerElementsThanRanksIsExact) {
 
 TEST(SlotsAreReusedFromCallToCall) {
   Engine& engine = NewEngine();
-  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
+  const CallAttributes at =
+      MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
   CheckRun(engine, at, {}, 1);
   const int64_t slot_bytes = engine.counters().slot_bytes;
   CHECK(slot_bytes > 0);
@@ -115,7 +116,7 @@ TEST(SlotsOfACallThatDidNotBeginAreNotCounted) {
   CHECK(size_bytes >= 2 * 3 * 100);
   CHECK_EQ(pool.size_bytes(), 0);
   CHECK_EQ(pool.peak_bytes(), size_bytes);
-  pool.Give(pool.Acquire(2, 3, 100));
+  pool.Release(pool.Acquire(2, 3, 100));
   CHECK_EQ(pool.size_bytes(), size_bytes);
   pool.ReleaseFree();
   CHECK_EQ(pool.size_bytes(), 0);
@@ -124,7 +125,7 @@ TEST(SlotsOfACallThatDidNotBeginAreNotCounted) {
 TEST(ALoopMatchesTheSameExecutionOfEveryRank) {
   Engine& engine = NewEngine();
   constexpr int kNumRounds = 20;
-  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
   CallSite site(at);
   Arrays arrays(1);
   std::vector<std::vector<RankCall>> rounds;
@@ -142,7 +143,7 @@ TEST(ALoopMatchesTheSameExecutionOfEveryRank) {
 
 TEST(CallSitesAndRunsAndGroupsDoNotMix) {
   Engine& engine = NewEngine();
-  Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
   at.ranks = {100, 101, 200, 201};
   CallSite one(at);
   CallSite other(at);
@@ -186,11 +187,11 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
                        "waiting: rank(s) 0, 2 (run 1, execution 0)"));
   // The late one fails at once, and touches nothing.
   CHECK_EQ(Submit(engine, site, 1, 101, calls[1]).Wait(), text);
-  CHECK_EQ(engine.counters().failed_gangs > 0, true);
+  CHECK_EQ(engine.counters().failed_calls > 0, true);
   // Other calls of that run and group fail too, other groups and the next run do not.
   CallSite next(MakeAttributes(Op::kAllGather, Method::kBulk, 3));
   CHECK_EQ(Submit(engine, next, 1, 100, calls[0]).Wait().empty(), false);
-  engine.board().set_timeout_s(kLongS);
+  engine.rendezvous().set_timeout_s(kLongS);
   for (const std::string& outcome : RunAll(engine, site, 2, calls)) {
     CHECK_EQ(outcome, "");
   }
@@ -199,7 +200,7 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
 
 TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
   Engine& engine = NewEngine(0.2);
-  const Attributes at = MakeAttributes(Op::kMatmulAllReduce, Method::kDirect, 2);
+  const CallAttributes at = MakeAttributes(Op::kMatmulAllReduce, Method::kDirect, 2);
   CallSite site(at);
   Arrays arrays(8);
   const std::vector<RankCall> calls = MakeCalls(at, Sizes{}, arrays);
@@ -212,7 +213,7 @@ TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
   }
   const std::string text = Submit(engine, site, 2, 100, calls[0]).Wait();
   CHECK(text.find("waited 0.2 s for rank(s) 1") != std::string::npos);
-  engine.board().set_timeout_s(kLongS);
+  engine.rendezvous().set_timeout_s(kLongS);
   for (const std::string& end : RunAll(engine, site, 3, calls)) CHECK_EQ(end, "");
 }
 
@@ -245,7 +246,7 @@ TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
       CHECK_EQ(NumWrong(direct.attributes(), calls), 0);
     }
     CHECK_EQ(engine.counters().slot_bytes, 0);
-    engine.board().set_timeout_s(kLongS);
+    engine.rendezvous().set_timeout_s(kLongS);
     for (const std::string& end : RunAll(engine, site, 2, calls)) CHECK_EQ(end, "");
     CHECK_EQ(NumWrong(site.attributes(), calls), 0);
   }
@@ -287,7 +288,7 @@ TEST(AFailureThatIsRepeatedLeavesTheOthersKnown) {
 
 TEST(EveryGroupThatFailedInARunIsKnown) {
   Engine& engine = NewEngine(0.5);
-  Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
   constexpr int kNumGroups = 300;
   at.ranks.clear();
   for (int64_t device = 0; device < 2 * kNumGroups; ++device) {
@@ -341,19 +342,21 @@ TEST(ADeviceOutsideTheMeshIsRefused) {
 }
 
 TEST(AttributesThatNoOpHasAreRefused) {
-  const auto make = [](const std::function<void(Attributes&)>& change) {
-    Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  const auto make = [](const std::function<void(CallAttributes&)>& change) {
+    CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
     change(at);
     CallSite site(at);
   };
-  CHECK_THROWS(make([](Attributes& at) { at.num_ranks = 0; }), "num_ranks is 0");
-  CHECK_THROWS(make([](Attributes& at) { at.num_ranks = 3; }),
+  CHECK_THROWS(make([](CallAttributes& at) { at.num_ranks = 0; }), "num_ranks is 0");
+  CHECK_THROWS(make([](CallAttributes& at) { at.num_ranks = 3; }),
                "no multiple of num_ranks");
-  CHECK_THROWS(make([](Attributes& at) { at.ranks[1] = 100; }), "device 100 twice");
-  CHECK_THROWS(make([](Attributes& at) { at.ranks.clear(); }),
+  CHECK_THROWS(make([](CallAttributes& at) { at.ranks[1] = 100; }), "device 100 twice");
+  CHECK_THROWS(make([](CallAttributes& at) { at.ranks.clear(); }),
                "a local op has num_ranks");
-  CHECK_THROWS(make([](Attributes& at) { at.num_kernels = 0; }), "num_kernels is 0");
-  CHECK_THROWS(make([](Attributes& at) { at.num_splits = -1; }), "num_splits is -1");
+  CHECK_THROWS(make([](CallAttributes& at) { at.num_kernels = 0; }),
+               "num_kernels is 0");
+  CHECK_THROWS(make([](CallAttributes& at) { at.num_splits = -1; }),
+               "num_splits is -1");
 }
 
 TEST(WrongShapesAreRefusedWithTheNumbers) {
@@ -388,7 +391,7 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
        "the operand has 11 rows"},
   };
   for (const Case& one : cases) {
-    const Attributes at = MakeAttributes(one.op, Method::kDirect, 2);
+    const CallAttributes at = MakeAttributes(one.op, Method::kDirect, 2);
     Arrays arrays(1);
     RankCall call = MakeCalls(at, {}, arrays)[0];
     CheckCall(at, call);
@@ -398,18 +401,19 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
 }
 
 // What ranks 0 and 1 of three are told when rank 2 never begins: rank 0 waits 0.1 s.
-std::vector<std::string> TextsWithoutRank2(const Attributes& at) {
+std::vector<std::string> TextsWithoutRank2(const CallAttributes& at) {
   Engine& engine = NewEngine();
   Arrays arrays(1);
   const auto calls = MakeCalls(at, {}, arrays);
-  const SlotPlan plan = PlanSlots(at, calls[0], CrewDevice(engine.crew()));
+  const SlotRequirements plan =
+      ComputeSlotRequirements(at, calls[0], CpuDevice(engine.pool()));
   InProcessCommunicator communicator(at.num_ranks, plan.num_slots, plan.slot_bytes);
   std::vector<std::string> texts(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        CrewDevice device(engine.crew());
+        CpuDevice device(engine.pool());
         ExecuteRank(at, calls[rank], plan, rank == 0 ? 1 : kLongS,
                     communicator.rank(rank), device, {});
       } catch (const std::exception& error) {
@@ -423,7 +427,7 @@ std::vector<std::string> TextsWithoutRank2(const Attributes& at) {
 }
 
 TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
-  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
+  CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 3);
   std::vector<std::string> texts = TextsWithoutRank2(at);
   CHECK(texts[0].find("rank 0 waited 1 s for chunk 2 of rank 2") != std::string::npos);
   CHECK_EQ(texts[1], texts[0]);
@@ -436,7 +440,7 @@ TEST(ALostPutEndsEveryRankOfAScheduleWithTheReason) {
 TEST(ManyIndependentCallsFromFewThreadsEnd) {
   Engine& engine = NewEngine();
   constexpr int kNumSites = 64;
-  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
   std::vector<std::unique_ptr<CallSite>> sites;
   Arrays arrays(1);
   std::vector<std::vector<RankCall>> calls;

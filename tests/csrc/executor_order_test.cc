@@ -9,7 +9,7 @@
 
 #include "call_maker.h"
 #include "check.h"
-#include "engine/exchange.h"
+#include "engine/communicated_tensors.h"
 #include "engine/executor.h"
 #include "engine_calls.h"
 
@@ -90,10 +90,10 @@ class OrderDevice : public Device {
 
   int num_product_lanes() const override { return num_product_lanes_; }
   bool enqueues() const override { return true; }
-  DType PartialDType(const Attributes& at, const RankCall& call) const override {
+  DType PartialDType(const CallAttributes& at, const RankCall& call) const override {
     return DType::kBF16;
   }
-  int DefaultSplits(Pattern pattern) const override { return 3; }
+  int DefaultSplits(CollectiveKind pattern) const override { return 3; }
 
   Tensor Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) override {
     Tensor tensor{dtype, batch, rows, features, nullptr};
@@ -155,12 +155,12 @@ class OrderDevice : public Device {
                });
   }
 
-  Mark Record(Lane lane) override {
+  EventId Record(Lane lane) override {
     marks_.push_back(memory_.clock(lane));
-    return static_cast<Mark>(marks_.size()) - 1;
+    return static_cast<EventId>(marks_.size()) - 1;
   }
-  void Await(Lane lane, Mark mark) override {
-    if (num_awaits_++ != left_out_) memory_.Follow(lane, marks_[mark]);
+  void Await(Lane lane, EventId event) override {
+    if (num_awaits_++ != left_out_) memory_.Follow(lane, marks_[event]);
   }
 
  private:
@@ -206,7 +206,7 @@ class OrderDevice : public Device {
 // end of a call the peers may write all slots.
 class OrderTransport : public Transport {
  public:
-  OrderTransport(int rank, int num_ranks, const SlotPlan& plan, Memory& memory)
+  OrderTransport(int rank, int num_ranks, const SlotRequirements& plan, Memory& memory)
       : rank_(rank),
         num_ranks_(num_ranks),
         slot_bytes_(plan.slot_bytes),
@@ -252,10 +252,10 @@ struct Outcome {
 };
 
 Outcome Run(
-    const Attributes& at, const RankCall& call, int rank, int lanes, int left_out) {
+    const CallAttributes& at, const RankCall& call, int rank, int lanes, int left_out) {
   Memory memory(1 + lanes);
   OrderDevice device(lanes, memory, left_out);
-  const SlotPlan plan = PlanSlots(at, call, device);
+  const SlotRequirements plan = ComputeSlotRequirements(at, call, device);
   OrderTransport transport(rank, at.num_ranks, plan, memory);
   ExecuteRank(at, call, plan, 0, transport, device, {});
   return {memory.num_conflicts(), device.num_awaits()};
@@ -267,7 +267,8 @@ void ForEachCall(const std::vector<int>& sizes, const Function& function) {
     for (int op = 0; op < kNumOps; ++op) {
       for (const Method method : {Method::kRingExchange, Method::kPipeline,
                                   Method::kBulk, Method::kExternal}) {
-        for (const Attributes& at : Variants(static_cast<Op>(op), method, num_ranks)) {
+        for (const CallAttributes& at :
+             Variants(static_cast<Op>(op), method, num_ranks)) {
           if (!HasMethod(at.op, at.method) || !UsesSlots(at)) continue;
           Arrays arrays(1);
           const auto calls = MakeCalls(at, {2, 5, 3, 2}, arrays);
@@ -282,7 +283,7 @@ void ForEachCall(const std::vector<int>& sizes, const Function& function) {
   }
 }
 
-std::string NameOf(const Attributes& at, int lanes) {
+std::string NameOf(const CallAttributes& at, int lanes) {
   return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
          ", " + std::string(VariantName(at.variant)) +
          ", P = " + std::to_string(at.num_ranks) + ", " + std::to_string(lanes) +
@@ -291,7 +292,7 @@ std::string NameOf(const Attributes& at, int lanes) {
 
 TEST(EveryReadComesBehindItsWrite) {
   ForEachCall({1, 2, 3, 4, 8},
-              [](const Attributes& at, const std::vector<RankCall>& calls, int rank,
+              [](const CallAttributes& at, const std::vector<RankCall>& calls, int rank,
                  int lanes) {
                 const Outcome outcome = Run(at, calls[rank], rank, lanes, kEveryAwait);
                 if (outcome.num_conflicts == 0) return;
@@ -302,7 +303,7 @@ TEST(EveryReadComesBehindItsWrite) {
 
 TEST(NoWaitOfALaneCanBeLeftOut) {
   int num_tried = 0;
-  ForEachCall({2, 4}, [&](const Attributes& at, const std::vector<RankCall>& calls,
+  ForEachCall({2, 4}, [&](const CallAttributes& at, const std::vector<RankCall>& calls,
                           int rank, int lanes) {
     const int num_awaits = Run(at, calls[rank], rank, lanes, kEveryAwait).num_awaits;
     for (int left_out = 0; left_out < num_awaits; ++left_out, ++num_tried) {

@@ -6,13 +6,13 @@
 #include <thread>
 #include <vector>
 
-#include "engine/conductor.h"
+#include "engine/cpu/call_sequencer.h"
 #include "member.h"
 
 namespace jax_ub {
 namespace {
 
-Attributes Sum(int num_ranks, Method method = Method::kDirect) {
+CallAttributes Sum(int num_ranks, Method method = Method::kDirect) {
   return Spanning(Op::kAllReduce, method, num_ranks);
 }
 
@@ -33,12 +33,12 @@ TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
         if (process == late) std::this_thread::sleep_for(std::chrono::seconds(1));
         member.CheckRun(*each, 1, {}, 1);
       }
-      CHECK(!member.conductor().failure());
+      CHECK(!member.sequencer().failure());
       // Later calls have the short one.
       Arrays arrays(1);
       const auto calls = MakeCalls(site.attributes(), {}, arrays);
       if (process == late) {
-        while (!member.conductor().failure()) std::this_thread::yield();
+        while (!member.sequencer().failure()) std::this_thread::yield();
       }
       Has(member.Begin(site, 2, calls)[0].Wait(), " waited 0.3 s for ");
     });
@@ -77,7 +77,7 @@ TEST(TheDeadlineOfAFirstCallNamesItsSetting) {
     Arrays arrays(1);
     const auto calls = MakeCalls(site.attributes(), {}, arrays);
     if (process == 1) {
-      while (!member.conductor().failure()) std::this_thread::yield();
+      while (!member.sequencer().failure()) std::this_thread::yield();
     }
     const std::string text = member.Begin(site, 1, calls)[0].Wait();
     Has(text, " waited 0.3 s for rank 1 ");

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "check.h"
-#include "ends.h"
 #include "platform/error.h"
+#include "slot_transports.h"
 
 namespace jax_ub {
 namespace {
@@ -38,15 +38,15 @@ class Own {
  public:
   explicit Own(std::function<void()> while_waits_end = [] {})
       : while_waits_end_(std::move(while_waits_end)), failure(group, HooksOf()) {
-    std::vector<Partner> partners(3);
-    partners[0].pid = getpid();
+    std::vector<ConnectedPeer> connected_peers(3);
+    connected_peers[0].pid = getpid();
     for (const int p : {1, 2}) {
       Ends ends;
-      partners[p].connection = std::move(ends.one);
-      partners[p].pid = 10 + p;
+      connected_peers[p].connection = std::move(ends.one);
+      connected_peers[p].pid = 10 + p;
       peers[p] = std::move(ends.other);
     }
-    failure.Watch(partners);
+    failure.Watch(connected_peers);
   }
 
   std::string log() {
@@ -59,22 +59,22 @@ class Own {
 
   const std::string name = "rank 0 (process 0, pid " + std::to_string(getpid()) + ")";
   FileDescriptor peers[3];
-  const Group group{{.process_of_rank = {0, 1, 2}, .process = 0, .name = "tp"}};
+  const ProcessGroup group{{.process_of_rank = {0, 1, 2}, .process = 0, .name = "tp"}};
 
  private:
   GroupFailure::Hooks HooksOf() {
-    return {.end_waits =
-                [this](const auto& poison) {
-                  Log("end(" + check::TextOf(poison) + ")");
-                  while_waits_end_();
-                },
-            .set_gone =
-                [this](int process, const auto& how) {
-                  Log("gone(" + std::to_string(process) + how + ")");
-                  while_waits_end_();
-                },
-            .hear_statement =
-                [this](const auto& news) { Log("heard(" + news.text + ")"); }};
+    return {
+        .fail_waits =
+            [this](const auto& poison) {
+              Log("end(" + check::TextOf(poison) + ")");
+              while_waits_end_();
+            },
+        .set_lost =
+            [this](int process, const auto& how) {
+              Log("gone(" + std::to_string(process) + how + ")");
+              while_waits_end_();
+            },
+        .on_signature = [this](const auto& news) { Log("heard(" + news.text + ")"); }};
   }
   void Log(const std::string& text) {
     std::lock_guard lock(mutex_);
@@ -136,7 +136,7 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
   std::atomic<const FileDescriptor*> who_hears_first{nullptr};
   Own own([&] {
     const FileDescriptor* const peer = who_hears_first.exchange(nullptr);
-    if (peer != nullptr) CheckHears(*peer, MessageKind::kObituary, "1");
+    if (peer != nullptr) CheckHears(*peer, MessageKind::kDeathNotice, "1");
   });
   who_hears_first = &own.peers[2];
   own.peers[1].reset();
@@ -144,9 +144,9 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
   CHECK_EQ(check::TextOf(own.failure.reason()), reason);
   // What is old, and nonsense.
   for (const char* who : {"1", "0", "3", "-1"}) {
-    SendMessage(own.peers[2], MessageKind::kObituary, who);
+    SendMessage(own.peers[2], MessageKind::kDeathNotice, who);
   }
-  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  SendMessage(own.peers[2], MessageKind::kSignature, "behind");
   CHECK(own.HasLogged("gone(1died)heard(behind)"));
   CHECK(HearsNothing(own.peers[2]));
   // Who waits for others than the dead one is ended by poison alone.
@@ -159,41 +159,41 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
 
 TEST(AnObituaryIsPassedOnAndTheDeathItselfNoMore) {
   Own own;
-  SendMessage(own.peers[2], MessageKind::kObituary, "1");
+  SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
   CHECK(own.HasLogged("gone(1died)"));
   own.peers[1].reset();
-  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  SendMessage(own.peers[2], MessageKind::kSignature, "behind");
   CHECK(own.HasLogged("gone(1died)heard(behind)"));
-  CheckHears(own.peers[2], MessageKind::kObituary, "1");
+  CheckHears(own.peers[2], MessageKind::kDeathNotice, "1");
   CHECK(HearsNothing(own.peers[2]));
 }
 
 TEST(AGoodbyeIsNoReason) {
   Own own;
-  SendMessage(own.peers[1], MessageKind::kGoodbye, "");
+  SendMessage(own.peers[1], MessageKind::kClose, "");
   CHECK(own.HasLogged("gone(1)"));
   own.peers[1].reset();
-  SendMessage(own.peers[2], MessageKind::kObituary, "1");
-  SendMessage(own.peers[2], MessageKind::kStatement, "behind");
+  SendMessage(own.peers[2], MessageKind::kDeathNotice, "1");
+  SendMessage(own.peers[2], MessageKind::kSignature, "behind");
   CHECK(own.HasLogged("gone(1)heard(behind)"));
   CHECK(!own.failure.reason());
   CHECK(HearsNothing(own.peers[2]));
 }
 
 TEST(WhoHadLeftDuringTheHandshakeIsGone) {
-  const Group group({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
+  const ProcessGroup group({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
   std::string log;
-  GroupFailure failure(group, {.end_waits = [](const auto&) {},
-                               .set_gone =
+  GroupFailure failure(group, {.fail_waits = [](const auto&) {},
+                               .set_lost =
                                    [&](int process, const auto& how) {
                                      log += std::to_string(process) + how;
                                    },
-                               .hear_statement = {}});
+                               .on_signature = {}});
   Ends ends;
-  std::vector<Partner> partners(2);
-  partners[1].connection = std::move(ends.one);
-  partners[1].has_left = true;
-  failure.Watch(partners);
+  std::vector<ConnectedPeer> connected_peers(2);
+  connected_peers[1].connection = std::move(ends.one);
+  connected_peers[1].has_closed = true;
+  failure.Watch(connected_peers);
   failure.Poison(Boom());
   CHECK_EQ(log, "1");
   CHECK(HearsNothing(ends.other));
@@ -221,7 +221,7 @@ TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
     const std::string reason =
         "CommunicatorError: jax_ub.tp: " + own.name + " closed its communicator";
     if (says_before) {
-      own.failure.SayGoodbye();
+      own.failure.SendClose();
       CHECK(!own.failure.reason());
     }
     own.failure.Close();
@@ -230,7 +230,7 @@ TEST(ClosingSaysGoodbyeOnceAndEndsWhatWaits) {
     CHECK_EQ(own.log(), "end(" + reason + ")");
     CHECK_EQ(check::TextOf(own.failure.reason()), reason);
     for (const int p : {1, 2}) {
-      CheckHears(own.peers[p], MessageKind::kGoodbye, "");
+      CheckHears(own.peers[p], MessageKind::kClose, "");
       CHECK(Await(own.peers[p]).arrival == Arrival::kEnd);
     }
   }
@@ -242,7 +242,7 @@ TEST(ACopyByForkTellsNobody) {
   if (child == 0) {
     own.failure.Poison(Boom());
     own.failure.Close();
-    const bool is_untouched = own.failure.IsCopy() && own.log().empty();
+    const bool is_untouched = own.failure.IsForkedChild() && own.log().empty();
     own.failure.~GroupFailure();
     _exit(is_untouched ? 0 : 1);
   }
@@ -250,8 +250,8 @@ TEST(ACopyByForkTellsNobody) {
   waitpid(child, &status, 0);
   CHECK_EQ(status, 0);
   CHECK(!own.failure.reason());
-  own.failure.Say(MessageKind::kStatement, "here");
-  for (const int p : {1, 2}) CheckHears(own.peers[p], MessageKind::kStatement, "here");
+  own.failure.Broadcast(MessageKind::kSignature, "here");
+  for (const int p : {1, 2}) CheckHears(own.peers[p], MessageKind::kSignature, "here");
 }
 
 }  // namespace

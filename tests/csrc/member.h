@@ -9,7 +9,7 @@
 
 #include "call_maker.h"
 #include "check.h"
-#include "engine/engine.h"
+#include "engine/cpu/engine.h"
 #include "engine_calls.h"
 #include "processes.h"
 
@@ -27,7 +27,7 @@ class Member {
          Bulletin& bulletin,
          const std::vector<int>& process_of_rank,
          double timeout_s = kLongS,
-         int64_t half_bytes = 1 << 20,
+         int64_t buffer_bytes = 1 << 20,
          double first_call_timeout_s = 0)
       : engine_(NewEngine(timeout_s, 1, first_call_timeout_s)) {
     std::vector<int64_t> devices;
@@ -36,16 +36,16 @@ class Member {
       devices.push_back(100 + static_cast<int64_t>(r));
       if (process_of_rank[r] == process) local.push_back(devices.back());
     }
-    engine_.board().set_local_devices(local);
-    conductor_ = engine_.Join(ConnectAs(process, bulletin, process_of_rank, half_bytes),
-                              devices);
+    engine_.rendezvous().set_local_devices(local);
+    conductor_ = engine_.Join(
+        ConnectAs(process, bulletin, process_of_rank, buffer_bytes), devices);
   }
   ~Member() { Leave(); }
 
   void Leave() { engine_.Leave(conductor_); }
 
   Engine& engine() { return engine_; }
-  Conductor& conductor() { return *conductor_; }
+  CallSequencer& sequencer() { return *conductor_; }
   const std::vector<int>& ranks() const { return conductor_->local_ranks(); }
 
   // The local ranks' calls.
@@ -68,11 +68,11 @@ class Member {
 
  private:
   Engine& engine_;
-  std::shared_ptr<Conductor> conductor_;
+  std::shared_ptr<CallSequencer> conductor_;
 };
 
-inline Attributes Spanning(Op op, Method method, size_t num_ranks) {
-  Attributes at = MakeAttributes(op, method, static_cast<int>(num_ranks));
+inline CallAttributes Spanning(Op op, Method method, size_t num_ranks) {
+  CallAttributes at = MakeAttributes(op, method, static_cast<int>(num_ranks));
   at.channel = "jit_test/1";
   return at;
 }
@@ -82,12 +82,12 @@ template <typename Function>
 void InProcesses(const std::vector<int>& process_of_rank,
                  const Function& function,
                  double timeout_s = kLongS,
-                 int64_t half_bytes = 1 << 20) {
+                 int64_t buffer_bytes = 1 << 20) {
   Bulletin bulletin;
   const int num_processes =
       *std::max_element(process_of_rank.begin(), process_of_rank.end()) + 1;
   Processes processes(num_processes, [&](int process) {
-    Member member(process, bulletin, process_of_rank, timeout_s, half_bytes);
+    Member member(process, bulletin, process_of_rank, timeout_s, buffer_bytes);
     function(member);
   });
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");

@@ -114,7 +114,7 @@ bool RunCall(Engine& engine, CallSite& site, const std::vector<RankCall>& calls)
 
 void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
   Engine& engine = NewEngine(kLongS, 3);
-  const Attributes at = MakeAttributes(op, method, 3);
+  const CallAttributes at = MakeAttributes(op, method, 3);
   CallSite site(at);
   Arrays arrays(1);
   const std::vector<RankCall> calls = MakeCalls(at, sizes, arrays);

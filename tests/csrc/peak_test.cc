@@ -1,5 +1,5 @@
 // The peak of the kernels: a rate for every instruction set, dtype and number of threads.
-#include "engine/peak.h"
+#include "engine/cpu/peak.h"
 
 #include <limits>
 
@@ -12,18 +12,18 @@ namespace {
 constexpr double kDurationS = 1e-3;
 
 // Crews live for ever.
-Crew& NewCrew(int num_threads) {
-  static auto& crews = *new std::vector<Crew*>;
-  return *crews.emplace_back(new Crew(num_threads));
+ThreadPool& NewCrew(int num_threads) {
+  static auto& crews = *new std::vector<ThreadPool*>;
+  return *crews.emplace_back(new ThreadPool(num_threads));
 }
 
 TEST(EveryInstructionSetHasAPeakForEveryDtype) {
-  Crew& crew = NewCrew(2);
+  ThreadPool& pool = NewCrew(2);
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
     for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-      const double peak = MeasurePeak(crew, dtype, kDurationS);
+      const double peak = MeasurePeak(pool, dtype, kDurationS);
       CHECK(std::isfinite(peak) && peak > 0);
     }
   }
@@ -38,13 +38,13 @@ TEST(ATimeTooShortForOneTileHasAPeak) {
 }
 
 TEST(DurationsThatAreNoneAreRefused) {
-  Crew& crew = NewCrew(1);
-  CHECK_THROWS(MeasurePeak(crew, DType::kF32, 0), "duration_s is 0.000000, expected");
-  CHECK_THROWS(MeasurePeak(crew, DType::kF32, -1), "duration_s is -1.000000, expected");
-  CHECK_THROWS(MeasurePeak(crew, DType::kF32, 61), "more than 0 and at most 60");
+  ThreadPool& pool = NewCrew(1);
+  CHECK_THROWS(MeasurePeak(pool, DType::kF32, 0), "duration_s is 0.000000, expected");
+  CHECK_THROWS(MeasurePeak(pool, DType::kF32, -1), "duration_s is -1.000000, expected");
+  CHECK_THROWS(MeasurePeak(pool, DType::kF32, 61), "more than 0 and at most 60");
   for (double duration_s : {std::numeric_limits<double>::quiet_NaN(),
                             std::numeric_limits<double>::infinity()}) {
-    CHECK_THROWS(MeasurePeak(crew, DType::kF32, duration_s), "at most 60");
+    CHECK_THROWS(MeasurePeak(pool, DType::kF32, duration_s), "at most 60");
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include "call_maker.h"
 #include "check.h"
-#include "engine/crew_device.h"
+#include "engine/cpu/cpu_device.h"
 #include "engine/executor.h"
 #include "engine_calls.h"
 #include "gemm/cpu/blocking_cache.h"
@@ -123,9 +123,9 @@ void Run(Engine& engine,
 TEST(CallsAtOtherAddressesChooseNoBlocking) {
   for (Method method : {Method::kDirect, Method::kRingExchange}) {
     Engine& engine = NewEngine();
-    const Attributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
+    const CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
     CallSite site(at);
-    const auto num_chosen = [&] { return engine.crew().blockings().num_chosen(); };
+    const auto num_chosen = [&] { return engine.pool().blockings().num_chosen(); };
     int64_t run_id = 0;
     const auto call = [&] {
       Arrays arrays(static_cast<int>(run_id));
@@ -139,11 +139,11 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
     for (int i = 0; i < 3; ++i) call();
     CHECK_EQ(num_chosen(), first);
     // Another number of threads shares the units in another way.
-    engine.crew().set_num_threads(3);
+    engine.pool().set_num_threads(3);
     call();
     const int64_t second = num_chosen();
     CHECK(second > first);
-    engine.crew().set_num_threads(2);
+    engine.pool().set_num_threads(2);
     call();
     CHECK_EQ(num_chosen(), second);
   }
@@ -151,25 +151,26 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
 
 TEST(ASlotPlanIsKeptForTheShapesOfItsCallSite) {
   Engine& engine = NewEngine();
-  const CrewDevice device(engine.crew());
-  const Attributes at = MakeAttributes(Op::kMatmulReduceScatter, Method::kPipeline, 3);
+  const CpuDevice device(engine.pool());
+  const CallAttributes at =
+      MakeAttributes(Op::kMatmulReduceScatter, Method::kPipeline, 3);
   SlotPlans plans;
   Arrays arrays(0);
   const RankCall call = MakeCalls(at, {}, arrays)[0];
   const RankCall moved = MakeCalls(at, {}, arrays)[1];
   const RankCall larger = MakeCalls(at, {2, 9, 7, 3}, arrays)[0];
-  const SlotPlan first = plans.Find(at, call, device);
+  const SlotRequirements first = plans.Find(at, call, device);
   CHECK(plans.Find(at, moved, device).schedules == first.schedules);
-  const SlotPlan second = plans.Find(at, larger, device);
+  const SlotRequirements second = plans.Find(at, larger, device);
   CHECK(second.slot_bytes > first.slot_bytes);
-  CHECK_EQ(second.slot_bytes, PlanSlots(at, larger, device).slot_bytes);
+  CHECK_EQ(second.slot_bytes, ComputeSlotRequirements(at, larger, device).slot_bytes);
   CHECK_EQ(plans.Find(at, call, device).slot_bytes, first.slot_bytes);
 }
 
 TEST(AMethodThatAnOpLacksIsRefusedEveryTime) {
   Engine& engine = NewEngine();
-  const CrewDevice device(engine.crew());
-  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kBulk, 2);
+  const CpuDevice device(engine.pool());
+  const CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kBulk, 2);
   SlotPlans plans;
   Arrays arrays(0);
   const RankCall call = MakeCalls(at, {}, arrays)[0];
@@ -181,7 +182,7 @@ TEST(AMethodThatAnOpLacksIsRefusedEveryTime) {
 TEST(RanksShareTheirSchedules) {
   constexpr int kNumRanks = 8;
   const auto make = [](int rank) {
-    return MakeSchedule(Pattern::kMatmulAllReduce, Method::kRingExchange, rank,
+    return MakeSchedule(CollectiveKind::kMatmulAllReduce, Method::kRingExchange, rank,
                         kNumRanks, 3);
   };
   Schedules schedules(make(0));
@@ -203,13 +204,13 @@ TEST(RanksShareTheirSchedules) {
 TEST(LaunchesInFlightShareTheirPlans) {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kWgrad}) {
     Engine& engine = NewEngine();
-    Attributes at = MakeAttributes(op, Method::kRingExchange, 3);
+    CallAttributes at = MakeAttributes(op, Method::kRingExchange, 3);
     if (op == Op::kWgrad) at.gather = Gather::kX;
-    Attributes two_groups = at;
+    CallAttributes two_groups = at;
     two_groups.ranks = {100, 101, 102, 200, 201, 202};
     CallSite site(two_groups);
     struct Launch {
-      Launch(const Attributes& at, const Sizes& sizes, int seed)
+      Launch(const CallAttributes& at, const Sizes& sizes, int seed)
           : arrays(seed), calls(MakeCalls(at, sizes, arrays)) {}
       Arrays arrays;
       std::vector<RankCall> calls;

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "call_maker.h"
-#include "engine/crew_device.h"
-#include "engine/direct.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/direct_planner.h"
 #include "engine/executor.h"
 #include "engine_calls.h"
 
@@ -33,7 +33,7 @@ double MinimumUs(const Function& function) {
 }
 
 void BenchDirect(Op op, int num_ranks, int num_threads) {
-  Attributes at = MakeAttributes(op, Method::kDirect, num_ranks);
+  CallAttributes at = MakeAttributes(op, Method::kDirect, num_ranks);
   if (op == Op::kWgrad) at.gather = Gather::kX;
   Arrays arrays(0);
   const auto calls = MakeCalls(at, {1, 512 / num_ranks, 512, 64}, arrays);
@@ -47,14 +47,15 @@ void BenchDirect(Op op, int num_ranks, int num_threads) {
 }
 
 void BenchSlots(Op op, int num_ranks) {
-  const Attributes at = MakeAttributes(op, Method::kPipeline, num_ranks);
+  const CallAttributes at = MakeAttributes(op, Method::kPipeline, num_ranks);
   Arrays arrays(0);
   const RankCall call = MakeCalls(at, {1, 512 / num_ranks, 512, 64}, arrays)[0];
   Engine& engine = NewEngine();
-  const CrewDevice device(engine.crew());
+  const CpuDevice device(engine.pool());
   SlotPlans plans;
   const double kept = MinimumUs([&] { plans.Find(at, call, device).schedules->Of(1); });
-  const double anew = MinimumUs([&] { PlanSlots(at, call, device).schedules->Of(1); });
+  const double anew =
+      MinimumUs([&] { ComputeSlotRequirements(at, call, device).schedules->Of(1); });
   std::cout << OpName(op) << " by slots, P = " << num_ranks << ": kept " << kept
             << " us, anew " << anew << " us" << std::endl;
 }

@@ -195,7 +195,7 @@ TEST(APeerThatDoesNotReadBlocksNobody) {
 TEST(NobodyListensBeforeAndBehindAListener) {
   const std::string name = NewName();
   FileDescriptor connection;
-  CHECK(Dial(name, &connection) == DialResult::kNobody);
+  CHECK(Dial(name, &connection) == DialResult::kNoProcess);
   FileDescriptor listener = ListenAt(name);
   CHECK_THROWS(ListenAt(name), "bind: ");
   CHECK(Dial(name, &connection) == DialResult::kConnected);
@@ -205,7 +205,7 @@ TEST(NobodyListensBeforeAndBehindAListener) {
   // What was connected to it, and never accepted, ends.
   std::byte buffer[8];
   CHECK(Receive(connection, buffer).arrival == Arrival::kEnd);
-  CHECK(Dial(name, &connection) == DialResult::kNobody);
+  CHECK(Dial(name, &connection) == DialResult::kNoProcess);
   CHECK_THROWS(ListenAt(std::string(200, 'x')), "is no name for a socket");
 }
 

@@ -69,7 +69,7 @@ TEST(TheLeadersDeathEndsAWaitForTheOrder) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
     if (process == 0) Hang();
     ++bulletin.word();
-    AtOnce([&] { ranks->WaitOrder(0, Reason()); });
+    AtOnce([&] { ranks->WaitForLogEntry(0, Reason()); });
   });
   bulletin.WaitForWord(1);
   processes.Signal(0, SIGKILL);
@@ -144,7 +144,7 @@ TEST(AProcessThatDiedAfterItsPartDoesNoHarm) {
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
     if (process == 1) {
-      ranks->half(1, 0)[0] = std::byte{42};
+      ranks->buffer(1, 0)[0] = std::byte{42};
       // Its part in the barrier, without waiting for the other.
       try {
         ranks->Barrier(0, 0, Reason(0));
@@ -154,7 +154,7 @@ TEST(AProcessThatDiedAfterItsPartDoesNoHarm) {
     }
     while (!ranks->poison()) std::this_thread::yield();
     ranks->Barrier(0, 0, Reason());
-    CHECK(ranks->half(1, 0)[0] == std::byte{42});
+    CHECK(ranks->buffer(1, 0)[0] == std::byte{42});
     CHECK_THROWS(std::rethrow_exception(ranks->poison()),
                  "CommunicatorError: jax_ub.tp: rank 1 (process 1, pid ");
     AtOnce([&] { ranks->Barrier(1, 0, Reason()); });
@@ -170,7 +170,7 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
     if (process == 1) {
       ranks->Close();
       ranks->Close();
-      CHECK_THROWS(ranks->WaitOrder(0, Reason()), "closed its communicator");
+      CHECK_THROWS(ranks->WaitForLogEntry(0, Reason()), "closed its communicator");
       ++bulletin.word();
       return;
     }
@@ -178,9 +178,9 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
     // Both go on without the one that left.
     if (process == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      ranks->PostOrder({11, 0});
+      ranks->AppendToCallLog({11, 0});
     } else {
-      CHECK_EQ(ranks->WaitOrder(0, Reason()).call_site, 11u);
+      CHECK_EQ(ranks->WaitForLogEntry(0, Reason()).call_site, 11u);
     }
     CHECK(ranks->poison() == nullptr);
     AtOnce([&] { ranks->Barrier(1, 0, Reason()); });
@@ -214,7 +214,7 @@ TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
       }
     }
     // Goes on behind SIGCONT.
-    ranks->WaitOrder(0, Reason());
+    ranks->WaitForLogEntry(0, Reason());
   });
   bulletin.WaitForWord(2);
   processes.Signal(1, SIGSTOP);

@@ -30,39 +30,39 @@ class Bulletin {
   static constexpr int kMaxProcesses = 8;
 
   Bulletin()
-      : board_(new (mmap(nullptr,
-                         sizeof(Board),
-                         PROT_READ | PROT_WRITE,
-                         MAP_SHARED | MAP_ANONYMOUS,
-                         -1,
-                         0)) Board) {}
-  ~Bulletin() { munmap(board_, sizeof(Board)); }
+      : rendezvous_(new (mmap(nullptr,
+                              sizeof(Rendezvous),
+                              PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS,
+                              -1,
+                              0)) Rendezvous) {}
+  ~Bulletin() { munmap(rendezvous_, sizeof(Rendezvous)); }
   Bulletin(const Bulletin&) = delete;
 
   void Publish(int process, const PeerAddress& address) {
-    std::strcpy(board_->entries[process].address, address.address.c_str());
-    board_->entries[process].token = address.token;
-    ++board_->entries[process].num_published;
+    std::strcpy(rendezvous_->entries[process].address, address.address.c_str());
+    rendezvous_->entries[process].token = address.token;
+    ++rendezvous_->entries[process].num_published;
   }
   // Of the `round`-th endpoints of `num_processes`.
   std::map<int, PeerAddress> Read(int num_processes, int round = 1) {
     std::map<int, PeerAddress> addresses;
     for (int p = 0; p < num_processes; ++p) {
-      while (board_->entries[p].num_published < round) std::this_thread::yield();
-      addresses[p] = {board_->entries[p].address, board_->entries[p].token};
+      while (rendezvous_->entries[p].num_published < round) std::this_thread::yield();
+      addresses[p] = {rendezvous_->entries[p].address, rendezvous_->entries[p].token};
     }
     return addresses;
   }
 
-  std::atomic<int>& word() { return board_->word; }
+  std::atomic<int>& word() { return rendezvous_->word; }
   void WaitForWord(int value) {
-    while (board_->word < value) {
+    while (rendezvous_->word < value) {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   }
 
  private:
-  struct Board {
+  struct Rendezvous {
     struct {
       char address[64];
       uint64_t token;
@@ -70,7 +70,7 @@ class Bulletin {
     } entries[kMaxProcesses];
     std::atomic<int> word{0};
   };
-  Board* const board_;
+  Rendezvous* const rendezvous_;
 };
 
 // Runs `function(process)` in processes of their own.
@@ -177,20 +177,20 @@ class Processes {
 };
 
 // Connects as `process` of a group. `round` counts the test's connections.
-inline std::shared_ptr<SharedCommunicator> ConnectAs(
+inline std::shared_ptr<SharedMemoryCommunicator> ConnectAs(
     int process,
     Bulletin& bulletin,
     const std::vector<int>& process_of_rank,
-    int64_t half_bytes = 4096,
+    int64_t buffer_bytes = 4096,
     double timeout_s = 20,
     int round = 1) {
   auto endpoint = std::make_unique<Endpoint>();
   bulletin.Publish(process, endpoint->address());
   int num_processes = 0;
   for (const int p : process_of_rank) num_processes = std::max(num_processes, p + 1);
-  return SharedCommunicator::Connect(
+  return SharedMemoryCommunicator::Connect(
       std::move(endpoint), {process_of_rank, process, "tp"},
-      bulletin.Read(num_processes, round), half_bytes, timeout_s);
+      bulletin.Read(num_processes, round), buffer_bytes, timeout_s);
 }
 
 inline double SecondsSince(std::chrono::steady_clock::time_point begin) {

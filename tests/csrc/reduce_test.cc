@@ -111,16 +111,16 @@ TEST(rows_of_one_element_are_summed) {
   }
 }
 
-// Every f16 and bf16 there is comes back from f32 as it was, and halves round to even.
+// Every f16 and bf16 there is comes back from f32 as it was, and buffers round to even.
 TEST(conversions_keep_every_number) {
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
     for (DType dtype : {DType::kBF16, DType::kF16}) {
-      std::vector<uint16_t> halves(65536), back(65536);
-      for (int i = 0; i < 65536; ++i) halves[i] = static_cast<uint16_t>(i);
+      std::vector<uint16_t> buffers(65536), back(65536);
+      for (int i = 0; i < 65536; ++i) buffers[i] = static_cast<uint16_t>(i);
       std::vector<float> wide(65536);
-      const ConstMatrix in = {reinterpret_cast<std::byte*>(halves.data()), 65536,
+      const ConstMatrix in = {reinterpret_cast<std::byte*>(buffers.data()), 65536,
                               dtype};
       auto* middle = reinterpret_cast<std::byte*>(wide.data());
       SumChunks({&in, 1}, 1, 65536, {middle, 65536, DType::kF32});
@@ -133,7 +133,7 @@ TEST(conversions_keep_every_number) {
         const bool is_nan = std::isnan(expected);
         num_wrong += is_nan ? !std::isnan(wide[i]) : wide[i] != expected;
         num_wrong +=
-            is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : back[i] != halves[i];
+            is_nan ? !std::isnan(Read(out + 2 * i, dtype)) : back[i] != buffers[i];
       }
       CHECK_EQ(num_wrong, 0);
     }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "schedule/check.h"
+#include "schedule/checker.h"
 
 namespace jax_ub {
 namespace {
@@ -22,7 +22,8 @@ std::string FirstOf(const std::vector<std::string>& violations) {
 TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
   for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
     const int num_splits = 1 + num_ranks % 3;
-    ForEachSchedule(num_ranks, [&](Pattern pattern, Method method, Variant variant) {
+    ForEachSchedule(num_ranks, [&](CollectiveKind pattern, Method method,
+                                   Variant variant) {
       CHECK_EQ(FirstOf(CheckSchedule(pattern, method, num_ranks, num_splits, variant)),
                "");
     });
@@ -33,18 +34,20 @@ TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
 TEST(EveryScheduleIsProvenForUpToThirtyTwoRanksTwiceInARow) {
   for (int num_ranks = kMaxRanks + 1; num_ranks <= 32; ++num_ranks) {
     const int num_splits = 1 + num_ranks % 3;
-    ForEachSchedule(num_ranks, [&](Pattern pattern, Method method, Variant variant) {
-      const Collective ranks =
-          MakeCollective(pattern, method, num_ranks, num_splits, variant);
-      CHECK_EQ(FirstOf(CheckCalls({ranks, ranks})), "");
-    });
+    ForEachSchedule(
+        num_ranks, [&](CollectiveKind pattern, Method method, Variant variant) {
+          const RankSchedules ranks =
+              MakeRankSchedules(pattern, method, num_ranks, num_splits, variant);
+          CHECK_EQ(FirstOf(CheckCalls({ranks, ranks})), "");
+        });
   }
 }
 
 TEST(EveryNumberOfSplitsIsProven) {
   for (int num_splits = 1; num_splits <= 9; ++num_splits) {
-    for (Pattern pattern : {Pattern::kAllGatherMatmul, Pattern::kMatmulReduceScatter,
-                            Pattern::kMatmulAllReduce}) {
+    for (CollectiveKind pattern :
+         {CollectiveKind::kAllGatherMatmul, CollectiveKind::kMatmulReduceScatter,
+          CollectiveKind::kMatmulAllReduce}) {
       CHECK_EQ(FirstOf(CheckSchedule(pattern, Method::kPipeline, 5, num_splits)), "");
     }
   }
@@ -52,8 +55,8 @@ TEST(EveryNumberOfSplitsIsProven) {
 
 TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
   for (int rank = 0; rank < 4; ++rank) {
-    const Schedule schedule =
-        MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, rank, 4, 1);
+    const Schedule schedule = MakeSchedule(CollectiveKind::kAllGatherMatmul,
+                                           Method::kRingExchange, rank, 4, 1);
     std::vector<int> chunks;
     for (const Step& step : schedule.steps) {
       if (step.kind == StepKind::kMultiply) chunks.push_back(step.chunk);
@@ -68,8 +71,8 @@ TEST(RingBeginsWithItsOwnChunkAndTalksToItsNeighboursOnly) {
 TEST(ARingOfPairsMultipliesTwoChunksBehindTheOwnPair) {
   for (int rank = 0; rank < 6; ++rank) {
     const Schedule schedule =
-        MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, rank, 6, 1,
-                     Variant::kAggregate);
+        MakeSchedule(CollectiveKind::kAllGatherMatmul, Method::kRingExchange, rank, 6,
+                     1, Variant::kAggregate);
     std::vector<std::pair<int, int>> products;
     int num_puts = 0;
     for (const Step& step : schedule.steps) {
@@ -88,8 +91,8 @@ TEST(ARingOfPairsMultipliesTwoChunksBehindTheOwnPair) {
 }
 
 TEST(ReduceScatterEndsWithItsOwnChunk) {
-  const Schedule schedule =
-      MakeSchedule(Pattern::kMatmulReduceScatter, Method::kRingExchange, 1, 4, 1);
+  const Schedule schedule = MakeSchedule(CollectiveKind::kMatmulReduceScatter,
+                                         Method::kRingExchange, 1, 4, 1);
   std::vector<int> chunks;
   for (const Step& step : schedule.steps) {
     if (step.kind == StepKind::kMultiply) chunks.push_back(step.chunk);
@@ -110,7 +113,7 @@ std::string ProductsAndPuts(const Schedule& schedule) {
 
 TEST(OverlapFirstGemmPutsBehindTheNextProduct) {
   const auto order = [](Variant variant) {
-    return ProductsAndPuts(MakeSchedule(Pattern::kMatmulReduceScatter,
+    return ProductsAndPuts(MakeSchedule(CollectiveKind::kMatmulReduceScatter,
                                         Method::kPipeline, 0, 3, 2, variant));
   };
   CHECK_EQ(order(Variant::kPlain), "x1 >1 x2 >2 x0 x1 >1 x2 >2 x0 ");
@@ -120,8 +123,8 @@ TEST(OverlapFirstGemmPutsBehindTheNextProduct) {
 TEST(OneShotSendsAllRowsToAllAndReducesOnce) {
   for (int num_ranks = 2; num_ranks <= kMaxRanks; ++num_ranks) {
     const Schedule schedule =
-        MakeSchedule(Pattern::kMatmulAllReduce, Method::kRingExchange, 0, num_ranks, 1,
-                     Variant::kOneShot);
+        MakeSchedule(CollectiveKind::kMatmulAllReduce, Method::kRingExchange, 0,
+                     num_ranks, 1, Variant::kOneShot);
     std::map<StepKind, int> count;
     for (const Step& step : schedule.steps) {
       ++count[step.kind];
@@ -135,7 +138,7 @@ TEST(OneShotSendsAllRowsToAllAndReducesOnce) {
 }
 
 TEST(OneRankSendsNothing) {
-  ForEachSchedule(1, [](Pattern pattern, Method method, Variant variant) {
+  ForEachSchedule(1, [](CollectiveKind pattern, Method method, Variant variant) {
     const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2, variant);
     CHECK_EQ(schedule.num_slots, 0);
     for (const Step& step : schedule.steps) CHECK_EQ(step.peer, kNone);
@@ -150,7 +153,7 @@ TEST(PiecesCoverAllRowsOnce) {
         for (int chunk = 0; chunk < num_ranks; ++chunk) {
           for (int split = 0; split < num_splits; ++split) {
             const RowRange rows =
-                PieceRows(num_rows, num_ranks, num_splits, chunk, split);
+                SplitRows(num_rows, num_ranks, num_splits, chunk, split);
             CHECK_EQ(rows.begin, next);
             CHECK(rows.end >= rows.begin);
             next = rows.end;
@@ -164,14 +167,14 @@ TEST(PiecesCoverAllRowsOnce) {
 
 TEST(WrongNumbersAreRefused) {
   const auto make = [](Method method, int rank, int num_ranks, int num_splits) {
-    MakeSchedule(Pattern::kAllGatherMatmul, method, rank, num_ranks, num_splits);
+    MakeSchedule(CollectiveKind::kAllGatherMatmul, method, rank, num_ranks, num_splits);
   };
   CHECK_THROWS(make(Method::kBulk, 0, 2, 1), "all_gather_matmul has no method bulk");
   CHECK_THROWS(make(Method::kPipeline, 2, 2, 1), "rank 2 is none of 2");
   CHECK_THROWS(make(Method::kPipeline, 0, 0, 1), "num_ranks is 0");
   CHECK_THROWS(make(Method::kPipeline, 0, 2, 0), "num_splits is 0");
   CHECK_THROWS(
-      MakeSchedule(Pattern::kAllGatherMatmul, Method::kRingExchange, 0, 3, 1,
+      MakeSchedule(CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 0, 3, 1,
                    Variant::kAggregate),
       "all_gather_matmul by ring_exchange of 3 ranks has no variant aggregate");
 }
@@ -187,9 +190,9 @@ void Repeat(std::vector<Step>& steps, size_t step) {
 }
 
 // How many of the planted defects, one at a time in every step of `kind`, go unnoticed.
-int Unnoticed(const Collective& sound, StepKind kind, Mutation mutation) {
-  const Collective before =
-      MakeCollective(Pattern::kAllGather, Method::kPipeline, kNumBroken, 2);
+int Unnoticed(const RankSchedules& sound, StepKind kind, Mutation mutation) {
+  const RankSchedules before =
+      MakeRankSchedules(CollectiveKind::kAllGather, Method::kPipeline, kNumBroken, 2);
   int unnoticed = 0;
   for (size_t rank = 0; rank < sound.size(); ++rank) {
     for (size_t step = 0; step < sound[rank].steps.size(); ++step) {
@@ -200,7 +203,7 @@ int Unnoticed(const Collective& sound, StepKind kind, Mutation mutation) {
           sound[rank].steps[step].payload == Payload::kSum) {
         continue;
       }
-      Collective broken = sound;
+      RankSchedules broken = sound;
       mutation(broken[rank].steps, step);
       if (CheckCalls({before, broken, broken}).empty()) ++unnoticed;
     }
@@ -209,27 +212,32 @@ int Unnoticed(const Collective& sound, StepKind kind, Mutation mutation) {
 }
 
 TEST(EveryDroppedStepIsNoticed) {
-  ForEachSchedule(kNumBroken, [](Pattern pattern, Method method, Variant variant) {
-    const Collective sound = MakeCollective(pattern, method, kNumBroken, 2, variant);
-    for (int kind = 0; kind < kNumStepKinds; ++kind) {
-      CHECK_EQ(Unnoticed(sound, static_cast<StepKind>(kind), &Drop), 0);
-    }
-  });
+  ForEachSchedule(kNumBroken,
+                  [](CollectiveKind pattern, Method method, Variant variant) {
+                    const RankSchedules sound =
+                        MakeRankSchedules(pattern, method, kNumBroken, 2, variant);
+                    for (int kind = 0; kind < kNumStepKinds; ++kind) {
+                      CHECK_EQ(Unnoticed(sound, static_cast<StepKind>(kind), &Drop), 0);
+                    }
+                  });
 }
 
 TEST(EveryRepeatedUseIsNoticed) {
-  ForEachSchedule(kNumBroken, [](Pattern pattern, Method method, Variant variant) {
-    const Collective sound = MakeCollective(pattern, method, kNumBroken, 2, variant);
-    for (StepKind kind :
-         {StepKind::kMultiply, StepKind::kCopy, StepKind::kReduce, StepKind::kPut,
-          StepKind::kPublish, StepKind::kWait, StepKind::kRelease}) {
-      CHECK_EQ(Unnoticed(sound, kind, &Repeat), 0);
-    }
-  });
+  ForEachSchedule(
+      kNumBroken, [](CollectiveKind pattern, Method method, Variant variant) {
+        const RankSchedules sound =
+            MakeRankSchedules(pattern, method, kNumBroken, 2, variant);
+        for (StepKind kind :
+             {StepKind::kMultiply, StepKind::kCopy, StepKind::kReduce, StepKind::kPut,
+              StepKind::kPublish, StepKind::kWait, StepKind::kRelease}) {
+          CHECK_EQ(Unnoticed(sound, kind, &Repeat), 0);
+        }
+      });
 }
 
 TEST(WaitsInTheWrongOrderAreNoticed) {
-  Collective ranks = MakeCollective(Pattern::kAllGather, Method::kBulk, 4, 1);
+  RankSchedules ranks =
+      MakeRankSchedules(CollectiveKind::kAllGather, Method::kBulk, 4, 1);
   std::vector<size_t> waits;
   for (size_t step = 0; step < ranks[2].steps.size(); ++step) {
     if (ranks[2].steps[step].kind == StepKind::kWait) waits.push_back(step);
@@ -239,7 +247,8 @@ TEST(WaitsInTheWrongOrderAreNoticed) {
 }
 
 TEST(AWrongPeerIsNoticed) {
-  Collective ranks = MakeCollective(Pattern::kReduceScatter, Method::kPipeline, 3, 2);
+  RankSchedules ranks =
+      MakeRankSchedules(CollectiveKind::kReduceScatter, Method::kPipeline, 3, 2);
   for (Step& step : ranks[0].steps) {
     if (step.kind == StepKind::kWait) {
       step.peer = 3 - step.peer;
@@ -251,7 +260,8 @@ TEST(AWrongPeerIsNoticed) {
 
 TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
   // Both ranks wait before they put: each put of the other is behind the wait.
-  Collective ranks = MakeCollective(Pattern::kAllGather, Method::kBulk, 2, 1);
+  RankSchedules ranks =
+      MakeRankSchedules(CollectiveKind::kAllGather, Method::kBulk, 2, 1);
   for (Schedule& schedule : ranks) {
     std::stable_sort(schedule.steps.begin(), schedule.steps.end(),
                      [](const Step& a, const Step& b) {
@@ -268,8 +278,8 @@ TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
 // What Transformer Engine's schedules lack: they only survive where AG and RS
 // alternate.
 TEST(WithoutAcksTwoGathersInARowAreARace) {
-  Collective ranks =
-      MakeCollective(Pattern::kAllGatherMatmul, Method::kRingExchange, 4, 1);
+  RankSchedules ranks =
+      MakeRankSchedules(CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 4, 1);
   for (Schedule& schedule : ranks) {
     std::erase_if(schedule.steps,
                   [](const Step& step) { return step.kind == StepKind::kWaitFree; });

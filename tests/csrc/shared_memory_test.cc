@@ -1,5 +1,5 @@
 // Ranks in several processes: the same words in every process's mapping, calls in the
-// leader's order, slots in the halves, random delays everywhere.
+// leader's order, slots in the buffers, random delays everywhere.
 #include "transport/cpu/shared_memory.h"
 
 #include <chrono>
@@ -27,7 +27,9 @@ void SleepNowAndThen(std::mt19937& random) {
 }
 
 uint64_t KeyOf(int64_t call) { return 0x9e3779b97f4a7c15u * (call + 1); }
-Order OrderOf(int64_t call) { return {KeyOf(call), static_cast<uint64_t>(call)}; }
+CallLogEntry LogEntryOf(int64_t call) {
+  return {KeyOf(call), static_cast<uint64_t>(call)};
+}
 
 // Takes all steps of a rank's schedule; returns the number of slots that held another
 // value than (call, sender).
@@ -55,31 +57,33 @@ int64_t WrongReads(Transport& transport, const Schedule& schedule, int64_t call)
   return num_wrong;
 }
 
-// One call: staged halves that all read, then slots in the same halves.
-void RunCall(SharedCommunicator& ranks, int64_t call, std::mt19937& random) {
-  if (!ranks.is_leader()) CHECK(ranks.WaitOrder(call, Reason()) == OrderOf(call));
+// One call: staged buffers that all read, then slots in the same buffers.
+void RunCall(SharedMemoryCommunicator& ranks, int64_t call, std::mt19937& random) {
+  if (!ranks.is_leader())
+    CHECK(ranks.WaitForLogEntry(call, Reason()) == LogEntryOf(call));
   for (const int rank : ranks.local_ranks()) {
     const int64_t staged = call * 100 + rank;
-    std::memcpy(ranks.half(rank, call), &staged, sizeof(staged));
+    std::memcpy(ranks.buffer(rank, call), &staged, sizeof(staged));
   }
   const std::string text = "call " + std::to_string(call);
-  ranks.Announce(call, KeyOf(call) + ranks.process(), text);
+  ranks.PublishSignature(call, KeyOf(call) + ranks.process(), text);
   SleepNowAndThen(random);
   ranks.Barrier(call, 0, Reason());
   for (int p = 0; p < ranks.num_processes(); ++p) {
-    const Announcement said = ranks.announcement(p, call);
+    const CallSignature said = ranks.call_signature(p, call);
     CHECK_EQ(said.signature, KeyOf(call) + p);
     CHECK_EQ(said.text, text);
   }
   SleepNowAndThen(random);
   for (int rank = 0; rank < ranks.num_ranks(); ++rank) {
     int64_t staged = 0;
-    std::memcpy(&staged, ranks.half(rank, call), sizeof(staged));
+    std::memcpy(&staged, ranks.buffer(rank, call), sizeof(staged));
     CHECK_EQ(staged, call * 100 + rank);
   }
   if (call % 3 != 0) return;  // the next call's staging meets readers of this one
   ranks.Barrier(call, 1, Reason());
-  const Pattern pattern = call % 2 == 0 ? Pattern::kAllReduce : Pattern::kAllGather;
+  const CollectiveKind pattern =
+      call % 2 == 0 ? CollectiveKind::kAllReduce : CollectiveKind::kAllGather;
   std::vector<std::thread> threads;
   std::atomic<int64_t> num_wrong{0};
   for (const int rank : ranks.local_ranks()) {
@@ -107,7 +111,7 @@ void CallsGoRight(const std::vector<int>& process_of_rank, int num_calls) {
       const int64_t ahead = random() % 40 == 0 ? 200 : random() % 3;
       while (ranks->is_leader() && num_posted < num_calls &&
              num_posted <= call + ahead) {
-        ranks->PostOrder(OrderOf(num_posted++));
+        ranks->AppendToCallLog(LogEntryOf(num_posted++));
       }
       SleepNowAndThen(random);
       RunCall(*ranks, call, random);
@@ -131,7 +135,7 @@ TEST(ProcessesMayHaveAnyNumbers) {
     bulletin.Publish(p, endpoint->address());
     std::map<int, PeerAddress> peers;
     for (const auto& [from, address] : bulletin.Read(2)) peers[7 - 3 * from] = address;
-    const auto ranks = SharedCommunicator::Connect(
+    const auto ranks = SharedMemoryCommunicator::Connect(
         std::move(endpoint), {{7, 4, 7}, 7 - 3 * p, "tp"}, peers, 100, 20);
     CHECK_EQ(ranks->num_ranks(), 3);
     CHECK_EQ(ranks->num_processes(), 2);
@@ -141,7 +145,7 @@ TEST(ProcessesMayHaveAnyNumbers) {
     CHECK(ranks->local_ranks() ==
           (p == 0 ? std::vector<int>{0, 2} : std::vector<int>{1}));
     CHECK_EQ(ranks->process_of_rank(1), 1);
-    CHECK_EQ(ranks->half_bytes(), 4096);
+    CHECK_EQ(ranks->buffer_bytes(), 4096);
     CHECK_EQ(ranks->name(), "tp");
     CHECK_EQ(ranks->DescribeProcess(p),
              (p == 0 ? "ranks 0, 2 (process 7, pid " : "rank 1 (process 4, pid ") +
@@ -155,9 +159,9 @@ TEST(OneProcessIsAGroupToo) {
   Bulletin bulletin;
   Processes processes(1, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 0});
-    ranks->PostOrder({5, 6});
+    ranks->AppendToCallLog({5, 6});
     ranks->Barrier(0, 0, Reason());
-    CHECK(ranks->half(1, 1) - ranks->half(1, 0) == 4096);
+    CHECK(ranks->buffer(1, 1) - ranks->buffer(1, 0) == 4096);
   });
   CHECK_EQ(processes.Join()[0], "");
 }
@@ -180,9 +184,9 @@ TEST(LongAnnouncementsAreCut) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
-    ranks->Announce(0, 1, std::string(5000, 'x'));
+    ranks->PublishSignature(0, 1, std::string(5000, 'x'));
     ranks->Barrier(0, 0, Reason());
-    CHECK_EQ(ranks->announcement(1 - process, 0).text, std::string(1024, 'x'));
+    CHECK_EQ(ranks->call_signature(1 - process, 0).text, std::string(1024, 'x'));
   });
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
@@ -194,10 +198,10 @@ TEST(TwoJobsOfOneNameDoNotMeet) {
     const auto ranks = ConnectAs(process % 2, bulletins[job], {0, 1});
     for (int64_t call = 0; call < 200; ++call) {
       const int64_t value = 10000 * job + call;
-      std::memcpy(ranks->half(process % 2, call), &value, sizeof(value));
+      std::memcpy(ranks->buffer(process % 2, call), &value, sizeof(value));
       ranks->Barrier(call, 0, Reason());
       int64_t got = 0;
-      std::memcpy(&got, ranks->half(1 - process % 2, call), sizeof(got));
+      std::memcpy(&got, ranks->buffer(1 - process % 2, call), sizeof(got));
       CHECK_EQ(got, value);
     }
   });

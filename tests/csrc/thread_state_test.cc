@@ -28,8 +28,8 @@ using jax_ub_test::MakeCalls;
 // The smallest normal number is 1.18e-38.
 bool FlushesSubnormals() {
   volatile float x = 1.5e-38f;
-  volatile float half = 0.5f;
-  volatile float product = x * half;
+  volatile float buffer = 0.5f;
+  volatile float product = x * buffer;
   return product == 0;
 }
 
@@ -105,7 +105,7 @@ TEST(AShortStackLimitDoesNotShortenTheStack) {
 // Runs a call whose ranks are submitted from disturbed threads. Returns the states in
 // which the completions ran, except those that ran inside Submit.
 std::vector<ThreadState> StatesOfCompletions(Engine& engine,
-                                             const Attributes& at,
+                                             const CallAttributes& at,
                                              const jax_ub_test::Sizes& sizes,
                                              bool fails) {
   static int64_t run_id = 0;
@@ -149,7 +149,7 @@ TEST(CompletionsRunInTheStateOfXlasThreads) {
   cpu_set_t allowed;
   sched_getaffinity(0, sizeof(allowed), &allowed);
   for (Method method : {Method::kDirect, Method::kRingExchange}) {
-    const Attributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
+    const CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
     for (bool fails : {false, true}) {
       // Inline, and shared by the pool.
       for (const jax_ub_test::Sizes& sizes :

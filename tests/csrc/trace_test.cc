@@ -18,7 +18,7 @@
 
 #include "call_maker.h"
 #include "check.h"
-#include "engine/engine.h"
+#include "engine/cpu/engine.h"
 
 namespace jax_ub {
 namespace {
@@ -37,8 +37,8 @@ Engine& TheEngine() {
   return engine;
 }
 
-Attributes MakeAttributes(Op op, Method method) {
-  Attributes at;
+CallAttributes MakeAttributes(Op op, Method method) {
+  CallAttributes at;
   at.op = op;
   at.method = method;
   at.num_ranks = kRanks;
@@ -50,7 +50,7 @@ Attributes MakeAttributes(Op op, Method method) {
 
 // Every rank's call, until all are done. The last completion may run in a thread of the
 // engine's, so the latch outlives this.
-int64_t RunAll(CallSite& site, int64_t run_id, const Attributes& at) {
+int64_t RunAll(CallSite& site, int64_t run_id, const CallAttributes& at) {
   Arrays arrays(1);
   std::vector<RankCall> calls = MakeCalls(at, Sizes{}, arrays);
   auto done = std::make_shared<std::latch>(at.num_ranks);
@@ -66,7 +66,7 @@ int64_t RunAll(CallSite& site, int64_t run_id, const Attributes& at) {
 }
 
 Trace TraceOf(Op op, Method method) {
-  const Attributes at = MakeAttributes(op, method);
+  const CallAttributes at = MakeAttributes(op, method);
   CallSite site(at);
   TheEngine().tracer().Start(kRoom);
   CHECK_EQ(RunAll(site, 1, at), 0);
@@ -104,7 +104,7 @@ TEST(ARankDoesWhatItsScheduleSays) {
     const Trace trace = TraceOf(Op::kMatmulReduceScatter, method);
     for (int rank = 0; rank < kRanks; ++rank) {
       const Schedule schedule =
-          MakeSchedule(Pattern::kMatmulReduceScatter, method, rank, kRanks, 2);
+          MakeSchedule(CollectiveKind::kMatmulReduceScatter, method, rank, kRanks, 2);
       const std::vector<TraceEvent> events = StepsOf(trace, rank);
       CHECK_EQ(events.size(), schedule.steps.size());
       for (size_t i = 0; i < std::min(events.size(), schedule.steps.size()); ++i) {
@@ -170,7 +170,7 @@ TEST(BulkProductsAndCopiesAreUnitsOfAllRanks) {
 }
 
 TEST(ALocalCallBelongsToItsDevice) {
-  Attributes at = MakeAttributes(Op::kMatmul, Method::kDirect);
+  CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect);
   at.ranks.clear();
   at.num_ranks = 1;
   CallSite site(at);
@@ -191,7 +191,7 @@ TEST(NothingIsRecordedWhileItIsOff) {
   Tracer& tracer = TheEngine().tracer();
   tracer.Start(kRoom);
   tracer.Stop();
-  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kPipeline);
+  const CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kPipeline);
   CallSite site(at);
   CHECK_EQ(RunAll(site, 1, at), 0);
   const Trace trace = tracer.Read();

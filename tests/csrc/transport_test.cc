@@ -50,7 +50,7 @@ std::vector<std::string> OnEveryRank(int num_ranks,
 // Takes a rank's steps for `num_calls` calls, with a stall now and then, and counts the
 // slots that hold another value than (call, sender).
 int64_t WrongReads(InProcessCommunicator& communicator,
-                   const std::vector<Pattern>& patterns,
+                   const std::vector<CollectiveKind>& patterns,
                    Method method,
                    int rank,
                    int num_calls) {
@@ -84,7 +84,9 @@ int64_t WrongReads(InProcessCommunicator& communicator,
   return num_wrong;
 }
 
-void NoWrongReads(const std::vector<Pattern>& patterns, Method method, uint32_t epoch) {
+void NoWrongReads(const std::vector<CollectiveKind>& patterns,
+                  Method method,
+                  uint32_t epoch) {
   constexpr int kNumCalls = 300;
   for (int num_ranks : {2, 3, 4}) {
     InProcessCommunicator communicator(num_ranks, 4 * num_ranks, sizeof(int64_t),
@@ -99,24 +101,25 @@ void NoWrongReads(const std::vector<Pattern>& patterns, Method method, uint32_t 
 }
 
 TEST(GathersInARowReadWhatWasSent) {
-  NoWrongReads({Pattern::kAllGather}, Method::kRingExchange, 0);
-  NoWrongReads({Pattern::kAllGather}, Method::kPipeline, 0);
+  NoWrongReads({CollectiveKind::kAllGather}, Method::kRingExchange, 0);
+  NoWrongReads({CollectiveKind::kAllGather}, Method::kPipeline, 0);
 }
 
 TEST(ScattersInARowReadWhatWasSent) {
-  NoWrongReads({Pattern::kReduceScatter}, Method::kBulk, 0);
+  NoWrongReads({CollectiveKind::kReduceScatter}, Method::kBulk, 0);
 }
 
 TEST(GathersAndScattersInAnyOrderReadWhatWasSent) {
-  NoWrongReads({Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kReduceScatter,
-                Pattern::kAllReduce, Pattern::kAllGather, Pattern::kAllReduce},
+  NoWrongReads({CollectiveKind::kAllGather, CollectiveKind::kReduceScatter,
+                CollectiveKind::kReduceScatter, CollectiveKind::kAllReduce,
+                CollectiveKind::kAllGather, CollectiveKind::kAllReduce},
                Method::kRingExchange, 0);
 }
 
 TEST(EpochsWrapAround) {
-  NoWrongReads({Pattern::kAllGather, Pattern::kReduceScatter}, Method::kPipeline,
-               0xffffffffu - 100);
-  NoWrongReads({Pattern::kAllGather}, Method::kRingExchange, 0x7fffffffu - 100);
+  NoWrongReads({CollectiveKind::kAllGather, CollectiveKind::kReduceScatter},
+               Method::kPipeline, 0xffffffffu - 100);
+  NoWrongReads({CollectiveKind::kAllGather}, Method::kRingExchange, 0x7fffffffu - 100);
 }
 
 TEST(RowsArrivePacked) {

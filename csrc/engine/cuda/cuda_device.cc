@@ -1,6 +1,6 @@
 #include "engine/cuda/cuda_device.h"
 
-#include "engine/exchange.h"
+#include "engine/communicated_tensors.h"
 
 namespace jax_ub {
 
@@ -17,12 +17,12 @@ int64_t WorkspacePlan::size_bytes() const {
   return bytes == 0 ? 0 : bytes + kAlignment;
 }
 
-DType CudaDevice::PartialDType(const Attributes& at, const RankCall& call) const {
+DType CudaDevice::PartialDType(const CallAttributes& at, const RankCall& call) const {
   const bool rounded = at.num_kernels == 1 && at.num_ranks > 1;
   return rounded ? call.operands[0].dtype : DType::kF32;
 }
 
-int CudaDevice::DefaultSplits(Pattern pattern) const {
+int CudaDevice::DefaultSplits(CollectiveKind pattern) const {
   return IsGather(pattern) ? 1 : kDefaultSplits;
 }
 

@@ -25,7 +25,7 @@ struct WorkspacePlan {
 
   std::vector<int64_t> scratch_bytes;  // [lane]
   int64_t tensor_bytes = 0;
-  int num_marks = 0;
+  int num_events = 0;
 
   // To be asked for: XLA may place it anywhere.
   int64_t size_bytes() const;
@@ -37,10 +37,11 @@ class CudaDevice : public Device {
 
   // That of x for a single product, whose rounding the sum over ranks hardly notices; f32
   // where several pairs are summed, or where nothing is sent.
-  DType PartialDType(const Attributes& attributes, const RankCall& call) const override;
+  DType PartialDType(const CallAttributes& attributes,
+                     const RankCall& call) const override;
 
   // A gather's pieces of a chunk would cost the products more than they hide.
-  int DefaultSplits(Pattern pattern) const override;
+  int DefaultSplits(CollectiveKind pattern) const override;
 };
 
 }  // namespace jax_ub

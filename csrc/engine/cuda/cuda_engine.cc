@@ -17,7 +17,7 @@ bool IsCapturing(const Driver& driver, CUstream stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-bool IsAddedTo(const Attributes& at, size_t operand, size_t result) {
+bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
   const size_t n = at.num_kernels;
   if (at.accumulate) return result < n && operand == 1 + n + result;
   return at.has_residual && operand == FirstResidual(at) + result;
@@ -25,7 +25,7 @@ bool IsAddedTo(const Attributes& at, size_t operand, size_t result) {
 
 // XLA's dynamic slice fusion may make an operand and a result the same slice of one array,
 // whatever the call does with them.
-void CheckApart(const Attributes& at, const RankCall& call) {
+void CheckApart(const CallAttributes& at, const RankCall& call) {
   for (size_t r = 0; r < call.results.size(); ++r) {
     const Tensor& result = call.results[r];
     for (size_t i = 0; i < call.operands.size(); ++i) {
@@ -43,18 +43,18 @@ void CheckApart(const Attributes& at, const RankCall& call) {
 }
 
 void SpoilResults(CudaSlots& slots, const RankCall& call) {
-  std::vector<SpoilParams::Result> results;
+  std::vector<NanFillParams::Result> results;
   for (const Tensor& tensor : call.results) {
     results.push_back({reinterpret_cast<uint64_t>(tensor.data),
                        static_cast<uint64_t>(tensor.size_bytes())});
   }
-  slots.Spoil(results);
+  slots.FillNan(results);
 }
 
 }  // namespace
 
-CudaCallSite::CudaCallSite(Attributes attributes)
-    : attributes_(std::move(attributes)), places_(PlacesOf(attributes_)) {
+CudaCallSite::CudaCallSite(CallAttributes attributes)
+    : attributes_(std::move(attributes)), flat_ranks_(FlatRankOfDevice(attributes_)) {
   CheckRunsOnCuda(attributes_);
 }
 
@@ -62,7 +62,7 @@ CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double tim
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
 // Ranks multiply the same pieces on other lanes, so that their needs may differ.
-int64_t CudaEngine::WorkspaceBytes(const Attributes& at, const RankCall& call) {
+int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
   int64_t bytes = 0;
@@ -93,7 +93,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
                          CUstream stream,
                          const RankCall& call,
                          const DeviceBytes& workspace) {
-  const Attributes& at = site.attributes_;
+  const CallAttributes& at = site.attributes_;
   std::shared_ptr<const Preparation> preparation;
   CudaCallSite::Binding binding;
   {
@@ -111,7 +111,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
   if (IsLocalCall(at)) {  // on XLA's own stream
-    StreamDevice device(gpu.kit(), stream, at.tuning, preparation->options,
+    StreamDevice device(gpu.kit(), stream, at.kernel_options, preparation->options,
                         preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);
   }
@@ -124,7 +124,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   } catch (const ShapeError&) {
     throw;  // the workspace is too small, on all ranks alike
   } catch (...) {
-    // Nothing of a call, or half of it: the peers would wait for the rest.
+    // Nothing of a call, or buffer of it: the peers would wait for the rest.
     binding.communicator->Poison(std::current_exception());
     throw;
   }
@@ -137,7 +137,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 CUstream stream,
                                 const RankCall& call,
                                 const DeviceBytes& workspace) {
-  const Attributes& at = site.attributes_;
+  const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
   // A workspace of a program that was lowered elsewhere is the same on all ranks, too.
@@ -145,19 +145,20 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
       preparation.by_multicast->size_bytes() <= workspace.size_bytes;
-  StreamDevice device(
-      gpu.kit(), stream, gpu.lanes().Find(at.tuning), at.tuning, preparation.options,
-      by_multicast ? *preparation.by_multicast : plan.workspace, workspace);
+  StreamDevice device(gpu.kit(), stream, gpu.lanes().Find(at.kernel_options),
+                      at.kernel_options, preparation.options,
+                      by_multicast ? *preparation.by_multicast : plan.workspace,
+                      workspace);
   try {
     if (!binding.communicator) {
-      LoneTransport alone(0, 1, 0);
+      NullTransport alone(0, 1, 0);
       ExecuteRank(at, call, plan.slots, timeout_s_, alone, device, {});
       device.Gather();
     } else {
       CudaSlots slots = SlotsOf(preparation, binding, device);
       if (call.partition != nullptr) {
-        slots.CheckPlace(reinterpret_cast<CUdeviceptr>(call.partition),
-                         preparation.place.partition);
+        slots.CheckPartition(reinterpret_cast<CUdeviceptr>(call.partition),
+                             preparation.place.partition);
       }
       if (by_multicast) {
         const auto sum = [&slots](const MulticastRange& range) {
@@ -187,7 +188,7 @@ CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
                               const CudaCallSite::Binding& binding,
                               StreamDevice& device) const {
   const Gpu& gpu = *preparation.gpu;
-  const SlotPlan& slots = preparation.plan.slots;
+  const SlotRequirements& slots = preparation.plan.slots;
   CudaCommunicator* const communicator = binding.communicator.get();
   const int rank = preparation.place.rank;
   return {rank,
@@ -256,7 +257,7 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
   // Of the locks below some thread of the parent may have been the owner.
-  if (communicator->IsCopy()) return;
+  if (communicator->IsForkedChild()) return;
   communicator->RefuseCalls();
   std::vector<Gpu*> gpus;
   {

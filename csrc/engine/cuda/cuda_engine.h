@@ -21,8 +21,8 @@
 
 #include "engine/call.h"
 #include "engine/cuda/cuda_device.h"
+#include "engine/cuda/dry_run_device.h"
 #include "engine/cuda/gpu.h"
-#include "engine/cuda/measuring_device.h"
 #include "gemm/cuda/cublaslt.h"
 #include "platform/cuda/driver.h"
 #include "transport/cuda/communicator.h"
@@ -34,9 +34,9 @@ class CudaCallSite {
  public:
   // Throws std::invalid_argument for attributes that no op has, UnsupportedError for what
   // does not run on GPUs.
-  explicit CudaCallSite(Attributes attributes);
+  explicit CudaCallSite(CallAttributes attributes);
 
-  const Attributes& attributes() const { return attributes_; }
+  const CallAttributes& attributes() const { return attributes_; }
 
  private:
   friend class CudaEngine;
@@ -51,7 +51,7 @@ class CudaCallSite {
   struct Preparation {
     Place place;
     std::vector<int> alignments;  // of the tensors that the products were planned for
-    uint32_t tag = 0;             // CallStatement::tag, where it has peers
+    uint32_t tag = 0;             // GpuCallSignature::tag, where it has peers
     CallPlan plan;
     std::optional<WorkspacePlan> by_multicast;  // where it may reduce so
     GemmOptions options;
@@ -68,9 +68,10 @@ class CudaCallSite {
     std::set<int> who_heard;
   };
 
-  const Attributes attributes_;
-  const std::unordered_map<int64_t, size_t> places_;  // PlacesOf the attributes
-  std::mutex mutex_;                                  // guards all below
+  const CallAttributes attributes_;
+  const std::unordered_map<int64_t, size_t>
+      flat_ranks_;    // FlatRankOfDevice the attributes
+  std::mutex mutex_;  // guards all below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by ordinal
   std::map<int, Binding> bindings_;                                 // by group
   std::map<int, std::weak_ptr<CudaCommunicator>> declared_;  // to whom, by ordinal
@@ -90,7 +91,7 @@ class CudaEngine {
 
   // What Python asks for while it lowers a call, whose tensors have no data: the largest
   // need of any rank. Needs no device.
-  static int64_t WorkspaceBytes(const Attributes& attributes, const RankCall& call);
+  static int64_t WorkspaceBytes(const CallAttributes& attributes, const RankCall& call);
 
   // Finds or makes the communicator, plans products, loads kernels; cheap when nothing
   // has changed. Throws what failed in an earlier call of the communicator. The first time
@@ -155,18 +156,18 @@ class CudaEngine {
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
   // What a rank says of the call when it is ready for it.
-  CallStatement StatementOf(CudaCallSite& site, int rank, const RankCall& call);
+  GpuCallSignature StatementOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
                const Place& place,
                const RankCall& call,
                const std::exception_ptr& refusal);
   std::shared_ptr<CudaCommunicator> FindJoined(const std::vector<int64_t>& devices);
-  std::shared_ptr<CudaCommunicator> FindCommunicator(const Attributes& attributes,
+  std::shared_ptr<CudaCommunicator> FindCommunicator(const CallAttributes& attributes,
                                                      int group,
-                                                     const SlotPlan& slots);
+                                                     const SlotRequirements& slots);
   // Of devices that all are this process's.
-  std::vector<int> OrdinalsOf(const Attributes& attributes,
+  std::vector<int> OrdinalsOf(const CallAttributes& attributes,
                               const std::vector<int64_t>& devices);
   void Enqueue(CudaCallSite& site,
                int ordinal,

@@ -2,7 +2,7 @@
 
 namespace jax_ub {
 
-bool MayCorruptBeside(const CublasLt& library, const Context& context) {
+bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context) {
   const int major = context.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
   return (major == 10 || major == 11) && library.version >= 120800 &&
          library.version < 130200;

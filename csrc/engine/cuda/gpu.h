@@ -20,7 +20,7 @@ namespace jax_ub {
 // Whether products must not run beside each other. Many kernels of cuBLAS 12.8 to 13.1
 // free their tensor memory more than once on devices of compute capability 10 and 11, and
 // then corrupt what runs on another stream: JAX's plugin warns of it.
-bool MayCorruptBeside(const CublasLt& library, const Context& context);
+bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context);
 
 class Gpu {
  public:
@@ -36,7 +36,7 @@ class Gpu {
     return loaded_->multicast ? &*loaded_->multicast : nullptr;
   }
   CudaGemm& gemm() { return loaded_->gemm; }
-  StreamKit kit() { return {driver(), sums(), gemm()}; }
+  StreamResources kit() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
 
   // Held while a call enqueues: lanes are one call's at a time.
@@ -49,7 +49,7 @@ class Gpu {
         : flags(context.driver()),
           sums(context.driver(), context.device()),
           gemm(library, context.driver(), sums),
-          lanes(context.driver(), MayCorruptBeside(library, context)) {
+          lanes(context.driver(), MayCorruptConcurrentGemms(library, context)) {
       if (has_multicast) multicast.emplace(context.driver());
     }
     const FlagKernels flags;

@@ -33,16 +33,16 @@ std::vector<int> AlignmentsOf(const RankCall& call) {
   return alignments;
 }
 
-GemmOptions OptionsOf(const Attributes& at, const Gpu& gpu) {
+GemmOptions OptionsOf(const CallAttributes& at, const Gpu& gpu) {
   GemmOptions options;
-  const int margin = IsLocalCall(at) ? 0 : at.tuning.sm_margin;
+  const int margin = IsLocalCall(at) ? 0 : at.kernel_options.sm_margin;
   if (margin > 0) options.sm_target = std::max(gpu.num_sms() - margin, 1);
-  options.allow_tf32 = at.tuning.allow_tf32;
-  options.algorithm = at.tuning.gemm_algorithm;
+  options.allow_tf32 = at.kernel_options.allow_tf32;
+  options.algorithm = at.kernel_options.gemm_algorithm;
   return options;
 }
 
-std::vector<int64_t> DevicesOf(const Attributes& at, int group) {
+std::vector<int64_t> DevicesOf(const CallAttributes& at, int group) {
   const auto first = at.ranks.begin() + group * at.num_ranks;
   return {first, first + at.num_ranks};
 }
@@ -90,11 +90,11 @@ void CudaEngine::InitializeWithPeers(CudaCallSite& site,
 }
 
 CudaEngine::Place CudaEngine::PlaceOf(const CudaCallSite& site, int ordinal) {
-  const Attributes& at = site.attributes_;
+  const CallAttributes& at = site.attributes_;
   if (IsLocalCall(at)) return {};
   const int64_t device = DeviceOf(ordinal);
-  const auto place = site.places_.find(device);
-  if (place == site.places_.end()) {
+  const auto place = site.flat_ranks_.find(device);
+  if (place == site.flat_ranks_.end()) {
     throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
                             std::to_string(device) +
                             " is not among the devices of the mesh axis");
@@ -126,7 +126,7 @@ void CudaEngine::Load(CudaCallSite& site,
                       const Preparation& planned,
                       const RankCall& call) {
   if (planned.gpu != nullptr) return;
-  const Attributes& at = site.attributes_;
+  const CallAttributes& at = site.attributes_;
   auto preparation = std::make_shared<Preparation>(planned);
   Gpu& gpu = GpuOf(ordinal);
   const ScopedContext current(driver_, gpu.context());
@@ -144,7 +144,7 @@ void CudaEngine::Load(CudaCallSite& site,
   }
   if (!IsLocalCall(at)) {
     std::lock_guard lock(gpu.mutex());
-    StreamLanes& lanes = gpu.lanes().Find(at.tuning);
+    StreamLanes& lanes = gpu.lanes().Find(at.kernel_options);
     lanes.ReserveEvents(StreamDevice::NumEvents(planned.plan.workspace, lanes));
     if (preparation->by_multicast) {
       lanes.ReserveEvents(StreamDevice::NumEvents(*preparation->by_multicast, lanes));
@@ -168,7 +168,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   const bool is_news = binding.who_heard.insert(place.rank).second;
   if (binding.refusal && is_news) std::rethrow_exception(binding.refusal);
   binding.who_heard = {place.rank};
-  const SlotPlan& slots = preparation.plan.slots;
+  const SlotRequirements& slots = preparation.plan.slots;
   try {
     auto communicator = FindCommunicator(site.attributes_, place.group, slots);
     if (!communicator->failure()) {
@@ -186,11 +186,11 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   return binding.communicator;
 }
 
-CallStatement CudaEngine::StatementOf(CudaCallSite& site,
-                                      int rank,
-                                      const RankCall& call) {
-  const Attributes& at = site.attributes_;
-  CallStatement statement = {.rank = rank};
+GpuCallSignature CudaEngine::StatementOf(CudaCallSite& site,
+                                         int rank,
+                                         const RankCall& call) {
+  const CallAttributes& at = site.attributes_;
+  GpuCallSignature statement = {.rank = rank};
   {
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
@@ -201,7 +201,7 @@ CallStatement CudaEngine::StatementOf(CudaCallSite& site,
     }
     statement.site = site.name_;
   }
-  statement.call = DescribeCall(at, call) + DescribeTuning(at.tuning);
+  statement.call = DescribeCall(at, call) + DescribeKernelOptions(at.kernel_options);
   return statement;
 }
 
@@ -212,7 +212,7 @@ void CudaEngine::Declare(CudaCallSite& site,
                          const Place& place,
                          const RankCall& call,
                          const std::exception_ptr& refusal) {
-  const Attributes& at = site.attributes_;
+  const CallAttributes& at = site.attributes_;
   std::shared_ptr<CudaCommunicator> communicator;
   bool is_declared = false;
   {
@@ -232,7 +232,7 @@ void CudaEngine::Declare(CudaCallSite& site,
         "CommunicatorError: jax_ub." + at.label + ": " +
         communicator->DescribeRank(place.rank) + " failed: " + TextOf(refusal))));
   }
-  CallStatement statement = StatementOf(site, place.rank, call);
+  GpuCallSignature statement = StatementOf(site, place.rank, call);
   if (refusal) statement.refusal = TextOf(refusal);
   communicator->Declare(statement);
 }
@@ -246,9 +246,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindJoined(
   return nullptr;
 }
 
-std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes& at,
-                                                               int group,
-                                                               const SlotPlan& slots) {
+std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
+    const CallAttributes& at, int group, const SlotRequirements& slots) {
   const std::vector<int64_t> devices = DevicesOf(at, group);
   if (auto joined = FindJoined(devices)) return joined;
   const std::vector<int> ordinals = OrdinalsOf(at, devices);
@@ -274,7 +273,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(const Attributes&
   return made;
 }
 
-std::vector<int> CudaEngine::OrdinalsOf(const Attributes& at,
+std::vector<int> CudaEngine::OrdinalsOf(const CallAttributes& at,
                                         const std::vector<int64_t>& devices) {
   std::vector<int> ordinals;
   std::lock_guard lock(mutex_);

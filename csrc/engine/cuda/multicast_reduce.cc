@@ -4,30 +4,30 @@
 #include <cstddef>
 #include <vector>
 
-#include "engine/exchange.h"
-#include "engine/lanes.h"
+#include "engine/communicated_tensors.h"
+#include "engine/lane_dependencies.h"
 
 namespace jax_ub {
 
 namespace {
 
 // Flags: one for each peer, piece and stage.
-int MostPieces(const SlotPlan& plan, int num_ranks) {
+int MostPieces(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }
 
 class MulticastReduction {
  public:
-  MulticastReduction(const Attributes& at,
+  MulticastReduction(const CallAttributes& at,
                      const RankCall& call,
-                     const SlotPlan& plan,
+                     const SlotRequirements& plan,
                      double timeout_s,
                      const std::function<void(const MulticastRange&)>& sum,
                      Transport& transport,
                      Device& device)
       : at_(at),
         call_(call),
-        exchange_(ExchangesOf(at, call).front()),
+        exchange_(CommunicatedTensorsOf(at, call).front()),
         has_product_(HasProduct(plan.pattern)),
         timeout_s_(timeout_s),
         sum_(sum),
@@ -38,12 +38,12 @@ class MulticastReduction {
                  exchange_.result.features, const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = exchange_.operand.dtype;
     // Pieces begin at whole vectors; what has none to begin at is one.
-    const bool has_pieces = Piece{partial_}.row_bytes() % kMulticastBytes == 0;
+    const bool has_pieces = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_pieces_ = has_pieces ? MostPieces(plan, transport.num_ranks()) : 1;
   }
 
   void Run() {
-    std::vector<Point> made;
+    std::vector<Dependency> made;
     for (int piece = 0; piece < num_pieces_; ++piece) made.push_back(Make(piece));
     for (int piece = 0; piece < num_pieces_; ++piece) {
       lanes_.Await(kCommunicationLane, made[piece]);
@@ -59,15 +59,15 @@ class MulticastReduction {
 
  private:
   RowRange RowsOf(int piece) const {
-    return PieceRows(exchange_.num_rows, 1, num_pieces_, 0, piece);
+    return SplitRows(exchange_.num_rows, 1, num_pieces_, 0, piece);
   }
 
   // The rank's partial sums, in its slots.
-  Point Make(int piece) {
+  Dependency Make(int piece) {
     const RowRange rows = RowsOf(piece);
     if (!has_product_) {
-      const Rows from = Piece{exchange_.operand, rows.begin, rows.end}.rows();
-      const Rows to = Piece{partial_, rows.begin, rows.end}.rows();
+      const Rows from = RowSlice{exchange_.operand, rows.begin, rows.end}.rows();
+      const Rows to = RowSlice{partial_, rows.begin, rows.end}.rows();
       device_.Copy(kCommunicationLane, from, const_cast<std::byte*>(to.data),
                    to.stride_bytes);
       return {};
@@ -150,24 +150,24 @@ class MulticastReduction {
     }
   }
 
-  const Attributes& at_;
+  const CallAttributes& at_;
   const RankCall& call_;
-  const Exchange exchange_;
+  const CommunicatedTensor exchange_;
   const bool has_product_;
   const double timeout_s_;
   const std::function<void(const MulticastRange&)>& sum_;
   Transport& transport_;
   Device& device_;
-  Lanes lanes_;
+  LaneDependencies lanes_;
   Tensor partial_;  // in the own slots: of all rows
   int num_pieces_ = 1;
 };
 
 }  // namespace
 
-bool ReducesByMulticast(const Attributes& at,
+bool ReducesByMulticast(const CallAttributes& at,
                         const RankCall& call,
-                        const SlotPlan& plan) {
+                        const SlotRequirements& plan) {
   if (at.num_ranks == 1) return false;
   if (at.op != Op::kMatmulAllReduce && at.op != Op::kAllReduce) return false;
   const Tensor& result = call.results[0];
@@ -180,9 +180,9 @@ bool ReducesByMulticast(const Attributes& at,
          bytes <= plan.num_slots * CudaSlots::StrideOf(plan.slot_bytes);
 }
 
-void ReduceByMulticast(const Attributes& at,
+void ReduceByMulticast(const CallAttributes& at,
                        const RankCall& call,
-                       const SlotPlan& plan,
+                       const SlotRequirements& plan,
                        double timeout_s,
                        const std::function<void(const MulticastRange&)>& sum,
                        Transport& transport,

@@ -30,14 +30,14 @@ namespace jax_ub {
 
 // Whether a call runs so where its slots have a multicast address; the same on all ranks.
 // `plan` is that of its schedule.
-bool ReducesByMulticast(const Attributes& attributes,
+bool ReducesByMulticast(const CallAttributes& attributes,
                         const RankCall& call,
-                        const SlotPlan& plan);
+                        const SlotRequirements& plan);
 
 // Takes the rank's part. `sum` is CudaSlots::SumByMulticast, or nothing to measure.
-void ReduceByMulticast(const Attributes& attributes,
+void ReduceByMulticast(const CallAttributes& attributes,
                        const RankCall& call,
-                       const SlotPlan& plan,
+                       const SlotRequirements& plan,
                        double timeout_s,
                        const std::function<void(const MulticastRange&)>& sum,
                        Transport& transport,

@@ -21,18 +21,22 @@ SumPart PartOf(const ConstMatrix& matrix) {
 
 }  // namespace
 
-CopyWay CopyWayOf(const Tuning& tuning) {
-  return {tuning.use_ce, tuning.num_sm, tuning.cga_size};
+CopyMethod CopyWayOf(const KernelOptions& kernel_options) {
+  return {kernel_options.use_ce, kernel_options.num_sm, kernel_options.cga_size};
 }
 
-StreamDevice::StreamDevice(const StreamKit& kit,
+StreamDevice::StreamDevice(const StreamResources& kit,
                            CUstream stream,
                            StreamLanes& lanes,
-                           const Tuning& tuning,
+                           const KernelOptions& kernel_options,
                            const GemmOptions& options,
                            const WorkspacePlan& plan,
                            const DeviceBytes& workspace)
-    : kit_(kit), stream_(stream), lanes_(&lanes), tuning_(tuning), options_(options) {
+    : kit_(kit),
+      stream_(stream),
+      lanes_(&lanes),
+      tuning_(kernel_options),
+      options_(options) {
   Divide(plan, workspace);
   const Driver& driver = kit.driver;
   const CUevent begin = lanes.event(0);
@@ -44,13 +48,17 @@ StreamDevice::StreamDevice(const StreamKit& kit,
   num_events_ = 1;
 }
 
-StreamDevice::StreamDevice(const StreamKit& kit,
+StreamDevice::StreamDevice(const StreamResources& kit,
                            CUstream stream,
-                           const Tuning& tuning,
+                           const KernelOptions& kernel_options,
                            const GemmOptions& options,
                            const WorkspacePlan& plan,
                            const DeviceBytes& workspace)
-    : kit_(kit), stream_(stream), lanes_(nullptr), tuning_(tuning), options_(options) {
+    : kit_(kit),
+      stream_(stream),
+      lanes_(nullptr),
+      tuning_(kernel_options),
+      options_(options) {
   Divide(plan, workspace);
 }
 
@@ -130,18 +138,18 @@ void StreamDevice::Sum(Lane lane,
   kit_.sums.Sum(stream(lane), params);
 }
 
-Mark StreamDevice::Record(Lane lane) {
-  if (lanes_ == nullptr) return kNoMark;
+EventId StreamDevice::Record(Lane lane) {
+  if (lanes_ == nullptr) return kNoEvent;
   const Driver& driver = kit_.driver;
   Check(driver, driver.EventRecord(lanes_->event(num_events_), stream(lane)),
         "cuEventRecord");
   return num_events_++;
 }
 
-void StreamDevice::Await(Lane lane, Mark mark) {
-  if (mark == kNoMark) return;
+void StreamDevice::Await(Lane lane, EventId event) {
+  if (event == kNoEvent) return;
   const Driver& driver = kit_.driver;
-  Check(driver, driver.StreamWaitEvent(stream(lane), lanes_->event(mark), 0),
+  Check(driver, driver.StreamWaitEvent(stream(lane), lanes_->event(event), 0),
         "cuStreamWaitEvent");
 }
 

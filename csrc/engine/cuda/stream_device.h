@@ -21,45 +21,45 @@
 namespace jax_ub {
 
 // What a device enqueues with; all of it outlives the call.
-struct StreamKit {
+struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
   CudaGemm& gemm;
 };
 
-CopyWay CopyWayOf(const Tuning& tuning);
+CopyMethod CopyWayOf(const KernelOptions& kernel_options);
 
 // One call. The context is current while it exists, and nobody else uses the lanes.
 class StreamDevice : public CudaDevice {
  public:
   // The lanes begin behind what `stream` has been given. `workspace` has room for `plan`.
-  StreamDevice(const StreamKit& kit,
+  StreamDevice(const StreamResources& kit,
                CUstream stream,
                StreamLanes& lanes,
-               const Tuning& tuning,
+               const KernelOptions& kernel_options,
                const GemmOptions& options,
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
   // All lanes are `stream` itself: for calls that communicate nothing.
-  StreamDevice(const StreamKit& kit,
+  StreamDevice(const StreamResources& kit,
                CUstream stream,
-               const Tuning& tuning,
+               const KernelOptions& kernel_options,
                const GemmOptions& options,
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
 
   // Events that a call of this plan uses.
   static int NumEvents(const WorkspacePlan& plan, const StreamLanes& lanes) {
-    return 2 + plan.num_marks + lanes.num_product_lanes();
+    return 2 + plan.num_events + lanes.num_product_lanes();
   }
 
-  CopyWay copies() const { return CopyWayOf(tuning_); }
+  CopyMethod copies() const { return CopyWayOf(tuning_); }
   CUstream stream(Lane lane) const { return lanes_ ? lanes_->stream(lane) : stream_; }
 
   // The communication lane comes behind all others.
   void Gather();
   // XLA's stream comes behind the communication lane; Gather comes before it. Where
-  // enqueueing failed half way, too: a capture does not end with lanes that are left over.
+  // enqueueing failed buffer way, too: a capture does not end with lanes that are left over.
   void Join();
 
   int num_product_lanes() const override {
@@ -75,16 +75,16 @@ class StreamDevice : public CudaDevice {
            int64_t rows,
            int64_t columns,
            const Matrix& out) override;
-  Mark Record(Lane lane) override;
-  void Await(Lane lane, Mark mark) override;
+  EventId Record(Lane lane) override;
+  void Await(Lane lane, EventId event) override;
 
  private:
   void Divide(const WorkspacePlan& plan, const DeviceBytes& workspace);
 
-  const StreamKit kit_;
+  const StreamResources kit_;
   const CUstream stream_;  // XLA's
   StreamLanes* const lanes_;
-  const Tuning tuning_;
+  const KernelOptions tuning_;
   const GemmOptions options_;
   std::vector<GemmWorkspace> scratch_;  // [lane]
   DeviceBytes free_;                    // of the workspace

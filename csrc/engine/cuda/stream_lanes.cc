@@ -4,8 +4,10 @@
 
 namespace jax_ub {
 
-StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning, bool in_turn)
-    : driver_(driver), num_product_lanes_(std::max(tuning.num_lanes, 1)) {
+StreamLanes::StreamLanes(const Driver& driver,
+                         const KernelOptions& kernel_options,
+                         bool in_turn)
+    : driver_(driver), num_product_lanes_(std::max(kernel_options.num_lanes, 1)) {
   int least = 0;
   int greatest = 0;
   Check(driver, driver.CtxGetStreamPriorityRange(&least, &greatest),
@@ -13,9 +15,9 @@ StreamLanes::StreamLanes(const Driver& driver, const Tuning& tuning, bool in_tur
   const auto priority = [&](int asked, int otherwise) {
     return asked == 0 ? otherwise : std::clamp(asked, greatest, least);
   };
-  streams_.emplace_back(driver, priority(tuning.comm_priority, greatest));
+  streams_.emplace_back(driver, priority(kernel_options.comm_priority, greatest));
   for (int lane = 0; lane < (in_turn ? 1 : num_product_lanes_); ++lane) {
-    streams_.emplace_back(driver, priority(tuning.gemm_priority, least));
+    streams_.emplace_back(driver, priority(kernel_options.gemm_priority, least));
   }
 }
 
@@ -31,13 +33,14 @@ bool StreamLanes::IsCapturing() const {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-StreamLanes& LanePool::Find(const Tuning& tuning) {
+StreamLanes& LanePool::Find(const KernelOptions& kernel_options) {
   std::deque<StreamLanes>& lanes =
-      lanes_[{tuning.num_lanes, tuning.comm_priority, tuning.gemm_priority}];
+      lanes_[{kernel_options.num_lanes, kernel_options.comm_priority,
+              kernel_options.gemm_priority}];
   for (StreamLanes& one : lanes) {
     if (!one.IsCapturing()) return one;
   }
-  return lanes.emplace_back(driver_, tuning, in_turn_);
+  return lanes.emplace_back(driver_, kernel_options, in_turn_);
 }
 
 }  // namespace jax_ub

@@ -21,7 +21,9 @@ namespace jax_ub {
 class StreamLanes {
  public:
   // In the context that is current. `in_turn`: all lanes of products are one stream.
-  StreamLanes(const Driver& driver, const Tuning& tuning, bool in_turn = false);
+  StreamLanes(const Driver& driver,
+              const KernelOptions& kernel_options,
+              bool in_turn = false);
 
   int num_product_lanes() const { return num_product_lanes_; }
   CUstream stream(Lane lane) const {
@@ -53,7 +55,7 @@ class LanePool {
 
   // Free ones, with as many lanes and of such priorities as asked for. The caller sees to
   // it that one call enqueues at a time.
-  StreamLanes& Find(const Tuning& tuning);
+  StreamLanes& Find(const KernelOptions& kernel_options);
 
  private:
   using Key = std::tuple<int, int, int>;

@@ -45,7 +45,7 @@ ffi::Error Initialize(CudaCallSiteState* state,
   }
 }
 
-DeviceBytes WorkspaceOf(const Attributes& at, const ffi::RemainingRets& results) {
+DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& results) {
   ffi::Result<ffi::AnyBuffer> last = *results.get<ffi::AnyBuffer>(results.size() - 1);
   if (last->element_type() != ffi::U8) {
     throw ShapeError("jax_ub." + at.label + ": its last result is no workspace");
@@ -62,7 +62,7 @@ ffi::Error Execute(CudaCallSiteState* state,
                    ffi::RemainingRets results,
                    ffi::Dictionary) {
   try {
-    const Attributes& at = state->site.attributes();
+    const CallAttributes& at = state->site.attributes();
     const RankCall call = DecodeCall(at, operands, results, 1);
     ProcessCudaEngine().Execute(state->site, ordinal, stream, call,
                                 WorkspaceOf(at, results));

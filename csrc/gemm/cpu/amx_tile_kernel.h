@@ -127,10 +127,10 @@ inline void StoreRounded(const TileOutput& output) {
 template <bool kIsTall>
 void AmxTile(const void* a,
              int64_t a_stride,
-             const PanelOfB& b,
+             const BPanel& b,
              int64_t num_words,
              const TileOutput& output,
-             Upcoming& upcoming) {
+             PrefetchCursor& prefetch) {
   constexpr int kStepsOfLines = kAmxWords / kStepWords;
   OrderMemory();
   if (output.before != nullptr) {
@@ -141,7 +141,7 @@ void AmxTile(const void* a,
   const char* a_words = static_cast<const char*>(a);
   const char* b_words = static_cast<const char*>(b.words);
   const int64_t rest = num_words % kAmxWords;
-  Upcoming lines = upcoming;  // in registers
+  PrefetchCursor lines = prefetch;  // in registers
   int64_t k = 0;
   for (; k < num_words - rest; k += kAmxWords) {
     for (int i = 0; i < kStepsOfLines; ++i) FetchStep(lines);
@@ -150,7 +150,7 @@ void AmxTile(const void* a,
   if (rest > 0) {
     MultiplyRest<kIsTall>(a_words + 4 * k, a_stride, b_words + k * kAmxRowBytes, rest);
   }
-  upcoming = lines;
+  prefetch = lines;
   if (output.to_dtype == DType::kF32 && output.after == nullptr) {
     StoreSums<kIsTall>(output.to, output.to_stride);
   } else {

@@ -70,7 +70,7 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   const int64_t shortest =
       (problem.m <= kFewRows ? kMinSegmentWordsOfFewRows : kMinSegmentWords) *
-      kernels.k_group;
+      kernels.k_per_word;
   for (size_t i = 1; i < cuts.size(); ++i) {
     if (cuts[i] - cuts[i - 1] < shortest) return {0, problem.k};
   }
@@ -86,7 +86,7 @@ void ChooseBlocksOfK(const GemmProblem& problem,
   for (size_t i = 1; i < cuts.size(); ++i) {
     // Of equal size, each a multiple of the vectors that packing transposes.
     const int64_t size = cuts[i] - cuts[i - 1];
-    const int64_t parts = CeilDiv(size, kernels.k_block * kernels.k_group);
+    const int64_t parts = CeilDiv(size, kernels.k_block * kernels.k_per_word);
     const int64_t block = PartOf(size, parts, 32);
     blocking.k_block = std::max(blocking.k_block, block);
     for (int64_t k = cuts[i - 1]; k < cuts[i];) {
@@ -106,7 +106,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
   ChooseUnits(problem, kernels, num_workers, blocking);
   ChooseBlocksOfK(problem, kernels, blocking);
   const int64_t row_bytes =
-      4 * std::max<int64_t>(1, blocking.k_block / kernels.k_group);
+      4 * std::max<int64_t>(1, blocking.k_block / kernels.k_per_word);
   const int64_t most_rows = std::min(kMaxBlockRows, kMaxBlockBytes / row_bytes);
   const int64_t row_blocks = CeilDiv(blocking.unit_rows, most_rows);
   blocking.block_rows = PartOf(blocking.unit_rows, row_blocks, kernels.tile_rows);

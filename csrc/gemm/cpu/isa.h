@@ -15,16 +15,16 @@ struct Isa {
 const Isa& IsaInUse();
 
 // While a thread calls tiles of these kernels.
-class KernelsAtWork {
+class ScopedKernelState {
  public:
-  explicit KernelsAtWork(const KernelSet& kernels) : kernels_(kernels) {
+  explicit ScopedKernelState(const KernelSet& kernels) : kernels_(kernels) {
     if (kernels_.begin != nullptr) kernels_.begin();
   }
-  ~KernelsAtWork() {
+  ~ScopedKernelState() {
     if (kernels_.end != nullptr) kernels_.end();
   }
-  KernelsAtWork(const KernelsAtWork&) = delete;
-  KernelsAtWork& operator=(const KernelsAtWork&) = delete;
+  ScopedKernelState(const ScopedKernelState&) = delete;
+  ScopedKernelState& operator=(const ScopedKernelState&) = delete;
 
  private:
   const KernelSet& kernels_;

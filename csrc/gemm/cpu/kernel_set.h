@@ -1,9 +1,9 @@
 // Puts the kernel set of one instruction set together. Included after its simd header.
 #pragma once
 
-#include "gemm/cpu/few_rows_kernel.h"
 #include "gemm/cpu/kernels.h"
 #include "gemm/cpu/pack_kernel.h"
+#include "gemm/cpu/small_m_kernel.h"
 #include "gemm/cpu/sum_kernel.h"
 #include "gemm/cpu/tile_kernel.h"
 
@@ -34,15 +34,16 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// These widen what they read: a word is one element, whatever the set's k_group is.
+// These widen what they read: a word is one element, whatever the set's k_per_word is.
 template <int kRows>
-constexpr void AddFewRows(KernelSet& set) {
-  set.few_rows[kRows - 1] = {
+constexpr void AddSmallM(KernelSet& set) {
+  set.small_m[kRows - 1] = {
       .dots = {MultiplyDots<kRows, DType::kF32>, MultiplyDots<kRows, DType::kBF16>,
                MultiplyDots<kRows, DType::kF16>},
-      .strips = {MultiplyStrip<kRows, DType::kF32>, MultiplyStrip<kRows, DType::kBF16>,
-                 MultiplyStrip<kRows, DType::kF16>}};
-  if constexpr (kRows > 1) AddFewRows<kRows - 1>(set);
+      .column_blocks = {MultiplyColumnBlock<kRows, DType::kF32>,
+                        MultiplyColumnBlock<kRows, DType::kBF16>,
+                        MultiplyColumnBlock<kRows, DType::kF16>}};
+  if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
 template <int kRows, int kVectors>
@@ -53,7 +54,7 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   set.whole_rows = 1;
   set.panel_of_a = kRows;
   set.tile_columns = kVectors * kLanes;
-  set.k_group = 1;
+  set.k_per_word = 1;
   set.k_block = k_block;
   set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
@@ -63,7 +64,7 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   AddPackingTile<Widened<DType::kF16>, kRows, kVectors, MultiplyAdd>(set, DType::kF16);
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();
-  AddFewRows<kMaxFewRows>(set);
+  AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   return set;
 }

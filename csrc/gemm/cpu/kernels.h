@@ -33,7 +33,7 @@ inline constexpr int kStepWords = 8;   // of K, between two times that a tile as
 
 // Memory that will be packed next: rows of `row_bytes`, `stride` apart. Tiles ask for its
 // lines while they multiply, each from where the one before left off.
-struct Upcoming {
+struct PrefetchCursor {
   const char* row = nullptr;  // the one that the next line is of
   int64_t row_bytes = 0;
   int64_t stride = 0;
@@ -42,7 +42,7 @@ struct Upcoming {
   int64_t lines_per_step = 0;
 };
 
-struct PanelOfB {
+struct BPanel {
   void* words;                   // word (k, c) at words + 4 * (k * tile_columns + c)
   const void* source = nullptr;  // of a packing tile: B in place, columns contiguous
   int64_t source_stride = 0;     // of the source's rows, in bytes
@@ -56,10 +56,10 @@ struct PanelOfB {
 // A packing tile reads B at its source, and writes the words for the tiles after it.
 using TileFunction = void (*)(const void* a,
                               int64_t a_stride,
-                              const PanelOfB& b,
+                              const BPanel& b,
                               int64_t num_words,
                               const TileOutput& output,
-                              Upcoming& upcoming);
+                              PrefetchCursor& prefetch);
 
 // Packs a rectangle of `outer` x `num_words` words into panels: word (o, k) goes to
 // panels + o / panel * panel_bytes + 4 * (k * panel + o % panel), where `panel` is the
@@ -90,20 +90,20 @@ using SumFunction = void (*)(const Summand* summands,
 
 // sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B in
 // place (see few_rows_kernel.h).
-using FewRowsFunction = void (*)(const void* a,
-                                 int64_t a_stride,
-                                 const void* b,
-                                 int64_t b_stride,
-                                 int64_t num_words,
-                                 int64_t columns,
-                                 void* sums,
-                                 int64_t sums_stride);
+using SmallMFunction = void (*)(const void* a,
+                                int64_t a_stride,
+                                const void* b,
+                                int64_t b_stride,
+                                int64_t num_words,
+                                int64_t columns,
+                                void* sums,
+                                int64_t sums_stride);
 
-inline constexpr int kMaxFewRows = 4;
+inline constexpr int kMaxSmallM = 4;
 
-struct FewRowsKernels {
-  FewRowsFunction dots[kNumDTypes];    // B is K contiguous
-  FewRowsFunction strips[kNumDTypes];  // B is contiguous along its columns
+struct SmallMKernels {
+  SmallMFunction dots[kNumDTypes];           // B is K contiguous
+  SmallMFunction column_blocks[kNumDTypes];  // B is contiguous along its columns
 };
 
 struct PanelPackers {
@@ -117,7 +117,7 @@ struct KernelSet {
   int tile_columns;
   int whole_rows;  // tiles read and write rows in multiples of this, up to tile_rows
   int panel_of_a;  // the width of A's panels: tile_rows, or 1 of tiles of rows alone
-  int k_group;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
+  int k_per_word;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
   bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
@@ -126,7 +126,7 @@ struct KernelSet {
   TileFunction packing_tile_of_columns[kNumDTypes];  // [B's dtype]
   PanelPackers pack_a;                               // panels panel_of_a wide
   PanelPackers pack_b;                               // panels tile_columns wide
-  FewRowsKernels few_rows[kMaxFewRows];              // [rows - 1]
+  SmallMKernels small_m[kMaxSmallM];                 // [rows - 1]
   SumFunction sum;
   void (*begin)();  // before a thread's tiles, and after them; null: nothing to do
   void (*end)();
@@ -136,7 +136,7 @@ extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
-extern const KernelSet kAvx512Bf16Kernels;  // k_group 2: both operands are bf16
+extern const KernelSet kAvx512Bf16Kernels;  // k_per_word 2: both operands are bf16
 extern const KernelSet kAmxBf16Kernels;     // likewise
 #endif
 

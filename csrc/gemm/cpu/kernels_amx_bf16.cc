@@ -20,7 +20,7 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   set.tile_columns = kAmxColumns;
   set.whole_rows = kAmxRows;
   set.panel_of_a = 1;
-  set.k_group = 2;
+  set.k_per_word = 2;
   set.k_block = 1024;
   set.reads_a_in_place = true;
   for (int rows = 1; rows <= 2 * kAmxRows; ++rows) {
@@ -30,7 +30,7 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   set.pack_a.copied[kBF16] = TransposeToRows;
   set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kAmxColumns>;
   set.pack_b.copied[kBF16] = PackCopied<Pairs, kAmxColumns>;
-  AddFewRows<kMaxFewRows>(set);
+  AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   set.begin = ConfigureTiles;
   set.end = ReleaseTiles;

@@ -19,7 +19,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.whole_rows = 1;
   set.panel_of_a = kRows;
   set.tile_columns = kColumns;
-  set.k_group = 2;
+  set.k_per_word = 2;
   set.k_block = 1024;
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
@@ -28,7 +28,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.pack_a.copied[kBF16] = PackCopied<Pairs, kRows>;
   set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;
   set.pack_b.copied[kBF16] = PackCopied<Pairs, kColumns>;
-  AddFewRows<kMaxFewRows>(set);
+  AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   return set;
 }

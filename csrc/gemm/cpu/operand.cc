@@ -38,10 +38,10 @@ bool FitFirstCache(int64_t at_once, int64_t stride) {
 
 }  // namespace
 
-Operand::Operand(const OperandView& view,
-                 const KernelSet& kernels,
-                 const PanelPackers& packers,
-                 int panel)
+OperandReader::OperandReader(const OperandView& view,
+                             const KernelSet& kernels,
+                             const PanelPackers& packers,
+                             int panel)
     : view_(view),
       kernels_(kernels),
       packers_(packers),
@@ -54,16 +54,17 @@ Operand::Operand(const OperandView& view,
 
 // An odd number of lines: panels a multiple of 4096 bytes apart share the few places that
 // the first cache has for them, and packing writes a row of all panels at a time.
-int64_t Operand::PanelBytes(int64_t k) const {
+int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
 
-const ConstSegment& Operand::SegmentAt(int64_t outer_index, int64_t k_index) const {
+const ConstSegment& OperandReader::SegmentAt(int64_t outer_index,
+                                             int64_t k_index) const {
   const int64_t num_inner = static_cast<int64_t>(view_.inner_bounds.size()) - 1;
   return view_.segments[outer_index * num_inner + k_index];
 }
 
-void Operand::PackPanels(Range outer, Range k, std::byte* panels) const {
+void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   const auto& bounds = view_.outer_bounds;
   int64_t i = FindSegment(bounds, outer.begin);
   for (int64_t o = outer.begin; o < outer.end;) {
@@ -72,16 +73,16 @@ void Operand::PackPanels(Range outer, Range k, std::byte* panels) const {
     // A panel that segments share is begun by one and ended by another.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
-    PackPart(i, part, outer.begin, k, panels);
+    PackOuterSegment(i, part, outer.begin, k, panels);
     o = part.end;
   }
 }
 
-void Operand::PackPart(int64_t outer_segment,
-                       Range outer,
-                       int64_t first_outer,
-                       Range k,
-                       std::byte* panels) const {
+void OperandReader::PackOuterSegment(int64_t outer_segment,
+                                     Range outer,
+                                     int64_t first_outer,
+                                     Range k,
+                                     std::byte* panels) const {
   const auto& bounds = view_.inner_bounds;
   for (int64_t at = k.begin, j = FindSegment(bounds, at); at < k.end; ++j) {
     const int64_t end = std::min(k.end, bounds[j + 1]);
@@ -90,19 +91,19 @@ void Operand::PackPart(int64_t outer_segment,
     const int64_t offset =
         (outer.begin - view_.outer_bounds[outer_segment]) * segment.outer_stride +
         (at - bounds[j]) * segment.inner_stride;
-    PackPiece(segment, segment.data + offset * element_bytes_,
-              {outer.begin - first_outer, outer.end - first_outer},
-              {at - k.begin, end - k.begin}, panels, PanelBytes(k.size()));
+    PackSegment(segment, segment.data + offset * element_bytes_,
+                {outer.begin - first_outer, outer.end - first_outer},
+                {at - k.begin, end - k.begin}, panels, PanelBytes(k.size()));
     at = end;
   }
 }
 
-void Operand::PackPiece(const ConstSegment& segment,
-                        const std::byte* source,
-                        Range outer,
-                        Range k,
-                        std::byte* panels,
-                        int64_t panel_bytes) const {
+void OperandReader::PackSegment(const ConstSegment& segment,
+                                const std::byte* source,
+                                Range outer,
+                                Range k,
+                                std::byte* panels,
+                                int64_t panel_bytes) const {
   const int64_t k_stride = segment.inner_stride * element_bytes_;
   const int64_t outer_stride = segment.outer_stride * element_bytes_;
   const bool is_k_contiguous = segment.inner_stride == 1;
@@ -112,32 +113,32 @@ void Operand::PackPiece(const ConstSegment& segment,
   std::byte* first =
       panels + outer.begin / panel_ * panel_bytes + 4 * (outer.begin % panel_);
   auto row_at = [&](int64_t k_index) {
-    return first + 4 * (k_index / kernels_.k_group * panel_);
+    return first + 4 * (k_index / kernels_.k_per_word * panel_);
   };
-  if (k.begin % kernels_.k_group != 0) {
+  if (k.begin % kernels_.k_per_word != 0) {
     PackHalf(source, outer_stride, outer.size(), true, row_at(k.begin), panel_,
              panel_bytes);
     ++k.begin;
     source += k_stride;
   }
-  const int64_t num_words = k.size() / kernels_.k_group;
+  const int64_t num_words = k.size() / kernels_.k_per_word;
   pack(source, is_k_contiguous ? outer_stride : k_stride, outer.size(), num_words,
        row_at(k.begin), panel_bytes);
-  const int64_t packed = num_words * kernels_.k_group;
+  const int64_t packed = num_words * kernels_.k_per_word;
   if (packed < k.size()) {
     PackHalf(source + packed * k_stride, outer_stride, outer.size(), false,
              row_at(k.begin + packed), panel_, panel_bytes);
   }
 }
 
-InPlace Operand::FindInPlace(Range outer, Range k) const {
+InPlaceRows OperandReader::FindInPlaceRows(Range outer, Range k) const {
   if (k.size() == 0) return {};
   const int64_t i = FindSegment(view_.outer_bounds, outer.begin);
   const int64_t j = FindSegment(view_.inner_bounds, k.begin);
   const ConstSegment& segment = SegmentAt(i, j);
   if (outer.end > view_.outer_bounds[i + 1] || k.end > view_.inner_bounds[j + 1] ||
       segment.outer_stride != 1 || segment.inner_stride == 1 ||
-      k.size() % kernels_.k_group != 0) {
+      k.size() % kernels_.k_per_word != 0) {
     return {};
   }
   const int64_t offset = (outer.begin - view_.outer_bounds[i]) +
@@ -146,7 +147,7 @@ InPlace Operand::FindInPlace(Range outer, Range k) const {
           segment.inner_stride * element_bytes_};
 }
 
-Upcoming Operand::LinesOf(Range outer, Range k, int64_t num_steps) const {
+PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) const {
   const int64_t i = FindSegment(view_.outer_bounds, outer.begin);
   const int64_t j = FindSegment(view_.inner_bounds, k.begin);
   const ConstSegment& segment = SegmentAt(i, j);
@@ -156,7 +157,7 @@ Upcoming Operand::LinesOf(Range outer, Range k, int64_t num_steps) const {
   const int64_t offset = (outer.begin - view_.outer_bounds[i]) * segment.outer_stride +
                          (k.begin - view_.inner_bounds[j]) * segment.inner_stride;
   const bool is_k_contiguous = segment.inner_stride == 1;
-  Upcoming lines = {
+  PrefetchCursor lines = {
       .row = reinterpret_cast<const char*>(segment.data) + offset * element_bytes_,
       .row_bytes = (is_k_contiguous ? num_k : num_outer) * element_bytes_,
       .stride = (is_k_contiguous ? segment.outer_stride : segment.inner_stride) *
@@ -170,15 +171,15 @@ Upcoming Operand::LinesOf(Range outer, Range k, int64_t num_steps) const {
   return lines;
 }
 
-TileOfA Operand::ReadRows(Range outer, Range k, std::byte* rows) const {
+ATile OperandReader::ReadRows(Range outer, Range k, std::byte* rows) const {
   const auto& outer_bounds = view_.outer_bounds;
   const auto& k_bounds = view_.inner_bounds;
   if (k.size() == 0) return {rows, 0};
   const int64_t i = FindSegment(outer_bounds, outer.begin);
   const int64_t j = FindSegment(k_bounds, k.begin);
-  const bool is_word = element_bytes_ * kernels_.k_group == 4;
+  const bool is_word = element_bytes_ * kernels_.k_per_word == 4;
   if (is_word && outer.end <= outer_bounds[i + 1] && k.end <= k_bounds[j + 1] &&
-      k.size() % kernels_.k_group == 0) {
+      k.size() % kernels_.k_per_word == 0) {
     const ConstSegment& segment = SegmentAt(i, j);
     const int64_t offset = (outer.begin - outer_bounds[i]) * segment.outer_stride +
                            (k.begin - k_bounds[j]);
@@ -200,13 +201,13 @@ TileOfA Operand::ReadRows(Range outer, Range k, std::byte* rows) const {
           (o - outer_bounds[oi]) * segment.outer_stride + (at - k_bounds[kj]);
       const std::byte* source = segment.data + offset * element_bytes_;
       const int64_t count = k_end - at;
-      if (kernels_.k_group == 1) {
+      if (kernels_.k_per_word == 1) {
         const Summand summand = {source, 0, view_.dtype};
         kernels_.sum(&summand, 1, 1, count, row + done_bytes, 0, DType::kF32);
       } else {
         std::memcpy(row + done_bytes, source, count * 2);
       }
-      done_bytes += count * (4 / kernels_.k_group);
+      done_bytes += count * (4 / kernels_.k_per_word);
       at = k_end;
     }
     std::memset(row + done_bytes, 0, row_bytes - done_bytes);

@@ -23,25 +23,25 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // The words of one tile of A, as a TileFunction wants them.
-struct TileOfA {
+struct ATile {
   const void* words;
   int64_t stride;  // in bytes
 };
 
 // What one segment holds, contiguous along the outer dimension; null: it does not.
-struct InPlace {
+struct InPlaceRows {
   const std::byte* data = nullptr;
   int64_t stride = 0;  // in bytes, of the words' rows along K
 };
 
-class Operand {
+class OperandReader {
  public:
   // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view` and
   // `kernels` outlive the operand.
-  Operand(const OperandView& view,
-          const KernelSet& kernels,
-          const PanelPackers& packers,
-          int panel);
+  OperandReader(const OperandView& view,
+                const KernelSet& kernels,
+                const PanelPackers& packers,
+                int panel);
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
@@ -53,7 +53,7 @@ class Operand {
   bool has_rows() const { return reads_rows() || panel_ == 1; }
 
   // The tile that PackPanels wrote to `panels`, over `k` elements of K.
-  TileOfA PackedTile(const std::byte* panels, int64_t k) const {
+  ATile PackedTile(const std::byte* panels, int64_t k) const {
     return {panels, panel_ == 1 ? PanelBytes(k) : int64_t{4} * panel_};
   }
 
@@ -66,36 +66,36 @@ class Operand {
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
   // `outer` over `k` as a packing tile reads it, where it lies so.
-  InPlace FindInPlace(Range outer, Range k) const;
+  InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
   // The memory that `outer` over `k` is read from, as far as one segment holds it, to be
   // asked for in `num_steps`.
-  Upcoming LinesOf(Range outer, Range k, int64_t num_steps) const;
+  PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
   // A tile of rows (reads_rows): in place if its words lie in one segment and need no
   // widening, else copied to `rows` (PanelBytes), one behind the other.
-  TileOfA ReadRows(Range outer, Range k, std::byte* rows) const;
+  ATile ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
   int64_t NumWords(int64_t k) const {
-    return (k + kernels_.k_group - 1) / kernels_.k_group;
+    return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
   // The part of PackPanels, which began at `first_outer`, that segments of one outer index
   // hold.
-  void PackPart(int64_t outer_segment,
-                Range outer,
-                int64_t first_outer,
-                Range k,
-                std::byte* panels) const;
+  void PackOuterSegment(int64_t outer_segment,
+                        Range outer,
+                        int64_t first_outer,
+                        Range k,
+                        std::byte* panels) const;
   // The part that one segment holds, from `source` on. Both ranges count
   // from where the panels begin.
-  void PackPiece(const ConstSegment& segment,
-                 const std::byte* source,
-                 Range outer,
-                 Range k,
-                 std::byte* panels,
-                 int64_t panel_bytes) const;
+  void PackSegment(const ConstSegment& segment,
+                   const std::byte* source,
+                   Range outer,
+                   Range k,
+                   std::byte* panels,
+                   int64_t panel_bytes) const;
 
   const OperandView& view_;
   const KernelSet& kernels_;

@@ -44,8 +44,8 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
   const TileFunction tile =
       (is_of_rows ? kernels.tile_of_rows : kernels.tile_of_columns)[rows - 1];
   const int64_t a_stride = 4 * (is_of_rows ? num_words : rows);
-  const KernelsAtWork at_work(kernels);
-  Upcoming nothing;
+  const ScopedKernelState at_work(kernels);
+  PrefetchCursor nothing;
   int64_t num_tiles = 0;
   const Deadline deadline = Deadline::After(duration_s);
   const double start_s = ThreadCpuSeconds();
@@ -56,7 +56,7 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
     num_tiles += kTilesPerLook;
   } while (!deadline.Expired());
   const double elapsed_s = ThreadCpuSeconds() - start_s;
-  return 2.0 * num_tiles * rows * columns * num_words * kernels.k_group / elapsed_s;
+  return 2.0 * num_tiles * rows * columns * num_words * kernels.k_per_word / elapsed_s;
 }
 
 }  // namespace jax_ub

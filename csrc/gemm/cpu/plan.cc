@@ -5,7 +5,7 @@
 
 #include "gemm/check_problem.h"
 #include "gemm/cpu/blocking_cache.h"
-#include "gemm/cpu/few_rows_plan.h"
+#include "gemm/cpu/small_m_plan.h"
 #include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
@@ -37,8 +37,8 @@ std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers) 
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {
-  if (problem.m <= kMaxFewRows) {
-    return std::make_unique<FewRowsPlan>(std::move(problem), kernels, workers.num);
+  if (problem.m <= kMaxSmallM) {
+    return std::make_unique<SmallMPlan>(std::move(problem), kernels, workers.num);
   }
   return std::make_unique<TiledPlan>(std::move(problem), kernels, workers);
 }
@@ -60,7 +60,7 @@ TiledPlan::TiledPlan(GemmProblem problem,
 // Units that are neighbours in the list share columns of B, the operand that is packed.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;
-  const KernelsAtWork at_work(kernels_);
+  const ScopedKernelState at_work(kernels_);
   const int64_t row = unit % num_unit_rows_ * blocking_.unit_rows;
   const int64_t column = unit / num_unit_rows_ * blocking_.unit_columns;
   const Range rows = {row, std::min(problem_.m, row + blocking_.unit_rows)};
@@ -107,7 +107,7 @@ void TiledPlan::RunBlock(Range rows,
   const int64_t tile_columns = kernels_.tile_columns;
   const int64_t row_tiles = CeilDiv(RowsOfSums(rows), tile_rows);
   const bool reads_a_once = rows.size() <= blocking_.block_rows;
-  std::vector<TileOfA> tiles(CeilDiv(blocking_.block_rows, tile_rows));
+  std::vector<ATile> tiles(CeilDiv(blocking_.block_rows, tile_rows));
   for (int64_t r = rows.begin; r < rows.end; r += blocking_.block_rows) {
     const Range block = {r, std::min(rows.end, r + blocking_.block_rows)};
     ReadA(block, k, workspace.packed_a, tiles.data());
@@ -119,7 +119,7 @@ void TiledPlan::RunBlock(Range rows,
       const Range tile_range = {c, std::min(columns.end, c + tile_columns)};
       const bool is_read = c < read_end;
       if (!is_read && reads_a_once) packed_b = workspace.packed_b;
-      PanelToMultiply b = {.panel = {packed_b}};
+      BPanelState b = {.panel = {packed_b}};
       if (!is_read) {
         read_end = ReadB(columns, tile_range, k, next_k, block.size(), b);
       }
@@ -162,11 +162,12 @@ int64_t TiledPlan::ReadB(Range unit,
                          Range k,
                          Range next_k,
                          int64_t num_rows,
-                         PanelToMultiply& b) const {
+                         BPanelState& b) const {
   const bool is_whole =
       num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns &&
       kernels_.packing_tile_of_rows[static_cast<int>(problem_.b.dtype)] != nullptr;
-  const InPlace in_place = is_whole ? b_.FindInPlace(columns, k) : InPlace{};
+  const InPlaceRows in_place =
+      is_whole ? b_.FindInPlaceRows(columns, k) : InPlaceRows{};
   b.panel.source = in_place.data;
   b.panel.source_stride = in_place.stride;
   const bool packs_now = in_place.data == nullptr;
@@ -178,21 +179,22 @@ int64_t TiledPlan::ReadB(Range unit,
   }
 
   int64_t tiles = CeilDiv(num_rows, kernels_.tile_rows);
-  b.packing_fetches = tiles <= kFewTiles;
-  if (!packs_now && !b.packing_fetches) --tiles;
+  b.prefetch_in_packing_tile = tiles <= kFewTiles;
+  if (!packs_now && !b.prefetch_in_packing_tile) --tiles;
   Range next = {columns.end, std::min(unit.end, columns.end + kernels_.tile_columns)};
   if (columns.end == unit.end) {
     next = {unit.begin, std::min(unit.end, unit.begin + kernels_.tile_columns)};
   } else {
     next_k = k;
   }
-  const int64_t steps = CeilDiv(CeilDiv(k.size(), kernels_.k_group), kStepWords);
-  b.upcoming = next_k.size() > 0 ? b_.LinesOf(next, next_k, tiles * steps) : Upcoming{};
+  const int64_t steps = CeilDiv(CeilDiv(k.size(), kernels_.k_per_word), kStepWords);
+  b.prefetch =
+      next_k.size() > 0 ? b_.LinesOf(next, next_k, tiles * steps) : PrefetchCursor{};
   return columns.end;
 }
 
-void TiledPlan::MultiplyPanel(const TileOfA* a,
-                              PanelToMultiply& b,
+void TiledPlan::MultiplyPanel(const ATile* a,
+                              BPanelState& b,
                               Range rows,
                               Range columns,
                               Range k,
@@ -209,7 +211,7 @@ void TiledPlan::MultiplyPanel(const TileOfA* a,
   }
 }
 
-void TiledPlan::ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const {
+void TiledPlan::ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const {
   if (!a_.reads_rows()) a_.PackPanels(block, k, packed);
   const int64_t tile_bytes = TileBytesOfA(k.size());
   for (int64_t i = block.begin; i < block.end; i += kernels_.tile_rows) {
@@ -224,8 +226,8 @@ void TiledPlan::Prefetch(Range rows, Range columns, Range k) const {
   if (k.end == problem_.k && rows.size() > 0) c_.Prefetch(rows, columns);
 }
 
-void TiledPlan::MultiplyTile(const TileOfA& a,
-                             PanelToMultiply& b,
+void TiledPlan::MultiplyTile(const ATile& a,
+                             BPanelState& b,
                              Range rows,
                              Range columns,
                              Range k,
@@ -251,9 +253,9 @@ void TiledPlan::MultiplyTile(const TileOfA& a,
   const bool packs = b.panel.source != nullptr;
   const TileFunction tile = packs ? packing_tiles[static_cast<int>(problem_.b.dtype)]
                                   : tiles[rows.size() - 1];
-  Upcoming nothing;
-  tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_group), output,
-       packs && !b.packing_fetches ? nothing : b.upcoming);
+  PrefetchCursor nothing;
+  tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_per_word), output,
+       packs && !b.prefetch_in_packing_tile ? nothing : b.prefetch);
   if (is_last && !is_stored && !c_.stores_rows()) {
     c_.Store(sums, kernels_.tile_columns, rows, columns);
   }

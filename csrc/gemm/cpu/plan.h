@@ -50,10 +50,11 @@ class TiledPlan : public GemmPlan {
   };
 
   // A panel of B on its way through the tiles. It has a source until one has packed it.
-  struct PanelToMultiply {
-    PanelOfB panel;
-    Upcoming upcoming = {};        // the panel after it
-    bool packing_fetches = false;  // the tile that packs asks for `upcoming` too
+  struct BPanelState {
+    BPanel panel;
+    PrefetchCursor prefetch = {};  // the panel after it
+    bool prefetch_in_packing_tile =
+        false;  // the tile that packs asks for `upcoming` too
   };
 
   // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
@@ -78,7 +79,7 @@ class TiledPlan : public GemmPlan {
     return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
   }
   // Packs or finds the tiles of A in rows `block`.
-  void ReadA(Range block, Range k, std::byte* packed, TileOfA* tiles) const;
+  void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
   // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
   // packs it, or finds it for a tile that packs, and says which memory comes next: behind
   // the unit's last columns that of the block next_k. Returns where the columns end that
@@ -88,10 +89,10 @@ class TiledPlan : public GemmPlan {
                 Range k,
                 Range next_k,
                 int64_t num_rows,
-                PanelToMultiply& b) const;
+                BPanelState& b) const;
   // A panel of B with all tiles of A's rows `rows`.
-  void MultiplyPanel(const TileOfA* a,
-                     PanelToMultiply& b,
+  void MultiplyPanel(const ATile* a,
+                     BPanelState& b,
                      Range rows,
                      Range columns,
                      Range k,
@@ -99,8 +100,8 @@ class TiledPlan : public GemmPlan {
   // Asks for the memory of a tile of the result, if this block of K is the last.
   void Prefetch(Range rows, Range columns, Range k) const;
   // Into `sums`, or with the last block of K into the result.
-  void MultiplyTile(const TileOfA& a,
-                    PanelToMultiply& b,
+  void MultiplyTile(const ATile& a,
+                    BPanelState& b,
                     Range rows,
                     Range columns,
                     Range k,
@@ -109,9 +110,9 @@ class TiledPlan : public GemmPlan {
   const GemmProblem problem_;
   const KernelSet& kernels_;
   const GemmBlocking blocking_;
-  const Operand a_;
-  const Operand b_;
-  const Result c_;
+  const OperandReader a_;
+  const OperandReader b_;
+  const ResultWriter c_;
   const int64_t tile_floats_;
   const int64_t
       sums_step_;  // from a tile's sums to the next one's; 0: one place for all

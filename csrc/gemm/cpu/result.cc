@@ -72,7 +72,7 @@ void FinishStream() {
 
 }  // namespace
 
-Result::Result(const GemmProblem& problem, const KernelSet& kernels)
+ResultWriter::ResultWriter(const GemmProblem& problem, const KernelSet& kernels)
     : scale_(problem.scale),
       view_(problem.c),
       addends_(problem.addends),
@@ -85,7 +85,7 @@ Result::Result(const GemmProblem& problem, const KernelSet& kernels)
                        kStreamedBytes),
       is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
 
-bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
+bool ResultWriter::FindOutput(Range rows, Range columns, TileOutput& output) const {
   if (!is_plain_) return false;
   const int64_t i = FindSegment(view_.row_bounds, rows.begin);
   const int64_t j = FindSegment(view_.column_bounds, columns.begin);
@@ -111,7 +111,9 @@ bool Result::FindOutput(Range rows, Range columns, TileOutput& output) const {
 }
 
 template <typename Visit>
-void Result::ForEachPiece(Range rows, Range columns, const Visit& visit) const {
+void ResultWriter::ForEachSegmentBlock(Range rows,
+                                       Range columns,
+                                       const Visit& visit) const {
   const auto& row_bounds = view_.row_bounds;
   const auto& column_bounds = view_.column_bounds;
   const int64_t first_column = FindSegment(column_bounds, columns.begin);
@@ -120,9 +122,9 @@ void Result::ForEachPiece(Range rows, Range columns, const Visit& visit) const {
     for (int64_t c = columns.begin, j = first_column; c < columns.end; ++j) {
       const int64_t c_end = std::min(columns.end, column_bounds[j + 1]);
       if (r_end > r && c_end > c) {
-        visit(Piece{i * num_column_segments_ + j,
-                    {r - row_bounds[i], r_end - row_bounds[i]},
-                    {c - column_bounds[j], c_end - column_bounds[j]}},
+        visit(SegmentBlock{i * num_column_segments_ + j,
+                           {r - row_bounds[i], r_end - row_bounds[i]},
+                           {c - column_bounds[j], c_end - column_bounds[j]}},
               r - rows.begin, c - columns.begin);
       }
       c = c_end;
@@ -131,21 +133,26 @@ void Result::ForEachPiece(Range rows, Range columns, const Visit& visit) const {
   }
 }
 
-void Result::Store(float* sums, int64_t sums_stride, Range rows, Range columns) const {
+void ResultWriter::Store(float* sums,
+                         int64_t sums_stride,
+                         Range rows,
+                         Range columns) const {
   if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);
-  ForEachPiece(rows, columns, [&](const Piece& piece, int64_t row, int64_t column) {
-    StorePiece(sums + row * sums_stride + column, sums_stride, piece);
-  });
+  ForEachSegmentBlock(
+      rows, columns, [&](const SegmentBlock& block, int64_t row, int64_t column) {
+        StoreSegmentBlock(sums + row * sums_stride + column, sums_stride, block);
+      });
 }
 
-void Result::CopyReplicas(Range rows, Range columns) const {
+void ResultWriter::CopyReplicas(Range rows, Range columns) const {
   if (!are_copies_) return;
-  ForEachPiece(rows, columns,
-               [&](const Piece& piece, int64_t, int64_t) { CopyPiece(piece); });
+  ForEachSegmentBlock(rows, columns, [&](const SegmentBlock& block, int64_t, int64_t) {
+    CopySegmentBlock(block);
+  });
   if (is_streamed_) FinishStream();
 }
 
-void Result::Prefetch(Range rows, Range columns) const {
+void ResultWriter::Prefetch(Range rows, Range columns) const {
   if (stores_rows()) return;  // not now, and in long runs
   const int64_t i = FindSegment(view_.row_bounds, rows.begin);
   const int64_t j = FindSegment(view_.column_bounds, columns.begin);
@@ -167,48 +174,48 @@ void Result::Prefetch(Range rows, Range columns) const {
   }
 }
 
-void Result::StorePiece(const float* sums,
-                        int64_t sums_stride,
-                        const Piece& piece) const {
+void ResultWriter::StoreSegmentBlock(const float* sums,
+                                     int64_t sums_stride,
+                                     const SegmentBlock& block) const {
   const int num_summands = 1 + static_cast<int>(addends_.size());
   Summand summands[1 + kMaxAddends];
   summands[0] = {sums, 4 * sums_stride, DType::kF32};
   const int num_stored = are_copies_ ? 1 : view_.num_replicas;
   for (int replica = 0; replica < num_stored; ++replica) {
-    const int64_t index = IndexOf(replica, piece);
+    const int64_t index = IndexOf(replica, block);
     for (int i = 1; i < num_summands; ++i) {
       const AddendView& addend = addends_[i - 1];
       const AddendSegment& from = addend.segments[index];
       const int64_t bytes = SizeOf(addend.dtype);
-      const int64_t offset = piece.rows.begin * from.row_stride + piece.columns.begin;
+      const int64_t offset = block.rows.begin * from.row_stride + block.columns.begin;
       summands[i] = {from.data + offset * bytes, from.row_stride * bytes, addend.dtype};
     }
-    const BytesAt to = Find(replica, piece);
-    kernels_.sum(summands, num_summands, piece.rows.size(), piece.columns.size(),
+    const BytesAt to = Find(replica, block);
+    kernels_.sum(summands, num_summands, block.rows.size(), block.columns.size(),
                  to.data, to.row_stride, view_.dtype);
   }
 }
 
-void Result::CopyPiece(const Piece& piece) const {
+void ResultWriter::CopySegmentBlock(const SegmentBlock& block) const {
   const auto copy = is_streamed_ ? StreamBytes : CopyBytes;
-  const int64_t row_bytes = piece.columns.size() * SizeOf(view_.dtype);
-  const BytesAt from = Find(0, piece);
+  const int64_t row_bytes = block.columns.size() * SizeOf(view_.dtype);
+  const BytesAt from = Find(0, block);
   for (int replica = 1; replica < view_.num_replicas; ++replica) {
-    const BytesAt to = Find(replica, piece);
-    for (int64_t r = 0; r < piece.rows.size(); ++r) {
+    const BytesAt to = Find(replica, block);
+    for (int64_t r = 0; r < block.rows.size(); ++r) {
       copy(to.data + r * to.row_stride, from.data + r * from.row_stride, row_bytes);
     }
   }
 }
 
-int64_t Result::IndexOf(int replica, const Piece& piece) const {
-  return replica * num_row_segments_ * num_column_segments_ + piece.segment;
+int64_t ResultWriter::IndexOf(int replica, const SegmentBlock& block) const {
+  return replica * num_row_segments_ * num_column_segments_ + block.segment;
 }
 
-Result::BytesAt Result::Find(int replica, const Piece& piece) const {
-  const Segment& to = view_.segments[IndexOf(replica, piece)];
+ResultWriter::BytesAt ResultWriter::Find(int replica, const SegmentBlock& block) const {
+  const Segment& to = view_.segments[IndexOf(replica, block)];
   const int64_t bytes = SizeOf(view_.dtype);
-  return {to.data + (piece.rows.begin * to.row_stride + piece.columns.begin) * bytes,
+  return {to.data + (block.rows.begin * to.row_stride + block.columns.begin) * bytes,
           to.row_stride * bytes};
 }
 

@@ -10,10 +10,10 @@
 
 namespace jax_ub {
 
-class Result {
+class ResultWriter {
  public:
   // Both outlive the result.
-  Result(const GemmProblem& problem, const KernelSet& kernels);
+  ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
   // result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica, or in the
   // first one if the others are copies. `sums` holds the rectangle's rows at a distance of
@@ -37,7 +37,7 @@ class Result {
 
  private:
   // What lies of a rectangle in one segment. Ranges are within the segment.
-  struct Piece {
+  struct SegmentBlock {
     int64_t segment;
     Range rows;
     Range columns;
@@ -50,12 +50,14 @@ class Result {
 
   // visit(piece, its first row and column within the rectangle) for all pieces.
   template <typename Visit>
-  void ForEachPiece(Range rows, Range columns, const Visit& visit) const;
-  void StorePiece(const float* sums, int64_t sums_stride, const Piece& piece) const;
-  void CopyPiece(const Piece& piece) const;
+  void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
+  void StoreSegmentBlock(const float* sums,
+                         int64_t sums_stride,
+                         const SegmentBlock& block) const;
+  void CopySegmentBlock(const SegmentBlock& block) const;
   // Of the segment, and of a piece's memory, in one replica.
-  int64_t IndexOf(int replica, const Piece& piece) const;
-  BytesAt Find(int replica, const Piece& piece) const;
+  int64_t IndexOf(int replica, const SegmentBlock& block) const;
+  BytesAt Find(int replica, const SegmentBlock& block) const;
 
   const float scale_;
   const ResultView& view_;

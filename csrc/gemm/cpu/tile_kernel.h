@@ -57,14 +57,14 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
 }
 
 // Asks for the lines of one step.
-inline void FetchStep(Upcoming& upcoming) {
-  for (int64_t i = 0; i < upcoming.lines_per_step && upcoming.num_rows > 0; ++i) {
-    Prefetch(upcoming.row + upcoming.at);
-    upcoming.at += kLineBytes;
-    if (upcoming.at >= upcoming.row_bytes) {
-      upcoming.at = 0;
-      upcoming.row += upcoming.stride;
-      --upcoming.num_rows;
+inline void FetchStep(PrefetchCursor& prefetch) {
+  for (int64_t i = 0; i < prefetch.lines_per_step && prefetch.num_rows > 0; ++i) {
+    Prefetch(prefetch.row + prefetch.at);
+    prefetch.at += kLineBytes;
+    if (prefetch.at >= prefetch.row_bytes) {
+      prefetch.at = 0;
+      prefetch.row += prefetch.stride;
+      --prefetch.num_rows;
     }
   }
 }
@@ -85,10 +85,10 @@ template <typename Words,
           Vec (*multiply_add)(Vec, Vec, Vec)>
 void Tile(const void* a,
           int64_t a_stride,
-          const PanelOfB& b,
+          const BPanel& b,
           int64_t num_words,
           const TileOutput& output,
-          Upcoming& upcoming) {
+          PrefetchCursor& prefetch) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -108,7 +108,7 @@ void Tile(const void* a,
   char* b_word = static_cast<char*>(b.words);
   const char* source = static_cast<const char*>(b.source);
   const int64_t source_stride = b.source_stride;
-  Upcoming lines = upcoming;  // in registers
+  PrefetchCursor lines = prefetch;  // in registers
   for (int64_t step = 0; step < num_words; step += kStepWords) {
     FetchStep(lines);
     const int64_t end = step + kStepWords < num_words ? step + kStepWords : num_words;
@@ -139,7 +139,7 @@ void Tile(const void* a,
       if constexpr (kColumnsOfA) a_word[0] += a_stride;
     }
   }
-  upcoming = lines;
+  prefetch = lines;
   StoreTile(sum, output);
 }
 

@@ -23,7 +23,7 @@ void EnqueueCopy(const Driver& driver,
                  const SumKernels& sums,
                  CUstream stream,
                  const CopyParams& rows,
-                 const CopyWay& way) {
+                 const CopyMethod& way) {
   if (rows.num_rows == 0 || rows.row_bytes == 0) return;
   if (!way.use_ce) return sums.Copy(stream, rows, way.num_sm, way.cluster_size);
   const bool is_dense =

@@ -9,7 +9,7 @@
 namespace jax_ub {
 
 // Who copies.
-struct CopyWay {
+struct CopyMethod {
   bool use_ce = true;    // a copy engine; else the copy kernel:
   int num_sm = 0;        // its blocks; 0: its own default
   int cluster_size = 0;  // of them
@@ -20,6 +20,6 @@ void EnqueueCopy(const Driver& driver,
                  const SumKernels& sums,
                  CUstream stream,
                  const CopyParams& rows,
-                 const CopyWay& way);
+                 const CopyMethod& way);
 
 }  // namespace jax_ub

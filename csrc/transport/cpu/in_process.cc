@@ -9,12 +9,12 @@ InProcessCommunicator::InProcessCommunicator(int num_ranks,
                                              int64_t slot_bytes,
                                              uint32_t first_epoch)
     : num_slots_(num_slots),
-      slot_bytes_(SlotEnd::StrideOf(slot_bytes)),
+      slot_bytes_(SlotTransport::StrideOf(slot_bytes)),
       memory_(new std::byte[num_ranks * num_slots * slot_bytes_]),
       flags_(new SlotFlags[num_ranks * num_slots]),
       doorbells_(new Doorbell[num_ranks]),
       areas_(num_ranks),
-      fate_({{.name = "this process"}}) {
+      peer_status_({{.name = "this process"}}) {
   for (int r = 0; r < num_ranks; ++r) {
     areas_[r] = {.doorbell = &doorbells_[r],
                  .flags = &flags_[r * num_slots],
@@ -25,14 +25,15 @@ InProcessCommunicator::InProcessCommunicator(int num_ranks,
       areas_[r].flags[slot].arrived.store(first_epoch);
       areas_[r].flags[slot].released.store(first_epoch);
     }
-    ends_.push_back(std::make_unique<SlotEnd>(r, areas_, fate_, first_epoch));
+    ends_.push_back(
+        std::make_unique<SlotTransport>(r, areas_, peer_status_, first_epoch));
     ends_.back()->Place(0, num_slots, slot_bytes_);
   }
 }
 
 void InProcessCommunicator::Poison(const std::exception_ptr& reason) {
-  fate_.Poison(reason);
-  for (const RankArea& area : areas_) Ring(*area.doorbell);
+  peer_status_.Poison(reason);
+  for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 
 }  // namespace jax_ub

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "transport/cpu/fate.h"
+#include "transport/cpu/peer_status.h"
 #include "transport/cpu/slots.h"
 #include "transport/transport.h"
 
@@ -39,9 +39,9 @@ class InProcessCommunicator {
   std::unique_ptr<std::byte[]> memory_;    // [rank][slot][slot_bytes]
   std::unique_ptr<SlotFlags[]> flags_;     // [rank][slot]
   std::unique_ptr<Doorbell[]> doorbells_;  // [rank]
-  std::vector<RankArea> areas_;            // [rank]
-  Fate fate_;
-  std::vector<std::unique_ptr<SlotEnd>> ends_;  // [rank]
+  std::vector<RankMemory> areas_;          // [rank]
+  PeerStatus peer_status_;
+  std::vector<std::unique_ptr<SlotTransport>> ends_;  // [rank]
 };
 
 }  // namespace jax_ub

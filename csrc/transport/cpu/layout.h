@@ -1,7 +1,7 @@
 // What lies where in the memory that a process shares with its peers:
 //
 //   header | area of its first rank | area of its second rank | ...
-//   area:    doorbell | slot flags | half 0 | half 1
+//   area:    doorbell | slot flags | buffer 0 | buffer 1
 //
 // Zeros are its first state. Everything begins at a multiple of kAlignment.
 #pragma once
@@ -20,24 +20,24 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 // The leader's name of a call, for the others to find their part of it: which call, and
 // which of its executions.
-struct Order {
+struct CallLogEntry {
   uint64_t call_site = 0;
   uint64_t execution = 0;
   // The call site's first call in the leader: the others may still compile the program.
   bool is_first = false;
 
-  bool operator==(const Order&) const = default;
+  bool operator==(const CallLogEntry&) const = default;
 };
 
 // What one process tells the others about a call.
-struct AnnouncementRecord {
+struct SignatureRecord {
   static constexpr size_t kMaxBytes = 1024;
   uint64_t signature = 0;
   uint64_t size_bytes = 0;
   char text[kMaxBytes] = {};
 };
 
-struct ProcessHeader {
+struct ProcessControlBlock {
   // Calls that the leader may have posted ahead of the slowest process.
   static constexpr uint64_t kNumOrders = 64;
 
@@ -46,11 +46,11 @@ struct ProcessHeader {
   alignas(64) std::atomic<uint64_t> progress{0};
   // The leader's: call n at n % kNumOrders, written before num_posted says so.
   alignas(64) std::atomic<uint64_t> num_posted{0};
-  Order orders[kNumOrders] = {};
-  alignas(64) AnnouncementRecord announcements[2];  // [call % 2]
+  CallLogEntry orders[kNumOrders] = {};
+  alignas(64) SignatureRecord signatures[2];  // [call % 2]
 };
 
-struct AreaHeader {
+struct RankHeader {
   static constexpr int kMaxSlots = 4096;
   Doorbell doorbell;
   SlotFlags flags[kMaxSlots];
@@ -60,33 +60,33 @@ class Layout {
  public:
   static constexpr int64_t kAlignment = 4096;  // a page, for most
 
-  explicit Layout(int64_t half_bytes) : half_bytes_(Align(half_bytes)) {}
+  explicit Layout(int64_t buffer_bytes) : buffer_bytes_(Align(buffer_bytes)) {}
 
-  int64_t half_bytes() const { return half_bytes_; }
+  int64_t buffer_bytes() const { return buffer_bytes_; }
   int64_t size_bytes(int num_ranks) const {
-    return Align(sizeof(ProcessHeader)) + num_ranks * area_bytes();
+    return Align(sizeof(ProcessControlBlock)) + num_ranks * area_bytes();
   }
 
-  ProcessHeader* header(std::byte* memory) const {
-    return reinterpret_cast<ProcessHeader*>(memory);
+  ProcessControlBlock* header(std::byte* memory) const {
+    return reinterpret_cast<ProcessControlBlock*>(memory);
   }
   // Of the process's n-th rank.
-  AreaHeader* area(std::byte* memory, int n) const {
-    return reinterpret_cast<AreaHeader*>(memory + Align(sizeof(ProcessHeader)) +
+  RankHeader* area(std::byte* memory, int n) const {
+    return reinterpret_cast<RankHeader*>(memory + Align(sizeof(ProcessControlBlock)) +
                                          n * area_bytes());
   }
-  // Half 0; half 1 follows it.
-  std::byte* halves(std::byte* memory, int n) const {
-    return reinterpret_cast<std::byte*>(area(memory, n)) + Align(sizeof(AreaHeader));
+  // Half 0; buffer 1 follows it.
+  std::byte* buffers(std::byte* memory, int n) const {
+    return reinterpret_cast<std::byte*>(area(memory, n)) + Align(sizeof(RankHeader));
   }
 
  private:
   static constexpr int64_t Align(int64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  int64_t area_bytes() const { return Align(sizeof(AreaHeader)) + 2 * half_bytes_; }
+  int64_t area_bytes() const { return Align(sizeof(RankHeader)) + 2 * buffer_bytes_; }
 
-  int64_t half_bytes_;
+  int64_t buffer_bytes_;
 };
 
 }  // namespace jax_ub

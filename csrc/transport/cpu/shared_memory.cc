@@ -4,38 +4,38 @@
 
 #include "platform/error.h"
 #include "platform/shared_mapping.h"
-#include "transport/cpu/fate.h"
+#include "transport/cpu/peer_status.h"
 #include "transport/cpu/slots.h"
 #include "transport/process/group_failure.h"
 #include "transport/process/handshake.h"
 
 namespace jax_ub {
 
-struct SharedCommunicator::State {
-  State(Group its_group,
+struct SharedMemoryCommunicator::State {
+  State(ProcessGroup its_group,
         Layout its_layout,
         std::vector<SharedMapping> its_memories,
-        std::vector<Partner> its_partners);
+        std::vector<ConnectedPeer> its_partners);
   ~State();
 
-  void EndWaits(const std::exception_ptr& poison);
-  void SetGone(int process, const std::string& how);
-  void WakeOwn();
+  void FailWaits(const std::exception_ptr& poison);
+  void SetLost(int process, const std::string& how);
+  void WakeLocalWaits();
 
-  const Group group;
+  const ProcessGroup group;
   const Layout layout;
   std::vector<SharedMapping> memories;  // [process]
-  Fate fate;
-  Lockstep lockstep;
-  std::vector<RankArea> areas;                 // [rank]
-  std::vector<std::unique_ptr<SlotEnd>> ends;  // [rank]; none of other processes
+  PeerStatus peer_status;
+  GroupControl group_control;
+  std::vector<RankMemory> areas;                     // [rank]
+  std::vector<std::unique_ptr<SlotTransport>> ends;  // [rank]; none of other processes
 
   GroupFailure failure;  // the last: its thread uses what is above
 };
 
 namespace {
 
-SharedMapping NewMemory(const Group& group, const Layout& layout) {
+SharedMapping NewMemory(const ProcessGroup& group, const Layout& layout) {
   const auto num_own = static_cast<int>(group.ranks_of(group.own()).size());
   try {
     return SharedMapping::Create(layout.size_bytes(num_own));
@@ -45,43 +45,44 @@ SharedMapping NewMemory(const Group& group, const Layout& layout) {
   }
 }
 
-std::vector<Fate::Member> MembersOf(const Group& group,
-                                    const std::vector<Partner>& partners) {
-  std::vector<Fate::Member> members;
+std::vector<PeerStatus::PeerName> MembersOf(
+    const ProcessGroup& group, const std::vector<ConnectedPeer>& connected_peers) {
+  std::vector<PeerStatus::PeerName> members;
   for (int p = 0; p < group.num_processes(); ++p) {
-    members.push_back({group.Describe(p, partners[p].pid), partners[p].seen_pid});
+    members.push_back(
+        {group.Describe(p, connected_peers[p].pid), connected_peers[p].seen_pid});
   }
   return members;
 }
 
 // That all say the same: what they share, and how it lies.
-std::string SetupText(const Group& group, const Layout& layout) {
+std::string SetupText(const ProcessGroup& group, const Layout& layout) {
   // Raised with every change of what processes share.
   constexpr int kProtocol = 2;
-  return group.RanksText() + ", halves of " + std::to_string(layout.half_bytes()) +
+  return group.RanksText() + ", halves of " + std::to_string(layout.buffer_bytes()) +
          " bytes, protocol " + std::to_string(kProtocol) + "." +
-         std::to_string(sizeof(ProcessHeader)) + "." +
-         std::to_string(sizeof(AreaHeader));
+         std::to_string(sizeof(ProcessControlBlock)) + "." +
+         std::to_string(sizeof(RankHeader));
 }
 
 // The memory that a process has passed on.
-SharedMapping MapOf(const Group& group,
+SharedMapping MapOf(const ProcessGroup& group,
                     const Layout& layout,
                     int place,
-                    const Partner& partner,
+                    const ConnectedPeer& peer,
                     FileDescriptor memory) {
   if (!memory) {
     throw CommunicatorError(
-        group.ErrorPrefix() + group.Describe(place, partner.pid) +
+        group.ErrorPrefix() + group.Describe(place, peer.pid) +
         " passed no memory: are this process's descriptors used up (ulimit -n)?");
   }
   const auto num_ranks = static_cast<int>(group.ranks_of(place).size());
   return SharedMapping::Map(std::move(memory), layout.size_bytes(num_ranks));
 }
 
-std::vector<ProcessHeader*> HeadersOf(const Layout& layout,
-                                      const std::vector<SharedMapping>& memories) {
-  std::vector<ProcessHeader*> headers;
+std::vector<ProcessControlBlock*> HeadersOf(
+    const Layout& layout, const std::vector<SharedMapping>& memories) {
+  std::vector<ProcessControlBlock*> headers;
   for (const SharedMapping& memory : memories) {
     headers.push_back(layout.header(memory.data()));
   }
@@ -90,162 +91,172 @@ std::vector<ProcessHeader*> HeadersOf(const Layout& layout,
 
 }  // namespace
 
-SharedCommunicator::State::State(Group its_group,
-                                 Layout its_layout,
-                                 std::vector<SharedMapping> its_memories,
-                                 std::vector<Partner> its_partners)
+SharedMemoryCommunicator::State::State(ProcessGroup its_group,
+                                       Layout its_layout,
+                                       std::vector<SharedMapping> its_memories,
+                                       std::vector<ConnectedPeer> its_partners)
     : group(std::move(its_group)),
       layout(its_layout),
       memories(std::move(its_memories)),
-      fate(MembersOf(group, its_partners)),
-      lockstep(HeadersOf(layout, memories), group.own(), fate),
+      peer_status(MembersOf(group, its_partners)),
+      group_control(HeadersOf(layout, memories), group.own(), peer_status),
       areas(group.num_ranks()),
       ends(group.num_ranks()),
       failure(group,
-              {.end_waits = [this](const auto& poison) { EndWaits(poison); },
-               .set_gone = [this](int p, const auto& how) { SetGone(p, how); },
-               .hear_statement = {}}) {  // a call is announced in shared memory
+              {.fail_waits = [this](const auto& poison) { FailWaits(poison); },
+               .set_lost = [this](int p, const auto& how) { SetLost(p, how); },
+               .on_signature = {}}) {  // a call is announced in shared memory
   for (int p = 0; p < group.num_processes(); ++p) {
     const std::vector<int>& ranks = group.ranks_of(p);
     for (int n = 0; n < static_cast<int>(ranks.size()); ++n) {
       std::byte* memory = memories[p].data();
       areas[ranks[n]] = {.doorbell = &layout.area(memory, n)->doorbell,
                          .flags = layout.area(memory, n)->flags,
-                         .memory = layout.halves(memory, n),
+                         .memory = layout.buffers(memory, n),
                          .process = p,
                          .name = group.DescribeRank(ranks[n], its_partners[p].pid)};
     }
   }
   for (const int rank : group.ranks_of(group.own())) {
-    ends[rank] = std::make_unique<SlotEnd>(rank, areas, fate, 0);
+    ends[rank] = std::make_unique<SlotTransport>(rank, areas, peer_status, 0);
   }
   failure.Watch(its_partners);
 }
 
-SharedCommunicator::State::~State() {
+SharedMemoryCommunicator::State::~State() {
   failure.Close();
-  if (!failure.IsCopy()) return;
+  if (!failure.IsForkedChild()) return;
   for (SharedMapping& memory : memories) memory.Forget();
 }
 
-void SharedCommunicator::State::EndWaits(const std::exception_ptr& poison) {
-  fate.Poison(poison);
-  WakeOwn();
+void SharedMemoryCommunicator::State::FailWaits(const std::exception_ptr& poison) {
+  peer_status.Poison(poison);
+  WakeLocalWaits();
 }
 
-void SharedCommunicator::State::SetGone(int process, const std::string& how) {
-  fate.SetGone(process, how);
-  WakeOwn();
+void SharedMemoryCommunicator::State::SetLost(int process, const std::string& how) {
+  peer_status.SetLost(process, how);
+  WakeLocalWaits();
 }
 
-void SharedCommunicator::State::WakeOwn() {
-  lockstep.WakeOwn();
+void SharedMemoryCommunicator::State::WakeLocalWaits() {
+  group_control.WakeLocalWaits();
   for (const int rank : group.ranks_of(group.own())) Ring(*areas[rank].doorbell);
 }
 
-std::shared_ptr<SharedCommunicator> SharedCommunicator::Connect(
+std::shared_ptr<SharedMemoryCommunicator> SharedMemoryCommunicator::Connect(
     std::unique_ptr<Endpoint> endpoint,
-    Membership membership,
+    GroupMembership membership,
     const std::map<int, PeerAddress>& peers,
-    int64_t half_bytes,
+    int64_t buffer_bytes,
     double timeout_s) {
-  Group group(membership);
-  const Layout layout(half_bytes);
+  ProcessGroup group(membership);
+  const Layout layout(buffer_bytes);
   group.CheckAddresses(peers);
   std::vector<SharedMapping> memories(group.num_processes());
   SharedMapping& own = memories[group.own()];
   own = NewMemory(group, layout);
   Handshake handshake(
       *endpoint, group, peers, SetupText(group, layout), own.descriptor(),
-      [&](int place, const Partner& partner, FileDescriptor memory) {
-        memories[place] = MapOf(group, layout, place, partner, std::move(memory));
+      [&](int place, const ConnectedPeer& peer, FileDescriptor memory) {
+        memories[place] = MapOf(group, layout, place, peer, std::move(memory));
       });
-  std::vector<Partner> partners = handshake.Run(timeout_s);
+  std::vector<ConnectedPeer> connected_peers = handshake.Run(timeout_s);
   own.CloseDescriptor();
-  return std::shared_ptr<SharedCommunicator>(
-      new SharedCommunicator(std::make_unique<State>(
-          std::move(group), layout, std::move(memories), std::move(partners))));
+  return std::shared_ptr<SharedMemoryCommunicator>(
+      new SharedMemoryCommunicator(std::make_unique<State>(
+          std::move(group), layout, std::move(memories), std::move(connected_peers))));
 }
 
-SharedCommunicator::SharedCommunicator(std::unique_ptr<State> state)
+SharedMemoryCommunicator::SharedMemoryCommunicator(std::unique_ptr<State> state)
     : state_(std::move(state)) {}
 
-SharedCommunicator::~SharedCommunicator() = default;
+SharedMemoryCommunicator::~SharedMemoryCommunicator() = default;
 
-const std::string& SharedCommunicator::name() const { return state_->group.name(); }
-int SharedCommunicator::num_ranks() const { return state_->group.num_ranks(); }
-const std::vector<int>& SharedCommunicator::local_ranks() const {
+const std::string& SharedMemoryCommunicator::name() const {
+  return state_->group.name();
+}
+int SharedMemoryCommunicator::num_ranks() const { return state_->group.num_ranks(); }
+const std::vector<int>& SharedMemoryCommunicator::local_ranks() const {
   return state_->group.ranks_of(process());
 }
-const std::vector<int>& SharedCommunicator::processes() const {
-  return state_->group.numbers();
+const std::vector<int>& SharedMemoryCommunicator::processes() const {
+  return state_->group.process_ids();
 }
-int SharedCommunicator::num_processes() const { return state_->group.num_processes(); }
-int SharedCommunicator::process() const { return state_->group.own(); }
-int SharedCommunicator::process_of_rank(int rank) const {
-  return state_->group.place_of_rank(rank);
+int SharedMemoryCommunicator::num_processes() const {
+  return state_->group.num_processes();
 }
-bool SharedCommunicator::is_leader() const { return process() == 0; }
-std::string SharedCommunicator::DescribeProcess(int process) const {
-  return state_->fate.name(process);
+int SharedMemoryCommunicator::process() const { return state_->group.own(); }
+int SharedMemoryCommunicator::process_of_rank(int rank) const {
+  return state_->group.process_index_of_rank(rank);
+}
+bool SharedMemoryCommunicator::is_leader() const { return process() == 0; }
+std::string SharedMemoryCommunicator::DescribeProcess(int process) const {
+  return state_->peer_status.name(process);
 }
 
-std::byte* SharedCommunicator::half(int rank, int64_t call) const {
-  return state_->areas[rank].memory + call % 2 * half_bytes();
+std::byte* SharedMemoryCommunicator::buffer(int rank, int64_t call) const {
+  return state_->areas[rank].memory + call % 2 * buffer_bytes();
 }
-int64_t SharedCommunicator::half_bytes() const { return state_->layout.half_bytes(); }
-int64_t SharedCommunicator::size_bytes() const {
+int64_t SharedMemoryCommunicator::buffer_bytes() const {
+  return state_->layout.buffer_bytes();
+}
+int64_t SharedMemoryCommunicator::size_bytes() const {
   return state_->memories[process()].size_bytes();
 }
 
-void SharedCommunicator::PostOrder(const Order& order) {
-  state_->lockstep.PostOrder(order);
+void SharedMemoryCommunicator::AppendToCallLog(const CallLogEntry& order) {
+  state_->group_control.AppendToCallLog(order);
 }
-Order SharedCommunicator::WaitOrder(int64_t call, const WaitReason& reason) {
-  return state_->lockstep.WaitOrder(call, reason);
+CallLogEntry SharedMemoryCommunicator::WaitForLogEntry(int64_t call,
+                                                       const WaitReason& reason) {
+  return state_->group_control.WaitForLogEntry(call, reason);
 }
-void SharedCommunicator::Announce(int64_t call,
-                                  uint64_t signature,
-                                  std::string_view text) {
-  state_->lockstep.Announce(call, signature, text);
+void SharedMemoryCommunicator::PublishSignature(int64_t call,
+                                                uint64_t signature,
+                                                std::string_view text) {
+  state_->group_control.PublishSignature(call, signature, text);
 }
-Announcement SharedCommunicator::announcement(int process, int64_t call) const {
-  return state_->lockstep.announcement(process, call);
+CallSignature SharedMemoryCommunicator::call_signature(int process,
+                                                       int64_t call) const {
+  return state_->group_control.call_signature(process, call);
 }
-void SharedCommunicator::Barrier(int64_t call, int phase, const WaitReason& reason) {
-  state_->lockstep.Barrier(call, phase, reason);
+void SharedMemoryCommunicator::Barrier(int64_t call,
+                                       int phase,
+                                       const WaitReason& reason) {
+  state_->group_control.Barrier(call, phase, reason);
 }
 
-Transport& SharedCommunicator::rank(int local_rank,
-                                    int64_t call,
-                                    int num_slots,
-                                    int64_t slot_bytes) {
-  const int64_t stride = SlotEnd::StrideOf(slot_bytes);
-  if (num_slots > kMaxSlots || num_slots * stride > half_bytes()) {
+Transport& SharedMemoryCommunicator::rank(int local_rank,
+                                          int64_t call,
+                                          int num_slots,
+                                          int64_t slot_bytes) {
+  const int64_t stride = SlotTransport::StrideOf(slot_bytes);
+  if (num_slots > kMaxSlots || num_slots * stride > buffer_bytes()) {
     throw UnsupportedError(
         "jax_ub." + name() + ": " + std::to_string(num_slots) + " slots of " +
         std::to_string(slot_bytes) + " bytes do not fit into a half of " +
-        std::to_string(half_bytes()) + " bytes with " + std::to_string(kMaxSlots) +
+        std::to_string(buffer_bytes()) + " bytes with " + std::to_string(kMaxSlots) +
         " flags: give initialize_ub a larger shape, or the name fewer num_splits");
   }
-  SlotEnd& end = *state_->ends[local_rank];
-  end.Place(call % 2 * half_bytes(), num_slots, stride);
+  SlotTransport& end = *state_->ends[local_rank];
+  end.Place(call % 2 * buffer_bytes(), num_slots, stride);
   return end;
 }
 
-void SharedCommunicator::Poison(const std::exception_ptr& reason) {
+void SharedMemoryCommunicator::Poison(const std::exception_ptr& reason) {
   state_->failure.Poison(reason);
 }
 
-std::exception_ptr SharedCommunicator::poison() const {
+std::exception_ptr SharedMemoryCommunicator::poison() const {
   return state_->failure.reason();
 }
 
-void SharedCommunicator::OnPoison(
+void SharedMemoryCommunicator::OnPoison(
     std::function<void(const std::exception_ptr&)> callback) {
   state_->failure.OnReason(std::move(callback));
 }
 
-void SharedCommunicator::Close() { state_->failure.Close(); }
+void SharedMemoryCommunicator::Close() { state_->failure.Close(); }
 
 }  // namespace jax_ub

@@ -2,17 +2,17 @@
 // to each other through it.
 //
 // Each process has one anonymous mapping with a header and, per rank of its own, an
-// area: slot flags and two *halves* of half_bytes. Every process maps all of them. Call
-// n uses the halves n % 2, and Barrier(n, 0) says that this process has ended call
-// n - 1. So whatever a process writes into a half before Barrier(n, 0) meets no reader
+// area: slot flags and two *buffers* of buffer_bytes. Every process maps all of them. Call
+// n uses the buffers n % 2, and Barrier(n, 0) says that this process has ended call
+// n - 1. So whatever a process writes into a buffer before Barrier(n, 0) meets no reader
 // of the call before, and what it wrote before a barrier is visible behind it.
 //
 //   leader (process of rank 0)              others
-//   PostOrder(order)                        order = WaitOrder(n)
-//   stage into half(own, n); Announce(n)    the same
+//   AppendToCallLog(order)                        order = WaitForLogEntry(n)
+//   stage into buffer(own, n); PublishSignature(n)    the same
 //   Barrier(n, 0)                           Barrier(n, 0)
 //   announcement(p, n) of all p agree?      the same
-//   read half(any, n), store into it ...    the same
+//   read buffer(any, n), store into it ...    the same
 //   Barrier(n, 1) ...                       Barrier(n, 1) ...
 //
 // A process whose connection closes without a goodbye has died: waits for it fail at
@@ -31,32 +31,32 @@
 #include <string_view>
 #include <vector>
 
+#include "transport/cpu/group_control.h"
 #include "transport/cpu/layout.h"
-#include "transport/cpu/lockstep.h"
 #include "transport/process/endpoint.h"
-#include "transport/process/group.h"
+#include "transport/process/process_group.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
 
-class SharedCommunicator {
+class SharedMemoryCommunicator {
  public:
   // A call may have this many slots; flags for them lie in each area.
-  static constexpr int kMaxSlots = AreaHeader::kMaxSlots;
+  static constexpr int kMaxSlots = RankHeader::kMaxSlots;
 
   // Exchanges memory with every other process of the group. `peers` by process number;
   // the own one may be left out. Throws DeadlineError, which names the processes that
   // are missing, and CommunicatorError when one of them refused or died.
-  static std::shared_ptr<SharedCommunicator> Connect(
+  static std::shared_ptr<SharedMemoryCommunicator> Connect(
       std::unique_ptr<Endpoint> endpoint,
-      Membership membership,
+      GroupMembership membership,
       const std::map<int, PeerAddress>& peers,
-      int64_t half_bytes,
+      int64_t buffer_bytes,
       double timeout_s);
 
-  ~SharedCommunicator();  // Close, then gives the memory back
-  SharedCommunicator(const SharedCommunicator&) = delete;
-  SharedCommunicator& operator=(const SharedCommunicator&) = delete;
+  ~SharedMemoryCommunicator();  // Close, then gives the memory back
+  SharedMemoryCommunicator(const SharedMemoryCommunicator&) = delete;
+  SharedMemoryCommunicator& operator=(const SharedMemoryCommunicator&) = delete;
 
   const std::string& name() const;
   int num_ranks() const;
@@ -72,27 +72,27 @@ class SharedCommunicator {
   std::string DescribeProcess(int process) const;
 
   // Of any rank. Aligned to a page. Valid while this object lives, whoever has died.
-  std::byte* half(int rank, int64_t call) const;
-  int64_t half_bytes() const;  // as asked for, rounded up to a page
-  int64_t size_bytes() const;  // memory of this process: all halves, flags and header
+  std::byte* buffer(int rank, int64_t call) const;
+  int64_t buffer_bytes() const;  // as asked for, rounded up to a page
+  int64_t size_bytes() const;  // memory of this process: all buffers, flags and header
 
   // The leader's calls, in the order in which all shall run them, from any thread, any
   // number ahead. Call numbers count from 0 on.
-  void PostOrder(const Order& order);
+  void AppendToCallLog(const CallLogEntry& order);
   // The others: what the leader posted as this call.
-  Order WaitOrder(int64_t call, const WaitReason& reason);
+  CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
 
   // What peers shall compare, before Barrier(call, 0); readable from there to the next
-  // call's Barrier(call + 1, 0). Texts longer than AnnouncementRecord's are cut.
-  void Announce(int64_t call, uint64_t signature, std::string_view text);
-  Announcement announcement(int process, int64_t call) const;
+  // call's Barrier(call + 1, 0). Texts longer than SignatureRecord's are cut.
+  void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
+  CallSignature call_signature(int process, int64_t call) const;
 
   // Returns when every process has come here. One thread at a time, calls and phases
   // (0 to 15) in ascending order; a phase may be left out if all leave it out. Throws
   // without having come when there is poison.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // The end of a rank of this process, with slots in the halves of this call: behind
+  // The end of a rank of this process, with slots in the buffers of this call: behind
   // Barrier(call, 0), until the next call's. Throws UnsupportedError when they do not
   // fit.
   Transport& rank(int local_rank, int64_t call, int num_slots, int64_t slot_bytes);
@@ -114,7 +114,7 @@ class SharedCommunicator {
 
  private:
   struct State;
-  explicit SharedCommunicator(std::unique_ptr<State> state);
+  explicit SharedMemoryCommunicator(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
 

@@ -19,22 +19,25 @@ std::string ChunkOf(const WaitReason& reason) {
 
 }  // namespace
 
-SlotEnd::SlotEnd(int rank,
-                 const std::vector<RankArea>& areas,
-                 const Fate& fate,
-                 uint32_t first_epoch)
-    : rank_(rank), areas_(areas), fate_(fate), first_epoch_(first_epoch) {}
+SlotTransport::SlotTransport(int rank,
+                             const std::vector<RankMemory>& areas,
+                             const PeerStatus& peer_status,
+                             uint32_t first_epoch)
+    : rank_(rank),
+      areas_(areas),
+      peer_status_(peer_status),
+      first_epoch_(first_epoch) {}
 
-void SlotEnd::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
+void SlotTransport::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
   // Those that no call has used yet are where all ranks' flags begin.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
-    uses_.resize(num_slots, Use{first_epoch_, false, false});
+    uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }
 }
 
-void SlotEnd::Write(int peer, int slot, const Rows& rows) {
+void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   const int64_t size_bytes = rows.num_rows * rows.row_bytes;
   if (size_bytes > slot_bytes_) {
     throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
@@ -48,13 +51,13 @@ void SlotEnd::Write(int peer, int slot, const Rows& rows) {
 }
 
 // The store releases what Write wrote; the load in the peer's Wait acquires it.
-void SlotEnd::Signal(int peer, int slot) {
+void SlotTransport::Signal(int peer, int slot) {
   uses_[slot].put = true;
   areas_[peer].flags[slot].arrived.store(uses_[slot].epoch + 1);
   Ring(*areas_[peer].doorbell);
 }
 
-void SlotEnd::Wait(int peer, int slot, const WaitReason& reason) {
+void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
   uses_[slot].received = true;
   WaitFor(areas_[rank_].flags[slot].arrived, uses_[slot].epoch + 1, peer, reason,
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
@@ -62,37 +65,37 @@ void SlotEnd::Wait(int peer, int slot, const WaitReason& reason) {
 
 // The store comes behind what this rank read of the slot; whoever writes it next has
 // loaded the new epoch before.
-void SlotEnd::Release(int slot) {
+void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
   // Whoever writes the slot next: that is for the next schedule to say.
-  for (const RankArea& area : areas_) Ring(*area.doorbell);
+  for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 
-void SlotEnd::WaitFree(int peer, int slot, const WaitReason& reason) {
+void SlotTransport::WaitFree(int peer, int slot, const WaitReason& reason) {
   const uint32_t epoch = uses_[slot].epoch + (uses_[slot].put ? 1 : 0);
   WaitFor(areas_[peer].flags[slot].released, epoch, peer, reason,
           [&] { return NameOf(peer) + " to release the slot of " + ChunkOf(reason); });
 }
 
-void SlotEnd::EndCall() {
-  for (Use& use : uses_) {
+void SlotTransport::EndCall() {
+  for (SlotUse& use : uses_) {
     if (use.put || use.received) ++use.epoch;
     use.put = use.received = false;
   }
 }
 
 template <typename What>
-void SlotEnd::WaitFor(const std::atomic<uint32_t>& flag,
-                      uint32_t epoch,
-                      int peer,
-                      const WaitReason& reason,
-                      const What& what) {
+void SlotTransport::WaitFor(const std::atomic<uint32_t>& flag,
+                            uint32_t epoch,
+                            int peer,
+                            const WaitReason& reason,
+                            const What& what) {
   const int process = areas_[peer].process;
-  fate_.Await(
+  peer_status_.Await(
       *areas_[rank_].doorbell, reason, [&] { return IsReached(flag, epoch); },
-      [&] { return fate_.IsGone(process) ? process : Fate::kNobody; },
-      [&] { return Waiting{areas_[rank_].name, what()}; });
+      [&] { return peer_status_.IsLost(process) ? process : PeerStatus::kNoProcess; },
+      [&] { return WaitDescription{areas_[rank_].name, what()}; });
 }
 
 }  // namespace jax_ub

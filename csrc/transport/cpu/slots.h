@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "transport/cpu/doorbell.h"
-#include "transport/cpu/fate.h"
+#include "transport/cpu/peer_status.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
@@ -21,7 +21,7 @@ struct alignas(64) SlotFlags {
 };
 
 // What all ranks see of one.
-struct RankArea {
+struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;   // [slot]
   std::byte* memory = nullptr;  // what the slots' offsets count from
@@ -30,13 +30,13 @@ struct RankArea {
 };
 
 // A rank's end of a communicator. Its epochs count on from call to call.
-class SlotEnd : public Transport {
+class SlotTransport : public Transport {
  public:
   // `areas` [rank] and `fate` outlive it.
-  SlotEnd(int rank,
-          const std::vector<RankArea>& areas,
-          const Fate& fate,
-          uint32_t first_epoch);
+  SlotTransport(int rank,
+                const std::vector<RankMemory>& areas,
+                const PeerStatus& peer_status,
+                uint32_t first_epoch);
 
   // What a slot takes: slots begin on cache lines of their own.
   static int64_t StrideOf(int64_t slot_bytes) {
@@ -61,7 +61,7 @@ class SlotEnd : public Transport {
   void EndCall() override;
 
  private:
-  struct Use {
+  struct SlotUse {
     uint32_t epoch = 0;     // calls that used this slot number
     bool put = false;       // in this call: a peer's
     bool received = false;  // in this call: the own
@@ -71,7 +71,7 @@ class SlotEnd : public Transport {
     return areas_[rank].memory + offset_ + index * slot_bytes_;
   }
   std::string NameOf(int rank) const {
-    return areas_[rank].name + fate_.DescribeState(areas_[rank].process);
+    return areas_[rank].name + peer_status_.DescribeState(areas_[rank].process);
   }
   template <typename What>
   void WaitFor(const std::atomic<uint32_t>& flag,
@@ -81,10 +81,10 @@ class SlotEnd : public Transport {
                const What& what);
 
   const int rank_;
-  const std::vector<RankArea>& areas_;
-  const Fate& fate_;
+  const std::vector<RankMemory>& areas_;
+  const PeerStatus& peer_status_;
   const uint32_t first_epoch_;
-  std::vector<Use> uses_;  // [slot]
+  std::vector<SlotUse> uses_;  // [slot]
   int64_t offset_ = 0;
   int64_t slot_bytes_ = 0;
 };

@@ -15,7 +15,7 @@
 #include "transport/process/group_failure.h"
 #include "transport/process/handshake.h"
 #include "transport/process/message.h"
-#include "transport/process/notes.h"
+#include "transport/process/setup_exchange.h"
 
 namespace jax_ub {
 
@@ -28,7 +28,7 @@ constexpr double kFailedCloseS = 5;
 constexpr int kProtocol = 3;
 
 // That all say the same: what they share, and how it lies.
-std::string SetupText(const Group& group, const HeapLayout& layout, bool nvls) {
+std::string SetupText(const ProcessGroup& group, const HeapLayout& layout, bool nvls) {
   return group.RanksText() + ", slots of " + std::to_string(layout.slots_bytes()) +
          " bytes on GPUs, " + (nvls ? "NVLS, " : "") + "protocol " +
          std::to_string(kProtocol);
@@ -37,10 +37,10 @@ std::string SetupText(const Group& group, const HeapLayout& layout, bool nvls) {
 }  // namespace
 
 struct CudaCommunicator::State {
-  State(Group its_group,
+  State(ProcessGroup its_group,
         HeapLayout its_layout,
         GroupHeaps its_heaps,
-        std::vector<Partner> its_partners,
+        std::vector<ConnectedPeer> its_partners,
         double its_timeout_s);
   ~State();
 
@@ -48,10 +48,10 @@ struct CudaCommunicator::State {
   std::string NameAndStateOf(int rank) const;
   std::exception_ptr FaultOfDevices();
   std::exception_ptr Failure();
-  void EndWaits();
-  void SetGone(int place, const std::string& how);
-  void Add(const CallStatement& statement);
-  void HearStatement(const PeerNews& news);
+  void FailWaits();
+  void SetLost(int place, const std::string& how);
+  void Add(const GpuCallSignature& statement);
+  void HearStatement(const PeerEvent& news);
   std::string CallOf(uint32_t tag);
   void Close();
 
@@ -62,12 +62,12 @@ struct CudaCommunicator::State {
   }
   int num_own() const { return heaps.devices().num_ranks(); }
 
-  const Group group;
+  const ProcessGroup group;
   const HeapLayout layout;
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  std::vector<Partner> partners;  // [place]; failure has the connections
+  std::vector<ConnectedPeer> connected_peers;  // [place]; failure has the connections
   std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
 
@@ -76,49 +76,51 @@ struct CudaCommunicator::State {
   std::condition_variable gone;           // one has
   std::string who_closed;                 // the first peer that did
   std::atomic<bool> has_closed{false};    // there is one
-  std::vector<SiteName> sites;            // [number]
+  std::vector<CallSiteName> sites;        // [number]
   std::map<uint32_t, std::string> calls;  // by tag, of all ranks that said so
-  CallAgreement agreement;
+  SignatureTable decision;
 
   GroupFailure failure;  // the last: its thread uses what is above
 };
 
-CudaCommunicator::State::State(Group its_group,
+CudaCommunicator::State::State(ProcessGroup its_group,
                                HeapLayout its_layout,
                                GroupHeaps its_heaps,
-                               std::vector<Partner> its_partners,
+                               std::vector<ConnectedPeer> its_partners,
                                double its_timeout_s)
     : group(std::move(its_group)),
       layout(its_layout),
       timeout_s(its_timeout_s),
       heaps(std::move(its_heaps)),
       size_bytes(heaps.size_bytes()),
-      partners(std::move(its_partners)),
-      agreement(group.num_ranks()),
+      connected_peers(std::move(its_partners)),
+      decision(group.num_ranks()),
       failure(group,
-              {.end_waits = [this](const auto&) { EndWaits(); },
-               .set_gone = [this](int place, const auto& how) { SetGone(place, how); },
-               .hear_statement = [this](const auto& news) { HearStatement(news); }}) {
-  for (const Partner& partner : partners) num_connected += partner.connection ? 1 : 0;
-  failure.Watch(partners);
+              {.fail_waits = [this](const auto&) { FailWaits(); },
+               .set_lost = [this](int place, const auto& how) { SetLost(place, how); },
+               .on_signature = [this](const auto& news) { HearStatement(news); }}) {
+  for (const ConnectedPeer& peer : connected_peers)
+    num_connected += peer.connection ? 1 : 0;
+  failure.Watch(connected_peers);
 }
 
 CudaCommunicator::State::~State() {
   Close();
-  if (!failure.IsCopy()) return;
+  if (!failure.IsForkedChild()) return;
   // The driver does not work here, and what it lent is the parent's.
   static_cast<void>(new GroupHeaps(std::move(heaps)));
 }
 
 std::string CudaCommunicator::State::NameOf(int rank) const {
   if (group.num_processes() == 1) return "rank " + std::to_string(rank);
-  const int place = group.place_of_rank(rank);
-  return group.DescribeRank(rank, partners[place].pid);
+  const int place = group.process_index_of_rank(rank);
+  return group.DescribeRank(rank, connected_peers[place].pid);
 }
 
 // With what it is doing at this moment, as seen from here: for the messages of a wait.
 std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
-  return NameOf(rank) + DescribeIfStopped(partners[group.place_of_rank(rank)].seen_pid);
+  return NameOf(rank) +
+         DescribeIfStopped(connected_peers[group.process_index_of_rank(rank)].seen_pid);
 }
 
 // What the local devices recorded: a rank's own reason rather than that of a peer.
@@ -131,7 +133,7 @@ std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
     if (IsOwnFault(record(n))) break;
   }
   if (found == nullptr) return nullptr;
-  SiteName site{group.name(), {}};
+  CallSiteName site{group.name(), {}};
   {
     std::lock_guard lock(mutex);
     if (found->call < sites.size()) site = sites[found->call];
@@ -164,28 +166,28 @@ std::exception_ptr CudaCommunicator::State::Failure() {
   return failure.reason();
 }
 
-void CudaCommunicator::State::EndWaits() {
+void CudaCommunicator::State::FailWaits() {
   for (int n = 0; n < num_own(); ++n) SetPoisoned(record(n));
 }
 
-void CudaCommunicator::State::SetGone(int place, const std::string& how) {
-  if (!how.empty()) EndWaits();
+void CudaCommunicator::State::SetLost(int place, const std::string& how) {
+  if (!how.empty()) FailWaits();
   std::lock_guard lock(mutex);
   --num_connected;
   gone.notify_all();
   if (!how.empty() || has_closed.load()) return;
-  who_closed = group.Describe(place, partners[place].pid);
+  who_closed = group.Describe(place, connected_peers[place].pid);
   has_closed.store(true);
 }
 
-void CudaCommunicator::State::Add(const CallStatement& statement) {
+void CudaCommunicator::State::Add(const GpuCallSignature& statement) {
   if (failure.reason()) return;
-  std::optional<CallStatement> other;
+  std::optional<GpuCallSignature> other;
   {
     std::lock_guard lock(mutex);
     calls.try_emplace(statement.tag(),
                       statement.call + " (call site " + statement.site + ")");
-    other = agreement.Add(statement);
+    other = decision.Add(statement);
   }
   if (!other) return;
   // In one order, so that all say the same.
@@ -197,7 +199,7 @@ void CudaCommunicator::State::Add(const CallStatement& statement) {
             " do not agree: " + first.call + "; and " + second.call + ", respectively";
   } else {
     const bool is_first = !first.refusal.empty();
-    const CallStatement& refused = is_first ? first : second;
+    const GpuCallSignature& refused = is_first ? first : second;
     text += NameOf(refused.rank) + " refused what " +
             NameOf((is_first ? second : first).rank) +
             " is ready for: " + refused.call + ": " + refused.refusal;
@@ -205,11 +207,11 @@ void CudaCommunicator::State::Add(const CallStatement& statement) {
   failure.Poison(std::make_exception_ptr(CommunicatorError(text)));
 }
 
-void CudaCommunicator::State::HearStatement(const PeerNews& news) {
-  const auto statement = CallStatement::Unpack(news.text);
+void CudaCommunicator::State::HearStatement(const PeerEvent& news) {
+  const auto statement = GpuCallSignature::Unpack(news.text);
   // Of a rank of its own: what a peer says may be nonsense.
   if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
-      group.place_of_rank(statement->rank) == news.process) {
+      group.process_index_of_rank(statement->rank) == news.process) {
     Add(*statement);
   }
 }
@@ -218,7 +220,7 @@ void CudaCommunicator::State::HearStatement(const PeerNews& news) {
 // Memory by virtual memory management lives as long as somebody has it mapped, so that
 // only a peer that opened it by cuIpc can be harmed by not being waited for.
 void CudaCommunicator::State::Close() {
-  if (failure.IsCopy() || is_closed.exchange(true)) return;
+  if (failure.IsForkedChild() || is_closed.exchange(true)) return;
   const Driver& driver = heaps.devices().driver();
   for (const Context& context : heaps.devices().contexts()) {
     try {
@@ -229,14 +231,14 @@ void CudaCommunicator::State::Close() {
       continue;
     }
   }
-  failure.SayGoodbye();
+  failure.SendClose();
   const double patience_s =
       failure.reason() ? std::min(kFailedCloseS, timeout_s) : timeout_s;
   {
     std::unique_lock lock(mutex);
     const bool all_gone = gone.wait_until(lock, Deadline::After(patience_s).time(),
                                           [&] { return num_connected == 0; });
-    if (!all_gone) heaps.Abandon();
+    if (!all_gone) heaps.FreeAtExit();
   }
   failure.Close();
   heaps.GiveBack();
@@ -248,13 +250,13 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Make(
     int64_t slots_bytes,
     const std::string& name,
     bool nvls) {
-  Group group({std::vector<int>(ordinals.size(), 0), 0, name});
+  ProcessGroup group({std::vector<int>(ordinals.size(), 0), 0, name});
   const HeapLayout layout(slots_bytes);
   try {
     GroupHeaps heaps = GroupHeaps::InProcess(driver, ordinals, layout, group, nvls);
-    return std::shared_ptr<CudaCommunicator>(
-        new CudaCommunicator(std::make_unique<State>(
-            std::move(group), layout, std::move(heaps), std::vector<Partner>(1), 0.0)));
+    return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
+        std::make_unique<State>(std::move(group), layout, std::move(heaps),
+                                std::vector<ConnectedPeer>(1), 0.0)));
   } catch (const SystemError& error) {
     throw CommunicatorError("CommunicatorError: jax_ub." + name + ": " + error.what());
   }
@@ -262,12 +264,12 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Make(
 
 std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
     std::unique_ptr<CudaEndpoint> endpoint,
-    const Membership& membership,
+    const GroupMembership& membership,
     const std::map<int, PeerAddress>& peers,
-    const std::map<int, Offer>& offers,
+    const std::map<int, Capabilities>& capabilities_of,
     double timeout_s) {
   const Deadline deadline = Deadline::After(timeout_s);
-  Group group(membership);
+  ProcessGroup group(membership);
   const HeapLayout layout = endpoint->layout_;
   const bool nvls = endpoint->nvls_;
   if (group.ranks_of(group.own()).size() !=
@@ -277,36 +279,36 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
         std::to_string(endpoint->devices_->num_ranks()) + " ranks, the process has " +
         std::to_string(group.ranks_of(group.own()).size()));
   }
-  std::map<int, Offer> told = offers;
-  told[membership.process] = endpoint->offer();
-  const Agreement agreement = Agree(membership.process_of_rank, told);
-  if (!agreement.refusal.empty()) {
-    throw UnsupportedError("jax_ub." + group.name() + ": " + agreement.refusal);
+  std::map<int, Capabilities> told = capabilities_of;
+  told[membership.process] = endpoint->capabilities();
+  const SharingDecision decision = Agree(membership.process_of_rank, told);
+  if (!decision.refusal.empty()) {
+    throw UnsupportedError("jax_ub." + group.name() + ": " + decision.refusal);
   }
-  if (!agreement.spans_hosts) group.CheckAddresses(peers);
+  if (!decision.spans_hosts) group.CheckAddresses(peers);
   endpoint->devices_->MakeRecords();
   const FileDescriptor nothing;
-  std::vector<Partner> partners =
+  std::vector<ConnectedPeer> connected_peers =
       Handshake(endpoint->endpoint_, group, peers, SetupText(group, layout, nvls),
                 nothing, nullptr)
           .Run(timeout_s);
-  Notes notes(group, partners);
+  SetupExchange notes(group, connected_peers);
   try {
     GroupHeaps heaps =
         GroupHeaps::Shared(std::move(endpoint->devices_), std::move(endpoint->heaps_),
-                           group, layout, agreement, told, nvls, notes, deadline);
+                           group, layout, decision, told, nvls, notes, deadline);
     return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
-                                std::move(partners), timeout_s)));
+                                std::move(connected_peers), timeout_s)));
   } catch (const UnsupportedError&) {
     throw;  // all of them do
   } catch (const CommunicatorError&) {
-    notes.TellFailure(std::current_exception());
+    notes.BroadcastFailure(std::current_exception());
     throw;
   } catch (const SystemError& error) {
     const auto failure =
         std::make_exception_ptr(CommunicatorError(group.ErrorPrefix() + error.what()));
-    notes.TellFailure(failure);
+    notes.BroadcastFailure(failure);
     std::rethrow_exception(failure);
   }
 }
@@ -328,21 +330,21 @@ std::string CudaCommunicator::DescribeRank(int rank) const {
   return state_->NameOf(rank);
 }
 std::string CudaCommunicator::how() const { return state_->heaps.how(); }
-const std::vector<StepDown>& CudaCommunicator::step_downs() const {
-  return state_->heaps.step_downs();
+const std::vector<SharingFallback>& CudaCommunicator::fallbacks() const {
+  return state_->heaps.fallbacks();
 }
 bool CudaCommunicator::has_multicast() const { return state_->heaps.multicast() != 0; }
 int64_t CudaCommunicator::slots_bytes() const { return state_->layout.slots_bytes(); }
 int64_t CudaCommunicator::size_bytes() const { return state_->size_bytes; }
 
-std::span<const RankPlace> CudaCommunicator::places(int local_rank) const {
+std::span<const RankSlotAddress> CudaCommunicator::places(int local_rank) const {
   return state_->heaps.places(state_->OwnIndexOf(local_rank));
 }
 CUdeviceptr CudaCommunicator::error(int local_rank) const {
   return state_->heaps.devices().record_address(state_->OwnIndexOf(local_rank));
 }
 
-SlotPlaces CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
+SlotAddresses CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
   if (num_slots > HeapLayout::kMaxSlots ||
       num_slots * CudaSlots::StrideOf(slot_bytes) > slots_bytes()) {
     throw UnsupportedError(
@@ -357,18 +359,18 @@ SlotPlaces CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
           multicast == 0 ? 0 : HeapLayout::PlaceAt(multicast).slots};
 }
 
-uint32_t CudaCommunicator::NumberOf(const SiteName& site) {
+uint32_t CudaCommunicator::NumberOf(const CallSiteName& site) {
   std::lock_guard lock(state_->mutex);
-  std::vector<SiteName>& sites = state_->sites;
+  std::vector<CallSiteName>& sites = state_->sites;
   const auto found = std::find(sites.begin(), sites.end(), site);
   const auto number = static_cast<uint32_t>(found - sites.begin());
   if (found == sites.end()) sites.push_back(site);
   return number;
 }
 
-void CudaCommunicator::Declare(const CallStatement& statement) {
-  if (state_->failure.IsCopy() || state_->failure.reason()) return;
-  state_->failure.Say(MessageKind::kStatement, statement.Pack());
+void CudaCommunicator::Declare(const GpuCallSignature& statement) {
+  if (state_->failure.IsForkedChild() || state_->failure.reason()) return;
+  state_->failure.Broadcast(MessageKind::kSignature, statement.Pack());
   state_->Add(statement);
 }
 
@@ -382,10 +384,10 @@ void CudaCommunicator::ThrowIfFailed() {
   if (!state_->has_closed.load()) return;
   std::lock_guard lock(state_->mutex);
   throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed + " " +
-                          kGoodbyeText);
+                          kCloseText);
 }
 
-bool CudaCommunicator::IsCopy() const { return state_->failure.IsCopy(); }
+bool CudaCommunicator::IsForkedChild() const { return state_->failure.IsForkedChild(); }
 
 void CudaCommunicator::Poison(const std::exception_ptr& reason) {
   state_->failure.Poison(reason);

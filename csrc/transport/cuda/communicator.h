@@ -23,13 +23,13 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
-#include "transport/cuda/call_agreement.h"
+#include "transport/cuda/capabilities.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/endpoint.h"
 #include "transport/cuda/fault.h"
 #include "transport/cuda/heap.h"
-#include "transport/cuda/offer.h"
-#include "transport/process/group.h"
+#include "transport/cuda/signature_table.h"
+#include "transport/process/process_group.h"
 
 namespace jax_ub {
 
@@ -50,9 +50,9 @@ class CudaCommunicator {
   // that are missing; CommunicatorError when one refused or died.
   static std::shared_ptr<CudaCommunicator> Connect(
       std::unique_ptr<CudaEndpoint> endpoint,
-      const Membership& membership,
+      const GroupMembership& membership,
       const std::map<int, PeerAddress>& peers,
-      const std::map<int, Offer>& offers,
+      const std::map<int, Capabilities>& capabilities_of,
       double timeout_s);
 
   ~CudaCommunicator();  // Close
@@ -68,7 +68,7 @@ class CudaCommunicator {
 
   // "in_process", "vmm", "fabric" or "ipc".
   std::string how() const;
-  const std::vector<StepDown>& step_downs() const;
+  const std::vector<SharingFallback>& fallbacks() const;
   // Whether all ranks' slots have a multicast address: on all ranks or on none.
   bool has_multicast() const;
 
@@ -78,20 +78,20 @@ class CudaCommunicator {
 
   // Where a local rank's device finds the heaps [rank], and its own error record. Both
   // stay as they are until Close.
-  std::span<const RankPlace> places(int local_rank) const;
+  std::span<const RankSlotAddress> places(int local_rank) const;
   CUdeviceptr error(int local_rank) const;
 
   // Places the slots of a call. Throws UnsupportedError when they do not fit, with what
   // to change.
-  SlotPlaces Place(int num_slots, int64_t slot_bytes) const;
+  SlotAddresses Place(int num_slots, int64_t slot_bytes) const;
 
   // The number of a call site, for its error records; its label is "all_gather_matmul
   // (ub_name 'qkv_fprop')". The same name has the same number.
-  uint32_t NumberOf(const SiteName& site);
+  uint32_t NumberOf(const CallSiteName& site);
 
   // What a local rank says of a call, to all ranks that are connected. Poisons, with both
   // sides, where one of them has said what contradicts it, or will. Waits for nobody.
-  void Declare(const CallStatement& statement);
+  void Declare(const GpuCallSignature& statement);
 
   // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
   // words; poison; a process that died; Close. A peer that closed in order is none. While
@@ -101,7 +101,7 @@ class CudaCommunicator {
   void ThrowIfFailed();
 
   // In a child of fork, which has no part in this.
-  bool IsCopy() const;
+  bool IsForkedChild() const;
 
   // Ends all waits of all ranks from now on; the first reason holds.
   void Poison(const std::exception_ptr& reason);

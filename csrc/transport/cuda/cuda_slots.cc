@@ -22,10 +22,10 @@ CUdeviceptr AddressOf(const std::byte* data) {
 }  // namespace
 
 CudaSlots::CudaSlots(int rank,
-                     std::span<const RankPlace> places,
+                     std::span<const RankSlotAddress> places,
                      CUdeviceptr error,
                      const CallIds& call,
-                     const SlotPlaces& slots,
+                     const SlotAddresses& slots,
                      const SlotStream& stream)
     : rank_(rank),
       places_(places),
@@ -95,8 +95,8 @@ PeerWords CudaSlots::PoisonsOfPeers() const {
   return poisons;
 }
 
-void CudaSlots::CheckPlace(CUdeviceptr partition, uint32_t expected) {
-  PlaceParams params = {};
+void CudaSlots::CheckPartition(CUdeviceptr partition, uint32_t expected) {
+  PartitionCheckParams params = {};
   params.own = words_;
   params.partition = partition;
   params.expected = expected;
@@ -106,7 +106,7 @@ void CudaSlots::CheckPlace(CUdeviceptr partition, uint32_t expected) {
   params.what.chunk = -1;
   params.what.call = call_.number;
   params.peers = PoisonsOfPeers();
-  stream_.flags->CheckPlace(stream_.stream, params);
+  stream_.flags->CheckPartition(stream_.stream, params);
 }
 
 WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) {
@@ -125,7 +125,7 @@ WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason)
   is_announced_ = true;
   for (int other = 0; other < num_ranks(); ++other) {
     if (other == rank_) continue;
-    params.announcements.words[params.announcements.num_peers++] =
+    params.signatures.words[params.signatures.num_peers++] =
         LineOf(places_[other].announced, rank_);
   }
   return params;
@@ -174,14 +174,14 @@ void CudaSlots::SumByMulticast(const MulticastRange& range) {
   stream_.multicast->Sum(stream_.stream, params, stream_.copies.num_sm);
 }
 
-void CudaSlots::Spoil(std::span<const SpoilParams::Result> results) {
+void CudaSlots::FillNan(std::span<const NanFillParams::Result> results) {
   while (!results.empty()) {
-    SpoilParams params = {};
+    NanFillParams params = {};
     params.own = words_;
     params.num_results =
         static_cast<uint32_t>(std::min<size_t>(results.size(), kMaxResults));
     std::copy_n(results.begin(), params.num_results, params.results);
-    stream_.flags->Spoil(stream_.stream, params);
+    stream_.flags->FillNan(stream_.stream, params);
     results = results.subspan(params.num_results);
   }
 }

@@ -37,11 +37,11 @@ namespace jax_ub {
 // From one flag to the next.
 inline constexpr int64_t kFlagLineBytes = 128;
 
-// Slots begin at multiples of this behind RankPlace::slots.
+// Slots begin at multiples of this behind RankSlotAddress::slots.
 inline constexpr int64_t kSlotAlignment = 256;
 
 // What a rank has in its heap, at the addresses by which this rank's device reaches it.
-struct RankPlace {
+struct RankSlotAddress {
   CUdeviceptr slots = 0;      // bytes, of all slots
   CUdeviceptr arrived = 0;    // [slot]
   CUdeviceptr freed = 0;      // [peer]
@@ -52,7 +52,7 @@ struct RankPlace {
 };
 
 // The slots of a call, on every rank: CudaSlots::StrideOf(slot_bytes) each.
-struct SlotPlaces {
+struct SlotAddresses {
   int num_slots = 0;
   int64_t slot_bytes = 0;
   // What stands for the first slot of every rank: for multicast instructions alone. 0:
@@ -63,7 +63,7 @@ struct SlotPlaces {
 // Which call it is: tells flags and errors of call sites apart.
 struct CallIds {
   uint32_t number = 0;  // the host's, of the call site
-  uint32_t tag = 0;     // CallStatement::tag, the same on every rank
+  uint32_t tag = 0;     // GpuCallSignature::tag, the same on every rank
 };
 
 // What a rank enqueues with: all of its device, and kept by somebody else.
@@ -72,7 +72,7 @@ struct SlotStream {
   const FlagKernels* flags = nullptr;
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
-  CopyWay copies;
+  CopyMethod copies;
   const MulticastKernels* multicast = nullptr;  // where the slots have such an address
 };
 
@@ -88,16 +88,16 @@ class CudaSlots : public Transport {
  public:
   // `places` [rank] outlive it. `error` is the own ErrorRecord's device address.
   CudaSlots(int rank,
-            std::span<const RankPlace> places,
+            std::span<const RankSlotAddress> places,
             CUdeviceptr error,
             const CallIds& call,
-            const SlotPlaces& slots,
+            const SlotAddresses& slots,
             const SlotStream& stream);
 
   // Before all else of a call that may run on other devices than it was meant for, or on
   // the same in another order: the rank, and so all its peers, fail on the device unless
   // the u32 at `partition` is `expected`.
-  void CheckPlace(CUdeviceptr partition, uint32_t expected);
+  void CheckPartition(CUdeviceptr partition, uint32_t expected);
 
   // What a slot takes in the heap.
   static int64_t StrideOf(int64_t slot_bytes);
@@ -121,7 +121,7 @@ class CudaSlots : public Transport {
   void SumByMulticast(const MulticastRange& range);
 
   // Behind everything that writes the results: fills them with NaN if the rank failed.
-  void Spoil(std::span<const SpoilParams::Result> results);
+  void FillNan(std::span<const NanFillParams::Result> results);
 
  private:
   CUdeviceptr SlotOf(int rank, int slot) const;
@@ -130,10 +130,10 @@ class CudaSlots : public Transport {
   WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason);
 
   const int rank_;
-  const std::span<const RankPlace> places_;
+  const std::span<const RankSlotAddress> places_;
   const RankWords words_;
   const CallIds call_;
-  const SlotPlaces slots_;
+  const SlotAddresses slots_;
   const SlotStream stream_;
   std::vector<bool> is_free_;  // [peer]: waited for in this call
   bool is_announced_ = false;  // this call

@@ -19,7 +19,7 @@ std::string UuidOf(const Driver& driver, CUdevice device) {
 }
 
 // "GPU 0 has no POSIX descriptors of memory", or "".
-std::string WhyLacks(const OwnDevices& devices,
+std::string WhyLacks(const LocalDevices& devices,
                      CUdevice_attribute attribute,
                      const char* what) {
   for (const Context& context : devices.contexts()) {
@@ -39,25 +39,26 @@ CudaEndpoint::CudaEndpoint(const Driver& driver,
                            bool nvls)
     : layout_(slots_bytes),
       nvls_(nvls),
-      devices_(std::make_unique<OwnDevices>(driver, ordinals)) {
+      devices_(std::make_unique<LocalDevices>(driver, ordinals)) {
   OfferDevices(host);
   OfferVirtual();
   OfferIpc();
   if (!nvls) return;
   const std::string reason = WhyNoMulticast(*devices_);
-  offer_[reason.empty() ? kNvls : kCannotNvlsKey] = reason.empty() ? "yes" : reason;
+  capabilities_[reason.empty() ? kNvls : kCannotNvlsKey] =
+      reason.empty() ? "yes" : reason;
 }
 
 void CudaEndpoint::OfferDevices(const std::string& host) {
   const Driver& driver = devices_->driver();
-  offer_[kHostKey] = host;
-  std::string& gpus = offer_[kGpusKey];
+  capabilities_[kHostKey] = host;
+  std::string& gpus = capabilities_[kGpusKey];
   for (int n = 0; n < devices_->num_ranks(); ++n) {
     AppendPart(gpus, UuidOf(driver, devices_->context_of(n).device()));
   }
   int num_visible = 0;
   Check(driver, driver.DeviceGetCount(&num_visible), "cuDeviceGetCount");
-  std::string& apart = offer_[kApartKey];
+  std::string& apart = capabilities_[kApartKey];
   for (const CUdevice device : devices_->devices()) {
     for (int ordinal = 0; ordinal < num_visible; ++ordinal) {
       CUdevice peer = 0;
@@ -90,29 +91,31 @@ void CudaEndpoint::OfferVirtual() {
         (no_fd.empty() ? kFd : 0u) | (no_fabric.empty() ? kFabric : 0u);
     if (types == 0) return;
     try {
-      heaps_ = OwnHeaps::Virtual(*devices_, layout_.size_bytes(), types);
+      heaps_ = LocalHeaps::Virtual(*devices_, layout_.size_bytes(), types);
     } catch (const SystemError& error) {
       (no_fabric.empty() ? no_fabric : no_fd) = error.what();
     }
   };
   attempt();
   if (!heaps_) attempt();
-  const auto offer = [&](Way way, std::string reason, bool has_value) {
+  const auto capabilities = [&](SharingMode mode, std::string reason, bool has_value) {
     if (heaps_ && reason.empty()) {
       try {
-        const Note exported = heaps_.Export(way);
-        offer_[WayName(way)] = has_value ? exported.text : "yes";
+        const SetupMessage exported = heaps_.Export(mode);
+        capabilities_[WayName(mode)] = has_value ? exported.text : "yes";
         return;
       } catch (const SystemError& error) {
         reason = error.what();
       }
     }
-    offer_[CannotKey(way)] = reason;
+    capabilities_[CannotKey(mode)] = reason;
   };
-  offer(Way::kVmm, no_fd, false);
-  offer(Way::kFabric, no_fabric, true);
-  if (offer_.count(WayName(Way::kVmm)) + offer_.count(WayName(Way::kFabric)) == 0) {
-    heaps_ = OwnHeaps();
+  capabilities(SharingMode::kVmm, no_fd, false);
+  capabilities(SharingMode::kFabric, no_fabric, true);
+  if (capabilities_.count(WayName(SharingMode::kVmm)) +
+          capabilities_.count(WayName(SharingMode::kFabric)) ==
+      0) {
+    heaps_ = LocalHeaps();
   }
 }
 
@@ -120,17 +123,17 @@ void CudaEndpoint::OfferVirtual() {
 void CudaEndpoint::OfferIpc() {
   try {
     if (heaps_) {
-      OwnHeaps::Allocated(*devices_, 1).Export(Way::kIpc);
+      LocalHeaps::Allocated(*devices_, 1).Export(SharingMode::kIpc);
     } else {
-      heaps_ = OwnHeaps::Allocated(*devices_, layout_.size_bytes());
-      heaps_.Export(Way::kIpc);
+      heaps_ = LocalHeaps::Allocated(*devices_, layout_.size_bytes());
+      heaps_.Export(SharingMode::kIpc);
     }
-    offer_[WayName(Way::kIpc)] = "yes";
+    capabilities_[WayName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
     // No room for that little, beside heaps that can be shared otherwise, is no failure.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
-    if (!heaps_.is_virtual()) heaps_ = OwnHeaps();
-    offer_[CannotKey(Way::kIpc)] = error.what();
+    if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
+    capabilities_[CannotKey(SharingMode::kIpc)] = error.what();
   }
 }
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
+#include "transport/cuda/capabilities.h"
 #include "transport/cuda/heap.h"
-#include "transport/cuda/offer.h"
 #include "transport/cuda/sharing.h"
 #include "transport/process/endpoint.h"
 
@@ -29,7 +29,7 @@ class CudaEndpoint {
                bool nvls = false);
 
   const PeerAddress& address() const { return endpoint_.address(); }
-  const Offer& offer() const { return offer_; }
+  const Capabilities& capabilities() const { return capabilities_; }
 
  private:
   friend class CudaCommunicator;
@@ -41,9 +41,9 @@ class CudaEndpoint {
   const Endpoint endpoint_;
   const HeapLayout layout_;
   const bool nvls_;
-  std::unique_ptr<OwnDevices> devices_;
-  OwnHeaps heaps_;
-  Offer offer_;
+  std::unique_ptr<LocalDevices> devices_;
+  LocalHeaps heaps_;
+  Capabilities capabilities_;
 };
 
 }  // namespace jax_ub

@@ -45,7 +45,7 @@ bool IsOwnFault(const ErrorRecord& record) {
 }
 
 std::exception_ptr DescribeFault(const ErrorRecord& record,
-                                 const SiteName& site,
+                                 const CallSiteName& site,
                                  const std::function<std::string(int)>& name_of,
                                  const std::function<std::string(uint32_t)>& call_of) {
   const uint32_t code = CodeOf(record);

@@ -22,18 +22,18 @@ void SetPoisoned(ErrorRecord& record);
 bool IsOwnFault(const ErrorRecord& record);
 
 // What errors say of a call site.
-struct SiteName {
+struct CallSiteName {
   std::string label;
   std::vector<int64_t> devices;  // Attributes::devices
 
-  bool operator==(const SiteName&) const = default;
+  bool operator==(const CallSiteName&) const = default;
 };
 
 // DeadlineError or CommunicatorError of a record whose code is not kNone. `site` is that
 // of its call; `name_of` a rank: "rank 2 (process 1, pid 123)"; `call_of` the call site
 // that has a tag: "matmul: matmul by ... (call site jit_f/0)".
 std::exception_ptr DescribeFault(const ErrorRecord& record,
-                                 const SiteName& site,
+                                 const CallSiteName& site,
                                  const std::function<std::string(int)>& name_of,
                                  const std::function<std::string(uint32_t)>& call_of);
 

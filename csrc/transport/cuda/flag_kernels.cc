@@ -21,8 +21,8 @@ FlagKernels::FlagKernels(const Driver& driver)
       signal_(library_.Function(kSignalKernel)),
       wait_(library_.Function(kWaitKernel)),
       end_(library_.Function(kEndKernel)),
-      check_place_(library_.Function(kCheckPlaceKernel)),
-      spoil_(library_.Function(kSpoilKernel)) {}
+      check_place_(library_.Function(kCheckPartitionKernel)),
+      spoil_(library_.Function(kFillNanKernel)) {}
 
 void FlagKernels::Signal(CUstream stream, const SignalParams& params) const {
   LaunchKernel(driver_, signal_, LaunchConfig(stream, 1, kWarp), params);
@@ -36,11 +36,12 @@ void FlagKernels::End(CUstream stream, const SignalParams& params) const {
   LaunchKernel(driver_, end_, LaunchConfig(stream, 1, kWarp), params);
 }
 
-void FlagKernels::CheckPlace(CUstream stream, const PlaceParams& params) const {
+void FlagKernels::CheckPartition(CUstream stream,
+                                 const PartitionCheckParams& params) const {
   LaunchKernel(driver_, check_place_, LaunchConfig(stream, 1, kWarp), params);
 }
 
-void FlagKernels::Spoil(CUstream stream, const SpoilParams& params) const {
+void FlagKernels::FillNan(CUstream stream, const NanFillParams& params) const {
   if (params.num_results == 0) return;
   LaunchKernel(driver_, spoil_, LaunchConfig(stream, kSpoilBlocks, kSpoilThreads),
                params);

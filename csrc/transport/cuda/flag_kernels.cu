@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(32)
   const uint64_t epoch = LoadAcquire(own.epoch);
   const uint64_t current = NextCall(epoch, params.tag);
   // The epoch of a rank that has failed stands still: peers would see two calls in it.
-  if (threadIdx.x < params.announcements.num_peers && LoadAcquire(own.failed) == 0) {
-    StoreRelaxed(params.announcements.words[threadIdx.x], current);
+  if (threadIdx.x < params.signatures.num_peers && LoadAcquire(own.failed) == 0) {
+    StoreRelaxed(params.signatures.words[threadIdx.x], current);
   }
   if (threadIdx.x != 0) return;
   const uint64_t wanted = params.ahead != 0 ? current : epoch;
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    jax_ub_check_place(const __grid_constant__ PlaceParams params) {
+    jax_ub_check_partition(const __grid_constant__ PartitionCheckParams params) {
   if (threadIdx.x != 0) return;
   ErrorRecord what = params.what;
   what.partition = *reinterpret_cast<const uint32_t*>(params.partition);
@@ -169,12 +169,12 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    jax_ub_spoil(const __grid_constant__ SpoilParams params) {
+    jax_ub_fill_nan(const __grid_constant__ NanFillParams params) {
   if (LoadAcquire(params.own.failed) == 0) return;
   const uint64_t first = blockIdx.x * uint64_t{blockDim.x} + threadIdx.x;
   const uint64_t stride = gridDim.x * uint64_t{blockDim.x};
   for (uint32_t i = 0; i < params.num_results; ++i) {
-    const SpoilParams::Result& result = params.results[i];
+    const NanFillParams::Result& result = params.results[i];
     // Results of XLA begin at multiples of 16 bytes.
     const uint64_t num_vectors = result.data % 16 == 0 ? result.size_bytes / 16 : 0;
     for (uint64_t at = first; at < num_vectors; at += stride) {

@@ -20,8 +20,8 @@ class FlagKernels {
   void Signal(CUstream stream, const SignalParams& params) const;
   void Wait(CUstream stream, const WaitParams& params) const;
   void End(CUstream stream, const SignalParams& params) const;
-  void CheckPlace(CUstream stream, const PlaceParams& params) const;
-  void Spoil(CUstream stream, const SpoilParams& params) const;
+  void CheckPartition(CUstream stream, const PartitionCheckParams& params) const;
+  void FillNan(CUstream stream, const NanFillParams& params) const;
 
  private:
   const Driver& driver_;

@@ -113,13 +113,13 @@ struct WaitParams {
   uint32_t tag;
   ErrorRecord what;
   PeerWords peers;
-  PeerWords announcements;  // of no peer, but for the first wait of a call
+  PeerWords signatures;  // of no peer, but for the first wait of a call
 };
 
-// jax_ub_check_place: the rank fails, and tells its peers, unless the u32 at `partition`
+// jax_ub_check_partition: the rank fails, and tells its peers, unless the u32 at `partition`
 // is `expected`. First of a call: what a rank has failed before, it does not signal, so
 // that no peer gets what it waits for.
-struct PlaceParams {
+struct PartitionCheckParams {
   RankWords own;
   uint64_t partition;
   uint32_t expected;
@@ -127,9 +127,9 @@ struct PlaceParams {
   PeerWords peers;
 };
 
-// jax_ub_spoil: 0xFF into every byte of the results (NaN in all dtypes) if the rank
+// jax_ub_fill_nan: 0xFF into every byte of the results (NaN in all dtypes) if the rank
 // failed.
-struct SpoilParams {
+struct NanFillParams {
   struct Result {
     uint64_t data;
     uint64_t size_bytes;
@@ -142,7 +142,7 @@ struct SpoilParams {
 inline constexpr char kSignalKernel[] = "jax_ub_signal";
 inline constexpr char kEndKernel[] = "jax_ub_end";
 inline constexpr char kWaitKernel[] = "jax_ub_wait";
-inline constexpr char kCheckPlaceKernel[] = "jax_ub_check_place";
-inline constexpr char kSpoilKernel[] = "jax_ub_spoil";
+inline constexpr char kCheckPartitionKernel[] = "jax_ub_check_partition";
+inline constexpr char kFillNanKernel[] = "jax_ub_fill_nan";
 
 }  // namespace jax_ub

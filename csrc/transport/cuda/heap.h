@@ -30,7 +30,7 @@ class HeapLayout {
   }
 
   // Of a heap that is mapped at `base`.
-  static RankPlace PlaceAt(CUdeviceptr base) {
+  static RankSlotAddress PlaceAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
     constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;
     return {.slots = base + flags_bytes(),

@@ -32,7 +32,7 @@ void BoundMemoryTraits::Close(const Driver& driver, Value bound) noexcept {
   driver.MulticastUnbind(bound.object, bound.device, 0, bound.size);
 }
 
-std::string WhyNoMulticast(const OwnDevices& devices) {
+std::string WhyNoMulticast(const LocalDevices& devices) {
   if (devices.driver().MulticastCreate == nullptr) {
     return "the NVIDIA driver has no cuMulticastCreate of CUDA 12.1";
   }
@@ -66,7 +66,7 @@ Multicast Multicast::Import(const MulticastShape& shape, PhysicalMemory object) 
   return {shape, granularity, std::move(object)};
 }
 
-void Multicast::Add(const OwnDevices& devices) {
+void Multicast::Add(const LocalDevices& devices) {
   const Driver& driver = object_.driver();
   for (const CUdevice device : devices.devices()) {
     Check(driver, driver.MulticastAddDevice(object_.get(), device),
@@ -74,7 +74,7 @@ void Multicast::Add(const OwnDevices& devices) {
   }
 }
 
-void Multicast::Bind(const OwnDevices& devices, const OwnHeaps& heaps) {
+void Multicast::Bind(const LocalDevices& devices, const LocalHeaps& heaps) {
   const Driver& driver = object_.driver();
   for (int n = 0; n < devices.num_ranks(); ++n) {
     const CUmemGenericAllocationHandle heap = heaps.virtual_memory(n).memory().get();
@@ -85,11 +85,11 @@ void Multicast::Bind(const OwnDevices& devices, const OwnHeaps& heaps) {
   }
 }
 
-void Multicast::Map(const OwnDevices& devices) {
+void Multicast::Map(const LocalDevices& devices) {
   mapping_ =
       Mapping(object_.driver(), object_.get(), size_, granularity_, devices.devices());
 }
 
-void Multicast::Abandon() { static_cast<void>(new Multicast(std::move(*this))); }
+void Multicast::FreeAtExit() { static_cast<void>(new Multicast(std::move(*this))); }
 
 }  // namespace jax_ub

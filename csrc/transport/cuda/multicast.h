@@ -17,7 +17,7 @@
 
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
-#include "transport/cuda/offer.h"
+#include "transport/cuda/capabilities.h"
 #include "transport/cuda/sharing.h"
 #include "transport/cuda/virtual_memory.h"
 
@@ -36,7 +36,7 @@ struct BoundMemoryTraits {
 };
 
 // How a device can take part: "GPU 0 has no multicast", or "".
-std::string WhyNoMulticast(const OwnDevices& devices);
+std::string WhyNoMulticast(const LocalDevices& devices);
 
 // What it is made like, the same in every process.
 struct MulticastShape {
@@ -57,12 +57,12 @@ class Multicast {
   // What stands for the base of every heap; 0: it is not mapped.
   CUdeviceptr base() const { return mapping_.base(); }
 
-  void Add(const OwnDevices& devices);
-  void Bind(const OwnDevices& devices, const OwnHeaps& heaps);
-  void Map(const OwnDevices& devices);
+  void Add(const LocalDevices& devices);
+  void Bind(const LocalDevices& devices, const LocalHeaps& heaps);
+  void Map(const LocalDevices& devices);
 
   // Leaves all to the end of the process: a peer's device may still be using it.
-  void Abandon();
+  void FreeAtExit();
 
  private:
   Multicast(const MulticastShape& shape, size_t granularity, PhysicalMemory object);

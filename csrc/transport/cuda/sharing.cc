@@ -41,10 +41,10 @@ void ZeroFlags(const Context& context, CUdeviceptr base) {
 
 }  // namespace
 
-std::string ExportHandle(Way way,
+std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed) {
-  if (way == Way::kVmm) {
+  if (mode == SharingMode::kVmm) {
     int descriptor = -1;
     ExportMemory(memory, kFd, &descriptor);
     passed.emplace_back(descriptor);
@@ -56,11 +56,11 @@ std::string ExportHandle(Way way,
 }
 
 PhysicalMemory ImportHandle(const Driver& driver,
-                            Way way,
+                            SharingMode mode,
                             const std::string& handle,
                             const FileDescriptor& passed,
                             const std::string& peer) {
-  if (way == Way::kVmm) {
+  if (mode == SharingMode::kVmm) {
     // The driver takes the descriptor itself where it takes an address otherwise.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
@@ -69,7 +69,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
   return ImportMemory(driver, kFabric, &fabric);
 }
 
-OwnDevices::OwnDevices(const Driver& driver, std::vector<int> ordinals)
+LocalDevices::LocalDevices(const Driver& driver, std::vector<int> ordinals)
     : driver_(driver), ordinals_(std::move(ordinals)) {
   std::vector<int> distinct;
   for (const int ordinal : ordinals_) {
@@ -82,7 +82,7 @@ OwnDevices::OwnDevices(const Driver& driver, std::vector<int> ordinals)
   }
 }
 
-std::string OwnDevices::WhyApart() const {
+std::string LocalDevices::WhyApart() const {
   for (const CUdevice device : devices_) {
     for (const CUdevice peer : devices_) {
       if (device == peer) continue;
@@ -99,7 +99,7 @@ std::string OwnDevices::WhyApart() const {
   return "";
 }
 
-void OwnDevices::EnablePeerAccess() const {
+void LocalDevices::EnablePeerAccess() const {
   for (const Context& context : contexts_) {
     const ScopedContext scoped(driver_, context.get());
     for (const Context& peer : contexts_) {
@@ -111,17 +111,17 @@ void OwnDevices::EnablePeerAccess() const {
   }
 }
 
-void OwnDevices::MakeRecords() {
+void LocalDevices::MakeRecords() {
   for (int n = 0; n < num_ranks(); ++n) {
     const ScopedContext scoped(driver_, context_of(n).get());
     records_.emplace_back(driver_, sizeof(ErrorRecord));
   }
 }
 
-OwnHeaps OwnHeaps::Virtual(const OwnDevices& devices,
-                           int64_t size_bytes,
-                           unsigned handle_types) {
-  OwnHeaps heaps;
+LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
+                               int64_t size_bytes,
+                               unsigned handle_types) {
+  LocalHeaps heaps;
   heaps.devices_ = &devices;
   for (int n = 0; n < devices.num_ranks(); ++n) {
     const Context& context = devices.context_of(n);
@@ -135,11 +135,11 @@ OwnHeaps OwnHeaps::Virtual(const OwnDevices& devices,
   return heaps;
 }
 
-OwnHeaps OwnHeaps::Allocated(const OwnDevices& devices, int64_t size_bytes) {
+LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
   // A block of its own: what shares one with it would be exported, too.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
-  OwnHeaps heaps;
+  LocalHeaps heaps;
   heaps.devices_ = &devices;
   devices.EnablePeerAccess();
   for (int n = 0; n < devices.num_ranks(); ++n) {
@@ -158,12 +158,12 @@ OwnHeaps OwnHeaps::Allocated(const OwnDevices& devices, int64_t size_bytes) {
 }
 
 // "size:handle,size:handle", and the descriptors.
-Note OwnHeaps::Export(Way way) const {
-  Note note;
+SetupMessage LocalHeaps::Export(SharingMode mode) const {
+  SetupMessage note;
   for (int n = 0; n < devices_->num_ranks(); ++n) {
     std::string handle;
     int64_t size = 0;
-    if (way == Way::kIpc) {
+    if (mode == SharingMode::kIpc) {
       size = allocated_[n].size_bytes();
       CUipcMemHandle ipc = {};
       const Driver& driver = devices_->driver();
@@ -172,20 +172,20 @@ Note OwnHeaps::Export(Way way) const {
       handle = HexOf(&ipc, sizeof(ipc));
     } else {
       size = virtual_[n].size_bytes();
-      handle = ExportHandle(way, virtual_[n].memory(), note.passed);
+      handle = ExportHandle(mode, virtual_[n].memory(), note.passed);
     }
     AppendPart(note.text, std::to_string(size).append(":").append(handle));
   }
   return note;
 }
 
-void OwnHeaps::Abandon() {
+void LocalHeaps::FreeAtExit() {
   for (DeviceMemory& memory : allocated_) {
     static_cast<void>(new DeviceMemory(std::move(memory)));
   }
 }
 
-void IpcOpenedTraits::Close(const Driver& driver, Value opened) noexcept {
+void OpenedIpcHandleTraits::Close(const Driver& driver, Value opened) noexcept {
   CUcontext before = nullptr;
   driver.CtxGetCurrent(&before);
   driver.CtxSetCurrent(opened.context);
@@ -193,9 +193,9 @@ void IpcOpenedTraits::Close(const Driver& driver, Value opened) noexcept {
   driver.CtxSetCurrent(before);
 }
 
-PeerHeaps::PeerHeaps(const OwnDevices& devices,
-                     Way way,
-                     const Note& note,
+PeerHeaps::PeerHeaps(const LocalDevices& devices,
+                     SharingMode mode,
+                     const SetupMessage& note,
                      int num_ranks,
                      int64_t size_bytes,
                      const std::string& peer)
@@ -207,14 +207,14 @@ PeerHeaps::PeerHeaps(const OwnDevices& devices,
                         std::to_string(size_bytes));
     }
   }
-  if (way == Way::kIpc) {
+  if (mode == SharingMode::kIpc) {
     OpenIpc(devices);
   } else {
-    ImportVirtual(devices, way, note);
+    ImportVirtual(devices, mode, note);
   }
 }
 
-std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note,
+std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const SetupMessage& note,
                                                   int num_ranks) const {
   std::vector<Exported> all;
   std::istringstream stream(note.text);
@@ -236,23 +236,25 @@ std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const Note& note,
   return all;
 }
 
-void PeerHeaps::ImportVirtual(const OwnDevices& devices, Way way, const Note& note) {
-  if (way == Way::kVmm && note.passed.size() != exported_.size()) {
+void PeerHeaps::ImportVirtual(const LocalDevices& devices,
+                              SharingMode mode,
+                              const SetupMessage& note) {
+  if (mode == SharingMode::kVmm && note.passed.size() != exported_.size()) {
     throw SystemError(peer_ + " passed " + std::to_string(note.passed.size()) +
                       " descriptors, not " + std::to_string(exported_.size()));
   }
   bases_.emplace_back();
   for (size_t n = 0; n < exported_.size(); ++n) {
     const FileDescriptor none;
-    virtual_.emplace_back(ImportHandle(devices.driver(), way, exported_[n].handle,
-                                       way == Way::kVmm ? note.passed[n] : none, peer_),
-                          static_cast<size_t>(exported_[n].size_bytes),
-                          devices.devices());
+    virtual_.emplace_back(
+        ImportHandle(devices.driver(), mode, exported_[n].handle,
+                     mode == SharingMode::kVmm ? note.passed[n] : none, peer_),
+        static_cast<size_t>(exported_[n].size_bytes), devices.devices());
     bases_.back().push_back(virtual_.back().base());
   }
 }
 
-void PeerHeaps::OpenIpc(const OwnDevices& devices) {
+void PeerHeaps::OpenIpc(const LocalDevices& devices) {
   const Driver& driver = devices.driver();
   for (const Context& context : devices.contexts()) {
     const ScopedContext scoped(driver, context.get());
@@ -264,7 +266,7 @@ void PeerHeaps::OpenIpc(const OwnDevices& devices) {
                                     HandleOf<CUipcMemHandle>(exported.handle, peer_),
                                     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
             "cuIpcOpenMemHandle");
-      opened_.emplace_back(driver, IpcOpened{context.get(), base});
+      opened_.emplace_back(driver, OpenedIpcHandle{context.get(), base});
       bases_.back().push_back(base);
     }
   }

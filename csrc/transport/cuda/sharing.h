@@ -11,30 +11,30 @@
 
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
+#include "transport/cuda/capabilities.h"
 #include "transport/cuda/heap.h"
-#include "transport/cuda/offer.h"
 #include "transport/cuda/virtual_memory.h"
-#include "transport/process/notes.h"
+#include "transport/process/setup_exchange.h"
 
 namespace jax_ub {
 
 // The handle of memory for other processes: as text, or (vmm) as one more descriptor.
 // Throws SystemError.
-std::string ExportHandle(Way way,
+std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
 // Of what `peer` exported: the text and the descriptor. Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
-                            Way way,
+                            SharingMode mode,
                             const std::string& handle,
                             const FileDescriptor& passed,
                             const std::string& peer);
 
 // The devices of a process's own ranks, and where these say that they failed. Several ranks may have one.
-class OwnDevices {
+class LocalDevices {
  public:
   // `ordinals`: of the own ranks.
-  OwnDevices(const Driver& driver, std::vector<int> ordinals);
+  LocalDevices(const Driver& driver, std::vector<int> ordinals);
 
   const Driver& driver() const { return driver_; }
   int num_ranks() const { return static_cast<int>(ordinals_.size()); }
@@ -66,15 +66,15 @@ class OwnDevices {
 };
 
 // The heaps of the own ranks, with their flags zero.
-class OwnHeaps {
+class LocalHeaps {
  public:
-  OwnHeaps() = default;
+  LocalHeaps() = default;
   // By virtual memory management: throws SystemError where that is refused. Both throw
   // CommunicatorError when a device has no room.
-  static OwnHeaps Virtual(const OwnDevices& devices,
-                          int64_t size_bytes,
-                          unsigned handle_types);
-  static OwnHeaps Allocated(const OwnDevices& devices, int64_t size_bytes);
+  static LocalHeaps Virtual(const LocalDevices& devices,
+                            int64_t size_bytes,
+                            unsigned handle_types);
+  static LocalHeaps Allocated(const LocalDevices& devices, int64_t size_bytes);
 
   explicit operator bool() const { return !bases_.empty(); }
   bool is_virtual() const { return !virtual_.empty(); }
@@ -83,13 +83,13 @@ class OwnHeaps {
   int64_t size_bytes() const { return size_bytes_; }  // of all of them
 
   // What another process needs to import them. Throws SystemError.
-  Note Export(Way way) const;
+  SetupMessage Export(SharingMode mode) const;
 
   // Leaves the memory to the end of the process: a peer may still write to it.
-  void Abandon();
+  void FreeAtExit();
 
  private:
-  const OwnDevices* devices_ = nullptr;
+  const LocalDevices* devices_ = nullptr;
   std::vector<VirtualMemory> virtual_;
   std::vector<DeviceMemory> allocated_;
   std::vector<CUdeviceptr> bases_;  // [own rank]
@@ -97,13 +97,13 @@ class OwnHeaps {
 };
 
 // An opened cuIpc handle: of one context.
-struct IpcOpened {
+struct OpenedIpcHandle {
   CUcontext context = nullptr;
   CUdeviceptr base = 0;
-  bool operator==(const IpcOpened&) const = default;
+  bool operator==(const OpenedIpcHandle&) const = default;
 };
-struct IpcOpenedTraits {
-  using Value = IpcOpened;
+struct OpenedIpcHandleTraits {
+  using Value = OpenedIpcHandle;
   static void Close(const Driver& driver, Value opened) noexcept;
 };
 
@@ -111,12 +111,12 @@ struct IpcOpenedTraits {
 class PeerHeaps {
  public:
   PeerHeaps() = default;
-  // `note` is what OwnHeaps::Export returned there, of `num_ranks` ranks whose heaps are
+  // `note` is what LocalHeaps::Export returned there, of `num_ranks` ranks whose heaps are
   // at least of `size_bytes`. Throws SystemError, which names the `peer` where that passed
   // something else.
-  PeerHeaps(const OwnDevices& devices,
-            Way way,
-            const Note& note,
+  PeerHeaps(const LocalDevices& devices,
+            SharingMode mode,
+            const SetupMessage& note,
             int num_ranks,
             int64_t size_bytes,
             const std::string& peer);
@@ -127,19 +127,21 @@ class PeerHeaps {
   }
 
  private:
-  void ImportVirtual(const OwnDevices& devices, Way way, const Note& note);
-  void OpenIpc(const OwnDevices& devices);
+  void ImportVirtual(const LocalDevices& devices,
+                     SharingMode mode,
+                     const SetupMessage& note);
+  void OpenIpc(const LocalDevices& devices);
 
   struct Exported {
     int64_t size_bytes = 0;
     std::string handle;  // in hexadecimal
   };
-  std::vector<Exported> Parse(const Note& note, int num_ranks) const;
+  std::vector<Exported> Parse(const SetupMessage& note, int num_ranks) const;
 
   std::string peer_;
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
-  std::vector<DriverHandle<IpcOpenedTraits>> opened_;
+  std::vector<DriverHandle<OpenedIpcHandleTraits>> opened_;
   // [own device][rank of the process]; one for all devices where addresses are the same.
   std::vector<std::vector<CUdeviceptr>> bases_;
 };

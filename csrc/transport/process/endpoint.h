@@ -2,7 +2,7 @@
 #pragma once
 
 #include "platform/file_descriptor.h"
-#include "transport/process/group.h"
+#include "transport/process/process_group.h"
 
 namespace jax_ub {
 

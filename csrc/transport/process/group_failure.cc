@@ -15,92 +15,92 @@ constexpr char kOutOfMemory[] = "CommunicatorError: jax_ub: a peer is out of mem
 
 }  // namespace
 
-GroupFailure::GroupFailure(const Group& group, Hooks hooks)
+GroupFailure::GroupFailure(const ProcessGroup& group, Hooks hooks)
     : group_(group), hooks_(std::move(hooks)), owner_(getpid()) {}
 
 GroupFailure::~GroupFailure() {
-  if (peers_ && IsCopy()) peers_->Forget();
+  if (peers_ && IsForkedChild()) peers_->DetachAfterFork();
 }
 
-bool GroupFailure::IsCopy() const { return getpid() != owner_; }
+bool GroupFailure::IsForkedChild() const { return getpid() != owner_; }
 
-void GroupFailure::Watch(std::vector<Partner>& partners) {
+void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
   std::vector<Peer> connected;
   for (int p = 0; p < group_.num_processes(); ++p) {
-    Partner& partner = partners[p];
-    names_.push_back(group_.Describe(p, partner.pid));
-    is_gone_.push_back(!partner.connection || partner.has_left);
-    if (partner.has_left) hooks_.set_gone(p, "");
-    if (is_gone_[p]) continue;
+    ConnectedPeer& peer = connected_peers[p];
+    names_.push_back(group_.Describe(p, peer.pid));
+    is_lost_.push_back(!peer.connection || peer.has_closed);
+    if (peer.has_closed) hooks_.set_lost(p, "");
+    if (is_lost_[p]) continue;
     // A process that is its own peer, in tests, does not outlive itself.
-    const pid_t life = partner.seen_pid == owner_ ? 0 : partner.seen_pid;
-    connected.push_back({p, std::move(partner.connection), life});
+    const pid_t life = peer.seen_pid == owner_ ? 0 : peer.seen_pid;
+    connected.push_back({p, std::move(peer.connection), life});
   }
-  peers_ = std::make_unique<Peers>(std::move(connected));
+  peers_ = std::make_unique<PeerConnections>(std::move(connected));
   if (group_.num_processes() == 1) return;
-  peers_->Watch(group_, [this](const PeerNews& news) { Hear(news); });
+  peers_->Watch(group_, [this](const PeerEvent& news) { Hear(news); });
 }
 
-void GroupFailure::Hear(const PeerNews& news) {
+void GroupFailure::Hear(const PeerEvent& news) {
   switch (news.kind) {
     case MessageKind::kPoison:
       return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
     case MessageKind::kDeadlinePoison:
       return Poison(std::make_exception_ptr(DeadlineError(news.text)));
-    case MessageKind::kObituary:
-    case MessageKind::kGoodbye:
-      return SetGone(news.process, news.text);
-    case MessageKind::kStatement:
-      if (hooks_.hear_statement) hooks_.hear_statement(news);
+    case MessageKind::kDeathNotice:
+    case MessageKind::kClose:
+      return SetLost(news.process, news.text);
+    case MessageKind::kSignature:
+      if (hooks_.on_signature) hooks_.on_signature(news);
       return;
     case MessageKind::kHello:
-    case MessageKind::kNote:
-    case MessageKind::kNotePassed:
+    case MessageKind::kSetupMessage:
+    case MessageKind::kSetupDescriptor:
       return;
   }
 }
 
 void GroupFailure::Poison(const std::exception_ptr& reason) {
-  if (IsCopy()) return;
-  std::unique_lock saying(saying_mutex_);
+  if (IsForkedChild()) return;
+  std::unique_lock saying(broadcast_mutex_);
   if (is_poisoned_) return;
   try {
     PoisonMessage told = PoisonMessageOf(reason);
     if (!told.text.starts_with("CommunicatorError: ")) {
       told.text = group_.ErrorPrefix() + names_[group_.own()] + " failed: " + told.text;
     }
-    Say(told.kind, told.text);
+    Broadcast(told.kind, told.text);
   } catch (const std::bad_alloc&) {
     try {
-      Say(MessageKind::kPoison, kOutOfMemory);
+      Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
       // The peers wait until their deadline.
     }
   }
   is_poisoned_ = true;
-  Fail(std::move(saying), reason, [&] { hooks_.end_waits(reason); });
+  Fail(std::move(saying), reason, [&] { hooks_.fail_waits(reason); });
 }
 
-void GroupFailure::SetGone(int process, const std::string& how) {
+void GroupFailure::SetLost(int process, const std::string& how) {
   // What a peer says of others may be old, or nonsense.
-  if (process < 0 || process >= group_.num_processes() || is_gone_[process]) return;
-  is_gone_[process] = true;
-  if (how.empty()) return hooks_.set_gone(process, how);
-  std::unique_lock saying(saying_mutex_);
+  if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
+  is_lost_[process] = true;
+  if (how.empty()) return hooks_.set_lost(process, how);
+  std::unique_lock saying(broadcast_mutex_);
   std::exception_ptr reason;
   try {
     reason = std::make_exception_ptr(
         CommunicatorError(group_.ErrorPrefix() + names_[process] + " " + how));
-    Say(MessageKind::kObituary, std::to_string(process));
+    Broadcast(MessageKind::kDeathNotice, std::to_string(process));
   } catch (const std::bad_alloc&) {
     if (!reason) reason = std::current_exception();
   }
-  Fail(std::move(saying), reason, [&] { hooks_.set_gone(process, how); });
+  Fail(std::move(saying), reason, [&] { hooks_.set_lost(process, how); });
 }
 
 void GroupFailure::Fail(std::unique_lock<std::mutex> saying,
                         const std::exception_ptr& reason,
-                        const std::function<void()>& end_waits) {
+                        const std::function<void()>& fail_waits) {
   std::function<void(const std::exception_ptr&)> call_back;
   {
     std::lock_guard lock(mutex_);
@@ -109,7 +109,7 @@ void GroupFailure::Fail(std::unique_lock<std::mutex> saying,
       has_reason_.store(true);
       call_back.swap(on_reason_);
     }
-    end_waits();
+    fail_waits();
   }
   saying.unlock();
   if (call_back) call_back(reason);
@@ -132,8 +132,8 @@ void GroupFailure::OnReason(std::function<void(const std::exception_ptr&)> callb
   callback(reason());
 }
 
-void GroupFailure::SayGoodbye() {
-  if (!has_said_goodbye_.exchange(true)) Say(MessageKind::kGoodbye, "");
+void GroupFailure::SendClose() {
+  if (!has_sent_close_.exchange(true)) Broadcast(MessageKind::kClose, "");
 }
 
 CommunicatorError GroupFailure::OwnClose() const {
@@ -144,12 +144,12 @@ CommunicatorError GroupFailure::OwnClose() const {
 }
 
 void GroupFailure::Close() {
-  if (IsCopy() || is_closed_.exchange(true)) return;
+  if (IsForkedChild() || is_closed_.exchange(true)) return;
   const auto reason = std::make_exception_ptr(OwnClose());
-  std::unique_lock saying(saying_mutex_);
-  SayGoodbye();
+  std::unique_lock saying(broadcast_mutex_);
+  SendClose();
   is_poisoned_ = true;
-  Fail(std::move(saying), reason, [&] { hooks_.end_waits(reason); });
+  Fail(std::move(saying), reason, [&] { hooks_.fail_waits(reason); });
   peers_->Close();
 }
 

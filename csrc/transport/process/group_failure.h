@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "platform/error.h"
-#include "transport/process/group.h"
 #include "transport/process/handshake.h"
 #include "transport/process/message.h"
-#include "transport/process/peers.h"
+#include "transport/process/peer_connections.h"
+#include "transport/process/process_group.h"
 
 namespace jax_ub {
 
@@ -30,19 +30,19 @@ class GroupFailure {
   // whoever has seen its wait fail finds the reason: they do not come back here.
   struct Hooks {
     // Ends all own waits that have not ended.
-    std::function<void(const std::exception_ptr& poison)> end_waits;
+    std::function<void(const std::exception_ptr& poison)> fail_waits;
     // That a process was lost: "died"; or closed in order: "". Once of each.
-    std::function<void(int process, const std::string& how)> set_gone;
-    // Of MessageKind::kStatement; may be none.
-    std::function<void(const PeerNews&)> hear_statement;
+    std::function<void(int process, const std::string& how)> set_lost;
+    // Of MessageKind::kSignature; may be none.
+    std::function<void(const PeerEvent&)> on_signature;
   };
 
-  GroupFailure(const Group& group, Hooks hooks);  // which outlives it
-  ~GroupFailure();                                // in a copy, by fork, tells nobody
+  GroupFailure(const ProcessGroup& group, Hooks hooks);  // which outlives it
+  ~GroupFailure();  // in a copy, by fork, tells nobody
 
   // Once, and before anything else, with [process] of a handshake, whose connections it
   // takes. Hooks are called from here on. Throws as Peers::Watch.
-  void Watch(std::vector<Partner>& partners);
+  void Watch(std::vector<ConnectedPeer>& connected_peers);
 
   // Tells all peers and ends all own waits; the first poison holds.
   void Poison(const std::exception_ptr& reason);
@@ -53,39 +53,41 @@ class GroupFailure {
   void OnReason(std::function<void(const std::exception_ptr&)> callback);
 
   // To all peers.
-  void Say(MessageKind kind, std::string_view body) { peers_->Say(kind, body); }
-  void SayGoodbye();  // once
+  void Broadcast(MessageKind kind, std::string_view body) {
+    peers_->Broadcast(kind, body);
+  }
+  void SendClose();  // once
   // Says goodbye, ends the own waits that are left, hears no more. Idempotent.
   void Close();
   CommunicatorError OwnClose() const;
 
   // In a child of fork, which has no part in this: its parent goes on.
-  bool IsCopy() const;
+  bool IsForkedChild() const;
 
  private:
-  void Hear(const PeerNews& news);
-  void SetGone(int process, const std::string& how);
+  void Hear(const PeerEvent& news);
+  void SetLost(int process, const std::string& how);
   void Fail(std::unique_lock<std::mutex> saying,
             const std::exception_ptr& reason,
-            const std::function<void()>& end_waits);
+            const std::function<void()>& fail_waits);
 
-  const Group& group_;
+  const ProcessGroup& group_;
   const Hooks hooks_;
   const pid_t owner_;
   std::vector<std::string> names_;  // [process]
-  std::vector<bool> is_gone_;       // [process]; belongs to the thread of peers_
-  std::atomic<bool> has_said_goodbye_{false};
+  std::vector<bool> is_lost_;       // [process]; belongs to the thread of peers_
+  std::atomic<bool> has_sent_close_{false};
   std::atomic<bool> is_closed_{false};
 
-  std::mutex saying_mutex_;   // held from what peers are told to what follows from it
-  bool is_poisoned_ = false;  // guarded by it
+  std::mutex broadcast_mutex_;  // held from what peers are told to what follows from it
+  bool is_poisoned_ = false;    // guarded by it
 
   mutable std::mutex mutex_;  // guards the three below
   std::exception_ptr reason_;
   std::atomic<bool> has_reason_{false};  // read without
   std::function<void(const std::exception_ptr&)> on_reason_;
 
-  std::unique_ptr<Peers> peers_;  // the last: its thread uses what is above
+  std::unique_ptr<PeerConnections> peers_;  // the last: its thread uses what is above
 };
 
 }  // namespace jax_ub

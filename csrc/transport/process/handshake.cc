@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds kRedial(10);
 }  // namespace
 
 Handshake::Handshake(const Endpoint& endpoint,
-                     const Group& group,
+                     const ProcessGroup& group,
                      const std::map<int, PeerAddress>& peers,
                      std::string setup,
                      const FileDescriptor& memory,
@@ -32,28 +32,28 @@ Handshake::Handshake(const Endpoint& endpoint,
       memory_(memory),
       take_(std::move(take)),
       stages_(group.num_processes(), Stage::kUndialed),
-      partners_(group.num_processes()) {
-  partners_[group.own()].pid = getpid();
+      connected_peers_(group.num_processes()) {
+  connected_peers_[group.own()].pid = getpid();
 }
 
-std::vector<Partner> Handshake::Run(double timeout_s) {
+std::vector<ConnectedPeer> Handshake::Run(double timeout_s) {
   const Deadline deadline = Deadline::After(timeout_s);
   try {
     return RunUntil(deadline);
   } catch (const DeadlineError& error) {
-    TellFailure(MessageKind::kDeadlinePoison, error.what());
+    BroadcastFailure(MessageKind::kDeadlinePoison, error.what());
     throw;
   } catch (const CommunicatorError& error) {
-    TellFailure(MessageKind::kPoison, error.what());
+    BroadcastFailure(MessageKind::kPoison, error.what());
     throw;
   } catch (const SystemError& error) {
     const std::string text = group_.ErrorPrefix() + error.what();
-    TellFailure(MessageKind::kPoison, text);
+    BroadcastFailure(MessageKind::kPoison, text);
     throw CommunicatorError(text);
   }
 }
 
-std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
+std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   const int num_processes = group_.num_processes();
   const auto is_done = [&] {
     for (int place = 0; place < num_processes; ++place) {
@@ -62,18 +62,18 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
     return true;
   };
   while (!is_done()) {
-    if (deadline.Expired()) FailOverdue(deadline.timeout_s());
+    if (deadline.Expired()) FailExpired(deadline.timeout_s());
     const bool dialed = DialAll();
     // Who lost a process hears first what others, or that one itself, said before.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
-    const size_t num_strangers = strangers_.size();
-    for (const FileDescriptor& stranger : strangers_) {
-      polled.push_back({stranger.get(), POLLIN, 0});
+    const size_t num_strangers = unidentified_.size();
+    for (const FileDescriptor& unidentified : unidentified_) {
+      polled.push_back({unidentified.get(), POLLIN, 0});
     }
-    for (const Partner& partner : partners_) {
+    for (const ConnectedPeer& peer : connected_peers_) {
       // Poll passes over descriptors that are none.
-      const int descriptor = partner.has_left ? -1 : partner.connection.get();
+      const int descriptor = peer.has_closed ? -1 : peer.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
     const auto now = Deadline::Clock::now();
@@ -83,14 +83,14 @@ std::vector<Partner> Handshake::RunUntil(const Deadline& deadline) {
                               : std::min(deadline.time(), now + kRedial));
     if (is_lost && !is_heard) Fail(loss_);
     for (int place = 0; place < num_processes; ++place) {
-      if (polled[1 + num_strangers + place].revents != 0) HearPartner(place);
+      if (polled[1 + num_strangers + place].revents != 0) HandleMessage(place);
     }
     for (size_t i = num_strangers; i > 0; --i) {
-      if (polled[i].revents != 0) HearStranger(i - 1);
+      if (polled[i].revents != 0) HandleUnidentified(i - 1);
     }
     if (polled[0].revents != 0) AcceptAll();
   }
-  return std::move(partners_);
+  return std::move(connected_peers_);
 }
 
 // False when some shall be dialed again.
@@ -106,11 +106,11 @@ bool Handshake::DialAll() {
 
 void Handshake::DialOne(int place) {
   FileDescriptor connection;
-  switch (Dial(peers_.at(group_.numbers()[place]).address, &connection)) {
+  switch (Dial(peers_.at(group_.process_ids()[place]).address, &connection)) {
     case DialResult::kBusy:
       return;
-    case DialResult::kNobody:
-      Lose(place, " failed or ended before it connected");
+    case DialResult::kNoProcess:
+      MarkLost(place, " failed or ended before it connected");
       return;
     case DialResult::kConnected:
       break;
@@ -120,22 +120,22 @@ void Handshake::DialOne(int place) {
     Fail(group_.Describe(place, 0) + " is of user " + std::to_string(credentials.uid) +
          ", this process of user " + std::to_string(geteuid()));
   }
-  Partner& partner = partners_[place];
-  partner.seen_pid = credentials.pid;
-  partner.connection = std::move(connection);
+  ConnectedPeer& peer = connected_peers_[place];
+  peer.seen_pid = credentials.pid;
+  peer.connection = std::move(connection);
   if (place > group_.own()) {
-    stages_[place] = Stage::kLifeline;
+    stages_[place] = Stage::kLivenessSocket;
     return;
   }
   // A peer that has just died is heard of as an end of the connection.
-  SendHello(partner.connection, HelloTo(place), memory_);
-  stages_[place] = Stage::kGreeted;
+  SendHello(peer.connection, HelloTo(place), memory_);
+  stages_[place] = Stage::kHelloSent;
 }
 
 void Handshake::AcceptAll() {
   while (FileDescriptor connection = Accept(endpoint_.listener())) {
     if (PeerCredentials(connection).uid == geteuid()) {
-      strangers_.push_back(std::move(connection));
+      unidentified_.push_back(std::move(connection));
     } else {
       ++num_refused_;
     }
@@ -143,15 +143,16 @@ void Handshake::AcceptAll() {
 }
 
 // Only a process that says the own token is believed anything.
-void Handshake::HearStranger(size_t index) {
-  Message message = ReceiveMessage(strangers_[index]);
+void Handshake::HandleUnidentified(size_t index) {
+  Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;
-  FileDescriptor connection = std::move(strangers_[index]);
-  strangers_.erase(strangers_.begin() + static_cast<std::ptrdiff_t>(index));
-  if (message.arrival == Arrival::kEnd) return;  // a lifeline that is needed no more
+  FileDescriptor connection = std::move(unidentified_[index]);
+  unidentified_.erase(unidentified_.begin() + static_cast<std::ptrdiff_t>(index));
+  if (message.arrival == Arrival::kEnd)
+    return;  // a liveness socket that is needed no more
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);
-  const std::vector<int>& numbers = group_.numbers();
+  const std::vector<int>& numbers = group_.process_ids();
   const auto place = static_cast<int>(
       std::find(numbers.begin(), numbers.end(), hello.process) - numbers.begin());
   if (!is_hello || hello.token != endpoint_.address().token || place == group_.own() ||
@@ -159,32 +160,32 @@ void Handshake::HearStranger(size_t index) {
     ++num_refused_;
     return;
   }
-  Partner& partner = partners_[place];
+  ConnectedPeer& peer = connected_peers_[place];
   if (place < group_.own()) {
     // It is dialed, and greets only to say why it failed.
-    partner.connection = std::move(connection);
-    stages_[place] = Stage::kLifeline;
+    peer.connection = std::move(connection);
+    stages_[place] = Stage::kLivenessSocket;
     return;
   }
-  partner.seen_pid = PeerCredentials(connection).pid;
-  partner.connection = std::move(connection);
-  stages_[place] = Stage::kGreeted;
+  peer.seen_pid = PeerCredentials(connection).pid;
+  peer.connection = std::move(connection);
+  stages_[place] = Stage::kHelloSent;
   Check(place, hello);
-  SendHello(partner.connection, HelloTo(place), memory_);
+  SendHello(peer.connection, HelloTo(place), memory_);
   Connect(place, hello, std::move(message.passed));
 }
 
-void Handshake::HearPartner(int place) {
-  Partner& partner = partners_[place];
-  Message message = ReceiveMessage(partner.connection);
+void Handshake::HandleMessage(int place) {
+  ConnectedPeer& peer = connected_peers_[place];
+  Message message = ReceiveMessage(peer.connection);
   if (message.arrival == Arrival::kNothing) return;
   if (message.arrival == Arrival::kEnd) {
     const char* how = stages_[place] == Stage::kConnected
                           ? " died before all had connected"
-                      : stages_[place] == Stage::kGreeted
+                      : stages_[place] == Stage::kHelloSent
                           ? " refused this process, failed or ended before it connected"
                           : " failed or ended before it connected";
-    Lose(place, how);
+    MarkLost(place, how);
     return;
   }
   switch (message.kind) {
@@ -192,24 +193,24 @@ void Handshake::HearPartner(int place) {
       throw CommunicatorError(message.body);
     case MessageKind::kDeadlinePoison:
       throw DeadlineError(message.body);
-    case MessageKind::kObituary:
+    case MessageKind::kDeathNotice:
       return;  // its own connection says so, too
-    case MessageKind::kStatement:
+    case MessageKind::kSignature:
       return;  // of nobody who is not connected
-    case MessageKind::kGoodbye:
-      partner.has_left = true;
+    case MessageKind::kClose:
+      peer.has_closed = true;
       return;
-    case MessageKind::kNote:
-    case MessageKind::kNotePassed:
+    case MessageKind::kSetupMessage:
+    case MessageKind::kSetupDescriptor:
       if (stages_[place] == Stage::kConnected) {
-        partner.early.push_back(std::move(message));
+        peer.early_messages.push_back(std::move(message));
       }
       return;
     case MessageKind::kHello:
       break;
   }
   Hello hello;
-  if (stages_[place] != Stage::kGreeted || !ReadHello(message, &hello) ||
+  if (stages_[place] != Stage::kHelloSent || !ReadHello(message, &hello) ||
       hello.token != endpoint_.address().token) {
     Fail(group_.Describe(place, 0) + " answered with a wrong token");
   }
@@ -218,7 +219,7 @@ void Handshake::HearPartner(int place) {
 }
 
 void Handshake::Check(int place, const Hello& hello) {
-  partners_[place].pid = hello.pid;
+  connected_peers_[place].pid = hello.pid;
   if (hello.setup != setup_) {
     Fail(group_.Describe(place, hello.pid) + " has " + hello.setup + "; " +
          group_.Describe(group_.own(), getpid()) + " has " + setup_);
@@ -226,33 +227,34 @@ void Handshake::Check(int place, const Hello& hello) {
 }
 
 void Handshake::Connect(int place, const Hello& hello, FileDescriptor memory) {
-  if (take_) take_(place, partners_[place], std::move(memory));
+  if (take_) take_(place, connected_peers_[place], std::move(memory));
   stages_[place] = Stage::kConnected;
 }
 
 Hello Handshake::HelloTo(int place) const {
   Hello hello;
-  const int number = group_.numbers()[place];
+  const int number = group_.process_ids()[place];
   hello.token = peers_.at(number).token;
-  hello.process = group_.numbers()[group_.own()];
+  hello.process = group_.process_ids()[group_.own()];
   hello.pid = getpid();
   std::memcpy(hello.setup, setup_.data(), setup_.size());
   return hello;
 }
 
-void Handshake::Lose(int place, const std::string& how) {
-  if (loss_.empty()) loss_ = group_.Describe(place, partners_[place].pid) + how;
-  partners_[place].connection = {};
+void Handshake::MarkLost(int place, const std::string& how) {
+  if (loss_.empty()) loss_ = group_.Describe(place, connected_peers_[place].pid) + how;
+  connected_peers_[place].connection = {};
   stages_[place] = Stage::kLost;
 }
 
-// To those that know this process, those that only hold a lifeline to it, and those that
-// will not find it any more: these hear it from the lifeline that was dialed to them.
-void Handshake::TellFailure(MessageKind kind, const std::string& text) {
+// To those that know this process, those that only hold a liveness socket to it, and those that
+// will not find it any more: these hear it from the liveness socket that was dialed to them.
+void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   for (int place = 0; place < group_.num_processes(); ++place) {
-    const FileDescriptor& connection = partners_[place].connection;
+    const FileDescriptor& connection = connected_peers_[place].connection;
     if (!connection) continue;
-    if (stages_[place] == Stage::kLifeline) SendHello(connection, HelloTo(place), {});
+    if (stages_[place] == Stage::kLivenessSocket)
+      SendHello(connection, HelloTo(place), {});
     SendMessage(connection, kind, text);
   }
   try {
@@ -260,14 +262,15 @@ void Handshake::TellFailure(MessageKind kind, const std::string& text) {
   } catch (const SystemError&) {
     // Those that could not be accepted find a closed connection.
   }
-  for (const FileDescriptor& stranger : strangers_) SendMessage(stranger, kind, text);
+  for (const FileDescriptor& unidentified : unidentified_)
+    SendMessage(unidentified, kind, text);
 }
 
 void Handshake::Fail(const std::string& text) const {
   throw CommunicatorError(group_.ErrorPrefix() + text);
 }
 
-void Handshake::FailOverdue(double timeout_s) const {
+void Handshake::FailExpired(double timeout_s) const {
   std::ostringstream text;
   text << group_.ErrorPrefix() << group_.Describe(group_.own(), getpid()) << " waited "
        << timeout_s << " s for ";

@@ -15,15 +15,15 @@ enum class MessageKind : uint32_t {
   kHello = 0x6a617875,  // "who I am; here is my memory"
   kPoison,              // "it failed, because ..."
   kDeadlinePoison,      // "I waited too long, for ..."
-  kObituary,            // "process <place> died"
-  kGoodbye,             // "I have done my part and leave"
-  kNote,                // what notes.h exchanges
-  kNotePassed,          // a descriptor that belongs to it
-  kStatement,           // "by this call I mean ...", where ranks are on GPUs
+  kDeathNotice,         // "process <place> died"
+  kClose,               // "I have done my part and leave"
+  kSetupMessage,        // what notes.h exchanges
+  kSetupDescriptor,     // a descriptor that belongs to it
+  kSignature,           // "by this call I mean ...", where ranks are on GPUs
 };
 
 // What a process did that said goodbye, in the errors of those who still waited for it.
-inline constexpr char kGoodbyeText[] =
+inline constexpr char kCloseText[] =
     "closed its communicator, as ub.destroy_ub and the end of a program do";
 
 // The body of kHello. Of one host, so of one byte order.
@@ -37,7 +37,7 @@ struct Hello {
 
 struct Message {
   Arrival arrival = Arrival::kNothing;
-  MessageKind kind = MessageKind::kGoodbye;  // if one has arrived
+  MessageKind kind = MessageKind::kClose;  // if one has arrived
   std::string body;
   FileDescriptor passed;
 };

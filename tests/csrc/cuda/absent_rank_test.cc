@@ -51,7 +51,7 @@ class Ranks {
 
  public:
   std::vector<ErrorRecord> errors;
-  std::vector<RankPlace> places;
+  std::vector<RankSlotAddress> places;
 };
 
 // Every flag kernel of the lane in its order; what slots hold does not matter here. Nobody
@@ -71,11 +71,11 @@ void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
   }
 }
 
-void ExpectThatAllFail(Pattern pattern,
+void ExpectThatAllFail(CollectiveKind pattern,
                        Method method,
                        int num_ranks,
                        bool by_multicast = false) {
-  const Collective collective = MakeCollective(pattern, method, num_ranks, 1);
+  const RankSchedules collective = MakeRankSchedules(pattern, method, num_ranks, 1);
   Ranks ranks(num_ranks, collective[0].num_slots);
   const Driver driver = RecordingDriver();
   const FlagKernels kernels(driver);
@@ -123,8 +123,9 @@ void ExpectThatAllFail(Pattern pattern,
 }
 
 TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
-  for (Pattern pattern : {Pattern::kAllGatherMatmul, Pattern::kMatmulReduceScatter,
-                          Pattern::kMatmulAllReduce}) {
+  for (CollectiveKind pattern :
+       {CollectiveKind::kAllGatherMatmul, CollectiveKind::kMatmulReduceScatter,
+        CollectiveKind::kMatmulAllReduce}) {
     for (Method method : {Method::kRingExchange, Method::kPipeline}) {
       for (int num_ranks : {2, 3, 5}) ExpectThatAllFail(pattern, method, num_ranks);
     }
@@ -133,7 +134,8 @@ TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
 
 TEST(a_rank_that_does_not_come_fails_a_reduction_by_multicast) {
   for (int num_ranks : {2, 3, 5}) {
-    ExpectThatAllFail(Pattern::kMatmulAllReduce, Method::kPipeline, num_ranks, true);
+    ExpectThatAllFail(CollectiveKind::kMatmulAllReduce, Method::kPipeline, num_ranks,
+                      true);
   }
 }
 

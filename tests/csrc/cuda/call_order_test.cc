@@ -29,7 +29,7 @@ class TwoCalls {
            bool is_captured = false)
       : gpus_(gpus) {
     for (const Op one : {op, other_op}) {
-      Attributes at = MakeAttributes(one, Method::kPipeline, num_ranks);
+      CallAttributes at = MakeAttributes(one, Method::kPipeline, num_ranks);
       at.channel = "jit_f/" + std::to_string(calls_.size());
       calls_.push_back(
           std::make_unique<GpuCalls>(gpus, at, jax_ub_test::Sizes{}, DType::kF32,

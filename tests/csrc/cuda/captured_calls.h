@@ -158,7 +158,7 @@ inline void CheckInAnyOrder(Gpus& gpus,
   std::vector<std::unique_ptr<GpuCalls>> calls;
   std::vector<std::unique_ptr<CapturedCalls>> captured;
   std::mt19937 random(seed);
-  ForEachVariant(num_ranks, [&](Attributes at) {
+  ForEachVariant(num_ranks, [&](CallAttributes at) {
     if (random() % 3 != 0 || at.num_ranks != num_ranks) return;
     const auto up_to = [&](int most) {
       return static_cast<int64_t>(1 + random() % most);

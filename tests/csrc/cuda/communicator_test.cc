@@ -51,7 +51,7 @@ TEST(RanksOfOneProcessReachEachOther) {
     {
       const auto communicator = MakeOn(Ordinals(num_ranks));
       CHECK_EQ(communicator->how(), "in_process");
-      CHECK(communicator->step_downs().empty());
+      CHECK(communicator->fallbacks().empty());
       CHECK_EQ(communicator->num_ranks(), num_ranks);
       CHECK_EQ(communicator->slots_bytes(), RankOnGpu::kSlotsBytes);
       CHECK_EQ(communicator->size_bytes() % num_ranks, 0);
@@ -92,9 +92,9 @@ TEST(WithoutVirtualMemoryDevicesReachWhatOthersAllocated) {
   {
     const auto communicator = MakeOn(Ordinals(3));
     CHECK_EQ(communicator->how(), "in_process");
-    CHECK_EQ(communicator->step_downs().size(), 1u);
-    CHECK_EQ(communicator->step_downs()[0].way, "vmm");
-    CHECK(communicator->step_downs()[0].reason.find("CUDA_ERROR_NOT_SUPPORTED") !=
+    CHECK_EQ(communicator->fallbacks().size(), 1u);
+    CHECK_EQ(communicator->fallbacks()[0].mode, "vmm");
+    CHECK(communicator->fallbacks()[0].reason.find("CUDA_ERROR_NOT_SUPPORTED") !=
           std::string::npos);
     RanksOnGpus ranks(communicator);
     CHECK_EQ(ranks.NumWrongOf(5), 0);

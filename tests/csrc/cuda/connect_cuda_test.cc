@@ -34,7 +34,7 @@ TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
           EmulatedMachine machine(options);
           {
             const auto communicator = ConnectOn(process, meeting, {of_rank});
-            CHECK_EQ(communicator->how(), one.way);
+            CHECK_EQ(communicator->how(), one.mode);
             RanksOnGpus ranks(communicator);
             CHECK_EQ(ranks.NumWrongOf(10), 0);
             CHECK(!communicator->failure());
@@ -57,7 +57,7 @@ TEST(OneProcessThatCannotTakesAllToTheNextWay) {
     {
       const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
       CHECK_EQ(communicator->how(), "ipc");
-      CHECK_EQ(Describe(communicator->step_downs()),
+      CHECK_EQ(Describe(communicator->fallbacks()),
                "vmm: process 1: GPU 0 has no virtual memory management\n"
                "fabric: process 0: GPU 0 has no memory handles for a fabric\n");
       RanksOnGpus ranks(communicator);
@@ -78,15 +78,15 @@ TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
     EmulatedMachine machine(options);
     {
       const CudaEndpoint endpoint(EmulatedDriver(), {0}, 4096, "here");
-      CHECK(Contains(endpoint.offer().at("no fabric"),
+      CHECK(Contains(endpoint.capabilities().at("no fabric"),
                      "cuMemCreate: CUDA_ERROR_NOT_PERMITTED"));
-      CHECK_EQ(endpoint.offer().at("vmm"), "yes");
-      CHECK_EQ(endpoint.offer().at("ipc"), "yes");
+      CHECK_EQ(endpoint.capabilities().at("vmm"), "yes");
+      CHECK_EQ(endpoint.capabilities().at("ipc"), "yes");
     }
     {
       const auto communicator = ConnectOn(process, meeting, {{0, 1}});
       CHECK_EQ(communicator->how(), "vmm");
-      CHECK(communicator->step_downs().empty());
+      CHECK(communicator->fallbacks().empty());
     }
     CHECK_EQ(machine.Complaints(), "");
   });
@@ -106,8 +106,8 @@ TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
       {
         const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
         CHECK_EQ(communicator->how(), "ipc");
-        CHECK_EQ(communicator->step_downs().size(), 2u);
-        CHECK(communicator->step_downs()[0].reason.starts_with(
+        CHECK_EQ(communicator->fallbacks().size(), 2u);
+        CHECK(communicator->fallbacks()[0].reason.starts_with(
             std::string("process 2: cu") + function + ": CUDA_ERROR_UNKNOWN"));
         RanksOnGpus ranks(communicator);
         CHECK_EQ(ranks.NumWrongOf(2), 0);
@@ -196,7 +196,7 @@ TEST(HostsShareByFabricHandles) {
           process, meeting,
           {.process_of_rank = {0, 1, 2}, .host = process == 2 ? "there" : "here"});
       CHECK_EQ(communicator->how(), "fabric");
-      CHECK_EQ(Describe(communicator->step_downs()), "vmm: its ranks span 2 hosts\n");
+      CHECK_EQ(Describe(communicator->fallbacks()), "vmm: its ranks span 2 hosts\n");
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(5), 0);
       // No goodbye comes from the other host.

@@ -86,7 +86,7 @@ TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
       meeting.bulletin.WaitForWord(4);  // process 1 is dead
       AtOnce([&] {
         CHECK(ranks[0].IsSpoilt());
-        throw CommunicatorError(FailureOf(*communicator));
+        throw CommunicatorError(WithLabel(*communicator));
       });
     });
     meeting.bulletin.WaitForWord(3);
@@ -110,11 +110,11 @@ TEST(PoisonReachesAllProcessesWithItsReason) {
       meeting.bulletin.WaitForWord(1);  // the pid of process 1
       if (process == 1) {
         communicator->Poison(std::make_exception_ptr(Error("boom")));
-        CHECK_EQ(FailureOf(*communicator), "boom");
+        CHECK_EQ(WithLabel(*communicator), "boom");
       } else {
         ranks.Enqueue(1);
         CHECK(ranks[0].IsSpoilt());
-        CHECK_EQ(FailureOf(*communicator),
+        CHECK_EQ(WithLabel(*communicator),
                  "CommunicatorError: jax_ub.tp: " + NameOf(1, meeting.bulletin.word()) +
                      " failed: boom");
       }
@@ -150,7 +150,7 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
         ++meeting.bulletin.word();
       }
       meeting.bulletin.WaitForWord(2);
-      const std::string text = FailureOf(*communicator);
+      const std::string text = WithLabel(*communicator);
       CHECK(
           text.starts_with("CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "
                            "(process 0, pid "));

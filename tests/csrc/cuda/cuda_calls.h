@@ -33,7 +33,8 @@ template <typename Function>
 void ForEachVariant(int num_ranks, const Function& function) {
   for (int op = 0; op < kNumOps; ++op) {
     for (const Method method : kMethods) {
-      for (const Attributes& at : Variants(static_cast<Op>(op), method, num_ranks)) {
+      for (const CallAttributes& at :
+           Variants(static_cast<Op>(op), method, num_ranks)) {
         if (!HasMethod(at.op, at.method)) continue;
         // Local ops have no method.
         if (IsLocalCall(at) && method != kMethods[0]) continue;
@@ -44,9 +45,9 @@ void ForEachVariant(int num_ranks, const Function& function) {
 }
 
 // Those of all ranks with one another.
-inline std::vector<Attributes> CallsOfPeers(int num_ranks) {
-  std::vector<Attributes> found;
-  ForEachVariant(num_ranks, [&](const Attributes& at) {
+inline std::vector<CallAttributes> CallsOfPeers(int num_ranks) {
+  std::vector<CallAttributes> found;
+  ForEachVariant(num_ranks, [&](const CallAttributes& at) {
     if (at.num_ranks == num_ranks && !IsLocalCall(at)) found.push_back(at);
   });
   return found;
@@ -149,7 +150,7 @@ class GpuCalls {
  public:
   // `dtype` is that of the products' operands; gradients that accumulate are f32.
   GpuCalls(Gpus& gpus,
-           const Attributes& at,
+           const CallAttributes& at,
            const jax_ub_test::Sizes& sizes,
            DType dtype,
            int seed,
@@ -250,7 +251,7 @@ class GpuCalls {
 
  private:
   std::vector<RankCall> NewPlace(size_t offset) {
-    const Attributes& at = site.attributes();
+    const CallAttributes& at = site.attributes();
     const size_t n = at.num_kernels;
     const bool sums = at.op == Op::kWgrad || at.op == Op::kBulkReduceScatter;
     std::vector<RankCall> place(calls_.size());
@@ -279,14 +280,15 @@ class GpuCalls {
     return place;
   }
 
-  static std::vector<int> OrdinalsOf(const Attributes& at, const Placement& placement) {
+  static std::vector<int> OrdinalsOf(const CallAttributes& at,
+                                     const Placement& placement) {
     std::vector<int> ordinals = placement.ordinals;
     for (int r = 0; placement.ordinals.empty() && r < at.num_ranks; ++r) {
       ordinals.push_back(r);
     }
     return ordinals;
   }
-  static std::vector<int> LocalRanksOf(const Attributes& at,
+  static std::vector<int> LocalRanksOf(const CallAttributes& at,
                                        const Placement& placement) {
     std::vector<int> ranks = placement.local_ranks;
     for (int r = 0; placement.local_ranks.empty() && r < at.num_ranks; ++r) {
@@ -294,7 +296,7 @@ class GpuCalls {
     }
     return ranks;
   }
-  static Attributes PlacedAt(Attributes at, const Placement& placement) {
+  static CallAttributes PlacedAt(CallAttributes at, const Placement& placement) {
     if (at.ranks.empty()) return at;
     const std::vector<int> ordinals = OrdinalsOf(at, placement);
     at.ranks = placement.ranks;
@@ -355,7 +357,7 @@ class GpuCalls {
   std::vector<DeviceMemory> memory_;
 };
 
-inline std::string NameOf(const Attributes& at) {
+inline std::string NameOf(const CallAttributes& at) {
   return std::string(OpName(at.op)) + " by " + std::string(MethodName(at.method)) +
          ", " + std::string(VariantName(at.variant)) +
          ", P = " + std::to_string(at.num_ranks) + ", " +

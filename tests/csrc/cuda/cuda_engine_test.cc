@@ -34,7 +34,7 @@ TEST(ACallThatIsInitializedMakesNothing) {
     }
     return num;
   };
-  ForEachVariant(3, [&](const Attributes& at) {
+  ForEachVariant(3, [&](const CallAttributes& at) {
     GpuCalls calls(gpus, at, {}, DType::kF32, 1);
     for (const int rank : calls.local_ranks()) calls.Initialize(rank);
     for (const int rank : calls.local_ranks()) calls.Workspace(rank);
@@ -47,15 +47,16 @@ TEST(ACallThatIsInitializedMakesNothing) {
 
 TEST(TuningChangesNoResult) {
   Gpus gpus({.num_devices = 3, .seed = 9, .max_delay_us = 30});
-  for (const Tuning& tuning : {Tuning{.use_ce = false, .num_sm = 2, .cga_size = 2},
-                               Tuning{.sm_margin = 8, .num_lanes = 1},
-                               Tuning{.num_lanes = 3, .allow_tf32 = true},
-                               Tuning{.comm_priority = -100, .gemm_priority = -1}}) {
+  for (const KernelOptions& kernel_options :
+       {KernelOptions{.use_ce = false, .num_sm = 2, .cga_size = 2},
+        KernelOptions{.sm_margin = 8, .num_lanes = 1},
+        KernelOptions{.num_lanes = 3, .allow_tf32 = true},
+        KernelOptions{.comm_priority = -100, .gemm_priority = -1}}) {
     for (const Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter,
                         Op::kMatmulAllReduce, Op::kBulkReduceScatter}) {
-      Attributes at = Variants(op, Method::kPipeline, 3)[1];
+      CallAttributes at = Variants(op, Method::kPipeline, 3)[1];
       if (op == Op::kBulkReduceScatter) at.method = Method::kBulk;
-      at.tuning = tuning;
+      at.kernel_options = kernel_options;
       GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
       calls.RunAll();
       gpus.Synchronize();
@@ -65,7 +66,7 @@ TEST(TuningChangesNoResult) {
 }
 
 TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
-  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 4);
+  CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 4);
   at.variant = Variant::kAggregate;
   // Products, and the batch and rows of the first, of the pair.
   const auto pair_of = [&](const Sizes& sizes) {
@@ -93,7 +94,8 @@ TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
     Gpus gpus({.num_devices = num_ranks, .seed = 4, .max_delay_us = 30});
     std::vector<std::vector<std::byte>> sums;
     for (const Variant variant : {Variant::kPlain, Variant::kOneShot}) {
-      Attributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, num_ranks);
+      CallAttributes at =
+          MakeAttributes(Op::kAllReduce, Method::kRingExchange, num_ranks);
       at.variant = variant;
       GpuCalls calls(gpus, at, {1, 9, 11, 1}, DType::kBF16, 1);
       for (int rank = 0; rank < num_ranks; ++rank) {
@@ -117,7 +119,7 @@ TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
 
 TEST(GroupsOfASiteDoNotMix) {
   Gpus gpus({.num_devices = 4, .seed = 1, .max_delay_us = 30});
-  const Attributes at =
+  const CallAttributes at =
       MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
   // The same site for both groups, and both at once.
   const std::vector<int64_t> ranks = {2, 3, 1, 0};
@@ -138,7 +140,7 @@ TEST(GroupsOfASiteDoNotMix) {
 
 TEST(AResidualGradientIsAddedToInPlace) {
   Gpus gpus({.num_devices = 1});
-  Attributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
   at.has_residual = at.rhs_transposed = true;
   GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
   RankCall& call = calls.on_device(0);
@@ -158,8 +160,8 @@ TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
   Gpus gpus({.num_devices = 1});
   for (const Op op : {Op::kMatmul, Op::kWgrad}) {
     for (const int algorithm : {0, 1, 2, 7}) {
-      Attributes at = MakeAttributes(op, Method::kDirect, 1);
-      at.tuning.gemm_algorithm = algorithm;
+      CallAttributes at = MakeAttributes(op, Method::kDirect, 1);
+      at.kernel_options.gemm_algorithm = algorithm;
       GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
       calls.RunAll();
       gpus.Synchronize();
@@ -172,7 +174,7 @@ TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
 // XLA's dynamic slice fusion makes of both the same slice of an array.
 TEST(AResultWhereAnOperandLiesIsRefused) {
   Gpus gpus({.num_devices = 1});
-  Attributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
   at.has_residual = true;
   GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
   RankCall& call = calls.on_device(0);
@@ -193,7 +195,7 @@ TEST(AResultWhereAnOperandLiesIsRefused) {
 
 TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
   Gpus gpus({.num_devices = 2});
-  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
   GpuCalls small(gpus, at, {}, DType::kF32, 1);
   small.RunAll();
   const int64_t heap_bytes = gpus.engine().counters().heap_bytes;
@@ -220,7 +222,7 @@ TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
 // That waits for device 1, which waits for a call of device 2.
 TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
   Gpus gpus({.num_devices = 3}, 20);
-  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
   {
     GpuCalls small(gpus, at, {}, DType::kF32, 1);
     small.RunAll();
@@ -247,7 +249,7 @@ TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
 // That waits for device 0, which waits for a call of device 1.
 TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
   Gpus gpus({.num_devices = 2, .memory_calls_synchronize = true}, 20);
-  const Attributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
   GpuCalls small(gpus, at, {}, DType::kF32, 1);
   GpuCalls large(gpus, at, {1, 3000, 1000, 1}, DType::kF32, 2);
   for (int rank = 0; rank < 2; ++rank) small.Workspace(rank);
@@ -268,7 +270,8 @@ TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
 // Rank 1 comes only when rank 0 has given up.
 TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
-  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
+  const CallAttributes at =
+      MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
   GpuCalls calls(gpus, at, {}, DType::kF32, 1);
   CapturedCalls never(gpus, calls);
   GpuCalls eager(gpus, at, {}, DType::kF32, 2);
@@ -293,7 +296,7 @@ TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
 
 TEST(ARankWhoseSumDoesNotComeInOneExchangeIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
-  Attributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
+  CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
   at.variant = Variant::kOneShot;
   GpuCalls calls(gpus, at, {}, DType::kF32, 1);
   for (int rank = 0; rank < 2; ++rank) calls.Initialize(rank);
@@ -304,7 +307,8 @@ TEST(ARankWhoseSumDoesNotComeInOneExchangeIsNamed) {
 }
 
 TEST(WhateverTheDriverRefusesOneRankTheOthersAreTold) {
-  const Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
+  const CallAttributes at =
+      MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2);
   for (const char* function : {"StreamIsCapturing", "EventRecord", "StreamWaitEvent",
                                "MemcpyAsync", "LaunchKernelEx"}) {
     bool is_refused = true;
@@ -337,7 +341,7 @@ TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
       CudaCommunicator::Make(gpus.driver, {1, 0}, 64 << 10, "test");
   gpus.engine().Join(communicator, {41, 40});
   CHECK_THROWS(gpus.engine().Join(communicator, {41, 40}), "its devices are those of");
-  const Attributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
+  const CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kRingExchange, 2);
   const Placement placement = {{1, 0}, {41, 40}};
   GpuCalls calls(gpus, at, {}, DType::kF32, 1, placement);
   calls.RunAll();
@@ -372,10 +376,10 @@ TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
   local.Initialize(0);
   local.Workspace(0);
   joined.Execute(0);
-  std::atomic<bool> has_left = false;
+  std::atomic<bool> has_closed = false;
   std::thread leaving([&] {
     gpus.engine().Leave(communicator);
-    has_left = true;
+    has_closed = true;
   });
   while (true) {
     try {
@@ -389,7 +393,7 @@ TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
   }
   local.Execute(0);
   CHECK_THROWS(joined.Execute(1), "it closed its communicator");
-  CHECK(!has_left);
+  CHECK(!has_closed);
   communicator->Poison(std::make_exception_ptr(Error("rank 1 does not come")));
   leaving.join();
   gpus.Synchronize();
@@ -397,7 +401,7 @@ TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
 
 TEST(WhatDoesNotRunIsRefused) {
   Gpus gpus({.num_devices = 2});
-  Attributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kDirect, 2);
+  CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kDirect, 2);
   CHECK_THROWS(CudaCallSite{at}, "use ring_exchange, pipeline, bulk or external");
   at.method = Method::kRingExchange;
   CHECK_THROWS(CudaCallSite{MakeAttributes(Op::kAllReduce, Method::kBulk, 17)},
@@ -432,7 +436,8 @@ TEST(WhatDoesNotRunIsRefused) {
 
 TEST(WorkspacesAreKnownWithoutADevice) {
   Gpus gpus({.num_devices = 2});
-  Attributes at = MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
+  CallAttributes at =
+      MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
   GpuCalls calls(gpus, at, {}, DType::kBF16, 1);
   RankCall shapes = calls.on_device(0);
   for (Tensor& tensor : shapes.operands) tensor.data = nullptr;
@@ -449,7 +454,8 @@ TEST(WorkspacesAreKnownWithoutADevice) {
                {{Tensor{DType::kF32, 1, 1, 8}}, {Tensor{DType::kF32, 1, 1, 8}}}),
            0);
   // Two rows, of chunks 2 and 4: rank 0 multiplies both on one lane, rank 3 on two.
-  const Attributes few = MakeAttributes(Op::kMatmulAllReduce, Method::kRingExchange, 5);
+  const CallAttributes few =
+      MakeAttributes(Op::kMatmulAllReduce, Method::kRingExchange, 5);
   const RankCall rows = {{Tensor{DType::kF32, 1, 2, 8}, Tensor{DType::kF32, 1, 8, 3}},
                          {Tensor{DType::kF32, 1, 2, 3}}};
   const int64_t most_bytes = PlanCall(few, rows, 3).workspace.size_bytes();

@@ -14,7 +14,7 @@ namespace {
 template <typename Function>
 void ForEachCall(int num_ranks, const Function& function) {
   int seed = 0;
-  ForEachVariant(num_ranks, [&](const Attributes& at) {
+  ForEachVariant(num_ranks, [&](const CallAttributes& at) {
     ++seed;
     if (num_ranks > 4 && (seed + num_ranks) % 3 != 0) return;
     function(at, seed % 2 == 0 ? DType::kF32 : DType::kBF16, seed);
@@ -24,7 +24,7 @@ void ForEachCall(int num_ranks, const Function& function) {
 TEST(EveryOpByEveryMethodIsExact) {
   for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
     Gpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
-    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
+    ForEachCall(num_ranks, [&](const CallAttributes& at, DType dtype, int seed) {
       GpuCalls calls(gpus, at, {}, dtype, seed);
       calls.RunAll();
       gpus.Synchronize();
@@ -36,7 +36,7 @@ TEST(EveryOpByEveryMethodIsExact) {
 TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
   for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
     Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
-    ForEachCall(num_ranks, [&](const Attributes& at, DType dtype, int seed) {
+    ForEachCall(num_ranks, [&](const CallAttributes& at, DType dtype, int seed) {
       GpuCalls calls(gpus, at, {}, dtype, seed);
       CheckReplays(gpus, calls, 100 * seed);
     });

@@ -32,7 +32,7 @@ TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
   std::vector<std::unique_ptr<GpuCalls>> calls;
   std::vector<DeviceMemory> found;
   for (const Op op : {Op::kAllGatherMatmul, Op::kWgrad}) {
-    Attributes at = MakeAttributes(op, Method::kRingExchange, 1);
+    CallAttributes at = MakeAttributes(op, Method::kRingExchange, 1);
     if (op == Op::kWgrad) at.gather = Gather::kX;  // whose product waits for a copy
     calls.push_back(
         std::make_unique<GpuCalls>(gpus, at, jax_ub_test::Sizes{}, DType::kF32, 1));

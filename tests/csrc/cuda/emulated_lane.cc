@@ -26,7 +26,7 @@ Lane::Lane(uint64_t seed, int max_delay_us)
 
 Lane::~Lane() { thread_.join(); }
 
-void Lane::Post(Work work) {
+void Lane::Post(WorkList work) {
   auto item = std::make_unique<Item>();
   item->work = std::move(work);
   {

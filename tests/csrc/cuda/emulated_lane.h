@@ -36,7 +36,7 @@ using SharedMoment = std::shared_ptr<Moment>;
 class Lane {
  public:
   // What is done, and what becomes of the emulated driver's books after it (unseen).
-  struct Work {
+  struct WorkList {
     const char* name = "";
     std::function<void()> run;
     std::function<void()> ended;
@@ -48,7 +48,7 @@ class Lane {
   Lane(const Lane&) = delete;
 
   // The caller is unseen; what it did before is seen by the work.
-  void Post(Work work);
+  void Post(WorkList work);
   // Nothing to do; the caller is unseen.
   bool is_idle() const;
   // What is being done or next, "" when idle; the caller is unseen.
@@ -62,7 +62,7 @@ class Lane {
  private:
   struct Item {
     std::atomic<int> is_published{0};
-    Work work;
+    WorkList work;
   };
   void Run();
 

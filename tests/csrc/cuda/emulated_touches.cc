@@ -48,18 +48,18 @@ std::vector<Touch> OfWait(const WaitParams& params) {
   std::vector<Touch> touches = {Word(params.flag), Word(params.announced)};
   Add(touches, params.own);
   Add(touches, params.peers);
-  Add(touches, params.announcements);
+  Add(touches, params.signatures);
   return touches;
 }
 
-std::vector<Touch> OfCheckPlace(const PlaceParams& params) {
+std::vector<Touch> OfCheckPlace(const PartitionCheckParams& params) {
   std::vector<Touch> touches = {{params.partition, 1, sizeof(uint32_t), 0}};
   Add(touches, params.own);
   Add(touches, params.peers);
   return touches;
 }
 
-std::vector<Touch> OfSpoil(const SpoilParams& params) {
+std::vector<Touch> OfSpoil(const NanFillParams& params) {
   std::vector<Touch> touches;
   Add(touches, params.own);
   for (uint32_t i = 0; i < std::min<uint32_t>(params.num_results, kMaxResults); ++i) {
@@ -108,8 +108,9 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
     return OfSignal(As<SignalParams>(params));
   }
   if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
-  if (kernel == kCheckPlaceKernel) return OfCheckPlace(As<PlaceParams>(params));
-  if (kernel == kSpoilKernel) return OfSpoil(As<SpoilParams>(params));
+  if (kernel == kCheckPartitionKernel)
+    return OfCheckPlace(As<PartitionCheckParams>(params));
+  if (kernel == kFillNanKernel) return OfSpoil(As<NanFillParams>(params));
   if (kernel == kMulticastSumKernel) {
     return OfMulticastSum(As<MulticastSumParams>(params));
   }

@@ -64,13 +64,13 @@ class Mapping {
 };
 
 // What two processes tell each other: 64 bytes, and how far they are.
-struct Notes {
+struct SetupExchange {
   unsigned char handle[64];
   std::atomic<int> stage{0};
 
-  static Notes& Make() {
-    return *new (mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Notes;
+  static SetupExchange& Make() {
+    return *new (mmap(nullptr, sizeof(SetupExchange), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0)) SetupExchange;
   }
   void Await(int wanted) {
     while (stage < wanted) std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -237,7 +237,7 @@ TEST(WhatADeviceLacksIsRefused) {
 }
 
 TEST(DescriptorsShareMemoryBetweenProcesses) {
-  Notes& notes = Notes::Make();
+  SetupExchange& notes = SetupExchange::Make();
   int sockets[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
   CheckAllSaid(Processes(2, [&](int process) {
@@ -283,7 +283,7 @@ TEST(DescriptorsShareMemoryBetweenProcesses) {
 }
 
 TEST(FabricHandlesShareMemoryThatOutlivesItsMaker) {
-  Notes& notes = Notes::Make();
+  SetupExchange& notes = SetupExchange::Make();
   CheckAllSaid(Processes(2, [&](int process) {
     EmulatedMachine machine({.first_device = process, .has_fabric = true});
     const Gpu gpu;
@@ -313,7 +313,7 @@ TEST(FabricHandlesShareMemoryThatOutlivesItsMaker) {
 }
 
 TEST(IpcHandlesAreForOtherProcesses) {
-  Notes& notes = Notes::Make();
+  SetupExchange& notes = SetupExchange::Make();
   CheckAllSaid(Processes(2, [&](int process) {
     EmulatedMachine machine;
     {

@@ -68,7 +68,7 @@ class RankOnGpu {
                    kSlotBytes});
       slots.Signal(peer, rank_);
     }
-    std::vector<SpoilParams::Result> results;
+    std::vector<NanFillParams::Result> results;
     for (int d = 1; d < num_ranks; ++d) {
       const int peer = (rank_ + d) % num_ranks;
       slots.Wait(peer, peer, {kExchangeLabel, peer, timeout_s});
@@ -80,7 +80,7 @@ class RankOnGpu {
       results.push_back({to, kSlotBytes});
     }
     slots.EndCall();
-    slots.Spoil(results);
+    slots.FillNan(results);
   }
 
   // Waits for it, and counts the words that are not what peers put there; of one peer, or

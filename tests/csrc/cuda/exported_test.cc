@@ -15,7 +15,7 @@ namespace {
 TEST(AnExportedProgramRunsOnTheDevicesThatItWasLoweredFor) {
   Gpus gpus({.num_devices = 4, .seed = 9, .max_delay_us = 30});
   int seed = 0;
-  for (const Attributes& at : CallsOfPeers(2)) {
+  for (const CallAttributes& at : CallsOfPeers(2)) {
     GpuCalls calls(gpus, at, {}, DType::kF32, ++seed,
                    {{1, 3}, {0, 2, 1, 3}, {0, 1, 2, 3}});
     calls.SetPartitions({1, 3});
@@ -23,12 +23,12 @@ TEST(AnExportedProgramRunsOnTheDevicesThatItWasLoweredFor) {
     gpus.Synchronize();
     CheckRight(calls);
   }
-  CHECK_EQ(gpus.machine.NumCalls(kCheckPlaceKernel), 4 * seed);
+  CHECK_EQ(gpus.machine.NumCalls(kCheckPartitionKernel), 4 * seed);
   GpuCalls others(gpus, CallsOfPeers(2)[0], {}, DType::kF32, 1);
   others.RunAll();
   gpus.Synchronize();
   CheckRight(others);
-  CHECK_EQ(gpus.machine.NumCalls(kCheckPlaceKernel), 4 * seed);
+  CHECK_EQ(gpus.machine.NumCalls(kCheckPartitionKernel), 4 * seed);
 }
 
 // Runs it: every rank says what is wrong, or has NaN everywhere. Who asks early may find
@@ -72,7 +72,7 @@ TEST(AnExportedProgramInAnotherOrderFailsOnAllRanks) {
       "and is called on them in another";
   Gpus gpus({.num_devices = 3, .seed = 13, .max_delay_us = 30});
   int seed = 0;
-  for (const Attributes& at : CallsOfPeers(3)) {
+  for (const CallAttributes& at : CallsOfPeers(3)) {
     GpuCalls calls(gpus, at, {}, DType::kBF16, ++seed, {{}, {}, {0, 1, 2}});
     calls.SetPartitions({0, 2, 1});
     CheckThatAllFail(gpus, calls);
@@ -90,7 +90,7 @@ TEST(AnExportedProgramInAnotherOrderFailsOnAllRanks) {
 TEST(AnExportedProgramIsCheckedWheneverItIsReplayed) {
   Gpus gpus({.num_devices = 3, .seed = 17, .max_delay_us = 30});
   int seed = 0;
-  for (const Attributes& at : CallsOfPeers(3)) {
+  for (const CallAttributes& at : CallsOfPeers(3)) {
     GpuCalls calls(gpus, at, {}, DType::kF32, ++seed, {{}, {}, {0, 1, 2}});
     calls.SetPartitions({0, 1, 2});
     CapturedCalls captured(gpus, calls);
@@ -113,7 +113,7 @@ TEST(AnExportedProgramIsCheckedWheneverItIsReplayed) {
 
 TEST(AnExportedProgramThatSwapsTheRanksOfOneGroupFailsThere) {
   Gpus gpus({.num_devices = 4, .seed = 1, .max_delay_us = 30});
-  const Attributes at =
+  const CallAttributes at =
       MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
   const std::vector<int64_t> ranks = {0, 1, 2, 3};
   GpuCalls right(gpus, at, {}, DType::kF32, 1, {{0, 1}, ranks, ranks});

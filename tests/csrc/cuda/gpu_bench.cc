@@ -98,7 +98,7 @@ class Bench {
     for (const Layer& layer : kLayers) Chunked(layer);
     Copies();
     Beside();
-    Reduction();
+    MatrixSum();
     Launch();
   }
 
@@ -341,7 +341,7 @@ class Bench {
   }
 
   // The reduction of GEMM+RS: P bf16 parts, summed in f32.
-  void Reduction() {
+  void MatrixSum() {
     const int64_t rows = 1024, columns = 8192, num_parts = 8;
     const DeviceMemory parts = Random(2 * num_parts * rows * columns);
     const DeviceMemory out(driver_, 2 * rows * columns);

@@ -359,8 +359,8 @@ TEST(the_first_wait_of_a_call_announces_it_unless_the_rank_has_failed) {
     Rank rank(9);
     uint64_t words[2] = {};
     WaitParams wait = rank.Wait(rank.freed[0], 0, kLongNs);
-    wait.announcements.num_peers = 2;
-    for (int i = 0; i < 2; ++i) wait.announcements.words[i] = AddressOf(&words[i]);
+    wait.signatures.num_peers = 2;
+    for (int i = 0; i < 2; ++i) wait.signatures.words[i] = AddressOf(&words[i]);
     if (has_failed) rank.failed = 4;
     Launch(kWaitKernel, wait, 1, 32);
     CHECK_EQ(words[0], has_failed ? 0 : Word(10));
@@ -427,7 +427,7 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   Rank own(9);
   uint64_t poisons[3] = {};
   uint32_t partition = 2;
-  PlaceParams place = {};
+  PartitionCheckParams place = {};
   place.own = own.words();
   place.partition = AddressOf(&partition);
   place.expected = 2;
@@ -435,10 +435,10 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   place.what.call = 11;
   place.peers.num_peers = 2;
   for (int i = 0; i < 2; ++i) place.peers.words[i] = AddressOf(&poisons[i]);
-  Launch(kCheckPlaceKernel, place, 1, 32);
+  Launch(kCheckPartitionKernel, place, 1, 32);
   CHECK_EQ(own.failed + own.error.code + poisons[0] + poisons[1], 0u);
   partition = 1;
-  Launch(kCheckPlaceKernel, place, 1, 32);
+  Launch(kCheckPartitionKernel, place, 1, 32);
   CHECK_EQ(own.failed, 4u);
   CHECK_EQ(own.error.code, ErrorRecord::kMisplaced);
   CHECK_EQ(own.error.rank, 3u);
@@ -449,7 +449,7 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   CHECK_EQ(poisons[2], 0u);
   // The first record stays.
   partition = 0;
-  Launch(kCheckPlaceKernel, place, 1, 32);
+  Launch(kCheckPartitionKernel, place, 1, 32);
   CHECK_EQ(own.error.partition, 1u);
 }
 
@@ -458,14 +458,14 @@ TEST(results_are_spoilt_only_if_the_rank_failed) {
     for (size_t shift : {0, 3}) {
       alignas(16) uint8_t bytes[160] = {};
       Rank rank(0);
-      SpoilParams params = {};
+      NanFillParams params = {};
       params.own = rank.words();
       params.num_results = 1;
       params.results[0] = {AddressOf(bytes + 16 + shift), size};
-      Launch(kSpoilKernel, params, 2, 3);
+      Launch(kFillNanKernel, params, 2, 3);
       for (uint8_t byte : bytes) CHECK_EQ(byte, 0);
       rank.failed = 1;
-      Launch(kSpoilKernel, params, 2, 3);
+      Launch(kFillNanKernel, params, 2, 3);
       for (size_t i = 0; i < sizeof bytes; ++i) {
         const bool inside = i >= 16 + shift && i < 16 + shift + size;
         CHECK_EQ(bytes[i], inside ? 0xff : 0);

@@ -154,13 +154,13 @@ struct End {
               {4, 40},
               {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}}) {}
 
-  static RankPlace Place(CUdeviceptr base) {
+  static RankSlotAddress Place(CUdeviceptr base) {
     return {base,         base + 4096,  base + 8192, base + 10240,
             base + 12288, base + 12544, base + 12800};
   }
 
-  const std::vector<RankPlace> places = {Place(1 << 20), Place(2 << 20),
-                                         Place(3 << 20)};
+  const std::vector<RankSlotAddress> places = {Place(1 << 20), Place(2 << 20),
+                                               Place(3 << 20)};
   std::vector<Operation> operations;
   FlagKernels flags;
   SumKernels sums;
@@ -236,10 +236,10 @@ TEST(waits_say_what_they_wait_for) {
 
 TEST(a_check_of_the_place_says_whose_it_is) {
   End end;
-  end.slots.CheckPlace(64, 3);
+  end.slots.CheckPartition(64, 3);
   CHECK_EQ(end.operations.size(), 1u);
-  CHECK_EQ(end.operations[0].kernel->name, kCheckPlaceKernel);
-  const PlaceParams& place = ParamsOf<PlaceParams>(end.operations[0]);
+  CHECK_EQ(end.operations[0].kernel->name, kCheckPartitionKernel);
+  const PartitionCheckParams& place = ParamsOf<PartitionCheckParams>(end.operations[0]);
   CHECK_EQ(place.partition, 64u);
   CHECK_EQ(place.expected, 3u);
   CHECK_EQ(place.what.rank, 1u);
@@ -261,10 +261,10 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   CHECK_EQ(wait.ahead, 0u);
   CHECK_EQ(wait.what.slot, ErrorRecord::kNoSlot);
   // The first wait of a call announces it to all peers.
-  CHECK_EQ(wait.announcements.num_peers, 2u);
-  CHECK_EQ(wait.announcements.words[0], end.places[0].announced + kFlagLineBytes);
-  CHECK_EQ(wait.announcements.words[1], end.places[2].announced + kFlagLineBytes);
-  CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).announcements.num_peers, 0u);
+  CHECK_EQ(wait.signatures.num_peers, 2u);
+  CHECK_EQ(wait.signatures.words[0], end.places[0].announced + kFlagLineBytes);
+  CHECK_EQ(wait.signatures.words[1], end.places[2].announced + kFlagLineBytes);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).signatures.num_peers, 0u);
   end.slots.EndCall();
   const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
   CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
@@ -276,23 +276,23 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   CHECK_EQ(freed.targets[1].poison, end.places[2].poison);
   end.slots.WaitFree(2, 3, kReason);
   CHECK_EQ(end.operations.size(), 4u);
-  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).announcements.num_peers, 2u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).signatures.num_peers, 2u);
 }
 
 TEST(any_number_of_results_can_be_spoilt) {
   End end;
-  const std::vector<SpoilParams::Result> results(kMaxResults + 1, {16, 4});
-  end.slots.Spoil(results);
+  const std::vector<NanFillParams::Result> results(kMaxResults + 1, {16, 4});
+  end.slots.FillNan(results);
   CHECK_EQ(end.operations.size(), 2u);
-  CHECK_EQ(ParamsOf<SpoilParams>(end.operations[0]).num_results, 16u);
-  CHECK_EQ(ParamsOf<SpoilParams>(end.operations[1]).num_results, 1u);
+  CHECK_EQ(ParamsOf<NanFillParams>(end.operations[0]).num_results, 16u);
+  CHECK_EQ(ParamsOf<NanFillParams>(end.operations[1]).num_results, 1u);
   end.operations.clear();
-  end.slots.Spoil({});
+  end.slots.FillNan({});
   CHECK(end.operations.empty());
 }
 
 TEST(more_ranks_than_there_are_flags_for_are_refused) {
-  const std::vector<RankPlace> places(kMaxRanks + 1);
+  const std::vector<RankSlotAddress> places(kMaxRanks + 1);
   CHECK_THROWS(CudaSlots(0, places, 0, {}, {}, {}), "17 ranks, expected at most");
 }
 

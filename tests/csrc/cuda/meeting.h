@@ -35,25 +35,25 @@ class OfferBoard {
   ~OfferBoard() { munmap(entries_, sizeof(Entry) * Bulletin::kMaxProcesses); }
   OfferBoard(const OfferBoard&) = delete;
 
-  void Publish(int process, const Offer& offer) {
+  void Publish(int process, const Capabilities& capabilities) {
     std::string text;
-    for (const auto& [key, value] : offer) {
+    for (const auto& [key, value] : capabilities) {
       text.append(key).append("=").append(value).append("\n");
     }
     std::strcpy(entries_[process].text, text.c_str());
     ++entries_[process].num_published;
   }
-  std::map<int, Offer> Read(int num_processes, int round) {
-    std::map<int, Offer> offers;
+  std::map<int, Capabilities> Read(int num_processes, int round) {
+    std::map<int, Capabilities> capabilities_of;
     for (int p = 0; p < num_processes; ++p) {
       while (entries_[p].num_published < round) std::this_thread::yield();
       std::istringstream text(entries_[p].text);
       for (std::string line; std::getline(text, line);) {
         const size_t end = line.find('=');
-        offers[p][line.substr(0, end)] = line.substr(end + 1);
+        capabilities_of[p][line.substr(0, end)] = line.substr(end + 1);
       }
     }
-    return offers;
+    return capabilities_of;
   }
 
  private:
@@ -66,7 +66,7 @@ class OfferBoard {
 
 struct Meeting {
   Bulletin bulletin;
-  OfferBoard offers;
+  OfferBoard capabilities_of;
 };
 
 // How a process of a test connects.
@@ -92,18 +92,18 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
   auto endpoint =
       std::make_unique<CudaEndpoint>(side.driver ? *side.driver : EmulatedDriver(),
                                      ordinals, side.slots_bytes, side.host, side.nvls);
-  Offer offer = endpoint->offer();
-  if (!side.fabric.empty()) offer["fabric"] = side.fabric;
-  meeting.offers.Publish(process, offer);
+  Capabilities capabilities = endpoint->capabilities();
+  if (!side.fabric.empty()) capabilities["fabric"] = side.fabric;
+  meeting.capabilities_of.Publish(process, capabilities);
   meeting.bulletin.Publish(process, endpoint->address());
-  const auto offers = meeting.offers.Read(num_processes, side.round);
+  const auto capabilities_of = meeting.capabilities_of.Read(num_processes, side.round);
   auto peers = meeting.bulletin.Read(num_processes, side.round);
   std::erase_if(peers, [&](const auto& peer) {
-    return offers.at(peer.first).at("host") != side.host;
+    return capabilities_of.at(peer.first).at("host") != side.host;
   });
-  CHECK_EQ(WhyNotConnected(of_rank, offers), "");
+  CHECK_EQ(WhyNotConnected(of_rank, capabilities_of), "");
   return CudaCommunicator::Connect(std::move(endpoint), {of_rank, process, "tp"}, peers,
-                                   offers, side.timeout_s);
+                                   capabilities_of, side.timeout_s);
 }
 
 // Whether a failure says why: not only that the device of a peer told of it, which a
@@ -113,7 +113,7 @@ inline bool SaysWhy(const std::string& text) {
 }
 
 // Why the communicator failed.
-inline std::string FailureOf(CudaCommunicator& communicator) {
+inline std::string WithLabel(CudaCommunicator& communicator) {
   const auto begin = std::chrono::steady_clock::now();
   std::string text;
   do {
@@ -124,10 +124,10 @@ inline std::string FailureOf(CudaCommunicator& communicator) {
   return text;
 }
 
-inline std::string Describe(const std::vector<StepDown>& steps) {
+inline std::string Describe(const std::vector<SharingFallback>& steps) {
   std::string text;
-  for (const StepDown& step : steps) {
-    text.append(step.way).append(": ").append(step.reason).append("\n");
+  for (const SharingFallback& step : steps) {
+    text.append(step.mode).append(": ").append(step.reason).append("\n");
   }
   return text;
 }
@@ -138,7 +138,7 @@ inline void CheckAllWell(Processes& processes) {
 
 // A way to share, and what leaves only that.
 struct WayCase {
-  std::string way;
+  std::string mode;
   EmulatedOptions options;
 };
 

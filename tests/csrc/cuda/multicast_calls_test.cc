@@ -37,7 +37,7 @@ void ForEachReduction(int num_ranks, const Function& function) {
   for (const Op op : {Op::kMatmulAllReduce, Op::kAllReduce}) {
     for (const Method method :
          {Method::kRingExchange, Method::kPipeline, Method::kExternal}) {
-      for (const Attributes& at : Variants(op, method, num_ranks)) function(at);
+      for (const CallAttributes& at : Variants(op, method, num_ranks)) function(at);
     }
   }
 }
@@ -48,7 +48,7 @@ TEST(AllReducesByMulticastAreExact) {
   int seed = 0;
   for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
     NvlsGpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
-    ForEachReduction(num_ranks, [&](const Attributes& at) {
+    ForEachReduction(num_ranks, [&](const CallAttributes& at) {
       for (const Sizes& sizes : {kWhole, kOdd}) {
         const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
         const int64_t before = NumSums(gpus);
@@ -77,7 +77,7 @@ TEST(CapturedAllReducesAreExactWheneverTheyAreReplayed) {
   for (const int num_ranks : {2, 3}) {
     NvlsGpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
     int seed = 0;
-    ForEachReduction(num_ranks, [&](const Attributes& at) {
+    ForEachReduction(num_ranks, [&](const CallAttributes& at) {
       const DType dtype = ++seed % 2 == 0 ? DType::kF32 : DType::kBF16;
       GpuCalls calls(gpus, at, seed % 3 == 0 ? kOdd : kWhole, dtype, seed);
       CheckReplays(gpus, calls, 100 * seed);
@@ -127,7 +127,7 @@ TEST(RanksOfSeveralProcessesReduceByMulticast) {
         meeting, {.process_of_rank = of_rank, .nvls = true},
         {.seed = 1, .max_delay_us = 50}, [&](GpuMember& member) {
           int seed = 0;
-          ForEachReduction(static_cast<int>(of_rank.size()), [&](Attributes at) {
+          ForEachReduction(static_cast<int>(of_rank.size()), [&](CallAttributes at) {
             at.channel = "jit_f/" + std::to_string(++seed);
             GpuCalls calls(member.gpus(), at, kWhole, DType::kF32, seed,
                            member.placement());
@@ -164,7 +164,7 @@ TEST(NobodyIsAskedForMulticastUnlessItIsOn) {
 
 TEST(AnExportedProgramInAnotherOrderFailsByMulticastToo) {
   NvlsGpus gpus({.num_devices = 3, .seed = 5, .max_delay_us = 30});
-  ForEachReduction(3, [&](const Attributes& at) {
+  ForEachReduction(3, [&](const CallAttributes& at) {
     GpuCalls calls(gpus, at, kWhole, DType::kF32, 1, {{}, {}, {0, 1, 2}});
     calls.SetPartitions({0, 1, 2});
     CapturedCalls captured(gpus, calls);

@@ -110,7 +110,7 @@ TEST(RanksOfOneProcessSumByMulticast) {
       for (int n = 0; n < num_ranks; ++n) ordinals.push_back(n);
       const auto communicator = MakeOn(ordinals);
       CHECK(communicator->has_multicast());
-      CHECK(communicator->step_downs().empty());
+      CHECK(communicator->fallbacks().empty());
       for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
         CHECK_EQ(NumWrongSums(communicator, dtype), 0);
       }
@@ -130,8 +130,8 @@ TEST(WhatOneProcessLacksIsSaid) {
     {
       const auto communicator = MakeOn(std::move(ordinals), driver);
       CHECK(!communicator->has_multicast());
-      CHECK_EQ(communicator->step_downs().back().way, "nvls");
-      reason = communicator->step_downs().back().reason;
+      CHECK_EQ(communicator->fallbacks().back().mode, "nvls");
+      reason = communicator->fallbacks().back().reason;
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(1), 0);
     }
@@ -162,7 +162,7 @@ TEST(EachStepMayFailInOneProcessAndNothingIsLeft) {
       {
         const auto communicator = MakeOn({0, 1});
         CHECK(!communicator->has_multicast());
-        CHECK_EQ(Describe(communicator->step_downs()),
+        CHECK_EQ(Describe(communicator->fallbacks()),
                  std::string("nvls: cu") + step +
                      ": CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized\n");
         CHECK_EQ(machine.Live().bindings, 0);
@@ -184,13 +184,13 @@ EmulatedOptions FabricOnly() {
 }
 
 TEST(RanksOfSeveralProcessesSumByMulticast) {
-  for (const EmulatedOptions& way : {EmulatedOptions(), FabricOnly()}) {
+  for (const EmulatedOptions& mode : {EmulatedOptions(), FabricOnly()}) {
     for (const std::vector<int>& of_rank :
          std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {1, 0, 0, 1}}) {
       Meeting meeting;
       const int num_processes = *std::max_element(of_rank.begin(), of_rank.end()) + 1;
       Processes processes(num_processes, [&](int process) {
-        EmulatedOptions options = way;
+        EmulatedOptions options = mode;
         options.num_devices = 2;
         options.first_device = 2 * process;
         options.max_delay_us = 100;
@@ -199,8 +199,8 @@ TEST(RanksOfSeveralProcessesSumByMulticast) {
           const auto communicator =
               ConnectOn(process, meeting, {.process_of_rank = of_rank, .nvls = true});
           CHECK(communicator->has_multicast());
-          CHECK(way.has_fd ? communicator->step_downs().empty()
-                           : communicator->step_downs().size() == 1);
+          CHECK(mode.has_fd ? communicator->fallbacks().empty()
+                            : communicator->fallbacks().size() == 1);
           for (int i = 0; i < 3; ++i) CHECK_EQ(NumWrongSums(communicator), 0);
         }
         CHECK_EQ(machine.Complaints(), "");
@@ -224,9 +224,9 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
             ConnectOn(process, meeting, {.process_of_rank = {0, 1, 2}, .nvls = true});
         CHECK_EQ(communicator->how(), "vmm");
         CHECK(!communicator->has_multicast());
-        CHECK_EQ(communicator->step_downs().size(), 1u);
-        CHECK_EQ(communicator->step_downs()[0].way, "nvls");
-        CHECK(communicator->step_downs()[0].reason.starts_with(
+        CHECK_EQ(communicator->fallbacks().size(), 1u);
+        CHECK_EQ(communicator->fallbacks()[0].mode, "nvls");
+        CHECK(communicator->fallbacks()[0].reason.starts_with(
             "process " + std::to_string(failing) + ": cu" + function +
             ": CUDA_ERROR_ILLEGAL_STATE"));
         CHECK_EQ(machine.Live().bindings, 0);
@@ -264,7 +264,7 @@ TEST(AProcessThatCannotIsNamedBeforeAnythingIsTried) {
     {
       const auto communicator =
           ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
-      CHECK_EQ(Describe(communicator->step_downs()),
+      CHECK_EQ(Describe(communicator->fallbacks()),
                "nvls: process 1: GPU 0 has no multicast\n");
       CHECK_EQ(machine.NumCalls("MulticastCreate"), 0);
     }
@@ -284,7 +284,7 @@ TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
       {
         const auto communicator =
             ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .nvls = true});
-        CHECK_EQ(communicator->step_downs().back().reason,
+        CHECK_EQ(communicator->fallbacks().back().reason,
                  has_vmm ? "several of its ranks have one GPU"
                          : "the heaps are shared by ipc");
       }
@@ -307,7 +307,7 @@ TEST(RanksOfSeveralHostsHaveNone) {
                                           {.process_of_rank = {0, 1},
                                            .host = process == 1 ? "there" : "here",
                                            .nvls = true});
-      CHECK_EQ(Describe(communicator->step_downs()),
+      CHECK_EQ(Describe(communicator->fallbacks()),
                "vmm: its ranks span 2 hosts\nnvls: its ranks span 2 hosts\n");
       ++meeting.bulletin.word();
       meeting.bulletin.WaitForWord(2);

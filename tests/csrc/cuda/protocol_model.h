@@ -44,7 +44,7 @@ namespace jax_ub {
 
 // What all ranks do together.
 struct ModelCall {
-  Collective schedules;
+  RankSchedules schedules;
   bool by_multicast = false;  // in place of them
   // [rank]: whether its device runs another partition than its own; empty: that is not
   // checked.
@@ -152,7 +152,7 @@ class ProtocolModel {
         recorder.set_call(call);
         const Schedule& schedule = calls[call].schedules[rank];
         if (!calls[call].is_misplaced.empty()) {
-          recorder.CheckPlace(schedule, !calls[call].is_misplaced[rank]);
+          recorder.CheckPartition(schedule, !calls[call].is_misplaced[rank]);
         }
         if (calls[call].by_multicast) {
           recorder.CallByMulticast(schedule, slot_bytes_[call]);
@@ -355,7 +355,7 @@ class ProtocolModel {
   std::vector<int64_t> slot_bytes_;  // [call]
   std::vector<Line> lines_;          // [rank][line]
   std::vector<ErrorRecord> errors_;
-  std::vector<RankPlace> places_;
+  std::vector<RankSlotAddress> places_;
   std::vector<RankProgram> programs_;
   Search search_ = Search::kEager;
   std::unordered_set<State> visited_;

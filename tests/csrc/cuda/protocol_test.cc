@@ -16,7 +16,7 @@
 namespace jax_ub {
 
 struct Kind {
-  Pattern pattern;
+  CollectiveKind pattern;
   Method method;
   int num_splits;
   Variant variant = Variant::kPlain;
@@ -26,19 +26,20 @@ struct Kind {
 // One of each way in which slots are used: products change nothing about it, and bulk
 // and external send as pipeline does with one piece.
 constexpr Kind kKinds[] = {
-    {Pattern::kAllGatherMatmul, Method::kRingExchange, 1},
-    {Pattern::kAllGatherMatmul, Method::kRingExchange, 1, Variant::kAggregate},
-    {Pattern::kAllGatherMatmul, Method::kPipeline, 1},
-    {Pattern::kAllGatherMatmul, Method::kPipeline, 2},
-    {Pattern::kMatmulReduceScatter, Method::kRingExchange, 1},
-    {Pattern::kMatmulReduceScatter, Method::kPipeline, 2},
-    {Pattern::kMatmulReduceScatter, Method::kPipeline, 1, Variant::kOverlapFirstGemm},
-    {Pattern::kMatmulAllReduce, Method::kRingExchange, 1},
-    {Pattern::kMatmulAllReduce, Method::kRingExchange, 1, Variant::kOneShot},
-    {Pattern::kMatmulAllReduce, Method::kPipeline, 2},
-    {Pattern::kMatmulAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
-    {Pattern::kMatmulAllReduce, Method::kPipeline, 2, Variant::kPlain, true},
-    {Pattern::kAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
+    {CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 1},
+    {CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 1, Variant::kAggregate},
+    {CollectiveKind::kAllGatherMatmul, Method::kPipeline, 1},
+    {CollectiveKind::kAllGatherMatmul, Method::kPipeline, 2},
+    {CollectiveKind::kMatmulReduceScatter, Method::kRingExchange, 1},
+    {CollectiveKind::kMatmulReduceScatter, Method::kPipeline, 2},
+    {CollectiveKind::kMatmulReduceScatter, Method::kPipeline, 1,
+     Variant::kOverlapFirstGemm},
+    {CollectiveKind::kMatmulAllReduce, Method::kRingExchange, 1},
+    {CollectiveKind::kMatmulAllReduce, Method::kRingExchange, 1, Variant::kOneShot},
+    {CollectiveKind::kMatmulAllReduce, Method::kPipeline, 2},
+    {CollectiveKind::kMatmulAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
+    {CollectiveKind::kMatmulAllReduce, Method::kPipeline, 2, Variant::kPlain, true},
+    {CollectiveKind::kAllReduce, Method::kPipeline, 1, Variant::kPlain, true},
 };
 
 std::vector<Kind> Kinds(bool by_multicast) {
@@ -52,15 +53,15 @@ constexpr uint64_t kUnsignedWrap = UINT64_MAX;
 constexpr uint64_t kSignedWrap = INT64_MAX;
 
 ModelCall Make(const Kind& kind, int num_ranks) {
-  return {MakeCollective(kind.pattern, kind.method, num_ranks, kind.num_splits,
-                         kind.variant),
+  return {MakeRankSchedules(kind.pattern, kind.method, num_ranks, kind.num_splits,
+                            kind.variant),
           kind.by_multicast};
 }
 
 std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
   std::string text = "P = " + std::to_string(num_ranks);
   for (const Kind& kind : kinds) {
-    text += std::string(", ") + std::string(PatternName(kind.pattern)) + " by " +
+    text += std::string(", ") + std::string(CollectiveKindName(kind.pattern)) + " by " +
             std::string(MethodName(kind.method)) + ", " +
             std::string(VariantName(kind.variant)) + ", in " +
             std::to_string(kind.num_splits) + (kind.by_multicast ? ", multicast" : "");
@@ -244,7 +245,7 @@ TEST(ending_a_call_without_freeing_is_found) {
 TEST(counting_the_epoch_before_freeing_is_found) {
   std::vector<Kind> kinds = Kinds(false);
   std::erase_if(kinds, [](const Kind& kind) {
-    return kind.pattern == Pattern::kMatmulAllReduce &&
+    return kind.pattern == CollectiveKind::kMatmulAllReduce &&
            kind.method == Method::kRingExchange && kind.variant == Variant::kPlain;
   });
   const Change change = [](RankProgram& program) {
@@ -294,7 +295,8 @@ TEST(a_reduction_by_multicast_without_its_last_barrier_is_found) {
 
 TEST(signalling_before_the_product_is_there_is_found) {
   std::vector<Kind> kinds = Kinds(true);
-  std::erase_if(kinds, [](const Kind& k) { return k.pattern == Pattern::kAllReduce; });
+  std::erase_if(kinds,
+                [](const Kind& k) { return k.pattern == CollectiveKind::kAllReduce; });
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) operation.needs = 0;
   };
@@ -410,7 +412,7 @@ TEST(not_announcing_calls_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kWaitKernel)) continue;
-      ParamsOf<WaitParams>(operation).announcements.num_peers = 0;
+      ParamsOf<WaitParams>(operation).signatures.num_peers = 0;
     }
   };
   for (const Kind& kind : kKinds) {
@@ -423,7 +425,7 @@ TEST(not_announcing_calls_is_found) {
 TEST(checking_the_place_behind_a_signal_is_found) {
   const Change change = [](RankProgram& program) {
     // Of the call's lane the first is the check, the last its end.
-    CHECK(IsKernel(program.lane.front(), kCheckPlaceKernel));
+    CHECK(IsKernel(program.lane.front(), kCheckPartitionKernel));
     std::rotate(program.lane.begin(), program.lane.begin() + 1, program.lane.end() - 1);
     for (Beside& beside : program.beside) --beside.after;
   };

@@ -28,7 +28,7 @@ class MulticastRecorder : public CudaDevice {
   using IdOf = std::function<PieceId(Payload payload, int owner, int piece)>;
 
   MulticastRecorder(RankProgram& program,
-                    std::span<const RankPlace> places,
+                    std::span<const RankSlotAddress> places,
                     int rank,
                     IdOf id_of)
       : program_(program),
@@ -39,7 +39,7 @@ class MulticastRecorder : public CudaDevice {
         given_(1 + num_product_lanes()) {}
 
   // Every piece has as many cells as there are ranks, each of which sums one.
-  static RankCall CallOf(const Attributes& at) {
+  static RankCall CallOf(const CallAttributes& at) {
     constexpr int64_t kFeatures = kSlotAlignment / sizeof(float);
     const int64_t rows = at.num_ranks * at.num_splits;
     const Tensor sums = {DType::kF32, 1, rows, kFeatures, nullptr};
@@ -78,11 +78,11 @@ class MulticastRecorder : public CudaDevice {
     }
     program_.lane.emplace_back().reads = reads;
   }
-  Mark Record(Lane lane) override {
+  EventId Record(Lane lane) override {
     marks_.push_back(given_[lane]);
-    return static_cast<Mark>(marks_.size()) - 1;
+    return static_cast<EventId>(marks_.size()) - 1;
   }
-  void Await(Lane, Mark mark) override {
+  void Await(Lane, EventId mark) override {
     needs_.push_back({program_.lane.size(), marks_[mark]});
   }
 
@@ -119,7 +119,7 @@ class MulticastRecorder : public CudaDevice {
 
   RankProgram& program_;
   const size_t begin_;  // of the call: lanes begin there
-  const std::span<const RankPlace> places_;
+  const std::span<const RankSlotAddress> places_;
   const int rank_;
   const IdOf id_of_;
   std::vector<uint32_t> given_;                     // [lane]: beside, as bits

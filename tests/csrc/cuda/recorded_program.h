@@ -13,7 +13,7 @@
 #include "cuda/recorded_operations.h"
 #include "engine/cuda/multicast_reduce.h"
 #include "engine/executor.h"
-#include "schedule/check.h"
+#include "schedule/checker.h"
 #include "transport/cuda/cuda_slots.h"
 
 namespace jax_ub {
@@ -23,7 +23,7 @@ class Recorder {
  public:
   Recorder(const Driver& driver,
            const FlagKernels& kernels,
-           std::span<const RankPlace> places,
+           std::span<const RankSlotAddress> places,
            CUdeviceptr error,
            std::map<Piece, PieceId>& pieces)
       : driver_(driver),
@@ -50,17 +50,17 @@ class Recorder {
   }
 
   // Ahead of a call in a program that was lowered for export.
-  void CheckPlace(const Schedule& schedule, bool is_right) {
+  void CheckPartition(const Schedule& schedule, bool is_right) {
     static const uint32_t partition = 0;
     SlotsOf(schedule, 0, nullptr)
-        .CheckPlace(reinterpret_cast<CUdeviceptr>(&partition), is_right ? 0 : 1);
+        .CheckPartition(reinterpret_cast<CUdeviceptr>(&partition), is_right ? 0 : 1);
   }
 
   // The same all-reduce by multicast, with the flags of that schedule.
   void CallByMulticast(const Schedule& schedule, int64_t slot_bytes) {
-    Attributes at;
-    at.op =
-        schedule.pattern == Pattern::kAllReduce ? Op::kAllReduce : Op::kMatmulAllReduce;
+    CallAttributes at;
+    at.op = schedule.pattern == CollectiveKind::kAllReduce ? Op::kAllReduce
+                                                           : Op::kMatmulAllReduce;
     at.method = schedule.method;
     at.num_ranks = schedule.num_ranks;
     at.num_splits = schedule.num_splits;
@@ -75,7 +75,7 @@ class Recorder {
     const MulticastKernels kernels(driver_);
     CudaSlots slots = SlotsOf(schedule, slot_bytes, &kernels);
     ReduceByMulticast(
-        at, call, PlanSlots(at, call, device), 0,
+        at, call, ComputeSlotRequirements(at, call, device), 0,
         [&](const MulticastRange& range) {
           slots.SumByMulticast(range);
           device.NoteSum();
@@ -185,7 +185,7 @@ class Recorder {
   const Driver& driver_;
   const FlagKernels& kernels_;
   const SumKernels sums_;
-  const std::span<const RankPlace> places_;
+  const std::span<const RankSlotAddress> places_;
   const CUdeviceptr error_;
   std::map<Piece, PieceId>& pieces_;
   RankProgram program_;

@@ -29,11 +29,11 @@ struct OneGpu {
   }
   StreamDevice DeviceOn(StreamLanes& lanes,
                         const WorkspacePlan& plan,
-                        const Tuning& tuning = {}) {
+                        const KernelOptions& kernel_options = {}) {
     return {gpu.kit(),
             stream.get(),
             lanes,
-            tuning,
+            kernel_options,
             {},
             plan,
             {memory.get(), memory.size_bytes()}};
@@ -95,7 +95,7 @@ TEST(MarksOrderLanesAndJoinOrdersXlasStream) {
   for (int64_t i = 0; i <= kSteps; ++i) values[i] = 100 + i;
   const auto at = [&](int64_t i) { return reinterpret_cast<std::byte*>(values + i); };
   StreamDevice device = one.DeviceOn(lanes, {}, {.num_lanes = 3});
-  Mark mark = kNoMark;
+  EventId mark = kNoEvent;
   for (int64_t step = 0; step < kSteps; ++step) {
     const Lane lane = step % 4;
     device.Await(lane, mark);
@@ -127,7 +127,7 @@ TEST(ProductsRunInTurnWhereTheirKernelsCorruptOthers) {
     CHECK_EQ(lanes.stream(1) == lanes.stream(3), in_turn);
     CublasLt mended = EmulatedCublasLt();
     mended.version = 130200;
-    CHECK(!MayCorruptBeside(mended, Context(EmulatedDriver(), 0)));
+    CHECK(!MayCorruptConcurrentGemms(mended, Context(EmulatedDriver(), 0)));
   }
 }
 
@@ -178,7 +178,7 @@ TEST(ACallWithoutCommunicationRunsOnXlasStream) {
   values[1] = 2;
   StreamDevice device(one.gpu.kit(), one.stream.get(), {}, {}, {}, {});
   CHECK_EQ(device.num_product_lanes(), 1);
-  CHECK_EQ(device.Record(1), kNoMark);
+  CHECK_EQ(device.Record(1), kNoEvent);
   const ConstMatrix parts[] = {
       {reinterpret_cast<std::byte*>(values), 1, DType::kF32},
       {reinterpret_cast<std::byte*>(values + 1), 1, DType::kF32}};

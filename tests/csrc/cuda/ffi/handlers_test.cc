@@ -58,7 +58,7 @@ const std::vector<XlaArray> kOperands = {{XLA_FFI_DataType_F32, {kRows, kInner}}
                                          {XLA_FFI_DataType_F32, {kInner, kColumns}}};
 
 int64_t WorkspaceBytes() {
-  jax_ub::Attributes at;
+  jax_ub::CallAttributes at;
   at.op = Op::kMatmulReduceScatter;
   at.method = Method::kRingExchange;
   at.num_ranks = kRanks;

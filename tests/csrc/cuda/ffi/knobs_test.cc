@@ -95,7 +95,8 @@ class NamedAttributes : public AttributeSource {
 Asked Run(const std::map<std::string, int64_t>& knobs) {
   static const Driver driver = AskingDriver();
   static const CublasLt library = AskingCublasLt();
-  const Attributes at = ReadAttributes(Op::kAllGatherMatmul, NamedAttributes(knobs));
+  const CallAttributes at =
+      ReadAttributes(Op::kAllGatherMatmul, NamedAttributes(knobs));
   Gpus gpus({.num_devices = at.num_ranks}, kLongS, driver, library);
   GpuCalls calls(gpus, at, {1, 8, 8, 3}, DType::kF32, 1);
   asked = {};

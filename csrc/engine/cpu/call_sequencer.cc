@@ -1,0 +1,485 @@
+#include "engine/cpu/call_sequencer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <sstream>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "engine/communicated_tensors.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/direct_planner.h"
+#include "engine/cpu/multi_process_direct.h"
+#include "engine/executor.h"
+#include "platform/deadline.h"
+#include "platform/error.h"
+#include "transport/cpu/slots.h"
+
+namespace jax_ub {
+
+namespace {
+
+// What initialize_ub allocates for a shape [T, H]: the text below turns it round.
+constexpr int64_t kBufferBytesPerElement = 8;
+constexpr int64_t kBufferSlackBytes = 64 << 10;
+
+// Programs of one origin have run ids as far apart as launches are in flight; of two,
+// any distance.
+constexpr uint32_t kMaxOffset = 1 << 16;
+
+uint32_t RunOf(const CallLogEntry& order) {
+  return static_cast<uint32_t>(order.execution >> 32);
+}
+
+bool IsNear(uint32_t one, uint32_t other) {
+  return one - other < kMaxOffset || other - one < kMaxOffset;
+}
+
+int64_t BufferBytesOf(const CollectiveCall& collective,
+                      const SharedMemoryCommunicator& communicator,
+                      ThreadPool& pool) {
+  const CallAttributes& at = *collective.attributes;
+  if (!UsesSlots(at)) {
+    return DirectBufferBytes(at, collective.calls[0], communicator.num_processes());
+  }
+  const SlotRequirements plan =
+      collective.slot_plans->Find(at, collective.calls[0], CpuDevice(pool));
+  if (plan.num_slots > SharedMemoryCommunicator::kMaxSlots) {
+    throw UnsupportedError(
+        "jax_ub." + at.label + ": " + std::string(OpName(at.op)) + " with num_splits " +
+        std::to_string(plan.num_splits) + " needs " + std::to_string(plan.num_slots) +
+        " slots, and communicator '" + communicator.name() + "' has flags for " +
+        std::to_string(SharedMemoryCommunicator::kMaxSlots) +
+        ": give the name fewer num_splits");
+  }
+  return plan.num_slots * SlotTransport::StrideOf(plan.slot_bytes);
+}
+
+// Why no process can run the call, all alike; or nothing.
+std::exception_ptr CapacityError(const CollectiveCall& collective,
+                                 const SharedMemoryCommunicator& communicator,
+                                 ThreadPool& pool) {
+  int64_t size_bytes = 0;
+  try {
+    size_bytes = BufferBytesOf(collective, communicator, pool);
+  } catch (...) {
+    return std::current_exception();
+  }
+  if (size_bytes <= communicator.buffer_bytes()) return nullptr;
+  const int64_t elements =
+      (size_bytes - kBufferSlackBytes + kBufferBytesPerElement - 1) /
+      kBufferBytesPerElement;
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub." << collective.attributes->label
+       << ": the call needs " << size_bytes << " bytes per rank, and communicator '"
+       << communicator.name() << "' has " << communicator.buffer_bytes()
+       << ". Give initialize_ub a shape [T, H] with T * H of at least " << elements;
+  return std::make_exception_ptr(CommunicatorError(text.str()));
+}
+
+std::string Join(const std::deque<std::shared_ptr<CollectiveCall>>& collectives) {
+  std::string text;
+  for (const auto& collective : collectives) {
+    text += (text.empty() ? "" : ", ") + collective->attributes->label + " (" +
+            collective->attributes->channel + ")";
+  }
+  return text;
+}
+
+}  // namespace
+
+CallLogEntry RunIdOffsets::LogEntryOf(const CollectiveCall& collective) {
+  return {collective.call_site_key,
+          static_cast<uint64_t>(static_cast<uint32_t>(collective.run_id)) << 32 |
+              static_cast<uint32_t>(collective.count),
+          collective.is_first};
+}
+
+std::shared_ptr<CollectiveCall> RunIdOffsets::Find(
+    const CallLogEntry& order,
+    const std::deque<std::shared_ptr<CollectiveCall>>& complete) {
+  std::shared_ptr<CollectiveCall> candidate;
+  for (const std::shared_ptr<CollectiveCall>& collective : complete) {
+    const CallLogEntry own = LogEntryOf(*collective);
+    if (own.call_site != order.call_site) continue;
+    if (static_cast<uint32_t>(own.execution) !=
+        static_cast<uint32_t>(order.execution)) {
+      continue;
+    }
+    const auto known = offsets_.find(collective->call_site_id);
+    if (known != offsets_.end()) {
+      if (RunOf(own) - RunOf(order) == known->second) return collective;
+    } else if (IsNear(RunOf(own), RunOf(order))) {
+      if (RunOf(own) != RunOf(order)) continue;
+      offsets_[collective->call_site_id] = 0;
+      return collective;
+    } else if (candidate) {
+      throw CommunicatorError(
+          "CommunicatorError: jax_ub." + collective->attributes->label +
+          ": two programs with the channel '" + collective->attributes->channel +
+          "' run at a time, and which of them the leader runs cannot be told, since "
+          "this process and the leader compiled them differently (one of them from the "
+          "persistent compilation cache). Dispatch them from one thread");
+    } else {
+      candidate = collective;
+    }
+  }
+  if (candidate) {
+    offsets_[candidate->call_site_id] = RunOf(LogEntryOf(*candidate)) - RunOf(order);
+  }
+  return candidate;
+}
+
+CallSequencer::CallSequencer(std::shared_ptr<SharedMemoryCommunicator> communicator,
+                             std::vector<int64_t> devices,
+                             int generation,
+                             ThreadPool& pool,
+                             Hooks hooks)
+    : communicator_(std::move(communicator)),
+      devices_(std::move(devices)),
+      generation_(generation),
+      pool_(pool),
+      hooks_(std::move(hooks)) {}
+
+std::shared_ptr<CallSequencer> CallSequencer::Make(
+    std::shared_ptr<SharedMemoryCommunicator> communicator,
+    std::vector<int64_t> devices,
+    int generation,
+    ThreadPool& pool,
+    Hooks hooks) {
+  std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
+      std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
+  // Lets go of a call sequencer, from a thread of the thread pool; made here, where it may fail.
+  struct LetGo : BlockingTask {
+    std::shared_ptr<CallSequencer> alive;
+    void Execute() override { alive.reset(); }
+  };
+  sequencer->communicator_->OnPoison(
+      [weak = std::weak_ptr(sequencer), &pool,
+       let_go = std::make_shared<LetGo>()](const std::exception_ptr& reason) {
+        std::shared_ptr<CallSequencer> alive = weak.lock();
+        if (!alive) return;
+        alive->OnPoison(reason);
+        // The communicator's own thread cannot end it; whoever closes it has it anyway.
+        if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
+        let_go->alive = std::move(alive);
+        pool.SubmitBlocking(let_go);
+      });
+  return sequencer;
+}
+
+void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
+  auto conduct =
+      std::make_shared<Closure>([self = shared_from_this()] { self->RunCalls(); });
+  std::exception_ptr failure;
+  {
+    std::lock_guard lock(mutex_);
+    failure = failure_;
+    if (!failure) {
+      // In one step, so that the log has the order of the queue.
+      if (communicator_->is_leader()) {
+        communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
+      }
+      complete_.push_back(collective);
+      changed_.notify_all();
+      if (is_running_) return;
+      is_running_ = true;
+    }
+  }
+  if (failure) return Complete(collective, failure, false);
+  pool_.SubmitBlocking(std::move(conduct));
+}
+
+// A run: it may wait, for peers and for the own ranks.
+void CallSequencer::RunCalls() noexcept {
+  for (;;) {
+    std::shared_ptr<CollectiveCall> collective;
+    std::exception_ptr failure;
+    int64_t call = 0;
+    try {
+      collective = NextCall();
+      if (!collective) return;
+      {
+        std::lock_guard lock(mutex_);
+        call = next_call_++;
+      }
+      failure = Run(*collective, call);
+    } catch (...) {
+      failure = std::current_exception();
+      Fail(failure);
+    }
+    if (!collective) {  // failed before it was known which one: all were told
+      if (Finish()) return;
+      continue;
+    }
+    const bool is_last = Finish();
+    Complete(collective, failure, is_last);
+    if (is_last) return;
+  }
+}
+
+// True when nothing is left to conduct: the next call to come starts anew.
+bool CallSequencer::Finish() {
+  std::lock_guard lock(mutex_);
+  if (!complete_.empty()) return false;
+  is_running_ = false;
+  return true;
+}
+
+std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
+  std::string label;
+  bool is_first_call = false;
+  {
+    std::lock_guard lock(mutex_);
+    // OnPoison fails what is left, and may still be on its way. A call must not begin
+    // behind one that failed: nobody met in that one's barrier, so that a peer may still
+    // read the buffers that this call would write.
+    if (complete_.empty() || communicator_->poison()) {
+      is_running_ = false;
+      return nullptr;
+    }
+    if (communicator_->is_leader()) {
+      std::shared_ptr<CollectiveCall> collective = std::move(complete_.front());
+      complete_.pop_front();
+      return collective;
+    }
+    label = complete_.front()->attributes->label;
+    for (const auto& collective : complete_) is_first_call |= collective->is_first;
+  }
+  // No other thread changes next_call_.
+  return WaitForLocalCall(
+      communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
+}
+
+WaitReason CallSequencer::ReasonFor(const std::string& label,
+                                    bool is_first_call) const {
+  const Timeouts timeouts = hooks_.timeouts();
+  return {label, 0, timeouts.Of(is_first_call), timeouts.SettingOf(is_first_call)};
+}
+
+std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
+    const CallLogEntry& order) {
+  const WaitReason reason = ReasonFor(communicator_->name(), order.is_first);
+  const Deadline deadline = Deadline::After(reason.timeout_s);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (failure_) std::rethrow_exception(failure_);
+    if (std::shared_ptr<CollectiveCall> collective =
+            run_id_offsets_.Find(order, complete_)) {
+      complete_.erase(std::find(complete_.begin(), complete_.end(), collective));
+      collective->is_first |= order.is_first;
+      return collective;
+    }
+    if (deadline.Expired()) throw DeadlineError(UnmatchedCallMessage(order, reason));
+    changed_.wait_until(lock, deadline.time());
+  }
+}
+
+// The mutex is held.
+std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
+                                                const WaitReason& reason) const {
+  std::ostringstream text;
+  text << "CommunicatorError: jax_ub."
+       << (complete_.empty() ? communicator_->name()
+                             : complete_.front()->attributes->label)
+       << ": " << communicator_->DescribeProcess(communicator_->process()) << " waited "
+       << reason.timeout_s << " s for its part in call " << next_call_
+       << ", which the leader runs (call site " << std::hex << order.call_site
+       << ", run " << std::dec << static_cast<int32_t>(RunOf(order)) << ", execution "
+       << static_cast<uint32_t>(order.execution) << "), but here only "
+       << Join(complete_)
+       << " came. The processes run different programs, or this one took another "
+          "branch. "
+       << reason.setting << " sets the seconds.";
+  return text.str();
+}
+
+// Returns why no process runs the call; throws what fails all of them for good.
+std::exception_ptr CallSequencer::Run(const CollectiveCall& collective, int64_t call) {
+  const CallAttributes& at = *collective.attributes;
+  const double timeout_s = hooks_.timeouts().call_s;
+  CheckEqualShapes(collective);
+  if (const std::exception_ptr capacity_error =
+          CapacityError(collective, *communicator_, pool_)) {
+    CompareSignatures(collective, call);
+    return capacity_error;
+  }
+  if (UsesSlots(at)) {
+    CompareSignatures(collective, call);
+    RunThroughSlots(collective, call, timeout_s);
+  } else {
+    ExecuteMultiProcess({at, collective.calls, call, timeout_s, collective.trace},
+                        *communicator_, pool_,
+                        [&] { CompareSignatures(collective, call); });
+  }
+  return nullptr;
+}
+
+// The arrival: every process is in this call, and means the same by it.
+void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t call) {
+  const uint64_t signature = Signature(*collective.attributes, collective.calls[0]);
+  communicator_->PublishSignature(call, signature, TextOf(signature, collective));
+  {
+    const TraceScope scope(collective.trace, TraceKind::kBarrier);
+    communicator_->Barrier(
+        call, 0, ReasonFor(collective.attributes->label, collective.is_first));
+  }
+  // All compare with the leader's, so that all say the same.
+  const CallSignature first = communicator_->call_signature(0, call);
+  for (int p = 1; p < communicator_->num_processes(); ++p) {
+    const CallSignature other = communicator_->call_signature(p, call);
+    if (other.signature == first.signature) continue;
+    throw CommunicatorError(
+        "CommunicatorError: jax_ub." + collective.attributes->label + ": " +
+        communicator_->DescribeProcess(0) + " and " +
+        communicator_->DescribeProcess(p) + " do not agree: " + first.text + "; and " +
+        other.text + ", respectively");
+  }
+}
+
+std::string CallSequencer::TextOf(uint64_t signature,
+                                  const CollectiveCall& collective) {
+  std::string& text = texts_[signature];
+  if (text.empty()) text = DescribeCall(*collective.attributes, collective.calls[0]);
+  return text;
+}
+
+void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
+                                    int64_t call,
+                                    double timeout_s) {
+  const CallAttributes& at = *collective.attributes;
+  const SlotRequirements plan =
+      collective.slot_plans->Find(at, collective.calls[0], CpuDevice(pool_));
+  std::optional<ConcurrentWork> products;
+  if (IsBulk(at.op)) {
+    WorkList work = PlanProducts(at, collective.calls, pool_.workers());
+    work.set_trace(collective.trace, {});
+    products.emplace(std::move(work), pool_);
+  }
+  struct Running {
+    std::atomic<size_t> next{0};  // of the local ranks
+    std::mutex mutex;             // guards the two below
+    std::condition_variable changed;
+    size_t num_left = 0;
+    std::exception_ptr failure;
+  };
+  const size_t num_ranks = collective.calls.size();
+  const auto running = std::make_shared<Running>();
+  running->num_left = num_ranks;
+  const auto run_next = [&, num_ranks, running] {
+    const size_t i = running->next.fetch_add(1);
+    if (i >= num_ranks) return;  // too late: nothing else of the call may be left
+    std::exception_ptr own;
+    try {
+      Transport& transport =
+          communicator_->rank(local_ranks()[i], call, plan.num_slots, plan.slot_bytes);
+      const TraceContext trace = collective.trace.OfRank(collective.RankOf(i));
+      CpuDevice device(pool_, trace);
+      ExecuteRank(at, collective.calls[i], plan, timeout_s, transport, device, trace);
+    } catch (...) {
+      own = std::current_exception();
+      if (own != communicator_->poison()) {  // else it is what a peer has told
+        const size_t num_begun = std::min(running->next.load(), num_ranks);
+        own = AddThreadShortage(own, static_cast<int>(num_begun),
+                                static_cast<int>(num_ranks));
+      }
+      Fail(own);  // or the other ranks would wait for this one
+    }
+    std::lock_guard lock(running->mutex);
+    if (own && !running->failure) running->failure = own;
+    --running->num_left;
+    running->changed.notify_all();
+  };
+  try {
+    for (size_t i = 1; i < num_ranks; ++i) pool_.SubmitBlocking(run_next);
+  } catch (const std::bad_alloc&) {
+    // This thread does the rest.
+  }
+  // Also those for which no thread has come: at the system's limit of threads none does,
+  // and they have to fail as those that waited for them.
+  while (running->next.load() < num_ranks) run_next();
+  {
+    std::unique_lock lock(running->mutex);
+    running->changed.wait(lock, [&] { return running->num_left == 0; });
+  }
+  if (products) products->Wait();
+  if (running->failure) std::rethrow_exception(running->failure);
+}
+
+// Each rank from a thread of its own, since what completes it runs the rest of its
+// program; the last one from this thread, which has nothing else to do.
+void CallSequencer::Complete(const std::shared_ptr<CollectiveCall>& collective,
+                             std::exception_ptr failure,
+                             bool inline_last) noexcept {
+  if (failure) failure = WithLabel(collective->attributes->label, failure);
+  const std::vector<Completion>& completions = collective->completions;
+  const size_t last = completions.size() - 1;
+  Queue<BlockingTask> runs;
+  for (size_t i = 0; i < completions.size(); ++i) {
+    collective->trace.OfRank(collective->RankOf(i))
+        .Since(collective->calls[i].submitted_ns, TraceKind::kCall);
+    if (inline_last && i == last) continue;
+    runs.Push(completions[i].AsTask(failure));
+  }
+  if (!runs.empty()) pool_.SubmitBlocking(std::move(runs));
+  if (inline_last) completions[last](failure);
+}
+
+void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
+  communicator_->Poison(reason);
+}
+
+void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
+  for (;;) {
+    std::shared_ptr<CollectiveCall> collective;
+    {
+      std::lock_guard lock(mutex_);
+      failure_ = reason;
+      changed_.notify_all();
+      if (complete_.empty()) break;
+      collective = std::move(complete_.front());
+      complete_.pop_front();
+    }
+    Complete(collective, reason, false);
+  }
+  hooks_.on_failure(*this, reason);
+}
+
+std::exception_ptr CallSequencer::WithLabel(
+    const std::string& label, const std::exception_ptr& reason) const noexcept try {
+  const std::string begin = "CommunicatorError: jax_ub." + communicator_->name() + ": ";
+  const auto relabeled = [&](const char* text) {
+    return "CommunicatorError: jax_ub." + label + ": " + (text + begin.size());
+  };
+  try {
+    std::rethrow_exception(reason);
+  } catch (const DeadlineError& error) {
+    if (!std::string_view(error.what()).starts_with(begin)) return reason;
+    return std::make_exception_ptr(DeadlineError(relabeled(error.what())));
+  } catch (const CommunicatorError& error) {
+    if (!std::string_view(error.what()).starts_with(begin)) return reason;
+    return std::make_exception_ptr(CommunicatorError(relabeled(error.what())));
+  }
+} catch (...) {
+  return reason;  // of another kind, or there is no memory for the text
+}
+
+std::exception_ptr CallSequencer::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void CallSequencer::Close() {
+  closing_thread_.store(std::this_thread::get_id());
+  communicator_->Close();
+}
+
+int64_t CallSequencer::num_calls() const {
+  std::lock_guard lock(mutex_);
+  return next_call_;
+}
+
+}  // namespace jax_ub

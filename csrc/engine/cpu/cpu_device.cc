@@ -1,0 +1,82 @@
+#include "engine/cpu/cpu_device.h"
+
+#include <utility>
+
+#include "reduce/reduce.h"
+
+namespace jax_ub {
+
+namespace {
+
+// Pieces of a shard when the caller leaves it to the engine: enough that all but a
+// quarter of the communication can hide.
+constexpr int kDefaultSplits = 4;
+
+}  // namespace
+
+int CpuDevice::DefaultSplits(CollectiveKind pattern) const { return kDefaultSplits; }
+
+Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
+  Tensor tensor{dtype, batch, rows, features, nullptr};
+  memory_.emplace_back(new std::byte[tensor.size_bytes()]);
+  tensor.data = memory_.back().get();
+  return tensor;
+}
+
+void CpuDevice::Multiply(Lane lane,
+                         std::vector<GemmProblem> problems,
+                         const Step& step) {
+  WorkList work;
+  for (GemmProblem& problem : problems) {
+    work.Add(std::move(problem), pool_.workers());
+  }
+  work.set_trace(trace_, step);
+  RunWork(std::move(work), pool_);
+}
+
+void CpuDevice::Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) {
+  CopyRows(from.data, from.stride_bytes, to, to_stride, from.num_rows, from.row_bytes);
+}
+
+void CpuDevice::Sum(Lane lane,
+                    std::span<const ConstMatrix> parts,
+                    int64_t rows,
+                    int64_t columns,
+                    const Matrix& out) {
+  SumChunks(parts, rows, columns, out);
+}
+
+void RunWork(WorkList work, ThreadPool& pool) {
+  const bool small = work.estimated_us() < kMaxInlineUs;
+  const auto job = std::make_shared<WorkListJob>(std::move(work));
+  if (small) {
+    pool.RunInline(*job);
+    job->Wait();
+  } else {
+    pool.RunAndWait(job);
+  }
+}
+
+ConcurrentWork::ConcurrentWork(WorkList work, ThreadPool& pool)
+    : pool_(pool),
+      job_(std::make_shared<WorkListJob>(std::move(work))),
+      is_begun_(std::make_shared<std::atomic<bool>>(false)) {
+  pool.SubmitBlocking([&pool, job = job_, is_begun = is_begun_] {
+    if (!is_begun->exchange(true)) pool.Participate(job);
+  });
+}
+
+ConcurrentWork::~ConcurrentWork() {
+  try {
+    Wait();
+  } catch (...) {
+    // Told by the Wait before; or less than what has ended the caller.
+  }
+}
+
+void ConcurrentWork::Wait() {
+  if (!is_begun_->exchange(true)) pool_.Participate(job_);
+  job_->Wait();
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,428 @@
+#include "engine/cpu/direct_planner.h"
+
+#include <utility>
+
+#include "engine/segments.h"
+
+namespace jax_ub {
+
+namespace {
+
+using Calls = std::vector<RankCall>;
+
+// An operand of every call that is added to the segments [batch][call] of the result.
+AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
+  AddendView addend{calls[0].operands[index].dtype, {}};
+  for (int64_t b = 0; b < batch; ++b) {
+    for (const RankCall& call : calls) {
+      const Tensor& tensor = call.operands[index];
+      addend.segments.push_back({tensor.At(b, 0), tensor.features});
+    }
+  }
+  return addend;
+}
+
+// The same of a vector, which is added to every row.
+AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
+  AddendView bias{calls[0].operands[index].dtype, {}};
+  for (int64_t b = 0; b < batch; ++b) {
+    for (const RankCall& call : calls) {
+      bias.segments.push_back({call.operands[index].data, 0});
+    }
+  }
+  return bias;
+}
+
+// y_i = gathered x times w_i, for all ranks at once: rows lie with the peers, columns
+// belong to the ranks. For P = 4 and one batch:
+//
+//               w[0]   w[1]   w[2]   w[3]      N
+//   x[0]   m  | y[0] | y[1] | y[2] | y[3] |
+//   x[1]   m  |  |   |  |   |  |   |  |   |
+//   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
+//   x[3]   m  |  v   |  v   |  v   |  v   |
+GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, int i) {
+  const Calls& own = calls.own;
+  const Tensor& x = own[0].operands[0];
+  OperandSegments a(x.dtype);
+  a.AddInner(x.features);
+  for (int64_t b = 0; b < x.batch; ++b) {
+    for (const RankCall& call : calls.all) {
+      a.AddOuter(x.rows);
+      a.Append(RowsOf(call.operands[0], b, 0));
+    }
+  }
+  OperandSegments w(x.dtype);
+  ResultSegments y(own[0].results[i].dtype);
+  y.AddRows(x.batch * x.rows * at.num_ranks);
+  w.AddInner(x.features);
+  for (const RankCall& call : own) {
+    const int64_t out = call.results[i].features;
+    w.AddOuter(out);
+    w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
+    y.AddColumns(out);
+    y.Append(RowsOf(call.results[i], 0, 0));
+  }
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  if (at.has_bias) {
+    problem.addends.push_back(BiasOf(own, 1 + at.num_kernels + i));
+  }
+  if (at.has_residual) {
+    problem.addends.push_back(AddendOf(own, FirstResidual(at) + i));
+  }
+  return problem;
+}
+
+// Sum over pairs and ranks of x w: the contraction runs over the shards of all ranks,
+// so that there are no partial results. K for P = 2 and two pairs:
+//
+//   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
+void ContractOverRanks(const CallAttributes& at,
+                       const Calls& calls,
+                       OperandSegments& a,
+                       OperandSegments& w) {
+  const int n = at.num_kernels;
+  const Tensor& x = calls[0].operands[0];
+  a.AddOuter(x.batch * x.rows);
+  w.AddOuter(calls[0].results[0].features);
+  for (const RankCall& call : calls) {
+    for (int i = 0; i < n; ++i) {
+      a.AddInner(call.operands[i].features);
+      w.AddInner(call.operands[i].features);
+      a.Append(RowsOf(call.operands[i], 0, 0));
+      w.Append(KernelOf(call.operands[n + i], at.rhs_transposed));
+    }
+  }
+}
+
+// Bias and residual of the rank that owns each segment of the result: [batch][owner]
+// where it is scattered, else [replica].
+void AddBiasAndResidual(const CallAttributes& at,
+                        const Calls& calls,
+                        GemmProblem& problem) {
+  const size_t residual_at = FirstResidual(at);
+  const bool scattered = at.op == Op::kMatmulReduceScatter;
+  const int64_t batch = scattered ? calls[0].results[0].batch : 1;
+  if (at.has_bias) problem.addends.push_back(BiasOf(calls, residual_at - 1, batch));
+  if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
+}
+
+// Rows [batch][owner][m] of the product go to y[owner][batch].
+GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
+  const Tensor& first = calls[0].results[0];
+  OperandSegments a(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[0].dtype);
+  ContractOverRanks(at, calls, a, w);
+  ResultSegments y(first.dtype);
+  y.AddColumns(first.features);
+  for (int64_t b = 0; b < first.batch; ++b) {
+    for (const RankCall& call : calls) {
+      y.AddRows(first.rows);
+      y.Append(RowsOf(call.results[0], b, 0));
+    }
+  }
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  AddBiasAndResidual(at, calls, problem);
+  return problem;
+}
+
+// Every rank gets every row: computed once, stored P times.
+GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
+  const Tensor& first = calls[0].results[0];
+  OperandSegments a(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[0].dtype);
+  ContractOverRanks(at, calls, a, w);
+  ResultSegments y(first.dtype, static_cast<int>(calls.size()));
+  y.AddRows(first.batch * first.rows);
+  y.AddColumns(first.features);
+  for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  AddBiasAndResidual(at, calls, problem);
+  return problem;
+}
+
+// The main_grad operands are behind the dy_i.
+void AddMainGrads(const CallAttributes& at,
+                  const Calls& calls,
+                  int i,
+                  GemmProblem& problem) {
+  if (!at.accumulate) return;
+  problem.addends.push_back(AddendOf(calls, 1 + at.num_kernels + i));
+}
+
+// dw_i[q] = x^T dy_i[q] over all tokens; x lies with the peers, in [batch][rank]
+// pieces.
+//
+//          dy[0]   dy[1]   dy[2]   dy[3]      N
+//   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
+GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i) {
+  const Tensor& x = calls.own[0].operands[0];
+  OperandSegments a(x.dtype);
+  OperandSegments b(x.dtype);
+  ResultSegments dw(calls.own[0].results[i].dtype);
+  a.AddOuter(x.features);
+  dw.AddRows(x.features);
+  for (int64_t batch = 0; batch < x.batch; ++batch) {
+    for (const RankCall& call : calls.all) {
+      a.AddInner(x.rows);
+      b.AddInner(x.rows);
+      a.Append(ColumnsOf(call.operands[0], batch, 0));
+    }
+  }
+  for (const RankCall& call : calls.own) {
+    const Tensor& dy = call.operands[1 + i];
+    b.AddOuter(dy.features);
+    dw.AddColumns(dy.features);
+    dw.Append(RowsOf(call.results[i], 0, 0));
+    for (int64_t batch = 0; batch < x.batch; ++batch) {
+      for (size_t p = 0; p < calls.all.size(); ++p) {
+        b.Append(ColumnsOf(dy, batch, static_cast<int64_t>(p) * x.rows));
+      }
+    }
+  }
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddMainGrads(at, calls.own, i, problem);
+  return problem;
+}
+
+// dw_i[q] = x[q]^T dy_i over all tokens; dy_i lies with the peers.
+//
+//            dy
+//   x[0]^T | dw[0] |
+//   x[1]^T | dw[1] |   K
+//   x[2]^T | dw[2] |
+//   x[3]^T | dw[3] |
+GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int i) {
+  const Tensor& dy = calls.own[0].operands[1 + i];
+  OperandSegments a(dy.dtype);
+  OperandSegments b(dy.dtype);
+  ResultSegments dw(calls.own[0].results[i].dtype);
+  b.AddOuter(dy.features);
+  dw.AddColumns(dy.features);
+  for (int64_t batch = 0; batch < dy.batch; ++batch) {
+    for (const RankCall& call : calls.all) {
+      a.AddInner(dy.rows);
+      b.AddInner(dy.rows);
+      b.Append(ColumnsOf(call.operands[1 + i], batch, 0));
+    }
+  }
+  for (const RankCall& call : calls.own) {
+    const Tensor& x = call.operands[0];
+    a.AddOuter(x.features);
+    dw.AddRows(x.features);
+    dw.Append(RowsOf(call.results[i], 0, 0));
+    for (int64_t batch = 0; batch < dy.batch; ++batch) {
+      for (size_t p = 0; p < calls.all.size(); ++p) {
+        a.Append(ColumnsOf(x, batch, static_cast<int64_t>(p) * dy.rows));
+      }
+    }
+  }
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddMainGrads(at, calls.own, i, problem);
+  return problem;
+}
+
+// A rank's own dw_i = x^T dy_i.
+GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
+  const Tensor& x = call.operands[0];
+  const Tensor& dy = call.operands[1 + i];
+  OperandSegments a(x.dtype);
+  OperandSegments b(x.dtype);
+  ResultSegments dw(call.results[i].dtype);
+  a.AddOuter(x.features);
+  a.AddInner(x.batch * x.rows);
+  a.Append(ColumnsOf(x, 0, 0));
+  b.AddOuter(dy.features);
+  b.AddInner(x.batch * x.rows);
+  b.Append(ColumnsOf(dy, 0, 0));
+  dw.AddRows(x.features);
+  dw.AddColumns(dy.features);
+  dw.Append(RowsOf(call.results[i], 0, 0));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddMainGrads(at, {call}, i, problem);
+  return problem;
+}
+
+// A rank's own dx = sum of dy_i w_i^T, w_i [K, N_i].
+GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
+  const int n = at.num_kernels;
+  const Tensor& dx = call.results[0];
+  OperandSegments a(call.operands[0].dtype);
+  OperandSegments w(call.operands[0].dtype);
+  ResultSegments c(dx.dtype);
+  a.AddOuter(dx.batch * dx.rows);
+  w.AddOuter(dx.features);
+  for (int i = 0; i < n; ++i) {
+    a.AddInner(call.operands[i].features);
+    w.AddInner(call.operands[i].features);
+    a.Append(RowsOf(call.operands[i], 0, 0));
+    w.Append(KernelOf(call.operands[n + i], /*transposed=*/true));
+  }
+  c.AddRows(dx.batch * dx.rows);
+  c.AddColumns(dx.features);
+  c.Append(RowsOf(dx, 0, 0));
+  return Problem(at.scale, std::move(a), std::move(w), std::move(c));
+}
+
+void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
+  const Tensor& shard = calls.own[0].operands[operand];
+  const int64_t size_bytes = shard.rows * shard.features * SizeOf(shard.dtype);
+  for (const RankCall& to : calls.own) {
+    for (int64_t b = 0; b < shard.batch; ++b) {
+      for (size_t p = 0; p < calls.all.size(); ++p) {
+        work.Add(Copy{calls.all[p].operands[operand].At(b, 0),
+                      to.results[result].At(b, static_cast<int64_t>(p) * shard.rows),
+                      size_bytes});
+      }
+    }
+  }
+}
+
+// Rank r's block of every batch is the sum of all ranks' blocks there.
+void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
+  const Tensor& mine = calls.own[0].results[result];
+  for (size_t i = 0; i < calls.own.size(); ++i) {
+    for (int64_t b = 0; b < mine.batch; ++b) {
+      Sum sum{calls.own[0].operands[operand].dtype, mine.dtype, {}, {}, 0};
+      sum.num_elements = mine.rows * mine.features;
+      sum.to.push_back(calls.own[i].results[result].At(b, 0));
+      for (const RankCall& call : calls.all) {
+        sum.sources.push_back(
+            call.operands[operand].At(b, calls.RankOf(i) * mine.rows));
+      }
+      work.Add(sum);
+    }
+  }
+}
+
+void AddReduceToAll(const RankCalls& calls, WorkList& work) {
+  const Tensor& to = calls.own[0].results[0];
+  Sum sum{calls.own[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
+  for (const RankCall& call : calls.all) sum.sources.push_back(call.operands[0].data);
+  for (const RankCall& call : calls.own) sum.to.push_back(call.results[0].data);
+  work.Add(sum);
+}
+
+void AddProducts(const CallAttributes& at,
+                 const Calls& calls,
+                 const Workers& workers,
+                 WorkList& work) {
+  for (const RankCall& call : calls) {
+    for (GemmProblem& problem : LocalProducts(at, call)) {
+      work.Add(std::move(problem), workers);
+    }
+  }
+}
+
+// What a bulk op does beside its products, and a collective on its own.
+void AddCommunication(const CallAttributes& at,
+                      const RankCalls& calls,
+                      WorkList& work) {
+  const size_t n = at.num_kernels;
+  switch (at.op) {
+    case Op::kAllGather:
+      return AddGather(calls, 0, 0, work);
+    case Op::kBulkAllGather:
+      return AddGather(calls, 2 * n, 1, work);
+    case Op::kReduceScatter:
+      return AddScatter(calls, 0, 0, work);
+    case Op::kBulkReduceScatter:
+      return AddScatter(calls, calls.own[0].operands.size() - 1, n, work);
+    case Op::kAllReduce:
+      return AddReduceToAll(calls, work);
+    case Op::kAllGatherMatmul:
+    case Op::kMatmulReduceScatter:
+    case Op::kMatmulAllReduce:
+    case Op::kMatmul:
+    case Op::kWgrad:
+      break;
+  }
+}
+
+void AddWgrads(const CallAttributes& at,
+               const RankCalls& calls,
+               const Workers& workers,
+               WorkList& work) {
+  if (at.gather == Gather::kNone) return AddProducts(at, calls.own, workers, work);
+  for (int i = 0; i < at.num_kernels; ++i) {
+    work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
+                                     : WgradGatherDy(at, calls, i),
+             workers);
+  }
+}
+
+}  // namespace
+
+WorkList PlanDirect(const CallAttributes& at,
+                    const RankCalls& calls,
+                    const Workers& workers) {
+  WorkList work;
+  switch (at.op) {
+    case Op::kAllGatherMatmul:
+      for (int i = 0; i < at.num_kernels; ++i) {
+        work.Add(AllGatherMatmul(at, calls, i), workers);
+      }
+      if (at.return_gathered) AddGather(calls, 0, at.num_kernels, work);
+      break;
+    case Op::kMatmulReduceScatter:
+      work.Add(MatmulReduceScatter(at, calls.own), workers);
+      break;
+    case Op::kMatmulAllReduce:
+      work.Add(MatmulAllReduce(at, calls.own), workers);
+      break;
+    case Op::kMatmul:
+      AddProducts(at, calls.own, workers, work);
+      break;
+    case Op::kWgrad:
+      AddWgrads(at, calls, workers, work);
+      break;
+    case Op::kBulkAllGather:
+    case Op::kBulkReduceScatter:
+      AddProducts(at, calls.own, workers, work);
+      AddCommunication(at, calls, work);
+      break;
+    case Op::kAllGather:
+    case Op::kReduceScatter:
+    case Op::kAllReduce:
+      AddCommunication(at, calls, work);
+      break;
+  }
+  return work;
+}
+
+std::vector<GemmProblem> LocalProducts(const CallAttributes& at, const RankCall& call) {
+  std::vector<GemmProblem> products;
+  if (at.op == Op::kMatmul) {
+    products.push_back(MatmulAllReduce(at, {call}));
+  } else if (at.op == Op::kBulkAllGather) {
+    products.push_back(Dgrad(at, call));
+  } else {
+    for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
+  }
+  return products;
+}
+
+WorkList PlanProducts(const CallAttributes& at,
+                      const Calls& calls,
+                      const Workers& workers) {
+  WorkList work;
+  AddProducts(at, calls, workers, work);
+  return work;
+}
+
+WorkList PlanCommunication(const CallAttributes& at, const RankCalls& calls) {
+  WorkList work;
+  AddCommunication(at, calls, work);
+  return work;
+}
+
+GemmProblem PartialProduct(const CallAttributes& at,
+                           const Calls& calls,
+                           ResultSegments to) {
+  OperandSegments a(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[0].dtype);
+  ContractOverRanks(at, calls, a, w);
+  return Problem(at.scale, std::move(a), std::move(w), std::move(to));
+}
+
+}  // namespace jax_ub

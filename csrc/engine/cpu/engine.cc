@@ -1,0 +1,272 @@
+#include "engine/cpu/engine.h"
+
+#include <utility>
+
+#include "engine/communicated_tensors.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/direct_planner.h"
+#include "engine/executor.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+
+// One collective call as a job: its units, and afterwards the completion of every rank.
+class Engine::CollectiveJob : public Job {
+ public:
+  CollectiveJob(Engine& engine,
+                WorkList work,
+                std::shared_ptr<CollectiveCall> collective,
+                int last_rank)
+      : Job(work.estimated_us()),
+        engine_(engine),
+        work_(std::move(work)),
+        collective_(std::move(collective)),
+        last_rank_(last_rank) {}
+
+  int64_t num_units() const override { return work_.num_units(); }
+  void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
+  double estimated_us() const { return work_.estimated_us(); }
+
+  // The helper is the last rank's thread.
+  void Done(std::exception_ptr failure, bool helped) noexcept override {
+    engine_.Complete(*collective_, failure, helped ? last_rank_ : kNone);
+  }
+
+ private:
+  Engine& engine_;
+  const WorkList work_;
+  const std::shared_ptr<CollectiveCall> collective_;
+  const int last_rank_;
+};
+
+Engine::Engine(int num_threads, Timeouts timeouts)
+    : pool_(new ThreadPool(num_threads)),
+      rendezvous_(new Rendezvous(
+          [pool = pool_](std::shared_ptr<BlockingTask> run) {
+            pool->SubmitBlocking(std::move(run));
+          },
+          timeouts)) {}
+
+void Engine::Submit(
+    CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done) {
+  const CallAttributes& at = site.attributes();
+  ++num_calls_[static_cast<size_t>(at.op)];
+  call.submitted_ns = TraceNow(&tracer_);
+  if (site.is_local()) {
+    CheckCall(at, call);
+    auto collective = std::make_shared<CollectiveCall>();
+    collective->attributes = &at;
+    collective->run_id = run_id;
+    collective->calls.push_back(std::move(call));
+    collective->completions.push_back(std::move(done));
+    return Execute(std::move(collective), 0, device);
+  }
+  std::shared_ptr<CollectiveCall> collective;
+  int rank = 0;
+  try {
+    CheckCall(at, call);
+    collective = rendezvous_->Arrive(site, run_id, device, std::move(call),
+                                     std::move(done), &rank);
+  } catch (...) {
+    ++num_failed_calls_;
+    rendezvous_->PoisonGroupOf(site, run_id, device, std::current_exception());
+    throw;
+  }
+  if (!collective) return;
+  if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
+    BeginTrace(*collective, device);
+    return sequencer->Enqueue(std::move(collective));
+  }
+  Execute(std::move(collective), rank, device);
+}
+
+std::shared_ptr<CallSequencer> Engine::Join(
+    std::shared_ptr<SharedMemoryCommunicator> communicator,
+    std::vector<int64_t> devices,
+    int generation) {
+  // The hooks outlive no engine: engines never end.
+  auto sequencer = CallSequencer::Make(
+      std::move(communicator), std::move(devices), generation, *pool_,
+      {[this] { return rendezvous_->timeouts(); },
+       [this](const CallSequencer& failed, const std::exception_ptr& reason) {
+         ++num_failed_calls_;
+         rendezvous_->FailCallsOf(failed, reason);
+       }});
+  rendezvous_->Join(sequencer);
+  return sequencer;
+}
+
+void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
+  rendezvous_->Leave(*sequencer);
+  sequencer->Close();
+}
+
+// `device` is that of a local call.
+void Engine::BeginTrace(CollectiveCall& collective, int64_t device) {
+  if (!tracer_.enabled()) return;
+  const CallAttributes& at = *collective.attributes;
+  TraceCall call{at.label, at.op, at.method, at.variant, at.num_ranks, 0, {device}, ""};
+  call.num_splits = static_cast<int>(at.num_splits);
+  if (!at.ranks.empty()) {
+    const auto first = at.ranks.begin() + collective.group * at.num_ranks;
+    call.devices.assign(first, first + at.num_ranks);
+  }
+  for (const Tensor& operand : collective.calls[0].operands) {
+    if (!call.operands.empty()) call.operands += ' ';
+    call.operands += Describe(operand);
+  }
+  collective.trace = tracer_.BeginCall(std::move(call));
+  for (size_t i = 0; i < collective.calls.size(); ++i) {
+    collective.trace.OfRank(collective.RankOf(i))
+        .Since(collective.calls[i].submitted_ns, TraceKind::kGather);
+  }
+}
+
+void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
+                     int last_rank,
+                     int64_t device) {
+  try {
+    BeginTrace(*collective, device);
+    CheckEqualShapes(*collective);
+    if (UsesSlots(*collective->attributes)) {
+      ExecuteSlots(collective);
+    } else {
+      ExecuteDirect(collective, last_rank);
+    }
+  } catch (...) {
+    // Before anything was begun: nobody touches the buffers.
+    Complete(*collective, std::current_exception(), last_rank);
+  }
+}
+
+// Completing a rank runs the rest of its program, which may wait for another rank: each
+// is completed from a thread of its own, but for `here`, which is this thread's.
+void Engine::Complete(const CollectiveCall& collective,
+                      const std::exception_ptr& failure,
+                      int here) noexcept {
+  if (failure) Fail(collective, failure);
+  Queue<BlockingTask> runs;
+  for (size_t r = 0; r < collective.completions.size(); ++r) {
+    collective.trace.OfRank(static_cast<int>(r))
+        .Since(collective.calls[r].submitted_ns, TraceKind::kCall);
+    if (static_cast<int>(r) != here)
+      runs.Push(collective.completions[r].AsTask(failure));
+  }
+  if (!runs.empty()) pool_->SubmitBlocking(std::move(runs));
+  if (here != kNone) collective.completions[here](failure);
+}
+
+void Engine::Fail(const CollectiveCall& collective,
+                  const std::exception_ptr& failure) noexcept {
+  ++num_failed_calls_;
+  if (!collective.attributes->ranks.empty()) {
+    rendezvous_->Poison(collective.run_id, collective.group_key, failure);
+  }
+}
+
+void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
+                           int last_rank) {
+  WorkList work = PlanDirect(*collective->attributes,
+                             {collective->calls, collective->calls}, pool_->workers());
+  work.set_trace(collective->trace, {});
+  const auto job =
+      std::make_shared<CollectiveJob>(*this, std::move(work), collective, last_rank);
+  if (job->estimated_us() < kMaxInlineUs) {  // here, in the last rank to arrive
+    pool_->RunInline(*job);
+  } else {
+    pool_->Participate(job);
+  }
+}
+
+struct Engine::SlotRun {
+  SlotRun(std::shared_ptr<CollectiveCall> whose,
+          const SlotRequirements& what,
+          SlotPool::PooledCommunicator where,
+          double how_long_s)
+      : collective(std::move(whose)),
+        plan(what),
+        timeout_s(how_long_s),
+        communicator(std::move(where)),
+        num_running(collective->attributes->num_ranks) {}
+
+  const std::shared_ptr<CollectiveCall> collective;
+  const SlotRequirements plan;
+  const double timeout_s;
+  SlotPool::PooledCommunicator communicator;
+  std::shared_ptr<WorkListJob> products;  // of a bulk op, beside the schedule
+  std::atomic<int> num_begun{0};
+  std::atomic<int> num_running;
+  std::atomic<bool> failed{false};
+};
+
+void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
+  const CallAttributes& at = *collective->attributes;
+  const SlotRequirements plan =
+      collective->slot_plans->Find(at, collective->calls[0], CpuDevice(*pool_));
+  auto slot_run = std::make_shared<SlotRun>(
+      collective, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
+      rendezvous_->timeout_s());
+  if (IsBulk(at.op)) {
+    WorkList work = PlanProducts(at, collective->calls, pool_->workers());
+    work.set_trace(collective->trace, {});
+    slot_run->products = std::make_shared<WorkListJob>(std::move(work));
+  }
+  Queue<BlockingTask> runs;  // all of them, or none
+  for (int rank = 0; rank < at.num_ranks; ++rank) {
+    runs.Push(std::make_shared<Closure>(
+        [this, slot_run, rank] { RunRank(*slot_run, rank); }));
+  }
+  pool_->SubmitBlocking(std::move(runs));
+  if (slot_run->products) pool_->Participate(slot_run->products);
+}
+
+// Peers touch a rank's slots only, never its buffers: each rank is done for itself.
+void Engine::RunRank(SlotRun& slot_run, int rank) noexcept {
+  const CollectiveCall& collective = *slot_run.collective;
+  ++slot_run.num_begun;
+  std::exception_ptr failure;
+  try {
+    const TraceContext trace = collective.trace.OfRank(rank);
+    CpuDevice device(*pool_, trace);
+    ExecuteRank(*collective.attributes, collective.calls[rank], slot_run.plan,
+                slot_run.timeout_s, slot_run.communicator->rank(rank), device, trace);
+  } catch (...) {
+    failure = std::current_exception();
+    if (!slot_run.failed.exchange(true)) {
+      failure = AddThreadShortage(failure, slot_run.num_begun,
+                                  collective.attributes->num_ranks);
+      slot_run.communicator->Poison(failure);
+      Fail(collective, failure);
+    }
+  }
+  if (slot_run.products) {
+    try {
+      slot_run.products->Wait();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  collective.trace.OfRank(rank).Since(collective.calls[rank].submitted_ns,
+                                      TraceKind::kCall);
+  const Completion done = collective.completions[rank];
+  if (slot_run.num_running.fetch_sub(1) == 1) {
+    if (slot_run.failed) {
+      slot_run.communicator.reset();
+    } else {
+      slots_.Release(std::move(slot_run.communicator));
+    }
+  }
+  done(failure);
+}
+
+Counters Engine::counters() const {
+  Counters counters;
+  for (int op = 0; op < kNumOps; ++op) counters.calls[op] = num_calls_[op].load();
+  counters.failed_calls = num_failed_calls_.load();
+  counters.scratch_bytes = pool_->scratch_bytes();
+  counters.slot_bytes = slots_.size_bytes();
+  counters.peak_slot_bytes = slots_.peak_bytes();
+  return counters;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,382 @@
+#include "engine/cpu/multi_process_direct.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "engine/communicated_tensors.h"
+#include "engine/cpu/cpu_device.h"
+#include "engine/cpu/direct_planner.h"
+#include "engine/cpu/work_list.h"
+#include "engine/segments.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+
+// An all-reduce of no more than this: a second barrier would cost more than adding
+// everything in every process.
+constexpr int64_t kSmallBytes = 64 << 10;
+
+int64_t Aligned(int64_t size_bytes) {
+  return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// Operands that peers read, in the order in which they lie in a buffer.
+std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
+                                         const RankCall& call) {
+  switch (at.op) {
+    case Op::kAllGatherMatmul:
+    case Op::kAllGather:
+    case Op::kReduceScatter:
+    case Op::kAllReduce:
+      return {0};
+    case Op::kBulkAllGather:
+    case Op::kBulkReduceScatter:
+      return {call.operands.size() - 1};
+    case Op::kWgrad: {
+      if (at.gather == Gather::kX) return {0};
+      std::vector<size_t> dys;
+      for (int i = 0; at.gather == Gather::kDy && i < at.num_kernels; ++i) {
+        dys.push_back(1 + i);
+      }
+      return dys;
+    }
+    case Op::kMatmulReduceScatter:
+    case Op::kMatmulAllReduce:
+    case Op::kMatmul:
+      break;
+  }
+  return {};
+}
+
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+};
+
+// The share of a process in `size` rows or elements that all processes divide.
+RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
+  return {size * process / num_processes, size * (process + 1) / num_processes};
+}
+
+int64_t LargestShare(int64_t size, int num_processes) {
+  return (size + num_processes - 1) / num_processes;
+}
+
+int64_t PartialSumBytes(int64_t rows, int64_t columns) {
+  return Aligned(rows * columns * SizeOf(DType::kF32));
+}
+
+bool IsSmall(const Tensor& result) {
+  return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
+}
+
+// One call of this process.
+class Execution {
+ public:
+  Execution(const MultiProcessCall& call,
+            SharedMemoryCommunicator& communicator,
+            ThreadPool& pool,
+            const std::function<void()>& meet)
+      : at_(call.attributes),
+        own_(call.own),
+        number_(call.number),
+        timeout_s_(call.timeout_s),
+        trace_(call.trace),
+        communicator_(communicator),
+        own_ranks_(communicator.local_ranks()),
+        pool_(pool),
+        meet_(meet) {}
+
+  void Run() {
+    if (at_.op == Op::kMatmulReduceScatter) return ReduceScatterProduct();
+    if (at_.op == Op::kMatmulAllReduce) return AllReduceProduct();
+    if (at_.op == Op::kAllReduce && !IsSmall(own_[0].results[0])) return AllReduce();
+    ReadInPlace();
+  }
+
+ private:
+  std::byte* buffer(int rank) const { return communicator_.buffer(rank, number_); }
+
+  // The buffer that a process as a whole uses: that of its lowest rank.
+  std::byte* HalfOfProcess(int process) const { return buffer(LowestRank(process)); }
+
+  int LowestRank(int process) const {
+    int rank = 0;
+    while (communicator_.process_of_rank(rank) != process) ++rank;
+    return rank;
+  }
+
+  int num_processes() const { return communicator_.num_processes(); }
+  int process() const { return communicator_.process(); }
+  bool IsOwn(int rank) const {
+    return communicator_.process_of_rank(rank) == process();
+  }
+
+  void Run(WorkList work) {
+    work.set_trace(trace_, {});
+    RunWork(std::move(work), pool_);
+  }
+
+  // The barriers behind the arrival: the peers' results are visible.
+  void SecondBarrier() {
+    const TraceScope scope(trace_, TraceKind::kBarrier);
+    communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
+  }
+
+  // [rank]: the own calls, and peers with what they put into their buffers.
+  std::vector<RankCall> AllCalls() const {
+    std::vector<RankCall> all(at_.num_ranks);
+    const std::vector<size_t> communicated = CommunicatedOperands(at_, own_[0]);
+    for (size_t i = 0; i < own_ranks_.size(); ++i) all[own_ranks_[i]] = own_[i];
+    for (int rank = 0; rank < at_.num_ranks; ++rank) {
+      if (IsOwn(rank)) continue;
+      all[rank].operands = own_[0].operands;
+      std::byte* at = buffer(rank);
+      for (size_t operand : communicated) {
+        Tensor& tensor = all[rank].operands[operand];
+        tensor.data = at;
+        at += Aligned(tensor.size_bytes());
+      }
+    }
+    return all;
+  }
+
+  // Copies what peers read: of sums that are scattered, the blocks of the peers only.
+  void Stage() {
+    WorkList work;
+    const bool scattered =
+        at_.op == Op::kReduceScatter || at_.op == Op::kBulkReduceScatter;
+    for (size_t i = 0; i < own_.size(); ++i) {
+      std::byte* to = buffer(own_ranks_[i]);
+      for (size_t operand : CommunicatedOperands(at_, own_[i])) {
+        const Tensor& from = own_[i].operands[operand];
+        if (scattered) {
+          StageBlocks(from, to, work);
+        } else {
+          work.Add(Copy{from.data, to, from.size_bytes()});
+        }
+        to += Aligned(from.size_bytes());
+      }
+    }
+    Run(std::move(work));
+  }
+
+  void StageBlocks(const Tensor& from, std::byte* to, WorkList& work) {
+    const int64_t rows = from.rows / at_.num_ranks;
+    const int64_t size_bytes = rows * from.features * SizeOf(from.dtype);
+    for (int64_t b = 0; b < from.batch; ++b) {
+      for (int rank = 0; rank < at_.num_ranks; ++rank) {
+        if (IsOwn(rank)) continue;
+        const std::byte* block = from.At(b, rank * rows);
+        work.Add(Copy{block, to + (block - from.data), size_bytes});
+      }
+    }
+  }
+
+  // Everything but sums of products: the builders of one process, on shards that lie in
+  // buffers.
+  void ReadInPlace() {
+    Stage();
+    std::optional<ConcurrentWork> products;
+    if (IsBulk(at_.op)) {
+      WorkList work = PlanProducts(at_, own_, pool_.workers());
+      work.set_trace(trace_, {});
+      products.emplace(std::move(work), pool_);
+    }
+    meet_();
+    const std::vector<RankCall> all = AllCalls();
+    const RankCalls parties{all, own_, &own_ranks_};
+    Run(products ? PlanCommunication(at_, parties)
+                 : PlanDirect(at_, parties, pool_.workers()));
+    if (products) products->Wait();
+  }
+
+  void ReduceScatterProduct() {
+    const Tensor& like = own_[0].results[0];
+    const int64_t part_bytes = PartialSumBytes(like.batch * like.rows, like.features);
+    const auto part = [&](int rank, int process, int64_t b) {
+      Tensor tensor = like;
+      tensor.dtype = DType::kF32;
+      tensor.data = buffer(rank) + process * part_bytes;
+      return RowsOf(tensor, b, 0);
+    };
+    ResultSegments y(DType::kF32);
+    y.AddColumns(like.features);
+    for (int64_t b = 0; b < like.batch; ++b) {
+      for (int rank = 0; rank < at_.num_ranks; ++rank) {
+        y.AddRows(like.rows);
+        y.Append(part(rank, process(), b));
+      }
+    }
+    Multiply(std::move(y));
+    meet_();
+    WorkList work;
+    for (size_t i = 0; i < own_.size(); ++i) {
+      const Tensor& to = own_[i].results[0];
+      for (int64_t b = 0; b < like.batch; ++b) {
+        MatrixSum sum{{}, {to.At(b, 0), to.features, to.dtype}, to.rows, to.features};
+        for (int p = 0; p < num_processes(); ++p) {
+          sum.parts.push_back(
+              {part(own_ranks_[i], p, b).data, to.features, DType::kF32});
+        }
+        AddBiasAndResidual(at_, own_[i], b, 0, sum.parts);
+        work.Add(sum);
+      }
+    }
+    Run(std::move(work));
+  }
+
+  // This process's partial product.
+  void Multiply(ResultSegments to) {
+    WorkList work;
+    work.Add(PartialProduct(at_, own_, std::move(to)), pool_.workers());
+    Run(std::move(work));
+  }
+
+  void AllReduceProduct() {
+    const Tensor& to = own_[0].results[0];
+    const int64_t num_rows = to.batch * to.rows;
+    if (IsSmall(to)) return AllReduceSmallProduct();
+    const int64_t part_bytes =
+        PartialSumBytes(LargestShare(num_rows, num_processes()), to.features);
+    ResultSegments y(DType::kF32);
+    y.AddColumns(to.features);
+    for (int p = 0; p < num_processes(); ++p) {
+      const int64_t rows = RowsOfProcess(num_rows, p, num_processes()).size();
+      if (rows == 0) continue;
+      y.AddRows(rows);
+      y.Append({HalfOfProcess(p) + process() * part_bytes, to.features, 1});
+    }
+    Multiply(std::move(y));
+    meet_();
+    const RowRange mine = RowsOfProcess(num_rows, process(), num_processes());
+    const int64_t sums_offset = num_processes() * part_bytes;
+    if (mine.size() > 0) {
+      MatrixSum sum{{}, {}, mine.size(), to.features};
+      sum.out = {HalfOfProcess(process()) + sums_offset, to.features, to.dtype};
+      for (int p = 0; p < num_processes(); ++p) {
+        sum.parts.push_back(
+            {HalfOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
+      }
+      AddBiasAndResidual(at_, own_[0], 0, mine.begin, sum.parts);
+      RunOne(sum);
+    }
+    SecondBarrier();
+    CopyResults(sums_offset, num_rows, to.features * SizeOf(to.dtype));
+  }
+
+  void AllReduceSmallProduct() {
+    const Tensor& to = own_[0].results[0];
+    ResultSegments y(DType::kF32);
+    y.AddRows(to.batch * to.rows);
+    y.AddColumns(to.features);
+    y.Append({HalfOfProcess(process()), to.features, 1});
+    Multiply(std::move(y));
+    meet_();
+    MatrixSum sum{{}, {}, to.batch * to.rows, to.features};
+    for (int p = 0; p < num_processes(); ++p) {
+      sum.parts.push_back({HalfOfProcess(p), to.features, DType::kF32});
+    }
+    // What is added is the same on every rank, and so is the sum: once for all of them,
+    // since a residual may be the memory of its own rank's result.
+    AddBiasAndResidual(at_, own_[0], 0, 0, sum.parts);
+    sum.out = {to.data, to.features, to.dtype};
+    RunOne(sum);
+    WorkList copies;
+    for (size_t i = 1; i < own_.size(); ++i) {
+      copies.Add(Copy{to.data, own_[i].results[0].data, to.size_bytes()});
+    }
+    Run(std::move(copies));
+  }
+
+  void RunOne(const MatrixSum& sum) {
+    WorkList work;
+    work.Add(sum);
+    Run(std::move(work));
+  }
+
+  // Every process sums its share of the elements.
+  void AllReduce() {
+    Stage();
+    meet_();
+    const Tensor& from = own_[0].operands[0];
+    const Tensor& to = own_[0].results[0];
+    const int64_t sums_offset = Aligned(from.size_bytes());
+    const RowRange mine =
+        RowsOfProcess(from.num_elements(), process(), num_processes());
+    Sum sum{from.dtype, to.dtype, {}, {}, mine.size()};
+    for (const RankCall& call : AllCalls()) {
+      sum.sources.push_back(call.operands[0].data + mine.begin * SizeOf(from.dtype));
+    }
+    sum.to.push_back(HalfOfProcess(process()) + sums_offset);
+    WorkList work;
+    work.Add(sum);
+    Run(std::move(work));
+    SecondBarrier();
+    CopyResults(sums_offset, from.num_elements(), SizeOf(to.dtype));
+  }
+
+  // The shares of all processes, which lie at `offset` of their buffers, into the results
+  // of the own ranks; `size` units of `unit_bytes` in all.
+  void CopyResults(int64_t offset, int64_t size, int64_t unit_bytes) {
+    WorkList work;
+    for (int p = 0; p < num_processes(); ++p) {
+      const RowRange share = RowsOfProcess(size, p, num_processes());
+      for (const RankCall& call : own_) {
+        work.Add(Copy{HalfOfProcess(p) + offset,
+                      call.results[0].data + share.begin * unit_bytes,
+                      share.size() * unit_bytes});
+      }
+    }
+    Run(std::move(work));
+  }
+
+  const CallAttributes& at_;
+  const std::vector<RankCall>& own_;
+  const int64_t number_;
+  const double timeout_s_;
+  const TraceContext trace_;
+  SharedMemoryCommunicator& communicator_;
+  const std::vector<int>& own_ranks_;
+  ThreadPool& pool_;
+  const std::function<void()>& meet_;
+};
+
+}  // namespace
+
+int64_t DirectBufferBytes(const CallAttributes& at,
+                          const RankCall& call,
+                          int num_processes) {
+  const Tensor& to = call.results[0];
+  if (at.op == Op::kMatmulReduceScatter) {
+    return num_processes * PartialSumBytes(to.batch * to.rows, to.features);
+  }
+  if (at.op == Op::kMatmulAllReduce) {
+    if (IsSmall(to)) return PartialSumBytes(to.batch * to.rows, to.features);
+    const int64_t rows = LargestShare(to.batch * to.rows, num_processes);
+    return num_processes * PartialSumBytes(rows, to.features) +
+           rows * to.features * SizeOf(to.dtype);
+  }
+  int64_t size_bytes = 0;
+  for (size_t operand : CommunicatedOperands(at, call)) {
+    size_bytes += Aligned(call.operands[operand].size_bytes());
+  }
+  if (at.op == Op::kAllReduce && !IsSmall(to)) {
+    size_bytes += LargestShare(to.num_elements(), num_processes) * SizeOf(to.dtype);
+  }
+  return size_bytes;
+}
+
+void ExecuteMultiProcess(const MultiProcessCall& call,
+                         SharedMemoryCommunicator& communicator,
+                         ThreadPool& pool,
+                         const std::function<void()>& meet) {
+  Execution(call, communicator, pool, meet).Run();
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,370 @@
+#include "engine/cpu/thread_pool.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "platform/error.h"
+#include "platform/futex.h"
+
+namespace jax_ub {
+
+namespace {
+
+// An idle thread looks this often before it sleeps: long enough for the next call of a
+// chain of small ones. Every look yields its core to whoever can use it, and where that is
+// another idle thread, of a process that has the same core, both are in the way of those
+// that work.
+constexpr int kIdleSpins = 5;
+// How many threads one thread wakes before it works itself.
+constexpr int kMaxWakes = 2;
+
+}  // namespace
+
+Job::Job(double estimated_us)
+    : max_workers_(static_cast<int>(std::clamp(
+          estimated_us / kGrainUs, 1.0, double{std::numeric_limits<int>::max()}))) {}
+
+void WaitedJob::Done(std::exception_ptr failure, bool helped) noexcept {
+  std::lock_guard lock(mutex_);
+  failure_ = std::move(failure);
+  done_ = true;
+  changed_.notify_all();
+}
+
+void WaitedJob::Wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+struct ThreadPool::Worker {
+  explicit Worker(CoreAffinity& cores) : thread(cores) {}
+
+  void Sleep() {
+    while (is_woken.load(std::memory_order_acquire) == 0) {
+      FutexWait(is_woken, 0, Deadline::Clock::time_point::max());
+    }
+    is_woken.store(0, std::memory_order_relaxed);
+  }
+
+  void Wake() {
+    is_woken.store(1, std::memory_order_release);
+    FutexWake(is_woken);
+  }
+
+  CoreAffinity::Thread thread;
+  std::atomic<uint32_t> is_woken{0};
+  Worker* next = nullptr;  // guarded by thread pool::mutex_
+};
+
+// Memory of the thread pool for a thread that is not its own.
+class ThreadPool::ScratchLoan {
+ public:
+  explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {
+    std::lock_guard lock(pool.mutex_);
+    if (pool.scratches_.empty()) return;
+    scratch_ = std::move(pool.scratches_.back());
+    pool.scratches_.pop_back();
+  }
+  ~ScratchLoan() {
+    const auto size_bytes = static_cast<int64_t>(scratch_.size_bytes());
+    try {
+      std::lock_guard lock(pool_.mutex_);
+      pool_.scratches_.push_back(std::move(scratch_));
+    } catch (...) {
+      pool_.scratch_bytes_ -= size_bytes;  // no memory to keep it: it is freed
+    }
+  }
+  ScratchLoan(const ScratchLoan&) = delete;
+  ScratchLoan& operator=(const ScratchLoan&) = delete;
+
+  Scratch& get() { return scratch_; }
+
+ private:
+  ThreadPool& pool_;
+  Scratch scratch_;
+};
+
+std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
+                                     int num_begun,
+                                     int num_runs) noexcept {
+  if (num_begun == num_runs) return failure;
+  try {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const DeadlineError& error) {
+      return std::make_exception_ptr(DeadlineError(
+          std::string(error.what()) + " Only " + std::to_string(num_begun) + " of " +
+          std::to_string(num_runs) + " ranks found a thread" + kIsLimitReached));
+    }
+  } catch (...) {
+    return failure;
+  }
+}
+
+ThreadPool::ThreadPool(int num_threads, int num_cores)
+    : num_cores_(std::max(num_cores, 1)), num_threads_(std::max(num_threads, 1)) {
+  num_waking_ = 1;
+  StartThread([this] { Loop(); }, signal_mask_);
+}
+
+void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores) {
+  core_affinity_.set_cpu_set(cores);
+  num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
+}
+
+// How many threads would find something to do.
+int64_t ThreadPool::NumWanted() const {
+  int64_t wanted = runs_.size();
+  int64_t places = num_workers() - num_in_jobs_;
+  jobs_.Find([&](const Job& job) {
+    const int64_t least = job.num_workers_ == 0 ? 1 : 0;  // also of no units
+    const int64_t left = std::min<int64_t>(job.end_ - job.next_unit_.load(),
+                                           job.max_workers_ - job.num_workers_);
+    const int64_t joining =
+        std::clamp<int64_t>(std::max(left, least), 0, std::max<int64_t>(places, 0));
+    wanted += joining;
+    places -= joining;
+    return places <= 0;
+  });
+  return wanted;
+}
+
+// Makes sure that somebody comes for every queued run and for every free place in a job:
+// wakes up to kMaxWakes threads, who summon the others.
+bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
+  const int64_t num_wanted = NumWanted();
+  if (num_wanted == 0) {
+    lock.unlock();
+    return true;
+  }
+  const int64_t most = std::max(num_workers(), kMaxWakes);
+  int wanted = static_cast<int>(
+      std::clamp<int64_t>(std::min(num_wanted, most) - num_waking_, 0, kMaxWakes));
+  num_submitted_.fetch_add(1, std::memory_order_release);
+  Worker* const spinning = wanted > 0 ? spinning_ : nullptr;
+  if (spinning) --wanted;
+  Worker* called = nullptr;  // a list
+  for (; wanted > 0 && asleep_ != nullptr; --wanted) {
+    Worker* const worker = asleep_;
+    asleep_ = worker->next;
+    worker->next = called;
+    called = worker;
+    ++num_waking_;
+  }
+  int num_new = wanted;
+  num_waking_ += num_new;
+  const bool to_compute = !jobs_.empty();
+  lock.unlock();
+  if (spinning && to_compute) core_affinity_.AssignIdleCores(spinning->thread);
+  while (called != nullptr) {
+    Worker* const worker = called;
+    called = worker->next;  // before it runs, and may sleep again
+    if (to_compute) core_affinity_.AssignIdleCores(worker->thread);
+    worker->Wake();
+  }
+  try {
+    for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
+  } catch (...) {
+    // The system's limit of threads or memory. The work is left to the threads there
+    // are. One of them may sleep because those who do not come were on their way.
+    lock.lock();
+    num_waking_ -= num_new;
+    if (asleep_ != nullptr) return WakeWorkers(lock);
+    lock.unlock();
+    return false;
+  }
+  return true;
+}
+
+// Somebody comes for what is queued; where nobody does, this thread, which is about to
+// leave, or to do what may wait for a job, does the jobs: they never block.
+void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
+  while (!WakeWorkers(lock)) {
+    {
+      ScratchLoan scratch(*this);  // taken and given back without the lock
+      lock.lock();
+      const std::shared_ptr<Job> job = FindJob();
+      if (!job) {
+        lock.unlock();
+        return;
+      }
+      RunJob(lock, job, scratch.get(), nullptr);
+    }
+    lock.lock();
+  }
+}
+
+void ThreadPool::SubmitBlocking(Queue<BlockingTask> runs) noexcept {
+  std::unique_lock lock(mutex_);
+  runs_.Append(std::move(runs));
+  WakeWorkers(lock);
+}
+
+void ThreadPool::SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept {
+  Queue<BlockingTask> runs;
+  runs.Push(std::move(run));
+  SubmitBlocking(std::move(runs));
+}
+
+void ThreadPool::SubmitBlocking(std::function<void()> run) {
+  SubmitBlocking(std::make_shared<Closure>(std::move(run)));
+}
+
+void ThreadPool::Participate(std::shared_ptr<Job> job) noexcept {
+  job->end_ = job->num_units();
+  std::unique_lock lock(mutex_);
+  jobs_.Push(job);
+  if (num_in_jobs_ >= num_workers()) {
+    WakeWorkers(lock);
+    return;
+  }
+  ++num_in_jobs_;
+  ++job->num_workers_;
+  const int64_t unit = job->next_unit_.fetch_add(1);
+  lock.unlock();
+  std::exception_ptr failure;
+  {
+    // First, so that those who come keep off this core.
+    const CoreAffinity::ScopedCore seat(core_affinity_, CoreAffinity::Who::kCaller,
+                                        num_workers());
+    lock.lock();
+    WakeWorkers(lock);
+    ScratchLoan scratch(*this);
+    failure = RunUnits(*job, unit, scratch.get());
+  }
+  Leave(job, failure, true);
+}
+
+void ThreadPool::RunInline(Job& job) noexcept {
+  std::exception_ptr failure;
+  {
+    job.end_ = job.num_units();
+    ScratchLoan scratch(*this);
+    failure = RunUnits(job, job.next_unit_.fetch_add(1), scratch.get());
+  }
+  job.Done(failure, true);
+}
+
+// The caller is already counted as a worker of the job, and `unit` is its first one.
+std::exception_ptr ThreadPool::RunUnits(Job& job,
+                                        int64_t unit,
+                                        Scratch& scratch) noexcept {
+  const size_t held_bytes = scratch.size_bytes();
+  std::exception_ptr failure;
+  for (; unit < job.end_; unit = job.next_unit_.fetch_add(1)) {
+    try {
+      job.Run(unit, scratch);
+    } catch (...) {
+      failure = std::current_exception();
+      job.next_unit_.store(job.end_);
+    }
+  }
+  scratch_bytes_ += static_cast<int64_t>(scratch.size_bytes() - held_bytes);
+  return failure;
+}
+
+void ThreadPool::Leave(const std::shared_ptr<Job>& job,
+                       const std::exception_ptr& failure,
+                       bool helped) noexcept {
+  std::unique_lock lock(mutex_);
+  if (!job->is_exhausted_) {
+    job->is_exhausted_ = true;  // nobody joins any more
+    jobs_.Remove(job.get());
+  }
+  if (failure && !job->failure_) job->failure_ = failure;
+  --num_in_jobs_;
+  const bool last = --job->num_workers_ == 0;
+  if (helped && !jobs_.empty()) {
+    RunLeftoverJobs(lock);  // the place that this thread leaves
+  } else {
+    lock.unlock();
+  }
+  if (last) job->Done(job->failure_, helped);
+}
+
+void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
+                        const std::shared_ptr<Job>& job,
+                        Scratch& scratch,
+                        CoreAffinity::Thread* self) noexcept {
+  ++num_in_jobs_;
+  ++job->num_workers_;
+  const int64_t unit = job->next_unit_.fetch_add(1);
+  WakeWorkers(lock);
+  if (self != nullptr) core_affinity_.SetBusy(*self);
+  std::exception_ptr failure;
+  {
+    const CoreAffinity::ScopedCore seat(core_affinity_, CoreAffinity::Who::kWorker,
+                                        num_workers());
+    failure = RunUnits(*job, unit, scratch);
+  }
+  Leave(job, failure, false);
+}
+
+// A job without units needs a worker as well, who says that it is done.
+std::shared_ptr<Job> ThreadPool::FindJob() const {
+  if (num_in_jobs_ >= num_workers()) return nullptr;
+  return jobs_.Find([](const Job& job) {
+    return job.num_workers_ == 0 ||
+           (job.num_workers_ < job.max_workers_ && job.next_unit_.load() < job.end_);
+  });
+}
+
+bool ThreadPool::HasWork() const { return !runs_.empty() || FindJob() != nullptr; }
+
+// Spins a little, then sleeps, until there is work. The lock is held on entry and exit.
+// One thread spins at a time: more would only take the cores from those that work.
+void ThreadPool::WaitForWork(std::unique_lock<std::mutex>& lock,
+                             Worker& worker) noexcept {
+  while (!HasWork()) {
+    if (!spinning_) {
+      spinning_ = &worker;
+      const int seen = num_submitted_.load(std::memory_order_relaxed);
+      lock.unlock();
+      for (int i = 0;
+           i < kIdleSpins && num_submitted_.load(std::memory_order_acquire) == seen;
+           ++i) {
+        std::this_thread::yield();
+      }
+      lock.lock();
+      spinning_ = nullptr;
+      if (HasWork()) return;
+    }
+    worker.next = asleep_;
+    asleep_ = &worker;
+    lock.unlock();
+    worker.Sleep();
+    lock.lock();
+    --num_waking_;
+  }
+}
+
+void ThreadPool::Loop() noexcept {
+  Worker worker(core_affinity_);
+  Scratch scratch;
+  std::unique_lock lock(mutex_);
+  --num_waking_;
+  for (;;) {
+    WaitForWork(lock, worker);
+    if (!runs_.empty()) {
+      const std::shared_ptr<BlockingTask> run = runs_.Pop();
+      RunLeftoverJobs(lock);  // this thread may be gone for long
+      core_affinity_.Release(worker.thread);
+      run->Execute();
+    } else if (const std::shared_ptr<Job> job = FindJob()) {
+      RunJob(lock, job, scratch, &worker.thread);
+    } else {
+      continue;  // its workers took the last units meanwhile, without the lock
+    }
+    core_affinity_.SetIdle(worker.thread);
+    lock.lock();
+  }
+}
+
+void ThreadPool::RunAndWait(const std::shared_ptr<WaitedJob>& job) {
+  Participate(job);
+  job->Wait();
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,134 @@
+#include "engine/cpu/work_list.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "reduce/reduce.h"
+
+namespace jax_ub {
+
+namespace {
+
+// A unit of copying or summing: some tens of microseconds.
+constexpr int64_t kUnitBytes = 256 << 10;
+constexpr int64_t kUnitElements = 32 << 10;
+
+// Of one thread of an ordinary machine, rather low.
+constexpr double kFlopsPerUs = 30e3;
+constexpr double kCopyBytesPerUs = 5e3;
+constexpr double kSumBytesPerUs = 3e3;
+
+void SumInto(const Sum& sum) {
+  std::vector<ConstMatrix> chunks;
+  for (const std::byte* source : sum.sources)
+    chunks.push_back({source, 0, sum.source_dtype});
+  SumChunks(chunks, 1, sum.num_elements, {sum.to[0], 0, sum.to_dtype});
+  for (size_t i = 1; i < sum.to.size(); ++i) {
+    std::memcpy(sum.to[i], sum.to[0], sum.num_elements * SizeOf(sum.to_dtype));
+  }
+}
+
+}  // namespace
+
+void WorkList::Add(GemmProblem problem, const Workers& workers) {
+  estimated_us_ += 2.0 * static_cast<double>(problem.m) *
+                   static_cast<double>(problem.n) * static_cast<double>(problem.k) /
+                   kFlopsPerUs;
+  plans_.push_back(PlanGemm(std::move(problem), workers));
+  const int64_t begin = plan_ends_.empty() ? 0 : plan_ends_.back();
+  plan_ends_.push_back(begin + plans_.back()->num_units());
+}
+
+void WorkList::Add(Copy copy) {
+  estimated_us_ += static_cast<double>(copy.size_bytes) / kCopyBytesPerUs;
+  while (copy.size_bytes > 0) {
+    if (copy_ends_.empty() || copy_unit_bytes_ == kUnitBytes) {
+      copy_ends_.push_back(copies_.size());
+      copy_unit_bytes_ = 0;
+    }
+    const int64_t piece = std::min(copy.size_bytes, kUnitBytes - copy_unit_bytes_);
+    copies_.push_back({copy.from, copy.to, piece});
+    copy_ends_.back() = copies_.size();
+    copy_unit_bytes_ += piece;
+    copy.from += piece;
+    copy.to += piece;
+    copy.size_bytes -= piece;
+  }
+}
+
+void WorkList::Add(const Sum& sum) {
+  const int64_t bytes_per_element =
+      static_cast<int64_t>(sum.sources.size()) * SizeOf(sum.source_dtype) +
+      static_cast<int64_t>(sum.to.size()) * SizeOf(sum.to_dtype);
+  estimated_us_ +=
+      static_cast<double>(sum.num_elements * bytes_per_element) / kSumBytesPerUs;
+  for (int64_t begin = 0; begin < sum.num_elements;) {
+    if (sum_ends_.empty() || sum_unit_elements_ == kUnitElements) {
+      sum_ends_.push_back(sums_.size());
+      sum_unit_elements_ = 0;
+    }
+    Sum piece = sum;
+    piece.num_elements =
+        std::min(sum.num_elements - begin, kUnitElements - sum_unit_elements_);
+    for (auto& source : piece.sources) source += begin * SizeOf(sum.source_dtype);
+    for (auto& to : piece.to) to += begin * SizeOf(sum.to_dtype);
+    begin += piece.num_elements;
+    sum_unit_elements_ += piece.num_elements;
+    sums_.push_back(std::move(piece));
+    sum_ends_.back() = sums_.size();
+  }
+}
+
+void WorkList::Add(const MatrixSum& matrix_sum) {
+  int64_t row_bytes = SizeOf(matrix_sum.out.dtype);
+  for (const ConstMatrix& part : matrix_sum.parts) row_bytes += SizeOf(part.dtype);
+  row_bytes *= matrix_sum.columns;
+  estimated_us_ += static_cast<double>(matrix_sum.rows * row_bytes) / kSumBytesPerUs;
+  const int64_t step = std::max<int64_t>(kUnitElements / matrix_sum.columns, 1);
+  for (int64_t begin = 0; begin < matrix_sum.rows; begin += step) {
+    MatrixSum piece = matrix_sum;
+    piece.rows = std::min(step, matrix_sum.rows - begin);
+    for (ConstMatrix& part : piece.parts) {
+      part.data += begin * part.row_stride * SizeOf(part.dtype);
+    }
+    piece.out.data += begin * piece.out.row_stride * SizeOf(piece.out.dtype);
+    matrix_sums_.push_back(std::move(piece));
+  }
+}
+
+int64_t WorkList::num_units() const {
+  return (plan_ends_.empty() ? 0 : plan_ends_.back()) +
+         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size() +
+                              matrix_sums_.size());
+}
+
+void WorkList::Run(int64_t unit, Scratch& scratch) const {
+  const auto plan = std::upper_bound(plan_ends_.begin(), plan_ends_.end(), unit);
+  const size_t i = plan - plan_ends_.begin();
+  const int64_t rest = unit - (i == 0 ? 0 : plan_ends_[i - 1]);
+  if (plan != plan_ends_.end()) {
+    const TraceScope scope(trace_, TraceKind::kUnit, step_);
+    return plans_[i]->Run(rest, scratch);
+  }
+  size_t block = static_cast<size_t>(rest);
+  if (block < copy_ends_.size()) {
+    const TraceScope scope(trace_, TraceKind::kCopy, step_);
+    for (size_t c = block == 0 ? 0 : copy_ends_[block - 1]; c < copy_ends_[block];
+         ++c) {
+      std::memcpy(copies_[c].to, copies_[c].from, copies_[c].size_bytes);
+    }
+    return;
+  }
+  block -= copy_ends_.size();
+  const TraceScope scope(trace_, TraceKind::kReduce, step_);
+  if (block >= sum_ends_.size()) {
+    const MatrixSum& piece = matrix_sums_[block - sum_ends_.size()];
+    return SumChunks(piece.parts, piece.rows, piece.columns, piece.out);
+  }
+  for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
+    SumInto(sums_[s]);
+  }
+}
+
+}  // namespace jax_ub

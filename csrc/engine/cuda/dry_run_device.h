@@ -1,0 +1,85 @@
+// A device that does nothing: what a call will need, by running its executor.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "engine/cuda/cuda_device.h"
+#include "engine/executor.h"
+
+namespace jax_ub {
+
+class DryRunDevice : public CudaDevice {
+ public:
+  // Called with every product, in its order.
+  using Visit = std::function<void(Lane, const GemmProblem&)>;
+
+  explicit DryRunDevice(int num_product_lanes, Visit visit = nullptr);
+
+  const WorkspacePlan& plan() const { return plan_; }
+
+  int num_product_lanes() const override { return num_product_lanes_; }
+  Tensor Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) override;
+  void Multiply(Lane lane,
+                std::vector<GemmProblem> problems,
+                const Step& step) override;
+  void Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) override {}
+  void Sum(Lane lane,
+           std::span<const ConstMatrix> parts,
+           int64_t rows,
+           int64_t columns,
+           const Matrix& out) override {}
+  EventId Record(Lane lane) override { return plan_.num_events++; }
+  void Await(Lane lane, EventId event) override {}
+
+ private:
+  const int num_product_lanes_;
+  const Visit visit_;
+  WorkspacePlan plan_;
+};
+
+// A rank's end of nothing: to measure, and for ranks without peers.
+class NullTransport : public Transport {
+ public:
+  NullTransport(int rank, int num_ranks, int64_t slot_bytes)
+      : rank_(rank), num_ranks_(num_ranks), slot_bytes_(slot_bytes) {}
+
+  int rank() const override { return rank_; }
+  int num_ranks() const override { return num_ranks_; }
+  // An address that nothing has.
+  const std::byte* slot(int index) const override;
+  void Write(int peer, int slot, const Rows& rows) override {}
+  void Signal(int peer, int slot) override {}
+  void Wait(int peer, int slot, const WaitReason& reason) override {}
+  void Release(int slot) override {}
+  void WaitFree(int peer, int slot, const WaitReason& reason) override {}
+  void EndCall() override {}
+
+ private:
+  const int rank_;
+  const int num_ranks_;
+  const int64_t slot_bytes_;
+};
+
+// What a rank's call needs, of slots and of workspace; `visit` sees its products. Tensors
+// without data get addresses of their own.
+struct CallPlan {
+  SlotRequirements slots;
+  WorkspacePlan workspace;
+};
+CallPlan PlanCall(const CallAttributes& attributes,
+                  const RankCall& call,
+                  int rank,
+                  const DryRunDevice::Visit& visit = nullptr);
+
+// What the same call needs where it reduces by multicast: alike on all ranks. `slots`: of
+// its schedule, which fit such a reduction.
+WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
+                              const RankCall& call,
+                              const SlotRequirements& slots,
+                              const DryRunDevice::Visit& visit);
+
+// Throws UnsupportedError for what does not run on CUDA: "direct".
+void CheckRunsOnCuda(const CallAttributes& attributes);
+
+}  // namespace jax_ub

@@ -1,0 +1,59 @@
+// Orders the lanes of a device, and leaves out every wait that others imply.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "engine/device.h"
+
+namespace jax_ub {
+
+// A point of a lane; none where there is nothing to await.
+struct Dependency {
+  int index = kNone;
+};
+
+class LaneDependencies {
+ public:
+  explicit LaneDependencies(Device& device)
+      : device_(device),
+        known_(1 + device.num_product_lanes(),
+               Clock(1 + device.num_product_lanes(), 0)) {}
+
+  // Product lanes in turn.
+  Lane NextProduct() { return 1 + next_++ % device_.num_product_lanes(); }
+
+  Dependency Record(Lane lane) {
+    if (!device_.enqueues()) return {};
+    ++known_[lane][lane];
+    dependencies_.push_back({lane, device_.Record(lane), known_[lane]});
+    return {static_cast<int>(dependencies_.size()) - 1};
+  }
+
+  void Await(Lane lane, Dependency dependency) {
+    if (dependency.index == kNone) return;
+    const Recorded& other = dependencies_[dependency.index];
+    Clock& clock = known_[lane];
+    if (clock[other.lane] >= other.clock[other.lane]) return;
+    device_.Await(lane, other.event);
+    for (size_t i = 0; i < clock.size(); ++i) {
+      clock[i] = std::max(clock[i], other.clock[i]);
+    }
+  }
+
+ private:
+  // [lane]: up to which of its points everything is done before.
+  using Clock = std::vector<int>;
+  struct Recorded {
+    Lane lane;
+    EventId event;
+    Clock clock;
+  };
+
+  Device& device_;
+  int next_ = 0;
+  std::vector<Clock> known_;  // [lane]: before what it is given next
+  std::vector<Recorded> dependencies_;
+};
+
+}  // namespace jax_ub

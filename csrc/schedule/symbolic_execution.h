@@ -1,0 +1,96 @@
+// The symbolic execution behind schedule/checker.h.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "schedule/checker.h"
+#include "schedule/schedule.h"
+
+namespace jax_ub {
+
+class SymbolicExecution {
+ public:
+  explicit SymbolicExecution(const std::vector<RankSchedules>& calls);
+
+  // Lets ranks take steps in this order, one each or (greedy) as many as they can,
+  // until all are done or none can go on.
+  void Run(const std::vector<int>& order, bool greedy);
+
+  const std::vector<std::string>& violations() const { return violations_; }
+
+ private:
+  // [rank]: how many of that rank's steps are known to have happened.
+  using Clock = std::vector<int64_t>;
+
+  struct Piece {
+    Payload payload = Payload::kOperand;
+    int chunk = kAllChunks;
+    int split = 0;
+    int source = kNone;
+    bool operator==(const Piece&) const = default;
+  };
+
+  // A slot: what is in it, and the flags that ranks wait on, each with the knowledge
+  // that whoever sees it gets.
+  struct Slot {
+    int64_t arrived = 0;
+    int64_t released = 0;
+    Clock arrived_clock;
+    Clock released_clock;
+    Piece piece;
+    bool full = false;    // arrived and not released
+    bool waited = false;  // its owner has seen that it arrived
+    int last_writer = kNone;
+    int64_t written_at = 0;    // on the writer's clock
+    int64_t last_read_at = 0;  // on the owner's clock
+  };
+
+  struct Rank {
+    size_t call = 0;
+    size_t step = 0;
+    Clock clock;
+    std::vector<int64_t> epochs;     // [slot]: calls that used it
+    std::vector<bool> was_put;       // [slot]: into a peer's, in this call
+    std::vector<bool> saw_released;  // [slot]: what it put in this call
+    std::vector<bool> was_used;      // [slot]: own or a peer's, in this call
+    std::map<std::pair<int, int>, int> multiplied;  // by (chunk, split), in this call
+    std::map<std::pair<int, int>, int> copied;
+    std::map<int, int> reduced;  // by split
+  };
+
+  const Schedule& ScheduleOf(int rank) const;
+  bool Done(int rank) const;
+  bool CanStep(int rank) const;
+  void TakeStep(int rank);
+  void EndCall(int rank);
+
+  void Put(int rank, const Step& step);
+  void Wait(int rank, const Step& step);
+  void Release(int rank, const Step& step);
+  void Consume(int rank, const Step& step);
+  void ConsumeChunk(int rank, const Step& step);
+  void MultiplyAll(int rank);
+  void Reduce(int rank, const Step& step);
+  bool HasMultiplied(int rank, int chunk, int split) const;
+  // The piece is in the rank's hands: its own, or in a slot that it waited for.
+  bool Holds(int rank, const Piece& piece, int slot);
+  bool ReadSlot(int rank, int slot);
+  bool HasSource(int rank, const Step& step);
+  void CheckCounts(int rank);
+
+  int64_t EpochToWaitFor(int rank, const Step& step) const;
+  void Learn(int rank, const Clock& clock);
+  void Report(int rank, const Step* step, const std::string& text);
+
+  const std::vector<RankSchedules>& calls_;
+  const int num_ranks_;
+  std::vector<Rank> ranks_;
+  std::vector<std::vector<Slot>> slots_;  // [owner][slot]
+  std::vector<std::string> violations_;
+};
+
+}  // namespace jax_ub

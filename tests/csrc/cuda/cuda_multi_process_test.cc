@@ -1,0 +1,99 @@
+// Calls of groups whose ranks lie in several processes, through a CUDA engine in each, on
+// emulated GPUs: what they compute, eager and replayed.
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/captured_calls.h"
+#include "cuda/cuda_calls.h"
+#include "cuda/gpu_member.h"
+#include "cuda/meeting.h"
+#include "processes.h"
+
+namespace jax_ub {
+namespace {
+
+// Every `stride`-th call that the ranks have with one another, from `first` on: with 2, for
+// the sake of time, each op still comes by each of its methods and in each of its variants;
+// with 5 each op.
+void EveryOp(const std::vector<int>& process_of_rank,
+             int stride = 1,
+             size_t first = 0,
+             EmulatedOptions options = {}) {
+  options.seed = 3;
+  options.max_delay_us = 30;
+  Meeting meeting;
+  Processes processes =
+      RunOnGpus(meeting, {process_of_rank}, options, [&](GpuMember& member) {
+        const int num_ranks = static_cast<int>(process_of_rank.size());
+        const std::vector<CallAttributes> sites = CallsOfPeers(num_ranks);
+        for (size_t n = first; n < sites.size(); n += stride) {
+          CallAttributes at = sites[n];
+          at.channel = "jit_f/" + std::to_string(n);
+          const int seed = static_cast<int>(n);
+          const DType dtype = n / stride % 2 == 0 ? DType::kF32 : DType::kBF16;
+          GpuCalls calls(member.gpus(), at, {}, dtype, seed, member.placement());
+          calls.RunAll();
+          member.gpus().Synchronize();
+          CheckRight(calls);
+          CheckReplays(member.gpus(), calls, 1000 + 100 * seed);
+        }
+      });
+  CheckAllWell(processes);
+}
+
+TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}); }
+TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}); }
+TEST(EveryOpByEveryMethodIsExactInFourProcesses) { EveryOp({0, 1, 2, 3}); }
+// Each a third of all, and together all.
+TEST(EveryOpByEveryMethodIsExactInFiveToSevenProcesses) {
+  EveryOp({4, 0, 1, 2, 3}, 3, 0);
+  EveryOp({0, 1, 2, 3, 4, 5}, 3, 1);
+  EveryOp({0, 6, 5, 4, 3, 2, 1}, 3, 2);
+}
+TEST(EveryOpByEveryMethodIsExactInEightProcesses) {
+  EveryOp({0, 1, 2, 3, 4, 5, 6, 7}, 2);
+}
+TEST(EveryOpByEveryMethodIsExactWithSeveralRanksAProcess) {
+  EveryOp({0, 1, 0, 1});
+  EveryOp({0, 0, 0, 0, 1, 1, 1, 1}, 5);
+}
+TEST(EveryOpByEveryMethodIsExactInEachWayOfSharing) {
+  for (const WayCase& one : Ways()) EveryOp({1, 0, 1}, 2, 0, one.options);
+}
+
+void InAnyOrder(const std::vector<int>& process_of_rank) {
+  Meeting meeting;
+  Processes processes = RunOnGpus(
+      meeting, {process_of_rank}, {.seed = 7, .max_delay_us = 100},
+      [&](GpuMember& member) {
+        CheckInAnyOrder(member.gpus(), static_cast<int>(process_of_rank.size()),
+                        member.placement(), 11);
+      });
+  CheckAllWell(processes);
+}
+
+TEST(ManyCallsInAnyOrderAreExact) {
+  InAnyOrder({0, 1});
+  InAnyOrder({2, 0, 1});
+  InAnyOrder({0, 1, 2, 3});
+  InAnyOrder({0, 1, 2, 3, 4});
+  InAnyOrder({0, 1, 2, 3, 4, 5});
+  InAnyOrder({0, 1, 2, 3, 4, 5, 6});
+  InAnyOrder({0, 1, 2, 3, 4, 5, 6, 7});
+}
+
+// ThreadSanitizer sees nothing of other processes. Rank 1 reads what rank 0 put into a slot,
+// and tells rank 2 that it has: that this orders what both put there, it cannot know. Where
+// one process has all ranks it sees the same calls, in cuda_ops_test.cc.
+#ifndef __SANITIZE_THREAD__
+TEST(ManyCallsInAnyOrderAreExactWithSeveralRanksAProcess) {
+  InAnyOrder({1, 0, 1});
+  InAnyOrder({0, 1, 0, 1});
+}
+#endif
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

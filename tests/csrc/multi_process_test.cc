@@ -1,0 +1,47 @@
+// Calls of groups whose ranks lie in several processes, through an engine in each:
+// what they compute.
+#include <vector>
+
+#include "engine/cpu/multi_process_direct.h"
+#include "member.h"
+
+namespace jax_ub {
+namespace {
+
+void EveryOp(const std::vector<int>& process_of_rank, const Sizes& sizes) {
+  InProcesses(process_of_rank, [&](Member& member) {
+    int seed = 0;
+    for (int op = 0; op < kNumOps; ++op) {
+      for (int method = 0; method < kNumMethods; ++method) {
+        CallAttributes like = Spanning(static_cast<Op>(op), static_cast<Method>(method),
+                                       process_of_rank.size());
+        if (like.op == Op::kMatmul || !HasMethod(like.op, like.method)) continue;
+        for (CallAttributes at :
+             Variants(like.op, like.method, static_cast<int>(process_of_rank.size()))) {
+          at.channel = like.channel;
+          CallSite site(at, seed);
+          member.CheckRun(site, 7, sizes, ++seed);
+        }
+      }
+    }
+  });
+}
+
+TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}, {}); }
+TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}, {}); }
+TEST(EveryOpByEveryMethodIsExactWithSeveralRanksAProcess) {
+  EveryOp({0, 1, 0, 1, 1}, {});
+}
+TEST(EveryOpByEveryMethodIsExactWithMoreRanksThanAGroupOnGpusHas) {
+  std::vector<int> process_of_rank(24);
+  for (size_t rank = 0; rank < process_of_rank.size(); ++rank) {
+    process_of_rank[rank] = static_cast<int>(rank % 2);
+  }
+  EveryOp(process_of_rank, {});
+}
+TEST(LargerCallsAreExact) { EveryOp({1, 0, 1}, {1, 65, 96, 70}); }
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

@@ -1,0 +1,118 @@
+// What processes say to each other while their connections are watched.
+#include "transport/process/peer_connections.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "no_thread_starts.h"
+#include "slot_transports.h"
+#include "transport/process/message.h"
+#include "transport/process/process_group.h"
+
+namespace jax_ub {
+namespace {
+
+// More than a connection holds.
+constexpr int kMany = 2000;
+
+std::string Statement(int number) {
+  return std::to_string(number) + std::string(300, '.');
+}
+
+std::vector<Peer> PeerAt(FileDescriptor connection) {
+  std::vector<Peer> peers;
+  peers.push_back({.process = 1, .connection = std::move(connection), .pid = 0});
+  return peers;
+}
+
+ProcessGroup Own() {
+  return ProcessGroup({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
+}
+
+// A process that is stopped, or whose cores are busy, reads late.
+TEST(APeerThatReadsLateHearsAllInItsOrder) {
+  Ends ends;
+  PeerConnections peers(PeerAt(std::move(ends.one)));
+  peers.Watch(Own(), [](const PeerEvent&) {});
+  for (int i = 0; i < kMany; ++i)
+    peers.Broadcast(MessageKind::kSignature, Statement(i));
+  peers.Broadcast(MessageKind::kClose, "");
+  int num_heard = 0;
+  for (; num_heard < kMany; ++num_heard) {
+    if (Await(ends.other).body != Statement(num_heard)) break;
+  }
+  CHECK_EQ(num_heard, kMany);
+  const Message last = Await(ends.other);
+  CHECK(last.arrival == Arrival::kMessage && last.kind == MessageKind::kClose);
+}
+
+TEST(PeersThatSayMuchAtOnceHearEachOther) {
+  Ends ends;
+  std::atomic<int> num_heard{0};
+  const auto count = [&](const PeerEvent& news) {
+    if (news.kind == MessageKind::kSignature) ++num_heard;
+  };
+  PeerConnections one(PeerAt(std::move(ends.one)));
+  PeerConnections other(PeerAt(std::move(ends.other)));
+  one.Watch(Own(), count);
+  other.Watch(Own(), count);
+  const auto say = [](PeerConnections& peers) {
+    for (int i = 0; i < kMany; ++i)
+      peers.Broadcast(MessageKind::kSignature, Statement(i));
+  };
+  std::thread speaker([&] { say(one); });
+  say(other);
+  speaker.join();
+  const Deadline deadline = Deadline::After(60);
+  while (num_heard < 2 * kMany && !deadline.Expired()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK_EQ(num_heard.load(), 2 * kMany);
+}
+
+TEST(APeerThatNeverReadsHindersNobody) {
+  for (const bool leaves : {false, true}) {
+    Ends ends;
+    std::atomic<int> num_lost{0};
+    PeerConnections peers(PeerAt(std::move(ends.one)));
+    peers.Watch(Own(), [&](const PeerEvent& news) {
+      num_lost += news.kind == MessageKind::kDeathNotice;
+    });
+    for (int i = 0; i < kMany; ++i)
+      peers.Broadcast(MessageKind::kSignature, Statement(i));
+    if (leaves) {
+      ends.other.reset();
+      const Deadline deadline = Deadline::After(20);
+      while (num_lost == 0 && !deadline.Expired()) std::this_thread::yield();
+    }
+    peers.Broadcast(MessageKind::kClose, "");
+    peers.Close();
+    CHECK_EQ(num_lost.load(), leaves ? 1 : 0);
+  }
+}
+
+TEST(WhereNoThreadStartsThePeersAreToldWhy) {
+  Ends ends;
+  PeerConnections peers(PeerAt(std::move(ends.one)));
+  {
+    const NoThreadStarts limit;
+    CHECK_THROWS(peers.Watch(Own(), [](const PeerEvent&) {}),
+                 "CommunicatorError: jax_ub.tp: rank 0 (process 0, pid " +
+                     std::to_string(getpid()) + ") failed: a thread cannot start: ");
+  }
+  const Message told = Await(ends.other);
+  CHECK(told.kind == MessageKind::kPoison);
+  CHECK(told.body.find(" failed: a thread cannot start: ") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()

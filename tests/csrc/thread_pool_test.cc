@@ -1,0 +1,314 @@
+// The thread pool: jobs are shared and bounded, runs never wait for each other.
+#include "engine/cpu/thread_pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <future>
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "no_thread_starts.h"
+
+namespace jax_ub {
+namespace {
+
+// Crews live for ever; so do those of the tests.
+ThreadPool& NewCrew(int num_threads) {
+  static std::mutex mutex;
+  static auto& crews = *new std::vector<ThreadPool*>;
+  std::lock_guard lock(mutex);
+  crews.push_back(new ThreadPool(num_threads));
+  return *crews.back();
+}
+
+class CountedJob : public WaitedJob {
+ public:
+  explicit CountedJob(int64_t num_units) : runs_(num_units) {}
+
+  int64_t num_units() const override { return static_cast<int64_t>(runs_.size()); }
+
+  void Run(int64_t unit, Scratch& scratch) override {
+    const int busy = ++num_busy_;
+    int most = most_busy_.load();
+    while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
+    }
+    ++runs_[unit];
+    if (unit == failing_unit) throw std::runtime_error("unit failed");
+    if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+    --num_busy_;
+  }
+
+  bool EveryUnitRanOnce() const {
+    for (const auto& runs : runs_) {
+      if (runs.load() != 1) return false;
+    }
+    return true;
+  }
+  int most_busy() const { return most_busy_.load(); }
+
+  int64_t failing_unit = -1;
+  int delay_us = 0;  // of every unit
+
+ private:
+  std::vector<std::atomic<int>> runs_;
+  std::atomic<int> num_busy_{0};
+  std::atomic<int> most_busy_{0};
+};
+
+// Ends when `count` threads are in it at once. Shared: the last to leave is unknown.
+class Meeting {
+ public:
+  explicit Meeting(int count) : left_(count) {}
+  void Join() {
+    std::unique_lock lock(mutex_);
+    if (--left_ == 0) all_here_.notify_all();
+    all_here_.wait(lock, [this] { return left_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;  // guards left_
+  std::condition_variable all_here_;
+  int left_;
+};
+
+TEST(EveryUnitRunsOnceWhoeverJoins) {
+  ThreadPool& pool = NewCrew(3);
+  for (int64_t num_units : {1, 2, 7, 1000}) {
+    auto job = std::make_shared<CountedJob>(num_units);
+    pool.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+    CHECK(job->most_busy() <= 3);
+  }
+}
+
+TEST(UnitsMayRunOutWhileAThreadComesForThem) {
+  ThreadPool& pool = NewCrew(3);
+  for (int i = 0; i < 20000; ++i) {
+    auto job = std::make_shared<CountedJob>(3);
+    pool.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+  }
+}
+
+TEST(AJobWithoutUnitsIsDone) {
+  auto job = std::make_shared<CountedJob>(0);
+  NewCrew(2).RunAndWait(job);
+  CHECK(job->EveryUnitRanOnce());
+}
+
+TEST(ManyJobsFromManyThreadsAreDone) {
+  ThreadPool& pool = NewCrew(2);
+  std::vector<std::thread> threads;
+  std::atomic<int> num_whole{0};
+  for (int t = 0; t < 6; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) {
+        auto job = std::make_shared<CountedJob>(1 + i % 9);
+        pool.RunAndWait(job);
+        num_whole += job->EveryUnitRanOnce();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(num_whole.load(), 300);
+}
+
+TEST(NoMoreThreadsComputeThanAllowed) {
+  ThreadPool& pool = NewCrew(2);
+  std::atomic<int> num_busy{0};
+  std::atomic<int> most_busy{0};
+  class BusyJob : public WaitedJob {
+   public:
+    BusyJob(std::atomic<int>& num_busy, std::atomic<int>& most_busy)
+        : num_busy_(num_busy), most_busy_(most_busy) {}
+    int64_t num_units() const override { return 20; }
+    void Run(int64_t unit, Scratch& scratch) override {
+      const int busy = ++num_busy_;
+      int most = most_busy_.load();
+      while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      --num_busy_;
+    }
+
+   private:
+    std::atomic<int>& num_busy_;
+    std::atomic<int>& most_busy_;
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 5; ++t) {
+    threads.emplace_back(
+        [&] { pool.RunAndWait(std::make_shared<BusyJob>(num_busy, most_busy)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(most_busy.load() <= 2);
+}
+
+TEST(ManyRunsThatWaitForEachOtherAllRun) {
+  ThreadPool& pool = NewCrew(1);
+  constexpr int kNumRuns = 40;
+  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  for (int i = 0; i < kNumRuns; ++i)
+    pool.SubmitBlocking([meeting] { meeting->Join(); });
+  meeting->Join();
+  CHECK(true);
+}
+
+TEST(RunsStartWhileEveryThreadComputes) {
+  ThreadPool& pool = NewCrew(1);
+  const auto meeting = std::make_shared<Meeting>(3);
+  class WaitingJob : public WaitedJob {
+   public:
+    explicit WaitingJob(Meeting& meeting) : meeting_(meeting) {}
+    int64_t num_units() const override { return 1; }
+    void Run(int64_t unit, Scratch& scratch) override { meeting_.Join(); }
+
+   private:
+    Meeting& meeting_;
+  };
+  auto job = std::make_shared<WaitingJob>(*meeting);
+  std::thread helper([&] { pool.RunAndWait(job); });
+  pool.SubmitBlocking([meeting] { meeting->Join(); });
+  meeting->Join();
+  helper.join();
+  CHECK(true);
+}
+
+TEST(AJobIsDoneWhileRunsBlock) {
+  ThreadPool& pool = NewCrew(2);
+  const auto meeting = std::make_shared<Meeting>(5);
+  for (int i = 0; i < 4; ++i) pool.SubmitBlocking([meeting] { meeting->Join(); });
+  auto job = std::make_shared<CountedJob>(100);
+  pool.RunAndWait(job);
+  CHECK(job->EveryUnitRanOnce());
+  meeting->Join();
+}
+
+TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
+  ThreadPool& pool = NewCrew(2);
+  auto job = std::make_shared<CountedJob>(100000);
+  job->failing_unit = 3;
+  // Or another thread does them all before the one that failed gets to say so.
+  job->delay_us = 200;
+  CHECK_THROWS(pool.RunAndWait(job), "unit failed");
+  CHECK(!job->EveryUnitRanOnce());
+  auto inline_job = std::make_shared<CountedJob>(10);
+  inline_job->failing_unit = 3;
+  pool.RunInline(*inline_job);
+  CHECK_THROWS(inline_job->Wait(), "unit failed");
+}
+
+TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
+  ThreadPool& pool = NewCrew(4);
+  {
+    const NoThreadStarts limit;
+    auto job = std::make_shared<CountedJob>(1000);
+    pool.RunAndWait(job);
+    CHECK(job->EveryUnitRanOnce());
+    constexpr int kNumRuns = 10;
+    const auto all_ran = std::make_shared<Meeting>(2);
+    const auto num_runs = std::make_shared<std::atomic<int>>(0);
+    for (int i = 0; i < kNumRuns; ++i) {
+      pool.SubmitBlocking([all_ran, num_runs] {
+        if (++*num_runs == kNumRuns) all_ran->Join();
+      });
+    }
+    all_ran->Join();
+  }
+  // What did not start is not counted: the thread pool grows as soon as it may.
+  constexpr int kNumRuns = 10;
+  const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
+  for (int i = 0; i < kNumRuns; ++i)
+    pool.SubmitBlocking([meeting] { meeting->Join(); });
+  meeting->Join();
+}
+
+// A job of one unit.
+class OneUnit : public WaitedJob {
+ public:
+  explicit OneUnit(std::function<void()> unit) : unit_(std::move(unit)) {}
+  int64_t num_units() const override { return 1; }
+  void Run(int64_t unit, Scratch& scratch) override { unit_(); }
+
+ private:
+  const std::function<void()> unit_;
+};
+
+TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
+  ThreadPool& pool = NewCrew(1);
+  const NoThreadStarts limit;
+  const auto is_posted = std::make_shared<std::latch>(1);
+  const auto waited_for = std::make_shared<CountedJob>(3);
+  const auto last = std::make_shared<OneUnit>([&pool, is_posted, waited_for] {
+    pool.SubmitBlocking([&pool, is_posted, waited_for] {
+      pool.Participate(waited_for);  // returns at once: the only place is taken
+      is_posted->count_down();
+      waited_for->Wait();
+    });
+    is_posted->wait();
+  });
+  pool.Participate(last);
+  CHECK(waited_for->EveryUnitRanOnce());
+}
+
+TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
+  ThreadPool& pool = NewCrew(1);
+  const NoThreadStarts limit;
+  struct Stage {
+    std::latch is_entered{1};
+    std::latch is_queued{1};
+    std::promise<void> is_over;
+  };
+  const auto stage = std::make_shared<Stage>();
+  // Left to the thread pool's thread, as the place is taken while it is posted.
+  const auto first = std::make_shared<OneUnit>([stage] {
+    stage->is_entered.count_down();
+    stage->is_queued.wait();
+  });
+  pool.Participate(
+      std::make_shared<OneUnit>([&pool, first] { pool.Participate(first); }));
+  stage->is_entered.wait();
+  const auto waited_for = std::make_shared<CountedJob>(3);
+  pool.SubmitBlocking([stage, waited_for] {
+    waited_for->Wait();
+    stage->is_over.set_value();
+  });
+  pool.Participate(waited_for);
+  stage->is_queued.count_down();
+  CHECK(stage->is_over.get_future().wait_for(std::chrono::seconds(20)) ==
+        std::future_status::ready);
+}
+
+TEST(ACrewWithoutAThreadIsNone) {
+  const NoThreadStarts limit;
+  CHECK_THROWS(NewCrew(1), "is the limit of threads reached (ulimit -u,");
+}
+
+TEST(ScratchIsKeptAndCounted) {
+  class GreedyJob : public WaitedJob {
+   public:
+    int64_t num_units() const override { return 1; }
+    void Run(int64_t unit, Scratch& scratch) override { scratch.Reserve(3 << 20); }
+  };
+  ThreadPool& pool = NewCrew(1);
+  for (int i = 0; i < 20; ++i) {
+    GreedyJob job;
+    pool.RunInline(job);
+  }
+  CHECK(pool.scratch_bytes() >= 3 << 20);
+  CHECK(pool.scratch_bytes() < 6 << 20);
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
