@@ -35,7 +35,7 @@ class Method(enum.Enum):
     XLA = "xla"
 
     @property
-    def copies_operands(self) -> bool:
+    def materializes_gather(self) -> bool:
         """Whether a gathered operand is laid out in memory, so that it can be reused.
 
         The others read the peers in place, as often as it is needed.

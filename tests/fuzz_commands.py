@@ -103,11 +103,11 @@ COMMANDS = {f"command {name}": _command(name) for name in _OPTIONS if name != "d
 
 
 def _tuned_file():
-    maker = tuned.maker()
+    environment = tuned.environment()
     case = {"op": "all_gather_matmul", "num_ranks": 4, "M": 8, "K": 8, "N": 8}
     entry = {**case, "dtype": "float32", "method": "direct", "num_splits": 0}
     entry |= {"tuning": {"num_sm": 1, "variant": "plain"}, "times_us": {"direct": 1.0}}
-    made = {"device": maker.device, "versions": dict(maker.versions)}
+    made = {"device": environment.device, "versions": dict(environment.versions)}
     return {"schema": 1, "tunings": [{**made, "entries": [entry]}]}
 
 

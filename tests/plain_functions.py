@@ -26,11 +26,11 @@ _into.defvjp(lambda w, mg: (w, mg), lambda mg, dw: (jnp.zeros_like(dw), mg + dw)
 class Plain:
     """The public functions as plain jax.lax; JAX differentiates them itself."""
 
-    is_tracked: bool
+    is_vma_checked: bool
 
     def _over(self, axis_name, x):
         axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-        return vary(x, axes) if self.is_tracked else x
+        return vary(x, axes) if self.is_vma_checked else x
 
     @staticmethod
     def _dot(x, w, main_grad, rhs_transposed=False):

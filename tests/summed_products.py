@@ -14,7 +14,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
 FEATURES = P(None, None, "tp")
@@ -41,7 +41,7 @@ def product(op, xs, ws, bias, residual, *, num_ranks, method, out_dtype, **optio
         residual,
         axis_name=("tp",),
         num_ranks=num_ranks,
-        choice=Choice(method),
+        choice=MethodChoice(method),
         label="test",
         out_dtype=out_dtype,
         **options,

@@ -82,8 +82,8 @@ def test_more_threads_than_a_machine_can_run_are_rejected(monkeypatch):
 @pytest.mark.parametrize("versions", [[1, 2], 3, {"jax": 1}, None])
 def test_a_tuned_file_with_other_versions_is_rejected(versions, tmp_path):
     path = tmp_path / "tuned.json"
-    tuning = {"device": "x", "versions": versions, "entries": []}
-    path.write_text(json.dumps({"schema": 1, "tunings": [tuning]}))
+    kernel_options = {"device": "x", "versions": versions, "entries": []}
+    path.write_text(json.dumps({"schema": 1, "tunings": [kernel_options]}))
     with pytest.raises(ConfigurationError, match="tuned choices in .* Write the"):
         tuned.read(path)
 

@@ -14,7 +14,7 @@ _LEAST_S = 0.1
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 
-class Elsewhere:
+class BackgroundLoad:
     """Measures, from one `share` to the next, what ran on the cores besides this."""
 
     def __init__(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.dots import FastestDots
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
 OWN = "jax_ub"
@@ -69,7 +69,7 @@ class Case:
         num_ranks: P.
         shape: the global sizes.
         flops: operations of one call.
-        contenders: what is timed; the limits compute less than the others.
+        candidates: what is timed; the limits compute less than the others.
         calls: how many calls a program chains; the time of one is the difference to
             the program of one call, `<name>_once`, over the calls that it has more.
         memory: what the programs allocate, where that is compared.
@@ -83,7 +83,7 @@ class Case:
     num_ranks: int
     shape: Shape
     flops: int
-    contenders: list[Contender]
+    candidates: list[Candidate]
     calls: int = 1
     memory: Memory | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -115,27 +115,27 @@ class Place:
         return self.ranks.num_ranks
 
 
-def copy_limit(num_bytes: int) -> Contender:
+def copy_limit(num_bytes: int) -> Candidate:
     """A copy that reads and writes `num_bytes` together."""
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
-    return Contender(COPY, jax.jit(jnp.negative), [source])
+    return Candidate(COPY, jax.jit(jnp.negative), [source])
 
 
-def launches(ranks: Ranks) -> list[Contender]:
+def launches(ranks: Ranks) -> list[Candidate]:
     """Programs that do next to nothing, on all devices and on the plain GEMM's one."""
 
-    def launch(name: str, ranks: Ranks) -> Contender:
+    def launch(name: str, ranks: Ranks) -> Candidate:
         program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
-        return Contender(
+        return Candidate(
             name, program, [ranks.place(np.zeros(ranks.num_ranks), Spec(AXIS))]
         )
 
     return [launch(LAUNCH, ranks), launch(LAUNCH_ONE, Ranks(1))]
 
 
-def temp_bytes(contender: Contender) -> int:
+def temp_bytes(candidate: Candidate) -> int:
     """Temporary buffers of a program on each device, as XLA's compiler planned them."""
-    compiled = contender.program.lower(*contender.operands).compile()
+    compiled = candidate.program.lower(*candidate.operands).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -145,7 +145,7 @@ def check_agreement(case: Case) -> None:
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.
     """
-    judged = [c for c in case.contenders if c.name not in (*LIMITS, *LAUNCHES)]
+    judged = [c for c in case.candidates if c.name not in (*LIMITS, *LAUNCHES)]
     results = {c.name: [_host(leaf) for leaf in jax.tree.leaves(c())] for c in judged}
     wanted = results[BEST]
     bound = tolerance(case.dtype, max(case.shape.K, case.shape.N, case.shape.M))

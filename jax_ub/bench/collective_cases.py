@@ -10,7 +10,7 @@ from jax_ub.bench.devices import Ranks
 from jax_ub.bench.forward_ops import ForwardOp, Program
 from jax_ub.bench.gemm_cases import plain_gemm
 from jax_ub.bench.peak import at_peak
-from jax_ub.bench.timing import Contender, fastest
+from jax_ub.bench.timing import Candidate, fastest
 from jax_ub.bench.workloads import Shape
 from jax_ub.runtime import communicators
 from jax_ub.runtime.memory import memory_report
@@ -21,16 +21,16 @@ def forward(op: ForwardOp, place: Place, column: Shape) -> list[Case]:
     shape = op.shape(column)
     operands = place.ranks.draw(place.dtype, shape.operands, op.in_specs)
 
-    def contender(name: str, function: Program, way: str = "") -> Contender:
+    def candidate(name: str, function: Program, way: str = "") -> Candidate:
         program = place.ranks.program(function, op.in_specs, op.out_spec)
-        return Contender(name, program, operands, way=way)
+        return Candidate(name, program, operands, way=way)
 
     left, right = op.local_shapes(shape, place.num_ranks)
     dot = place.dots("nn", place.dtype, left, right, place.ranks)
-    own = contender(cases.OWN, op.own(place.method))
+    own = candidate(cases.OWN, op.own(place.method))
     best = fastest(
         [
-            contender(cases.BEST, function, way)
+            candidate(cases.BEST, function, way)
             for way, function in op.ways(dot, place.dtype).items()
         ]
     )
@@ -43,11 +43,11 @@ def forward(op: ForwardOp, place: Place, column: Shape) -> list[Case]:
             num_ranks=place.num_ranks,
             shape=shape,
             flops=shape.flops,
-            contenders=[
+            candidates=[
                 own,
                 best,
-                contender(cases.NAIVE, op.naive),
-                contender(cases.RING, functools.partial(op.ring, dot=dot)),
+                candidate(cases.NAIVE, op.naive),
+                candidate(cases.RING, functools.partial(op.ring, dot=dot)),
                 plain_gemm(Ranks(1), place.method, place.dtype, shape),
                 *cases.launches(place.ranks),
                 cases.copy_limit(shape.bytes(itemsize)),

@@ -276,14 +276,14 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _timed(case: Case, chosen: Options) -> list[Result]:
-    contenders = case.contenders
+    candidates = case.candidates
     if chosen.threads:
-        contenders = thread_counts.contenders(case, chosen.threads)
+        candidates = thread_counts.candidates(case, chosen.threads)
     with thread_counts.restored():
         # After its first call a donated operand has the sharding of a result, for
         # which the program is compiled once more.
-        interleave(contenders, 1)
-        rounds = interleave(contenders, chosen.rounds, chosen.patience)
+        interleave(candidates, 1)
+        rounds = interleave(candidates, chosen.rounds, chosen.patience)
     if chosen.threads:
         return thread_counts.evaluate_each(case, rounds, chosen.threads)
     return [evaluate(case, rounds)]

@@ -30,7 +30,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
             does not start.
     """
     # jaxlib needs two threads a device where launches pile up. oneDNN's OpenMP would
-    # spin on the cores while the next contender runs.
+    # spin on the cores while the next candidate runs.
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
     try:
@@ -95,7 +95,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
     return _drawn(seed, shape, np.dtype(dtype), scale).copy()
 
 
-# Every contender of a case has operands of its own, of the same numbers: to draw those
+# Every candidate of a case has operands of its own, of the same numbers: to draw those
 # of 8192 cubed takes seconds.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):

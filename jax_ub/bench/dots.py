@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
-from jax_ub.bench.timing import Contender, fastest
+from jax_ub.bench.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
 
@@ -29,7 +29,7 @@ LAYOUTS = tuple(_CONTRACTED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class DotVariant:
     """One way to write a dot of a layout; call it with the operands and `out_dtype`."""
 
     layout: str
@@ -51,7 +51,7 @@ class Way:
         contracted = list(_CONTRACTED[self.layout])
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        # Without the barrier XLA folds the transposition into the dot again.
+        # Without the barrier XLA is_batchable the transposition into the dot again.
         if "left" in self.transposes:
             a, contracted[0] = lax.optimization_barrier(a.T), 1 - contracted[0]
         if "right" in self.transposes:
@@ -63,7 +63,7 @@ class Way:
         )
 
 
-def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[Way, ...]:
+def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ...]:
     """All ways that were ever the fastest somewhere, the plain one first.
 
     On GPUs XLA's libraries take any layout, and multiply what was upcast without their
@@ -72,10 +72,10 @@ def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[Way, ...]:
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
     if jnp.dtype(dtype) == jnp.float32:
-        return tuple(Way(layout, transposes=side) for side in sides)
+        return tuple(DotVariant(layout, transposes=side) for side in sides)
     casts = [(False, False), (True, False), (False, True)][: 3 if on_cpu else 2]
     return tuple(
-        Way(layout, sums_in_f32=wide or up, upcasts=up, transposes=side)
+        DotVariant(layout, sums_in_f32=wide or up, upcasts=up, transposes=side)
         for side in sides
         for wide, up in casts
     )
@@ -93,11 +93,11 @@ class FastestDots:
 
     def __init__(self) -> None:
         """Starts without measurements."""
-        self._found: dict[tuple[Any, ...], Way] = {}
+        self._found: dict[tuple[Any, ...], DotVariant] = {}
 
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
-    ) -> Way:
+    ) -> DotVariant:
         """Finds the fastest way.
 
         Args:
@@ -127,14 +127,14 @@ class FastestDots:
             for seed, shape in enumerate((left, right))
         ]
         specs = (Spec(AXIS), Spec(AXIS))
-        contenders = {
-            way: Contender(
+        candidates = {
+            way: Candidate(
                 str(way), ranks.program(_local(way, dtype), specs, Spec(AXIS)), operands
             )
             for way in ways(layout, dtype, ranks.platform)
         }
-        best = fastest(list(contenders.values()))
-        return next(way for way, c in contenders.items() if c is best)
+        best = fastest(list(candidates.values()))
+        return next(way for way, c in candidates.items() if c is best)
 
 
 def _local(way, dtype):

@@ -13,7 +13,7 @@ from jax_ub.bench import cases
 from jax_ub.bench.cases import Case, Memory, Place
 from jax_ub.bench.devices import AXIS, Spec, normal
 from jax_ub.bench.peak import at_peak
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
 _Sized = tuple[tuple[int, ...], Spec]
@@ -135,7 +135,7 @@ def _local(shape, dtype):
 def _case(place: Place, shape: Shape, window: _Window) -> Case:
     operands, specs, out_specs = _operands(place, window)
     own, unfused, plain = (
-        Contender(
+        Candidate(
             name, place.ranks.program(function, specs, out_specs), operands, way=way
         )
         for name, function, way in (
@@ -163,7 +163,7 @@ def _case(place: Place, shape: Shape, window: _Window) -> Case:
         num_ranks=place.num_ranks,
         shape=shape,
         flops=flops,
-        contenders=[own, plain, unfused, *at_peak(place.ranks, place.dtype, flops)],
+        candidates=[own, plain, unfused, *at_peak(place.ranks, place.dtype, flops)],
         memory=memory,
     )
 

@@ -14,10 +14,10 @@ from jax_ub.bench import cases, dots, onednn, peers
 from jax_ub.bench.cases import Case, Place
 from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.peak import at_peak
-from jax_ub.bench.timing import Contender, fastest
+from jax_ub.bench.timing import Candidate, fastest
 from jax_ub.bench.workloads import Shape
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.wgrad import wgrad
 
@@ -31,7 +31,7 @@ def own_gemm(
 
     Without `out_dtype` the result has the dtype of the accumulator, or the operands'.
     """
-    choice = Choice(Method(method))
+    choice = MethodChoice(Method(method))
     where: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
 
     def program(a, b, bias, addend):
@@ -53,12 +53,12 @@ def own_gemm(
     return program
 
 
-def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Contender:
+def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
     """The engine's GEMM of a whole shape, on one device."""
     specs = (Spec(), Spec())
     nn = own_gemm(method, "nn")
     program = one.program(lambda x, w: nn(x, w, None, None), specs, Spec())
-    return Contender(cases.PLAIN, program, one.draw(dtype, shape.operands, specs))
+    return Candidate(cases.PLAIN, program, one.draw(dtype, shape.operands, specs))
 
 
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
@@ -107,22 +107,22 @@ def _case(place, shape, op, variant, public=None):
     # program is made of what they call.
     own = public if place.method == "auto" else None
     own = own or own_gemm(place.method, build.layout)
-    contenders = [
-        build.contender(cases.OWN, own),
+    candidates = [
+        build.candidate(cases.OWN, own),
         build.best(),
-        build.contender(cases.NAIVE, build.naive()),
+        build.candidate(cases.NAIVE, build.naive()),
     ]
     # A library of CPUs.
     gemm_of = _onednn(build, place) if place.ranks.platform == "cpu" else None
     notes = [gemm_of] if isinstance(gemm_of, str) else []
-    if op == "gemm" and isinstance(gemm_of, Contender):
-        contenders.append(gemm_of)
+    if op == "gemm" and isinstance(gemm_of, Candidate):
+        candidates.append(gemm_of)
     if op != "gemm":
         plain = own_gemm(place.method, build.layout, build.out_dtype)
-        contenders.append(build.without_addends().contender(cases.PLAIN, plain))
+        candidates.append(build.without_addends().candidate(cases.PLAIN, plain))
     itemsize = np.dtype(place.dtype).itemsize
-    contenders.append(cases.copy_limit(shape.bytes(itemsize)))
-    contenders += at_peak(place.ranks, place.dtype, shape.flops)
+    candidates.append(cases.copy_limit(shape.bytes(itemsize)))
+    candidates += at_peak(place.ranks, place.dtype, shape.flops)
     return Case(
         op=op,
         variant=variant,
@@ -130,7 +130,7 @@ def _case(place, shape, op, variant, public=None):
         num_ranks=place.num_ranks,
         shape=shape,
         flops=shape.flops,
-        contenders=contenders,
+        candidates=candidates,
         notes=notes,
     )
 
@@ -175,7 +175,7 @@ class _Build:
             arrays.append(ranks.place(addend, out_spec))
         return arrays
 
-    def contender(self, name: str, function: Callable[..., Any], way: str = ""):
+    def candidate(self, name: str, function: Callable[..., Any], way: str = ""):
         """Jits `function(a, b, bias, addend)`."""
         in_specs, out_spec = self.specs()
         donated = (2,) if self.added == "add" else ()
@@ -188,7 +188,7 @@ class _Build:
 
         if self.added:
             in_specs = [*in_specs, Spec() if self.added == "bias" else out_spec]
-        return Contender(
+        return Candidate(
             name,
             self.place.ranks.program(program, in_specs, out_spec, donated),
             self.operands(),
@@ -196,16 +196,16 @@ class _Build:
             carry=2 if donated else None,
         )
 
-    def best(self) -> Contender:
+    def best(self) -> Candidate:
         """XLA's dot, written and completed in the fastest way."""
-        contenders = []
+        candidates = []
         for way in dots.ways(self.layout, self.place.dtype, self.place.ranks.platform):
             program = functools.partial(self._xla, way)
-            contenders.append(self.contender(cases.BEST, program, str(way)))
-        as_written = self.contender(cases.BEST, self.naive(), cases.AS_WRITTEN)
-        contenders.append(as_written)
+            candidates.append(self.candidate(cases.BEST, program, str(way)))
+        as_written = self.candidate(cases.BEST, self.naive(), cases.AS_WRITTEN)
+        candidates.append(as_written)
         # What the trials accumulated is not what the others start from.
-        return dataclasses.replace(fastest(contenders), operands=self.operands())
+        return dataclasses.replace(fastest(candidates), operands=self.operands())
 
     def _xla(self, way, a, b, bias, addend):
         added = bias if addend is None else addend
@@ -238,4 +238,4 @@ def _onednn(build, place):
         found(a, b, y, 1.0 if build.added else 0.0)
         return y
 
-    return Contender(cases.ONEDNN, program, [])
+    return Candidate(cases.ONEDNN, program, [])

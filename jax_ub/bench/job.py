@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ub.bench.background_load import BackgroundLoad
 from jax_ub.bench.devices import AXIS, Ranks, Spec
-from jax_ub.bench.elsewhere import Elsewhere
-from jax_ub.bench.timing import Contender, Patience, Rounds
+from jax_ub.bench.timing import Candidate, Rounds, RoundSelector
 from jax_ub.runtime import engine
 
 # A barrier needs no memory; this is the least that a communicator takes.
@@ -28,7 +28,7 @@ _TRIALS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class OneEach(Ranks):
+class ProcessMesh(Ranks):
     """One device of each process as a mesh."""
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class OneEach(Ranks):
 
 
 @dataclasses.dataclass(frozen=True)
-class Here(Ranks):
+class LocalMesh(Ranks):
     """As many devices of this process."""
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class Job:
         """Joins the job that the launcher started."""
         self.num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
-        self.ranks = OneEach(self.num_processes)
+        self.ranks = ProcessMesh(self.num_processes)
         self._meet = self.ranks.program(
             lambda x: lax.psum(x, AXIS), (Spec(AXIS),), Spec()
         )
@@ -95,7 +95,7 @@ class Job:
         chosen = np.asarray([index], np.int32)
         return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
-    def fastest(self, ways: Sequence[Contender]) -> Contender:
+    def fastest(self, ways: Sequence[Candidate]) -> Candidate:
         """The fastest of several ways to write the same program, for all processes."""
         if len(ways) == 1:
             return ways[0]
@@ -111,12 +111,12 @@ class Job:
 
     def interleave(
         self,
-        together: Sequence[Contender],
-        alone: Sequence[Contender],
+        together: Sequence[Candidate],
+        alone: Sequence[Candidate],
         rounds: int,
         patience: int,
     ) -> Rounds:
-        """Times every contender once in each round, as `timing.interleave` does.
+        """Times every candidate once in each round, as `timing.interleave` does.
 
         Args:
             together: what all processes run; the slowest one's time counts.
@@ -124,8 +124,8 @@ class Job:
             rounds: how many are kept.
             patience: how many times as many are run at most, by process 0's judgement.
         """
-        others = Elsewhere(own_seconds=self.cpu_seconds)
-        waiting = Patience(rounds, patience)
+        others = BackgroundLoad(own_seconds=self.cpu_seconds)
+        waiting = RoundSelector(rounds, patience)
         seconds: list[float] = []
         lonely: list[list[float]] = []
         while not self.choice(waiting.is_over):
@@ -146,8 +146,8 @@ class Job:
             waiting.add(max([others.share(), *(c.lost for c in alone)]))
         slowest = self.slowest(seconds).reshape(-1, len(together))
         found = {c.name: list(slowest[:, i]) for i, c in enumerate(together)}
-        for i, contender in enumerate(alone):
-            found[contender.name] = [extra[i] for extra in lonely]
+        for i, candidate in enumerate(alone):
+            found[candidate.name] = [extra[i] for extra in lonely]
         return waiting.keep(found)
 
     def barrier_s(self, count: int, batches: int) -> list[float]:

@@ -12,7 +12,7 @@ import jax_ub as ub
 from jax_ub.bench import cases, peers
 from jax_ub.bench.cases import Case, Place
 from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
 # Programs of one call and of this many more are compared, so that the dispatch of the
@@ -70,25 +70,25 @@ def _case(place, variant, own, xla):
         num_ranks=place.num_ranks,
         shape=SHAPE,
         flops=0,
-        contenders=chains(place.ranks, place.dtype, own, xla),
+        candidates=chains(place.ranks, place.dtype, own, xla),
         calls=MORE_CALLS,
     )
 
 
-def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Contender]:
+def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
     """Programs of many calls, and of one, of jax_ub and of XLA."""
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _ROWS, _WIDTH), dtype), Spec(AXIS)),
         ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
     ]
 
-    def contender(name, call, calls):
+    def candidate(name, call, calls):
         chained = functools.partial(chain, call, calls=calls, num_ranks=ranks.num_ranks)
         program = ranks.program(chained, (Spec(AXIS), Spec()), Spec(AXIS))
-        return Contender(name, program, operands)
+        return Candidate(name, program, operands)
 
     return [
-        contender(f"{name}{suffix}", call, calls)
+        candidate(f"{name}{suffix}", call, calls)
         for name, call in ((cases.OWN, own), (cases.BEST, xla))
         for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
     ]

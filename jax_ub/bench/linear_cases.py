@@ -14,7 +14,7 @@ from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.dots import Dot
 from jax_ub.bench.gemm_cases import own_gemm
 from jax_ub.bench.peak import at_peak
-from jax_ub.bench.timing import Contender, fastest
+from jax_ub.bench.timing import Candidate, fastest
 from jax_ub.bench.workloads import Shape
 
 _ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
@@ -24,7 +24,7 @@ _GRADIENTS = (_ROWS, _COLUMNS, _ROWS)
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-    """What is computed, in each contender's way.
+    """What is computed, in each candidate's way.
 
     Attributes:
         name: on the command line.
@@ -64,20 +64,20 @@ def linear_backward(place: Place, shape: Shape) -> list[Case]:
 def _case(op: _Op, place: Place, shape: Shape) -> Case:
     operands = place.ranks.draw(place.dtype, op.sizes(shape), op.in_specs)
 
-    def contender(name: str, function: Callable[..., tuple], way: str = ""):
+    def candidate(name: str, function: Callable[..., tuple], way: str = ""):
         program = place.ranks.program(function, op.in_specs, op.out_specs)
-        return Contender(name, program, operands, way=way)
+        return Candidate(name, program, operands, way=way)
 
     best_dots = _fastest_dots(place, shape)
     ways = [
-        contender(
+        candidate(
             cases.BEST,
             functools.partial(op.collectives, dots=best_dots, moved=moved),
             f"{_describe(best_dots)}; sums in {moved}",
         )
         for moved in peers.sum_dtypes(place.dtype)
     ]
-    ways.append(contender(cases.BEST, op.naive, cases.AS_WRITTEN))
+    ways.append(candidate(cases.BEST, op.naive, cases.AS_WRITTEN))
     flops = op.num_gemms * shape.flops
     num_bytes = shape.bytes(jnp.dtype(place.dtype).itemsize)
     return Case(
@@ -87,11 +87,11 @@ def _case(op: _Op, place: Place, shape: Shape) -> Case:
         num_ranks=place.num_ranks,
         shape=shape,
         flops=flops,
-        contenders=[
-            contender(cases.OWN, op.own(place.method)),
+        candidates=[
+            candidate(cases.OWN, op.own(place.method)),
             fastest(ways),
-            contender(cases.NAIVE, op.naive),
-            contender(cases.RING, functools.partial(op.ring, dots=best_dots)),
+            candidate(cases.NAIVE, op.naive),
+            candidate(cases.RING, functools.partial(op.ring, dots=best_dots)),
             _plain(op, place, shape),
             *cases.launches(place.ranks),
             cases.copy_limit(4 * num_bytes),
@@ -106,7 +106,7 @@ def _plain(op, place, shape):
     in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
     operands = Ranks(1).draw(place.dtype, op.sizes(shape), in_specs)
     program = functools.partial(op.plain, gemm=gemm)
-    return Contender(
+    return Candidate(
         cases.PLAIN, Ranks(1).program(program, in_specs, out_specs), operands
     )
 
@@ -187,7 +187,7 @@ def _plain_backward(x, w1, hidden, w2, dy, *, gemm):
     return dx, gemm["tn"](x, d_hidden, None, None), dw2
 
 
-def _fastest_dots(place: Place, shape: Shape) -> dict[str, dots.Way]:
+def _fastest_dots(place: Place, shape: Shape) -> dict[str, dots.DotVariant]:
     width = shape.N // place.num_ranks
     x, hidden = (shape.M, shape.K), (shape.M, width)
     w1, w2 = (shape.K, width), (width, shape.K)

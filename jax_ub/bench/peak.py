@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_ub.bench import cases
 from jax_ub.bench.devices import Ranks
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.runtime import engine
 
 _ENGINE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
@@ -16,7 +16,7 @@ _best: dict[str, float] = {}
 
 
 @dataclasses.dataclass
-class AtPeak(Contender):
+class AtPeak(Candidate):
     """So many operations at the peak, which is measured anew by each call.
 
     Attributes:
@@ -33,7 +33,7 @@ class AtPeak(Contender):
         return self.flops / rate / 1e9
 
 
-def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Contender]:
+def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
     """The operations of a call as a limit; none on GPUs, or of a call without any."""
     if ranks.platform != "cpu" or not flops:
         return []

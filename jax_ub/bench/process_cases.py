@@ -16,11 +16,11 @@ from jax_ub.bench.devices import AXIS, Ranks
 from jax_ub.bench.dots import FastestDots
 from jax_ub.bench.forward_ops import FORWARD_OPS, Program
 from jax_ub.bench.gemm_cases import plain_gemm
-from jax_ub.bench.job import Here, Job
+from jax_ub.bench.job import Job, LocalMesh
 from jax_ub.bench.peak import at_peak
 from jax_ub.bench.results import Result, evaluate
 from jax_ub.bench.statistics import summarize
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
 OPS = tuple(FORWARD_OPS)
@@ -44,33 +44,33 @@ class Bench:
         shape = op.shape(column)
         dot = self._fastest_dot(op, dtype, shape)
 
-        def contender(name: str, function: Program, ranks: Ranks, way: str = ""):
+        def candidate(name: str, function: Program, ranks: Ranks, way: str = ""):
             operands = ranks.draw(dtype, shape.operands, op.in_specs)
             program = ranks.program(function, op.in_specs, op.out_spec)
-            return Contender(name, program, operands, way=way)
+            return Candidate(name, program, operands, way=way)
 
         best = job.fastest(
             [
-                contender(cases.BEST, function, job.ranks, way)
+                candidate(cases.BEST, function, job.ranks, way)
                 for way, function in op.ways(dot, dtype).items()
             ]
         )
         own = op.own(self._method)
         together = [
-            contender(cases.OWN, own, job.ranks),
+            candidate(cases.OWN, own, job.ranks),
             best,
-            contender(cases.NAIVE, op.naive, job.ranks),
+            candidate(cases.NAIVE, op.naive, job.ranks),
         ]
         self._check(name, dtype, shape, together)
         alone = [
-            Contender(cases.IN_PROCESS, None, []),
-            Contender(cases.PLAIN, None, []),
-            Contender(cases.PEAK, None, []),
+            Candidate(cases.IN_PROCESS, None, []),
+            Candidate(cases.PLAIN, None, []),
+            Candidate(cases.PEAK, None, []),
         ]
         if job.is_first:
             alone = [
-                contender(cases.IN_PROCESS, own, Here(job.num_processes)),
-                plain_gemm(Here(1), self._method, dtype, shape),
+                candidate(cases.IN_PROCESS, own, LocalMesh(job.num_processes)),
+                plain_gemm(LocalMesh(1), self._method, dtype, shape),
                 *at_peak(job.ranks, dtype, shape.flops),
             ]
         case = self._case(name, dtype, shape, shape.flops)
@@ -96,11 +96,11 @@ class Bench:
         return self._timed(case, together, [])
 
     def _timed(self, case, together, alone):
-        case.contenders = [*together, *alone]
-        for contender in case.contenders:
+        case.candidates = [*together, *alone]
+        for candidate in case.candidates:
             self._job.meet()
-            if contender.program is not None:
-                contender()
+            if candidate.program is not None:
+                candidate()
         rounds = self._job.interleave(together, alone, self._rounds, self._patience)
         return evaluate(case, rounds)
 
@@ -113,7 +113,7 @@ class Bench:
             num_ranks=num,
             shape=shape,
             flops=flops,
-            contenders=[],
+            candidates=[],
             num_processes=num,
         )
 
@@ -124,18 +124,18 @@ class Bench:
         index = 0
         if self._job.is_first:
             left, right = op.local_shapes(shape, num)
-            index = every.index(self._dots("nn", dtype, left, right, Here(num)))
+            index = every.index(self._dots("nn", dtype, left, right, LocalMesh(num)))
         return every[self._job.choice(index)]
 
     def _check(self, op, dtype, shape, together):
-        found = [_here(contender()) for contender in together]
+        found = [_here(candidate()) for candidate in together]
         bound = tolerance(dtype, shape.K)
-        for contender, values in zip(together, found, strict=True):
+        for candidate, values in zip(together, found, strict=True):
             worst = float(np.max(np.abs(values - found[1])) / np.max(np.abs(found[1])))
             if not worst <= bound:
                 raise ArithmeticError(
                     f"bench: {op} {shape} {dtype} in {self._job.num_processes} "
-                    f"processes: {contender.name} differs from {cases.BEST} by "
+                    f"processes: {candidate.name} differs from {cases.BEST} by "
                     f"{worst:.2e} of the largest value, more than {bound:.2e}. One of "
                     "them is wrong; run the tests of the op."
                 )

@@ -17,7 +17,7 @@ from jax_ub.bench.process_cases import Bench, capacity
 from jax_ub.bench.results import Result
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
-from jax_ub.launch.parts import ends_at_once, run_parts
+from jax_ub.launch.parts import exit_on_failure, run_parts
 from jax_ub.outputs import write_json
 
 _OPS = (*process_cases.OPS, "latency", "barrier")
@@ -118,7 +118,7 @@ def _job(number, told):
 
 def part(text: str) -> int:
     """What every process of a job does."""
-    with ends_at_once():
+    with exit_on_failure():
         _take_part(json.loads(text))
     return 0
 

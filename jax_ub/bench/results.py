@@ -16,7 +16,7 @@ class Result:
 
     Attributes:
         case: what was compared.
-        times_us: each contender's time.
+        times_us: each candidate's time.
         speedups: how many times as fast as each peer jax_ub is.
         shares: each limit's time over jax_ub's: 1 is as fast as the limit; the plain
             GEMM's also without what launching takes, where that was timed.
@@ -58,7 +58,7 @@ class Result:
             "times_us": _as_json(self.times_us),
             "speedups": _as_json(self.speedups),
             "shares": _as_json(self.shares),
-            "written": {c.name: c.way for c in case.contenders if c.way},
+            "written": {c.name: c.way for c in case.candidates if c.way},
             "memory": case.memory and dataclasses.asdict(case.memory),
             "notes": case.notes,
             "elsewhere": self.elsewhere,
@@ -76,7 +76,7 @@ class Result:
             num_ranks=found["num_ranks"],
             shape=Shape(**found["shape"]),
             flops=round(found["gflops"] * found["times_us"][cases.OWN]["median"] * 1e3),
-            contenders=[],
+            candidates=[],
             notes=found["notes"],
             num_processes=found["num_processes"],
         )

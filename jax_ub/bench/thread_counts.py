@@ -8,7 +8,7 @@ from jax_ub.bench import cases
 from jax_ub.bench.cases import Case
 from jax_ub.bench.results import Result, each_call, evaluate
 from jax_ub.bench.statistics import ratio
-from jax_ub.bench.timing import Contender, Rounds
+from jax_ub.bench.timing import Candidate, Rounds
 from jax_ub.runtime import engine
 
 # jax_ub's programs; a chain of calls has two.
@@ -26,15 +26,15 @@ def restored() -> Iterator[None]:
         cpu.set_num_threads(*before)
 
 
-def contenders(case: Case, counts: Sequence[int]) -> list[Contender]:
-    """The contenders of a case, with jax_ub's programs once for each thread count.
+def candidates(case: Case, counts: Sequence[int]) -> list[Candidate]:
+    """The candidates of a case, with jax_ub's programs once for each thread count.
 
     All others run with the first count, so that limits which the engine computes
     belong to the reference.
     """
     first, *others = counts
-    found = [dataclasses.replace(c, threads=first) for c in case.contenders]
-    own = [c for c in case.contenders if c.name in _OWN]
+    found = [dataclasses.replace(c, threads=first) for c in case.candidates]
+    own = [c for c in case.candidates if c.name in _OWN]
     found += [
         dataclasses.replace(c, name=_name(c.name, count), threads=count)
         for count in others

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_ub.bench.elsewhere import Elsewhere
+from jax_ub.bench.background_load import BackgroundLoad
 from jax_ub.runtime import engine
 
 # A way that is this much slower than the best one after a single call is not tried on.
@@ -20,7 +20,7 @@ _CALM = 0.05
 
 
 @dataclasses.dataclass
-class Contender:
+class Candidate:
     """One program of a comparison, with the operands that it is called with.
 
     Attributes:
@@ -64,13 +64,13 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The seconds of every contender in each round, and who else was computing."""
+    """The seconds of every candidate in each round, and who else was computing."""
 
     seconds: dict[str, list[float]]
     elsewhere: float  # the largest part of the machine that others had in one round
 
 
-class Patience:
+class RoundSelector:
     """Decides how many rounds are run, and which are kept: the calmest."""
 
     def __init__(self, rounds: int, patience: int):
@@ -94,7 +94,7 @@ class Patience:
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """The calmest rounds, of the seconds of every contender in all of them."""
+        """The calmest rounds, of the seconds of every candidate in all of them."""
         numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
         kept = numbers[: self._rounds]
         return Rounds(
@@ -104,30 +104,30 @@ class Patience:
 
 
 def interleave(
-    contenders: Sequence[Contender], rounds: int, patience: int = 1
+    candidates: Sequence[Candidate], rounds: int, patience: int = 1
 ) -> Rounds:
-    """Times every contender once in each round.
+    """Times every candidate once in each round.
 
     Each round has an order of its own, the same in every run, so that none always meets
     the caches, the clock frequency or the spinning threads of the same neighbour.
 
     Args:
-        contenders: what is timed.
+        candidates: what is timed.
         rounds: how many rounds are kept.
         patience: how many times as many rounds are run at most, to find calm ones.
     """
-    others = Elsewhere()
-    waiting = Patience(rounds, patience)
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    others = BackgroundLoad()
+    waiting = RoundSelector(rounds, patience)
+    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     while not waiting.is_over:
         number = waiting.num_rounds
-        for contender in random.Random(number).sample(contenders, len(contenders)):
-            seconds[contender.name].append(contender.seconds())
-        waiting.add(max([others.share(), *(c.lost for c in contenders)]))
+        for candidate in random.Random(number).sample(candidates, len(candidates)):
+            seconds[candidate.name].append(candidate.seconds())
+        waiting.add(max([others.share(), *(c.lost for c in candidates)]))
     return waiting.keep(seconds)
 
 
-def fastest(ways: Sequence[Contender]) -> Contender:
+def fastest(ways: Sequence[Candidate]) -> Candidate:
     """Finds the fastest of several ways to write the same program.
 
     The order in which they are named decides between equals. Each is called once to

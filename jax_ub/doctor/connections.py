@@ -65,23 +65,24 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
     yield from _connections()
     if together:
         yield from trials.methods_on(mesh)
-    (domain,) = overlaps.domains()
-    text = f"not called here; the defaults are {_methods_of(domain)}"
+    (initialized_axis,) = overlaps.domains()
+    text = f"not called here; the defaults are {_methods_of(initialized_axis)}"
     destroy_ub()
     yield Finding("initialize_ub", State.NOTE, text)
 
 
-def _finding_of(domain):
-    axes = ", ".join(domain.axis_name)
+def _finding_of(initialized_axis):
+    axes = ", ".join(initialized_axis.axis_name)
     text = (
-        f"{domain.tp_size} ranks, [T, H] = {list(domain.shape)}: {_methods_of(domain)}"
+        f"{initialized_axis.tp_size} ranks, [T, H] = {list(initialized_axis.shape)}: "
+        f"{_methods_of(initialized_axis)}"
     )
     return Finding(f"axis {axes}", State.FINE, text)
 
 
-def _methods_of(domain):
+def _methods_of(initialized_axis):
     by_method: dict[str, list[str]] = {}
-    for name, mode in domain.overlaps:
-        method = domain.overlaps[name, mode].method
+    for name, mode in initialized_axis.overlaps:
+        method = initialized_axis.overlaps[name, mode].method
         by_method.setdefault(f"{method} ({mode.name})", []).append(name)
     return "; ".join(f"{one}: {', '.join(names)}" for one, names in by_method.items())

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ub.doctor.finding import Finding, State
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.runtime import cuda, settings
@@ -86,7 +86,7 @@ def _beside_a_gather(num_ranks, x, w):
         x,
         axis_name=(AXIS,),
         num_ranks=num_ranks,
-        choice=Choice(Method.BULK),
+        choice=MethodChoice(Method.BULK),
         label="doctor",
     )
     return gathered @ w

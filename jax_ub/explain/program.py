@@ -18,7 +18,7 @@ from jax_ub.errors import ShapeContractError, shown
 from jax_ub.explain import hlo, sizes
 from jax_ub.explain.table import Row, Table, flops_text
 from jax_ub.primitives.call import Call
-from jax_ub.primitives.lowered import Lowered, recording, shape_of
+from jax_ub.primitives.lowered import LoweredCall, recording, shape_of
 from jax_ub.primitives.sizes import op_of
 from jax_ub.simulate.hardware import HARDWARE, Hardware, find
 from jax_ub.tracing import chrome
@@ -127,13 +127,13 @@ def summary(
 
 
 def call_rows(
-    lowered: Sequence[Lowered],
+    lowered: Sequence[LoweredCall],
     counts: Mapping[_SITE, str],
     hardware: str | Hardware,
     waited: Mapping[tuple[str, str], float],
 ) -> Iterator[Row]:
     """One row for all call sites that are alike."""
-    alike: dict[tuple[Any, ...], list[Lowered]] = {}
+    alike: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
         like = (one.call, one.operands, one.method, one.reason)
         alike.setdefault(like, []).append(one)

@@ -14,10 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, UnknownNameError, shown
-from jax_ub.flax.dropout import own_key, varying_axes
+from jax_ub.flax.dropout import per_device_key, varying_axes
 from jax_ub.flax.rotary import rotate
-from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import lead_axes, of_several_ranks, on_shards
+from jax_ub.retrofit.sharded_linear import (
+    batch_axes,
+    nontrivial_axes,
+    shard_map_operands,
+)
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +32,8 @@ class CoreAttention:
     and sequences; inside the caller's it is one rank's already.
 
     Attributes:
-        placement: that of the projections; with whole kernels all heads are on every
-            rank.
+        sharding_layout: that of the projections; with whole kernels all heads are on
+            every rank.
         attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with arrays
             `[batch, tokens, heads, head_dim]`, and where weights are dropped also with
             `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None is JAX's,
@@ -43,7 +47,7 @@ class CoreAttention:
         UnknownNameError: if `attention_fn` is no function.
     """
 
-    placement: Placement
+    sharding_layout: ShardingLayout
     attention_fn: Callable[..., jax.Array] | None = None
     is_causal: bool = False
     rotary_base: float | None = None
@@ -67,10 +71,17 @@ class CoreAttention:
             num_kv_heads: that of keys and values.
             *arrays: what may show the mesh.
         """
-        mesh = None if self.placement.is_local() else self.placement.find_mesh(*arrays)
+        mesh = (
+            None
+            if self.sharding_layout.is_local()
+            else self.sharding_layout.find_mesh(*arrays)
+        )
         if mesh is None:
             return
-        axis_name, num_ranks = self.placement.axis_name, self.placement.axis_size(mesh)
+        axis_name, num_ranks = (
+            self.sharding_layout.axis_name,
+            self.sharding_layout.axis_size(mesh),
+        )
         for name, num in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             if num % num_ranks:
                 raise ShapeContractError(
@@ -111,7 +122,11 @@ class CoreAttention:
         if positions is not None:
             positions = _fitted("positions", positions, (*lead, num_tokens))
         operands = (q, k, v, mask, positions, dropout_key)
-        mesh = None if self.placement.is_local() else self.placement.find_mesh(q)
+        mesh = (
+            None
+            if self.sharding_layout.is_local()
+            else self.sharding_layout.find_mesh(q)
+        )
         if mesh is None or shapes.has_symbolic_sizes(q):
             return self.attend(varying_axes(q), *operands)
         return _on_mesh(self, mesh, *operands)
@@ -142,7 +157,7 @@ class CoreAttention:
 
     def _attend_and_drop(self, axes, q, k, v, mask, dropout_key):
         options: dict[str, Any] = {
-            "dropout_rng": own_key(dropout_key, axes),
+            "dropout_rng": per_device_key(dropout_key, axes),
             "dropout_rate": self.dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
         }
@@ -160,10 +175,10 @@ class CoreAttention:
 def _on_mesh(core, mesh, *operands):
     """Attends in a `shard_map` over every axis that is not manual yet."""
     q, _, _, mask, positions, _ = operands
-    placement = core.placement
-    data_axes = lead_axes(placement, mesh, q) if q.ndim > 3 else ()
+    sharding_layout = core.sharding_layout
+    data_axes = batch_axes(sharding_layout, mesh, q) if q.ndim > 3 else ()
     lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
-    axis_name = None if placement.parallel is None else placement.axis_name
+    axis_name = None if sharding_layout.parallel is None else sharding_layout.axis_name
     heads = P(*lead, None, axis_name, None)
     specs = (
         *(heads,) * 3,
@@ -173,14 +188,14 @@ def _on_mesh(core, mesh, *operands):
     )
 
     # The ranks of a shard_map around this one have other sequences, too.
-    several = of_several_ranks(mesh, data_axes)
-    own = () if placement.parallel is None else placement.axes
+    several = nontrivial_axes(mesh, data_axes)
+    own = () if sharding_layout.parallel is None else sharding_layout.axes
     axes = {*varying_axes(q), *several, *own}
 
     def local(*operands):
         return core.attend(axes, *operands)
 
-    return on_shards(local, mesh, specs, heads, *operands)
+    return shard_map_operands(local, mesh, specs, heads, *operands)
 
 
 def _split(array, entries):

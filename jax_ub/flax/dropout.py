@@ -22,7 +22,7 @@ def _varying(array):
     return jax.typeof(array).manual_axis_type.varying
 
 
-def own_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
+def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Makes a key that differs between the ranks of `axes`, of one they share."""
     for axis_name in sorted(axes):
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
@@ -41,6 +41,6 @@ def drop(
         same_axes: manual axes whose ranks have the same elements, whatever y's type
             says.
     """
-    key = own_key(key, varying_axes(y).difference(same_axes))
+    key = per_device_key(key, varying_axes(y).difference(same_axes))
     # That of linen cannot drop elements of an array on an explicit mesh.
     return nnx.Dropout(rate, deterministic=False)(y, rngs=nnx.Rngs(dropout=key))

@@ -14,7 +14,7 @@ from jax_ub.flax.linear import (
     LinearOptions,
     call_together,
     check_options,
-    overlap_name,
+    userbuffers_name,
 )
 
 
@@ -77,7 +77,7 @@ class LayerNormMLP(nnx.Module):
         )
 
         def column():
-            name = overlap_name("fc1", options)
+            name = userbuffers_name("fc1", options)
             sizes = hidden_size, ffn_hidden_size
             return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
 
@@ -87,7 +87,7 @@ class LayerNormMLP(nnx.Module):
             ffn_hidden_size,
             hidden_size,
             parallel="row",
-            ub_name=overlap_name("fc2", options),
+            ub_name=userbuffers_name("fc2", options),
             rngs=rngs,
             **options,
         )

@@ -18,8 +18,8 @@ from jax_ub.errors import UnknownArgumentError, nearest, shown
 from jax_ub.flax.main_grad import MainGrad
 from jax_ub.flax.together import multiply_promoted, read_sizes, sizes_of
 from jax_ub.overlap_config.flags import OverlapFlags
-from jax_ub.retrofit.placement import Placement
-from jax_ub.retrofit.sharded_linear import lay_out
+from jax_ub.retrofit.sharded_linear import with_output_sharding
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -81,7 +81,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
     )
 
 
-def overlap_name(name: str, options: LinearOptions) -> str | None:
+def userbuffers_name(name: str, options: LinearOptions) -> str | None:
     """The name of one of Transformer Engine's overlaps, where the layer has one.
 
     They are all-gathers and reduce-scatters; without sequence parallelism there are
@@ -211,7 +211,7 @@ class Linear(nnx.Module):
             bias_metadata=bias_metadata,
             main_grad=main_grad,
         )
-        self.placement = Placement(
+        self.sharding_layout = ShardingLayout(
             parallel,
             axis_name,
             mesh,
@@ -228,12 +228,12 @@ class Linear(nnx.Module):
                 ub_bulk_wgrad,
             ),
         )
-        ins = read_sizes(self.placement.op, "in_features", in_features)
-        outs = read_sizes(self.placement.op, "out_features", out_features)
-        known = self.placement.find_mesh()
+        ins = read_sizes(self.sharding_layout.op, "in_features", in_features)
+        outs = read_sizes(self.sharding_layout.op, "out_features", out_features)
+        known = self.sharding_layout.find_mesh()
         if known is not None:
-            self.placement.check_features((ins[0], outs[0]), known)
-        in_entry, out_entry = self.placement.kernel_spec
+            self.sharding_layout.check_features((ins[0], outs[0]), known)
+        in_entry, out_entry = self.sharding_layout.kernel_spec
         further = [None] * (len(outs) - 1)
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
         shape = (*ins, *outs)
@@ -241,19 +241,21 @@ class Linear(nnx.Module):
         flat = (math.prod(ins), math.prod(outs))
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
-        shapes.check_initial(self.placement.op, "kernel_init", kernel, flat)
-        kernel_metadata = _with_sharding(kernel_metadata, spec, self.placement)
+        shapes.check_initial(self.sharding_layout.op, "kernel_init", kernel, flat)
+        kernel_metadata = _with_sharding(kernel_metadata, spec, self.sharding_layout)
         self.kernel = _sharded(nnx.Param, kernel.reshape(shape), kernel_metadata)
-        self.placement.check_kernel_spec(
+        self.sharding_layout.check_kernel_spec(
             nnx.get_partition_spec(self.kernel).get_value(), len(ins)
         )
         self.bias = nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             bias, bias_metadata = _unboxed(bias, bias_metadata)
-            shapes.check_initial(self.placement.op, "bias_init", bias, flat[1:])
-            bias_spec = (*self.placement.bias_spec, *further)
-            bias_metadata = _with_sharding(bias_metadata, bias_spec, self.placement)
+            shapes.check_initial(self.sharding_layout.op, "bias_init", bias, flat[1:])
+            bias_spec = (*self.sharding_layout.bias_spec, *further)
+            bias_metadata = _with_sharding(
+                bias_metadata, bias_spec, self.sharding_layout
+            )
             self.bias = _sharded(nnx.Param, bias.reshape(outs), bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
@@ -285,7 +287,7 @@ class Linear(nnx.Module):
                 does that inside the call, and rounds once.
         """
         (y,) = call_together((self,), inputs, residual)
-        return lay_out(y, out_sharding)
+        return with_output_sharding(y, out_sharding)
 
 
 def call_together(
@@ -299,13 +301,13 @@ def call_together(
         residual: `[..., tokens, *out_features]` or None, for one layer.
     """
     first = layers[0]
-    shapes.check_array(first.placement.op, "x", inputs)
+    shapes.check_array(first.sharding_layout.op, "x", inputs)
     promoted = []
     for layer in layers:
         bias = None if layer.bias is None else layer.bias[...]
         given = (inputs, layer.kernel[...], bias)
         promote = functools.partial(layer.promote_dtype, given, dtype=layer.dtype)
-        promoted.append(arguments.promoted(layer.placement.op, promote, given))
+        promoted.append(arguments.promoted(layer.sharding_layout.op, promote, given))
     all_inputs, kernels, biases = zip(*promoted, strict=True)
     return multiply_promoted(
         _placement_of(first),
@@ -324,14 +326,16 @@ def _placement_of(layer):
     num_in, kernel = len(sizes_of(layer.in_features)), layer.kernel
     # Kernels of stacked layers may have names for axes in front of theirs.
     spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
-    placement = layer.placement
-    placement = placement.with_fsdp_of(spec, placement.find_mesh(), num_in)
-    dim = placement.fsdp_dim * num_in
+    sharding_layout = layer.sharding_layout
+    sharding_layout = sharding_layout.with_fsdp_of(
+        spec, sharding_layout.find_mesh(), num_in
+    )
+    dim = sharding_layout.fsdp_dim * num_in
     size = (*sizes_of(layer.in_features), *sizes_of(layer.out_features))[dim]
     in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
     if in_shard_map and kernel.shape[dim] == size:  # the caller keeps it whole there
-        placement = dataclasses.replace(placement, fsdp_axes=())
-    return placement
+        sharding_layout = dataclasses.replace(sharding_layout, fsdp_axes=())
+    return sharding_layout
 
 
 def _unboxed(values, metadata):
@@ -353,15 +357,15 @@ def _sharded(kind, array, metadata):
     return variable
 
 
-def _with_sharding(metadata, spec, placement):
+def _with_sharding(metadata, spec, sharding_layout):
     """Adds `spec` to a variable's metadata, where the caller says nothing else."""
     said = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
-    if said or not any(placement.kernel_spec):
+    if said or not any(sharding_layout.kernel_spec):
         return metadata
     added: dict[str, Any] = {"out_sharding": tuple(spec)}
-    if placement.mesh is not None:
-        added["mesh"] = placement.mesh
-    elif placement.find_mesh() is None or placement.is_local():
+    if sharding_layout.mesh is not None:
+        added["mesh"] = sharding_layout.mesh
+    elif sharding_layout.find_mesh() is None or sharding_layout.is_local():
         # Flax refuses to shard without a mesh; the layout is worth noting all the same.
         added["eager_sharding"] = False
     return added | dict(metadata)

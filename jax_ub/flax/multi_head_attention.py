@@ -16,10 +16,10 @@ from jax_ub.flax.linear import (
     LinearOptions,
     call_together,
     check_options,
-    overlap_name,
+    userbuffers_name,
 )
 from jax_ub.flax.normalization import qk_norm
-from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 _QK_NORMS: dict[str, Callable[..., Any]] = {
     "RMSNorm": nnx.RMSNorm,
@@ -116,7 +116,7 @@ class MultiHeadAttention(nnx.Module):
         self.head_dim = qkv_features // num_heads
         where: dict[str, Any] = {k: v for k, v in options.items() if k in _PLACEMENT}
         self.core = CoreAttention(
-            Placement("row", **where),
+            ShardingLayout("row", **where),
             attention_fn,
             is_causal,
             rotary_base,
@@ -126,7 +126,7 @@ class MultiHeadAttention(nnx.Module):
         self.core.check_heads(num_heads, num_kv_heads)
 
         def column(size_in, heads):
-            name = overlap_name("qkv", options)
+            name = userbuffers_name("qkv", options)
             sizes = size_in, (heads, self.head_dim)
             return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
 
@@ -149,7 +149,7 @@ class MultiHeadAttention(nnx.Module):
             (num_heads, self.head_dim),
             out_features,
             parallel="row",
-            ub_name=overlap_name("proj", options),
+            ub_name=userbuffers_name("proj", options),
             rngs=rngs,
             **options,
         )

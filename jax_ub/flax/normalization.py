@@ -14,7 +14,7 @@ from jax_ub.errors import (
     nearest,
     shown,
 )
-from jax_ub.retrofit.placement import resolve_kind
+from jax_ub.retrofit.sharding_layout import resolve_kind
 
 Norm = TypeVar("Norm")
 

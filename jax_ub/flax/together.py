@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 
 from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, shown
-from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import as_matrix, sharded_linear, split_features
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.fsdp import gather_kernels
 
 
 def multiply_together(
-    placement: Placement,
+    sharding_layout: ShardingLayout,
     inputs: jax.Array,
     kernels: Sequence[jax.Array],
     biases: Sequence[jax.Array] = (),
@@ -32,7 +32,7 @@ def multiply_together(
     """Multiplies the same inputs by several kernels; what is gathered is so once.
 
     Args:
-        placement: the layout of all kernels, whose first in or out dimension is
+        sharding_layout: the layout of all kernels, whose first in or out dimension is
             sharded.
         inputs: `[..., tokens, *in]`.
         kernels: `[*in, *out]`, of the dtype of the inputs.
@@ -51,31 +51,39 @@ def multiply_together(
         ShapeContractError: if the arrays do not fit each other or the mesh, or if a
             main_grad was handed to another call already.
     """
-    shapes.check_array(placement.op, "x", inputs)
+    shapes.check_array(sharding_layout.op, "x", inputs)
     if residual is not None:
-        shapes.check_array(placement.op, "residual", residual)
+        shapes.check_array(sharding_layout.op, "residual", residual)
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not set(manual).isdisjoint(placement.fsdp_axes):
+    if not set(manual).isdisjoint(sharding_layout.fsdp_axes):
         operands = inputs, kernels, main_grads
-        placement, kernels, main_grads = _gathered(placement, manual, *operands, num_in)
-    mesh = None if placement.is_local() else placement.find_mesh(*kernels, inputs)
+        sharding_layout, kernels, main_grads = _gathered(
+            sharding_layout, manual, *operands, num_in
+        )
+    mesh = (
+        None
+        if sharding_layout.is_local()
+        else sharding_layout.find_mesh(*kernels, inputs)
+    )
     for kernel in kernels:
-        placement.check_contraction(inputs, kernel, num_in)
+        sharding_layout.check_contraction(inputs, kernel, num_in)
         if mesh is not None and kernel.ndim > 2:  # their matrix may divide all the same
-            placement.check_features((kernel.shape[0], kernel.shape[num_in]), mesh)
+            sharding_layout.check_features(
+                (kernel.shape[0], kernel.shape[num_in]), mesh
+            )
     lead = inputs.shape[: inputs.ndim - num_in]
     addend = None
     if residual is not None:
-        _check_residual(placement, residual, lead, kernels[0].shape[num_in:])
-    if residual is not None and placement.parallel == "row":
+        _check_residual(sharding_layout, residual, lead, kernels[0].shape[num_in:])
+    if residual is not None and sharding_layout.parallel == "row":
         out_dtype = jnp.result_type(out_dtype or inputs.dtype, residual)
         num_out = kernels[0].ndim - num_in
         addend = _flat(residual, num_out)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
         if main_grad.ndim > 2:  # its matrix is another array in every call
-            accumulators.claim(placement.op, main_grad, kernel)
+            accumulators.claim(sharding_layout.op, main_grad, kernel)
     ys = sharded_linear(
-        placement,
+        sharding_layout,
         _flat(inputs, num_in),
         _matrices(kernels, num_in),
         tuple(bias.reshape(-1) for bias in biases) or None,
@@ -91,7 +99,7 @@ def multiply_together(
 
 
 def multiply_promoted(
-    placement: Placement,
+    sharding_layout: ShardingLayout,
     inputs: Sequence[jax.Array],
     kernels: Sequence[jax.Array],
     biases: Sequence[jax.Array],
@@ -101,7 +109,7 @@ def multiply_promoted(
     """Multiplies the same inputs by several kernels, in the dtype of each layer.
 
     Args:
-        placement: the layout of all kernels.
+        sharding_layout: the layout of all kernels.
         inputs: the inputs as each layer promoted them.
         kernels: one for each layer.
         biases: one for each layer or none at all.
@@ -113,24 +121,26 @@ def multiply_promoted(
     """
     if len({x.dtype for x in inputs}) == 1:
         arrays = (inputs[0], kernels, biases, main_grads)
-        return multiply_together(placement, *arrays, **options)
+        return multiply_together(sharding_layout, *arrays, **options)
     results: list[jax.Array] = []
     for i, x in enumerate(inputs):
         own = (each[i : i + 1] for each in (kernels, biases, main_grads))
-        results += multiply_together(placement, x, *own, **options)
+        results += multiply_together(sharding_layout, x, *own, **options)
     return tuple(results)
 
 
-def _gathered(placement, manual, inputs, kernels, main_grads, num_in):
+def _gathered(sharding_layout, manual, inputs, kernels, main_grads, num_in):
     """Gathers kernels that the caller's own `shard_map` has cut for FSDP."""
-    axes = tuple(name for name in placement.fsdp_axes if name in manual)
+    axes = tuple(name for name in sharding_layout.fsdp_axes if name in manual)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
-        accumulators.claim(placement.op, main_grad, kernel)  # the gathered is another
-    dim = placement.fsdp_dim * num_in
+        accumulators.claim(
+            sharding_layout.op, main_grad, kernel
+        )  # the gathered is another
+    dim = sharding_layout.fsdp_dim * num_in
     parts = tuple(kernels), tuple(main_grads)
     gathered = gather_kernels(inputs, *parts, axes=axes, dim=dim)
-    others = tuple(name for name in placement.fsdp_axes if name not in manual)
-    return dataclasses.replace(placement, fsdp_axes=others), *gathered
+    others = tuple(name for name in sharding_layout.fsdp_axes if name not in manual)
+    return dataclasses.replace(sharding_layout, fsdp_axes=others), *gathered
 
 
 def _add(y, residual):
@@ -147,15 +157,16 @@ def _flat(x, num_dims):
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
-def _check_residual(placement, residual, lead, outs):
+def _check_residual(sharding_layout, residual, lead, outs):
     """Refuses a residual of other features, or of other tokens than a row layer's."""
     # How many tokens a rank's own result has is known to the op, which checks them.
-    is_whole = placement.parallel == "row" and not placement.is_local()
+    is_whole = sharding_layout.parallel == "row" and not sharding_layout.is_local()
     wanted = (*lead, *outs) if is_whole else outs
     found = residual.shape if is_whole else residual.shape[-len(outs) :]
     if found != wanted:
         raise ShapeContractError(
-            f"{placement.op}: residual has shape {residual.shape}, but the result "
+            f"{sharding_layout.op}: residual has shape {residual.shape}, but the "
+            f"result "
             f"{'has' if is_whole else 'ends in'} {wanted}. Pass a residual of the "
             "result's shape."
         )

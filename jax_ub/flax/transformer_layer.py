@@ -174,7 +174,7 @@ class TransformerLayer(nnx.Module):
         keeps = dropout.deterministic if deterministic is None else deterministic
         if keeps:
             return y
-        placement = self.mlp.fc2.placement
+        sharding_layout = self.mlp.fc2.sharding_layout
         # Without sequence parallelism ranks have the same tokens, and drop the same.
-        same_axes = () if placement.sequence_parallel else placement.axes
+        same_axes = () if sharding_layout.sequence_parallel else sharding_layout.axes
         return drop(y, dropout.rate, dropout.rngs(), same_axes)

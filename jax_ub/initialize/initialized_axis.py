@@ -19,10 +19,15 @@ from jax_ub.overlap_config import (
 from jax_ub.overlap_config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub.primitives.mesh import rank_groups
 from jax_ub.runtime import overlaps, tuned
-from jax_ub.runtime.overlaps import CommOverlap, CommOverlapP2P, Domain, Overlap
+from jax_ub.runtime.overlaps import (
+    CommOverlap,
+    CommOverlapP2P,
+    InitializedAxis,
+    Overlap,
+)
 
 
-def make_domain(
+def make_initialized_axis(
     axes: tuple[str, ...],
     tp_size: int,
     shape: tuple[int, int],
@@ -30,7 +35,7 @@ def make_domain(
     modes: Sequence[UserBufferQuantizationMode],
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
-) -> Domain:
+) -> InitializedAxis:
     """Configures the overlaps; nothing is made yet.
 
     Args:
@@ -47,7 +52,7 @@ def make_domain(
         ConfigurationTypeError: if a value is of another type.
         UnknownNameError: if a name, a key or a method is unknown.
     """
-    # Kept with the domain in any case: the processes compare them.
+    # Kept with the initialized_axis in any case: the processes compare them.
     choices = tuned.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned.read(os.fspath(ub_cfgs)), AUTOMATIC
@@ -69,7 +74,7 @@ def make_domain(
     owners = rank_groups(
         mesh, axes, [device.process_index for device in mesh.devices.flat]
     )
-    return Domain(
+    return InitializedAxis(
         axes,
         tp_size,
         shape,

@@ -24,16 +24,16 @@ from jax_ub.initialize.arguments import (
     read_shape,
     read_size,
 )
-from jax_ub.initialize.domain import make_domain
+from jax_ub.initialize.initialized_axis import make_initialized_axis
 from jax_ub.overlap_config import UserBufferQuantizationMode
 from jax_ub.primitives.mesh import axis_tuple, check_axis_name
 from jax_ub.runtime import communicators, cuda, overlaps, settings, tuned
 from jax_ub.runtime.bootstrap import presence
-from jax_ub.runtime.bootstrap.agreement import TELL_S, Agreement
-from jax_ub.runtime.bootstrap.board import check_backend
-from jax_ub.runtime.bootstrap.meeting import meet
-from jax_ub.runtime.overlaps import Domain, Overlap
-from jax_ub.runtime.place import Place
+from jax_ub.runtime.bootstrap.meeting import open_rendezvous
+from jax_ub.runtime.bootstrap.process_all_gather import TELL_S, ProcessAllGather
+from jax_ub.runtime.bootstrap.store import check_backend
+from jax_ub.runtime.device_groups import DeviceGroups
+from jax_ub.runtime.overlaps import InitializedAxis, Overlap
 
 _Modes = Sequence[UserBufferQuantizationMode]
 
@@ -127,9 +127,9 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     # Nothing is forgotten before it is closed: after an interrupt, at whatever moment,
     # another call does the rest.
     _disconnect_all_but(kept)
-    for domain in overlaps.domains():
-        if domain not in kept:
-            overlaps.remove(domain.axis_name)
+    for initialized_axis in overlaps.domains():
+        if initialized_axis not in kept:
+            overlaps.remove(initialized_axis.axis_name)
     if not kept:
         communicators.release_slots()
 
@@ -149,7 +149,10 @@ def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
         ShapeContractError: if `axis_name` is no name.
     """
     wanted = _named("is_ub_initialized", axis_name)
-    return any(wanted in (None, domain.axis_name) for domain in overlaps.domains())
+    return any(
+        wanted in (None, initialized_axis.axis_name)
+        for initialized_axis in overlaps.domains()
+    )
 
 
 def get_ub(
@@ -195,12 +198,12 @@ class _Start:
     def __init__(self, backend):
         self._backend = backend
         self._mesh: Any = None
-        self._domain: Domain | None = None
-        self._place: Place | None = None
+        self._domain: InitializedAxis | None = None
+        self._place: DeviceGroups | None = None
         self._about: dict[str, str] = {}
         self._refusal: Exception | None = None
         self._timeout_s = settings.DEFAULT_TIMEOUT_S
-        self._agreement: Agreement | None = None
+        self._agreement: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
         """Checks the arguments, which makes nothing; keeps the error, if there is one.
@@ -223,11 +226,13 @@ class _Start:
             tp_size = read_size("tp_size", tp_size)
             mesh = read_mesh(mesh, axes, tp_size)
             capacity, dtype = read_shape(shape), read_dtype(dtype)
-            domain = make_domain(axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh)
-            self._domain = domain
-            self._place = _place(axes, domain, devices)
+            initialized_axis = make_initialized_axis(
+                axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh
+            )
+            self._domain = initialized_axis
+            self._place = _place(axes, initialized_axis, devices)
             communicators.check_shared(self._place)
-            self._about = _about(domain, self._place)
+            self._about = _about(initialized_axis, self._place)
         except Exception as error:  # The other processes have to learn of any.
             self._refusal = error
         if self._place is None:
@@ -240,21 +245,23 @@ class _Start:
 
     def connect(self):
         """Agrees with the other processes, and makes the overlaps."""
-        place = self._place
-        assert place is not None
-        if len(place.processes) > 1:
-            self._agreement = meet(
+        device_groups = self._place
+        assert device_groups is not None
+        if len(device_groups.processes) > 1:
+            self._agreement = open_rendezvous(
                 self._backend,
-                place.process,
-                place.processes,
+                device_groups.process,
+                device_groups.processes,
                 self._timeout_s,
                 self._refusal,
             )
-            communicators.connect(place, self._agreement, self._about, self._refusal)
+            communicators.connect(
+                device_groups, self._agreement, self._about, self._refusal
+            )
         elif self._refusal is not None:
             raise self._refusal
         else:
-            communicators.connect_alone(place)
+            communicators.connect_alone(device_groups)
         if self._domain is not None:
             overlaps.add(self._domain)
 
@@ -263,14 +270,17 @@ class _Start:
         if self._agreement is not None and self._agreement.has_ended:
             return
         devices = _devices_in_reach(self._mesh)
-        place = self._place or _place((), None, devices)
-        if len(place.processes) < 2 or place.process not in place.processes:
+        device_groups = self._place or _place((), None, devices)
+        if (
+            len(device_groups.processes) < 2
+            or device_groups.process not in device_groups.processes
+        ):
             return
         if self._agreement is None:
-            refusal = CommunicatorError(f"initialize_ub was interrupted: {error!r}")
-            where = place.process, place.processes, TELL_S, refusal
+            own_error = CommunicatorError(f"initialize_ub was interrupted: {error!r}")
+            where = device_groups.process, device_groups.processes, TELL_S, own_error
             with contextlib.suppress(CommunicatorError):
-                self._agreement = meet(self._backend, *where)
+                self._agreement = open_rendezvous(self._backend, *where)
         if self._agreement is not None:
             with contextlib.suppress(type(error)), self._agreement:
                 raise error
@@ -286,7 +296,7 @@ class _Start:
 
 def _disconnect_all_but(domains):
     # Several axes may have groups of the same devices.
-    used = {group for domain in domains for group in domain.groups}
+    used = {group for initialized_axis in domains for group in initialized_axis.groups}
     communicators.disconnect_all_but(used)
 
 
@@ -304,41 +314,49 @@ def _check_not_initialized(axes):
         )
 
 
-def _place(axes, domain, devices) -> Place:
+def _place(axes, initialized_axis, devices) -> DeviceGroups:
     process_of = {device.id: device.process_index for device in devices}
     own = [d for d in devices if d.process_index == jax.process_index()]
-    return Place(
+    return DeviceGroups(
         # One group of all where the ranks are not known: nothing will be connected.
-        groups=domain.groups if domain is not None else (tuple(process_of),),
+        groups=initialized_axis.groups
+        if initialized_axis is not None
+        else (tuple(process_of),),
         process_of=process_of,
         process=jax.process_index(),
         platform=cuda.platform_of(devices[0]),
-        capacity=domain.capacity if domain is not None else 0,
-        num_slots=domain.num_slots if domain is not None else 0,
+        capacity=initialized_axis.capacity if initialized_axis is not None else 0,
+        num_slots=initialized_axis.num_slots if initialized_axis is not None else 0,
         name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals=cuda.ordinals(list(filter(cuda.is_cuda, own))),
     )
 
 
-def _about(domain: Domain, place: Place) -> dict[str, str]:
+def _about(
+    initialized_axis: InitializedAxis, device_groups: DeviceGroups
+) -> dict[str, str]:
     """What all processes must have in common."""
     return {
-        "axis_name": str(domain.axis_name),
+        "axis_name": str(initialized_axis.axis_name),
         "the version of jax_ub": tuned.version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
         "JAX_UB_NVLS": str(settings.nvls()),
-        "shape": str(domain.shape),
-        "tp_size": str(domain.tp_size),
-        "dtype": str(domain.dtype),
-        "quantization_modes": str([mode.name for mode in domain.modes]),
-        "the tuned choices": domain.choices.digest if domain.choices else "none",
-        "the devices of the ranks": str(domain.groups),
-        "the groups that are connected already": communicators.shared_groups(place),
+        "shape": str(initialized_axis.shape),
+        "tp_size": str(initialized_axis.tp_size),
+        "dtype": str(initialized_axis.dtype),
+        "quantization_modes": str([mode.name for mode in initialized_axis.modes]),
+        "the tuned choices": initialized_axis.choices.digest
+        if initialized_axis.choices
+        else "none",
+        "the devices of the ranks": str(initialized_axis.groups),
+        "the groups that are connected already": communicators.shared_groups(
+            device_groups
+        ),
         **{
             f"ub_cfgs[{shown(name)}][{shown(key)}] for {mode.name}": str(value)
-            for (name, mode), overlap in domain.overlaps.items()
+            for (name, mode), overlap in initialized_axis.overlaps.items()
             for key, value in overlap.config.items()
         },
     }

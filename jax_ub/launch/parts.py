@@ -50,17 +50,17 @@ def _run_passing_sigterm_on(command, stdout):
     The handler raises nothing: amid the launcher's start, that would leave it behind.
     """
     process: subprocess.Popen | None = None
-    is_asked = threading.Event()
+    is_explicit = threading.Event()
 
     def end(*_):
-        is_asked.set()
+        is_explicit.set()
         if process is not None:
             process.terminate()
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         with subprocess.Popen(command, stdout=stdout) as process:
-            if is_asked.is_set():
+            if is_explicit.is_set():
                 process.terminate()
             try:
                 status = process.wait()
@@ -69,7 +69,7 @@ def _run_passing_sigterm_on(command, stdout):
                 raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    if is_asked.is_set():
+    if is_explicit.is_set():
         raise SystemExit(128 + signal.SIGTERM)
     return status
 
@@ -91,7 +91,7 @@ def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
 
 
 @contextlib.contextmanager
-def ends_at_once() -> Iterator[None]:
+def exit_on_failure() -> Iterator[None]:
     """Ends a process whose part fails, so that the launcher ends the others.
 
     JAX would let it wait at its exit, for minutes, until the others end, too; and they

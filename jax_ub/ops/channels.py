@@ -9,17 +9,17 @@ from jax_ub.ops.operation import BasicOperation
 
 
 @dataclasses.dataclass(frozen=True)
-class Routes:
+class ExtraTensorEdges:
     """The ways of the extra tensors of a list of basic operations.
 
-    Each of them is a *wire*, which has a number: an extra input of the caller's, or an
+    Each of them is a *edge*, which has a number: an extra input of the caller's, or an
     extra output of an operation.
 
     Attributes:
-        inputs: for each operation, the wires that are its extra inputs.
-        outputs: for each operation, the wires that are its extra outputs.
-        from_caller: the wires that the caller passes, in order.
-        to_caller: the wires that the caller gets, in order.
+        inputs: for each operation, the edges that are its extra inputs.
+        outputs: for each operation, the edges that are its extra outputs.
+        from_caller: the edges that the caller passes, in order.
+        to_caller: the edges that the caller gets, in order.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -28,8 +28,8 @@ class Routes:
     to_caller: tuple[int, ...]
 
 
-def find_routes(ops: Sequence[BasicOperation]) -> Routes:
-    """Connects the channels, and numbers the wires.
+def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
+    """Connects the channels, and numbers the edges.
 
     Raises:
         ShapeContractError: if two outputs have one name, or a consumer comes before its
@@ -52,18 +52,20 @@ def find_routes(ops: Sequence[BasicOperation]) -> Routes:
                 row.append(_source(ops, place, name, producers))
         inputs.append(tuple(row))
         channels = op.extra_output_channels or (None,) * op.num_extra_outputs
-        for wire, channel in zip(outputs[place], channels, strict=True):
+        for edge, channel in zip(outputs[place], channels, strict=True):
             if channel is None or channel.output_to_caller:
-                to_caller.append(wire)
-    return Routes(tuple(inputs), tuple(outputs), tuple(from_caller), tuple(to_caller))
+                to_caller.append(edge)
+    return ExtraTensorEdges(
+        tuple(inputs), tuple(outputs), tuple(from_caller), tuple(to_caller)
+    )
 
 
 def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
-    """By channel, the place of the operation that it comes from, and the wire."""
+    """By channel, the place of the operation that it comes from, and the edge."""
     producers: dict[str, tuple[int, int]] = {}
     for place, op in enumerate(ops):
         # Zipped to the shorter: without channels there is not one for each output.
-        for wire, channel in zip(
+        for edge, channel in zip(
             outputs[place], op.extra_output_channels, strict=False
         ):
             if channel is None:
@@ -71,32 +73,37 @@ def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
             if channel.name in producers:
                 first, _ = producers[channel.name]
                 raise ShapeContractError(
-                    f"{describe(ops, place)}: the channel {shown(channel.name)} is "
-                    f"already that of {describe(ops, first)}. Give every extra output "
+                    f"{operation_label(ops, place)}: the channel "
+                    f"{shown(channel.name)} is "
+                    f"already that of {operation_label(ops, first)}. Give every extra "
+                    f"output "
                     "a name of its own."
                 )
-            producers[channel.name] = (place, wire)
+            producers[channel.name] = (place, edge)
     return producers
 
 
 def _source(ops, place, name, producers) -> int:
-    """The wire that a channel is."""
+    """The edge that a channel is."""
     if name not in producers:
         known = nearest(name, producers) if producers else "There is none at all."
         raise UnknownNameError(
-            f"{describe(ops, place)}: no extra output has the channel {shown(name)}. "
+            f"{operation_label(ops, place)}: no extra output has the channel "
+            f"{shown(name)}. "
             f"{known}"
         )
-    producer, wire = producers[name]
+    producer, edge = producers[name]
     if producer >= place:
         raise ShapeContractError(
-            f"{describe(ops, place)}: it takes the channel {shown(name)}, which comes "
-            f"from {describe(ops, producer)}, not before it. Move the producer to the "
+            f"{operation_label(ops, place)}: it takes the channel {shown(name)}, "
+            f"which comes "
+            f"from {operation_label(ops, producer)}, not before it. Move the producer "
+            f"to the "
             "front."
         )
-    return wire
+    return edge
 
 
-def describe(ops: Sequence[BasicOperation], place: int) -> str:
+def operation_label(ops: Sequence[BasicOperation], place: int) -> str:
     """How errors name one operation of a list."""
     return f"operation {place} ({ops[place].label})"

@@ -16,12 +16,12 @@ from jax_ub.ops.basic.all_gather import AllGather
 from jax_ub.ops.basic.all_reduce import AllReduce
 from jax_ub.ops.basic.basic_linear import BasicLinear
 from jax_ub.ops.basic.reduce_scatter import ReduceScatter
-from jax_ub.ops.channels import describe
+from jax_ub.ops.channels import operation_label
 from jax_ub.ops.fused.userbuffers_linear import LIKE
 from jax_ub.ops.operation import FusedOperation, Op, num_ranks, windows
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS
 from jax_ub.primitives.mesh import axis_tuple
-from jax_ub.rules.site import Site, label_of, plan_site
+from jax_ub.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub.runtime import overlaps
 
 if TYPE_CHECKING:
@@ -148,46 +148,57 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     axis_name = scatter[0].axis_name if is_on and scatter else op.axis_name
     mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
-    site = _planned(op, axis_name, mode, ranks, type(window).__name__)
-    site = site if name == "forward" else _backward_site(op, mode, site, sizes)
+    call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
+    call_config = (
+        call_config
+        if name == "forward"
+        else _backward_site(op, mode, call_config, sizes)
+    )
     if name == "forward":
         steps = _forward_steps(op, mode, is_on)
     else:
-        steps = _backward_steps(op, mode, is_on, site)
+        steps = _backward_steps(op, mode, is_on, call_config)
     reason, note = "", "no communication"
     if any(target not in _PRODUCTS for target, _, _ in steps):
         is_refused = is_on and not scatter and not op.sequence_parallel
-        reason, note = _REFUSED if is_refused else _reason(site, is_on, reasons), ""
-    row = Row("", _targets(steps), not reason, site.method.value, reason, note=note)
-    return _predicted(row, steps, site, sizes, op.dtype, ranks)
+        reason, note = (
+            _REFUSED if is_refused else _reason(call_config, is_on, reasons),
+            "",
+        )
+    row = Row(
+        "", _targets(steps), not reason, call_config.method.value, reason, note=note
+    )
+    return _predicted(row, steps, call_config, sizes, op.dtype, ranks)
 
 
-def _planned(op, axis_name, mode, ranks, window_name) -> Site:
+def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
     axes = () if mode is None else axis_tuple(axis_name)
     method = dict(op.userbuffers_options or ()).get("method", op.method)
     like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
     # What a name is configured with counts on an axis of known size only.
     configured = op.comm_name if ranks is not None else None
-    site = plan_site(window_name, axes, ranks or 1, configured, method, like=like)
-    return dataclasses.replace(site, label=label_of(window_name, op.comm_name))
+    call_config = plan_call_config(
+        window_name, axes, ranks or 1, configured, method, like=like
+    )
+    return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
 
-def _backward_site(op, mode, site, sizes):
+def _backward_site(op, mode, call_config, sizes):
     """As the gradients run; of a column linear as they were tuned for these sizes."""
-    site = site.dgrad
+    call_config = call_config.dgrad
     if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
-        return site
+        return call_config
     dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
-    site = site.with_dtypes(dtype, dtype)
-    return site.as_tuned(
+    call_config = call_config.with_dtypes(dtype, dtype)
+    return call_config.with_tuned_method(
         COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
     )
 
 
-def _reason(site, is_on, reasons):
+def _reason(call_config, is_on, reasons):
     if not is_on:
         return "; ".join(reasons) or "no registered fusion overlaps it"
-    if site.method is Method.XLA:
+    if call_config.method is Method.XLA:
         return 'method "xla" is plain jax.lax'
     return ""
 
@@ -204,15 +215,15 @@ def _forward_steps(op, mode, is_on) -> list[Step]:
     return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
 
 
-def _backward_steps(op, mode, is_on, site) -> list[Step]:
+def _backward_steps(op, mode, is_on, call_config) -> list[Step]:
     """The same of its backward."""
     k, n = op.in_features, op.out_features
     if is_on and mode == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
-    if is_on and site.communicates_beside:
+    if is_on and call_config.uses_bulk:
         return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
     if is_on:
-        gather = [("all_gather", k, k)] * site.method.copies_operands
+        gather = [("all_gather", k, k)] * call_config.method.materializes_gather
         return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
     products = [("matmul", n, k), ("matmul", k, n)]
     if mode == "row" and op.sequence_parallel:
@@ -236,8 +247,8 @@ def _collective(op, name) -> Row:
     return Row("", target or "none", not target, method, reason, note=note)
 
 
-def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:
-    calls = dict.fromkeys((site.label, target) for target, _, _ in steps)
+def _predicted(row, steps, call_config, sizes, dtype, ranks) -> Row:
+    calls = dict.fromkeys((call_config.label, target) for target, _, _ in steps)
     waited = [sizes.waited[call] for call in calls if call in sizes.waited]
     if waited:
         row = dataclasses.replace(row, measured_exposed_s=sum(waited))
@@ -246,7 +257,7 @@ def _predicted(row, steps, site, sizes, dtype, ranks) -> Row:
     dtype = np.dtype(sizes.dtype if dtype is None else dtype)
     where = (ranks, dtype, sizes.hardware)
     found = [
-        simulate.estimate(target, site.method.value, sizes.tokens, k, n, *where)
+        simulate.estimate(target, call_config.method.value, sizes.tokens, k, n, *where)
         for target, k, n in steps
     ]
     return dataclasses.replace(
@@ -269,5 +280,5 @@ def _notes(fuser, passes, reasons):
     for name in _PASSES:
         for place, texts in sorted(reasons[name].items()):
             if not isinstance(fuser.basic_ops[place], BasicLinear):
-                where = describe(fuser.basic_ops, place)
+                where = operation_label(fuser.basic_ops, place)
                 yield f"not fused {name}: {where}: {'; '.join(texts)}"

@@ -9,8 +9,8 @@ import jax
 from jax_ub import shapes
 from jax_ub.errors import FusionError, ShapeContractError, shown
 from jax_ub.ops import registry
-from jax_ub.ops.channels import describe, find_routes
-from jax_ub.ops.group import FusibleGroup
+from jax_ub.ops.channels import connect_channels, operation_label
+from jax_ub.ops.group import OperationGroup
 from jax_ub.ops.grouping import make_groups
 from jax_ub.ops.operation import (
     FusedOperation,
@@ -35,7 +35,7 @@ class OperationFuser:
     Attributes:
         ops: the operations, as they were given.
         basic_ops: the basic operations that they stand for.
-        routes: the ways of extra inputs and outputs.
+        extra_edges: the ways of extra inputs and outputs.
     """
 
     def __init__(self, ops: Iterable[Operation]):
@@ -53,7 +53,7 @@ class OperationFuser:
                     "operation. Pass instances of the operations in jax_ub.ops."
                 )
         self.basic_ops = tuple(basic for op in self.ops for basic in op.basic_ops)
-        self.routes = find_routes(self.basic_ops)
+        self.extra_edges = connect_channels(self.basic_ops)
 
     @property
     def forward_ops(self) -> list[Op]:
@@ -114,20 +114,23 @@ class OperationFuser:
                 "be the ones it takes the place of, in their order."
             )
         for window, _ in windows(ops):
-            taken = set(itertools.chain(*self.routes.inputs[window]))
-            for place, outputs in enumerate(self.routes.outputs[window], window.start):
+            taken = set(itertools.chain(*self.extra_edges.inputs[window]))
+            for place, outputs in enumerate(
+                self.extra_edges.outputs[window], window.start
+            ):
                 if taken.intersection(outputs):
                     raise FusionError(
                         f"OperationFuser: {name} covers both ends of a "
                         "channel that begins at "
-                        f"{describe(self.basic_ops, place)}. Extra inputs come from "
+                        f"{operation_label(self.basic_ops, place)}. Extra inputs come "
+                        f"from "
                         "outside a window: fuse less."
                     )
 
     @property
-    def groups(self) -> tuple[FusibleGroup, ...]:
+    def groups(self) -> tuple[OperationGroup, ...]:
         """The runs of operations that are differentiated as one."""
-        return make_groups(self.forward_ops, self.backward_ops, self.routes)
+        return make_groups(self.forward_ops, self.backward_ops, self.extra_edges)
 
     def __call__(
         self,
@@ -161,17 +164,17 @@ class OperationFuser:
         for op, own in zip(self.basic_ops, dealt, strict=True):
             op.claim(own)
         params = tuple({**own, **key} for own, key in zip(dealt, keys, strict=True))
-        wires = dict(zip(self.routes.from_caller, extra_inputs, strict=True))
+        edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
         for group in self.groups:
             last = group.first + len(group.basic_ops)
             operands = {
                 "x": x,
                 "params": params[group.first : last],
-                "wires": {wire: wires[wire] for wire in group.taken},
+                "wires": {edge: edges[edge] for edge in group.taken},
             }
             x, results = fused_group(group, operands)
-            wires.update(results)
-        public = [wires[wire] for wire in self.routes.to_caller]
+            edges.update(results)
+        public = [edges[edge] for edge in self.extra_edges.to_caller]
         return (x, *public) if public else x
 
     def _split(self, params):
@@ -193,7 +196,8 @@ class OperationFuser:
             wanted = set(op.specs())
             if set(own) != wanted:
                 raise ShapeContractError(
-                    f"{describe(self.basic_ops, place)}: params has {sorted(own)}, but "
+                    f"{operation_label(self.basic_ops, place)}: params has "
+                    f"{sorted(own)}, but "
                     f"it takes {sorted(wanted)}. Pass what init(key) returns."
                 )
         return tuple(dealt)
@@ -203,7 +207,8 @@ class OperationFuser:
         takers = [place for place, op in enumerate(self.basic_ops) if op.takes_key]
         if takers and key is None and not deterministic:
             raise ShapeContractError(
-                f"{describe(self.basic_ops, takers[0])}: it draws random numbers, but "
+                f"{operation_label(self.basic_ops, takers[0])}: it draws random "
+                f"numbers, but "
                 "key = None. Pass key=jax.random.key(...), another one every step, or "
                 "deterministic=True."
             )
@@ -216,12 +221,12 @@ class OperationFuser:
         )
 
     def _check_extra_inputs(self, extra_inputs):
-        wanted = len(self.routes.from_caller)
+        wanted = len(self.extra_edges.from_caller)
         if len(extra_inputs) != wanted:
             takers = [
-                describe(self.basic_ops, place)
-                for place, row in enumerate(self.routes.inputs)
-                if set(row) & set(self.routes.from_caller)
+                operation_label(self.basic_ops, place)
+                for place, row in enumerate(self.extra_edges.inputs)
+                if set(row) & set(self.extra_edges.from_caller)
             ]
             raise ShapeContractError(
                 f"OperationFuser: {len(extra_inputs)} extra inputs, but the operations "

@@ -11,17 +11,17 @@ from jax_ub.errors import UbError
 from jax_ub.ops.operation import (
     BasicOperation,
     FusedOperation,
-    Needs,
+    RequestedGradients,
     Residuals,
     expand,
     windows,
 )
-from jax_ub.rules.fused_group import fit, like_if
-from jax_ub.rules.vjp import keep_if, placeholder, save
+from jax_ub.rules.fused_group import aval_or_placeholder, to_cotangent_aval
+from jax_ub.rules.vjp import placeholder, residual_or_placeholder, save
 
 
 @dataclasses.dataclass(frozen=True)
-class FusibleGroup:
+class OperationGroup:
     """Forward and backward windows over the same basic operations.
 
     It is as short as it can be: where a forward window and a backward window end
@@ -29,16 +29,16 @@ class FusibleGroup:
     gradient, and adds up what comes back from several consumers.
 
     Operands are a dict of "x", of "params", a tuple of one dict for each operation, and
-    of "wires", the extra inputs that come from outside, by number. Results are y and
+    of "edges", the extra inputs that come from outside, by number. Results are y and
     the extra outputs that are wanted outside, by number.
 
     Attributes:
         forward_ops: what computes the results.
         backward_ops: what computes the gradients.
         first: the place of the first operation among those of the fuser.
-        inputs: for each operation, the wires that are its extra inputs.
-        outputs: for each operation, the wires that are its extra outputs.
-        results: the wires that are wanted outside.
+        inputs: for each operation, the edges that are its extra inputs.
+        outputs: for each operation, the edges that are its extra outputs.
+        results: the edges that are wanted outside.
     """
 
     forward_ops: tuple[FusedOperation, ...]
@@ -55,48 +55,52 @@ class FusibleGroup:
 
     @property
     def taken(self) -> set[int]:
-        """The wires that come from outside."""
+        """The edges that come from outside."""
         made = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - made
 
-    def forward(self, operands, likes):
+    def forward(self, operands, cotangent_avals):
         """Runs the forward windows, and keeps what the backward reads."""
-        needs = self._needs(likes)
+        needs = self._needs(cotangent_avals)
         saves = self._saves(needs)
-        xs, wires, residuals = self._run(self.forward_ops, operands, saves)
+        xs, edges, residuals = self._run(self.forward_ops, operands, saves)
         kept = {
             "ops": self._kept(residuals, saves),
             "likes": self._likes(operands, needs),
         }
-        return (xs[-1], {wire: wires[wire] for wire in self.results}), kept
+        return (xs[-1], {edge: edges[edge] for edge in self.results}), kept
 
     def _run(self, ops, operands, saves):
-        """Runs windows: x before each and y behind, all wires, and the residuals."""
-        x, wires = operands["x"], dict(operands["wires"])
+        """Runs windows: x before each and y behind, all edges, and the residuals."""
+        x, edges = operands["x"], dict(operands["wires"])
         xs = [x]
         residuals: list[Residuals] = []
         for window, op in windows(ops):
             params = operands["params"][window]
-            extras = _rows(wires, self.inputs[window])
+            extras = _rows(edges, self.inputs[window])
             with self._named(window, op):
                 x, outputs, saved = op.forward(params, x, extras, saves[window])
             xs.append(x)
-            wires.update(_pairs(self.outputs[window], outputs))
+            edges.update(_pairs(self.outputs[window], outputs))
             residuals.extend(saved)
-        return xs, wires, residuals
+        return xs, edges, residuals
 
-    def _needs(self, likes) -> tuple[Needs, ...]:
+    def _needs(self, cotangent_avals) -> tuple[RequestedGradients, ...]:
         """What each operation has to compute so that the wanted gradients are there."""
-        reached = likes["x"] is not None
-        wires = {wire: like is not None for wire, like in likes["wires"].items()}
+        reached = cotangent_avals["x"] is not None
+        edges = {
+            edge: like is not None for edge, like in cotangent_avals["wires"].items()
+        }
         needs = []
         for own, inputs, outputs in zip(
-            likes["params"], self.inputs, self.outputs, strict=True
+            cotangent_avals["params"], self.inputs, self.outputs, strict=True
         ):
             wanted = frozenset(name for name, like in own.items() if like is not None)
-            need = Needs(reached, wanted, tuple(wires[wire] for wire in inputs))
+            need = RequestedGradients(
+                reached, wanted, tuple(edges[edge] for edge in inputs)
+            )
             reached = bool(need)
-            wires.update(dict.fromkeys(outputs, reached))
+            edges.update(dict.fromkeys(outputs, reached))
             needs.append(need)
         return tuple(needs)
 
@@ -117,7 +121,9 @@ class FusibleGroup:
                 # The fusions leave none, whatever is differentiated: there is no value
                 # that another use of the jaxpr would keep, or jax.vmap would map.
                 return placeholder()
-            return keep_if(name in wanted, save(values[name], name, op.comm_name))
+            return residual_or_placeholder(
+                name in wanted, save(values[name], name, op.comm_name)
+            )
 
         return tuple(
             {name: keep(op, values, wanted, name) for name in sorted(names)}
@@ -127,7 +133,7 @@ class FusibleGroup:
         )
 
     def _likes(self, operands, needs):
-        """The types of the activations and wires that begin in the group.
+        """The types of the activations and edges that begin in the group.
 
         A fused window never makes those inside it, so they are traced abstractly.
         """
@@ -137,26 +143,28 @@ class FusibleGroup:
 
         def run(operands):
             unfused = [FusedOperation((op,)) for op in self.basic_ops]
-            xs, wires, _ = self._run(unfused, operands, [frozenset()] * len(unfused))
-            types.extend(jax.tree.map(jax.typeof, (xs[:-1], wires)))
+            xs, edges, _ = self._run(unfused, operands, [frozenset()] * len(unfused))
+            types.extend(jax.tree.map(jax.typeof, (xs[:-1], edges)))
 
         jax.eval_shape(run, operands)
-        xs, wires = types
-        x_likes = tuple(like_if(need.x, x) for need, x in zip(needs, xs, strict=True))
+        xs, edges = types
+        x_likes = tuple(
+            aval_or_placeholder(need.x, x) for need, x in zip(needs, xs, strict=True)
+        )
         wire_likes = {
-            wire: like_if(bool(need), wires[wire])
+            edge: aval_or_placeholder(bool(need), edges[edge])
             for need, outputs in zip(needs, self.outputs, strict=True)
-            for wire in outputs
+            for edge in outputs
         }
         return x_likes, wire_likes
 
-    def backward(self, residuals, cotangents, likes):
+    def backward(self, residuals, cotangents, cotangent_avals):
         """Runs the backward windows, the last one first."""
-        needs = self._needs(likes)
+        needs = self._needs(cotangent_avals)
         dy, d_results = cotangents
         d_wires = dict(d_results)
         x_likes, wire_likes = residuals["likes"]
-        wire_likes = {**likes["wires"], **wire_likes}
+        wire_likes = {**cotangent_avals["wires"], **wire_likes}
         d_params: list = [None] * len(needs)
         for window, op in reversed(windows(self.backward_ops)):
             saved = tuple(map(_present, residuals["ops"][window]))
@@ -166,19 +174,19 @@ class FusibleGroup:
                     op, saved, dy, d_outputs, needs[window]
                 )
             if window.start:
-                dy = fit(x_likes[window.start], dy)
-            for wire, d in _pairs(self.inputs[window], d_inputs):
-                d = fit(wire_likes[wire], d)
+                dy = to_cotangent_aval(x_likes[window.start], dy)
+            for edge, d in _pairs(self.inputs[window], d_inputs):
+                d = to_cotangent_aval(wire_likes[edge], d)
                 if d is not None:
-                    before = d_wires.get(wire)
-                    d_wires[wire] = d if before is None else before + d
+                    before = d_wires.get(edge)
+                    d_wires[edge] = d if before is None else before + d
         return {
             "x": dy,
             "params": tuple(
                 {name: own.get(name) for name in like}
-                for like, own in zip(likes["params"], d_params, strict=True)
+                for like, own in zip(cotangent_avals["params"], d_params, strict=True)
             ),
-            "wires": {wire: d_wires.get(wire) for wire in likes["wires"]},
+            "wires": {edge: d_wires.get(edge) for edge in cotangent_avals["wires"]},
         }
 
     @contextlib.contextmanager
@@ -196,12 +204,12 @@ class FusibleGroup:
 
 
 def _rows(arrays, rows):
-    """What lies on wires, in rows for each operation; None where nothing does."""
-    return tuple(tuple(arrays.get(wire) for wire in row) for row in rows)
+    """What lies on edges, in rows for each operation; None where nothing does."""
+    return tuple(tuple(arrays.get(edge) for edge in row) for row in rows)
 
 
 def _pairs(rows, arrays) -> Iterator[tuple[int, jax.Array | None]]:
-    """Each wire of some rows with what an operation gave for it."""
+    """Each edge of some rows with what an operation gave for it."""
     return zip(itertools.chain(*rows), itertools.chain(*arrays), strict=True)
 
 
@@ -214,7 +222,9 @@ def _backward(op, residuals, dy, d_extras, needs):
 
 
 def _everything(op):
-    return Needs(True, frozenset(op.specs()), (True,) * op.num_extra_inputs)
+    return RequestedGradients(
+        True, frozenset(op.specs()), (True,) * op.num_extra_inputs
+    )
 
 
 def _present(residuals):

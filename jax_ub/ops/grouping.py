@@ -3,20 +3,20 @@
 import itertools
 from collections.abc import Sequence
 
-from jax_ub.ops.channels import Routes
-from jax_ub.ops.group import FusibleGroup
+from jax_ub.ops.channels import ExtraTensorEdges
+from jax_ub.ops.group import OperationGroup
 from jax_ub.ops.operation import FusedOperation, Op, windows
 
 
 def make_groups(
-    forward_ops: Sequence[Op], backward_ops: Sequence[Op], routes: Routes
-) -> tuple[FusibleGroup, ...]:
+    forward_ops: Sequence[Op], backward_ops: Sequence[Op], extra_edges: ExtraTensorEdges
+) -> tuple[OperationGroup, ...]:
     """Cuts two lists over the same basic operations where windows of both end."""
     forward, backward = _by_place(forward_ops), _by_place(backward_ops)
     cuts = sorted(set(forward) & set(backward))
-    ends = [*cuts[1:], len(routes.inputs)] if cuts else []
+    ends = [*cuts[1:], len(extra_edges.inputs)] if cuts else []
     return tuple(
-        _group(forward, backward, routes, range(first, last))
+        _group(forward, backward, extra_edges, range(first, last))
         for first, last in zip(cuts, ends, strict=True)
     )
 
@@ -31,15 +31,15 @@ def _by_place(ops: Sequence[Op]) -> dict[int, FusedOperation]:
     }
 
 
-def _group(forward, backward, routes, inside):
-    taken_later = itertools.chain(*routes.inputs[inside.stop :])
-    wanted = {*routes.to_caller, *taken_later}
-    outputs = routes.outputs[inside.start : inside.stop]
-    return FusibleGroup(
+def _group(forward, backward, extra_edges, inside):
+    taken_later = itertools.chain(*extra_edges.inputs[inside.stop :])
+    wanted = {*extra_edges.to_caller, *taken_later}
+    outputs = extra_edges.outputs[inside.start : inside.stop]
+    return OperationGroup(
         tuple(forward[i] for i in inside if i in forward),
         tuple(backward[i] for i in inside if i in backward),
         inside.start,
-        routes.inputs[inside.start : inside.stop],
+        extra_edges.inputs[inside.start : inside.stop],
         outputs,
-        tuple(wire for wire in itertools.chain(*outputs) if wire in wanted),
+        tuple(edge for edge in itertools.chain(*outputs) if edge in wanted),
     )

@@ -29,7 +29,7 @@ Extras = tuple[jax.Array | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Needs:
+class RequestedGradients:
     """Which gradients of one basic operation somebody asked for."""
 
     x: bool = False
@@ -134,7 +134,7 @@ class BasicOperation(Operation):
     def claim(self, params: Params) -> None:
         """Sees the caller's own parameters, before the differentiated call begins."""
 
-    def saved(self, needs: Needs) -> frozenset[str]:
+    def saved(self, needs: RequestedGradients) -> frozenset[str]:
         """Names the residuals that `backward` reads for these needs.
 
         More needs never need fewer residuals.
@@ -163,7 +163,7 @@ class BasicOperation(Operation):
         residuals: Residuals,
         dy: jax.Array | None,
         d_extra_outputs: Extras,
-        needs: Needs,
+        needs: RequestedGradients,
     ) -> tuple[jax.Array | None, Params, Extras]:
         """Computes the gradients that are needed.
 
@@ -276,7 +276,9 @@ class FusedOperation(Operation):
         """
         return {}
 
-    def saved(self, needs: tuple[Needs, ...]) -> tuple[frozenset[str], ...]:
+    def saved(
+        self, needs: tuple[RequestedGradients, ...]
+    ) -> tuple[frozenset[str], ...]:
         """Names the residuals that `backward` reads, for each basic operation."""
         return tuple(
             op.saved(need) if need else frozenset()
@@ -303,7 +305,7 @@ class FusedOperation(Operation):
         residuals: tuple[Residuals, ...],
         dy: jax.Array | None,
         d_extra_outputs: tuple[Extras, ...],
-        needs: tuple[Needs, ...],
+        needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
         """`BasicOperation.backward`, with one entry for each basic operation.
 
@@ -331,7 +333,7 @@ def backward_of(
     residuals: Residuals,
     dy: jax.Array | None,
     d_extra_outputs: Extras,
-    needs: Needs,
+    needs: RequestedGradients,
 ) -> tuple[jax.Array | None, Params, Extras]:
     """Runs `op.backward`, unless nothing is needed or nothing arrives."""
     arrived = dy is not None or any(d is not None for d in d_extra_outputs)

@@ -104,7 +104,7 @@ class Sequential(Operation):
         """Creates the parameters: a tuple with one entry for each operation.
 
         Args:
-            key: PRNG key; each operation folds in its place.
+            key: PRNG key; each operation is_batchable in its place.
 
         Returns:
             Global arrays, in dicts by name, which are empty for operations without.

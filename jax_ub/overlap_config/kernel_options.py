@@ -11,7 +11,7 @@ _MARGIN_BESIDE_COPY_ENGINES = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
+class KernelOptions:
     """The variant of the schedule, and what is not the same on every GPU.
 
     Results do not depend on it, but for the order in which a product is summed, which
@@ -56,14 +56,14 @@ class Tuning:
         }
 
 
-def tuning_of(config: OverlapConfig) -> Tuning:
+def kernel_options_of(config: OverlapConfig) -> KernelOptions:
     """Reads what acts on a GPU from the configuration of a named overlap.
 
     `num_sm` and `cga_size` are those of the kernels that send, so they say nothing
     beside copy engines; there `set_sm_margin` leaves room for the small kernels only.
     """
     margin = _MARGIN_BESIDE_COPY_ENGINES if config.use_ce else config.num_sm
-    return Tuning(
+    return KernelOptions(
         use_ce=config.use_ce,
         num_sm=config.num_sm,
         cga_size=config.cga_size,

@@ -15,8 +15,8 @@ from typing import Any
 from jax_ub.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub.methods import Method, Variant
 from jax_ub.outputs import write_json, writing
-from jax_ub.overlap_config.choice import Choice
-from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 
 # Raised where a key changes its meaning.
 SCHEMA = 1
@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Maker:
+class Environment:
     """What a tuning was made with: times elsewhere say little."""
 
     device: str
@@ -77,24 +77,24 @@ class Maker:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class TunedTable:
     """The tuning that fits a process, for "auto"."""
 
     source: str  # the file
     digest: str  # the same where all choices are the same
-    by_case: Mapping[Case, Choice] = dataclasses.field(compare=False, repr=False)
+    by_case: Mapping[Case, MethodChoice] = dataclasses.field(compare=False, repr=False)
 
-    def find(self, case: Case) -> Choice | None:
+    def find(self, case: Case) -> MethodChoice | None:
         """How a case runs, though nobody asked for it; None if it was not tuned."""
         found = self.by_case.get(case)
-        return None if found is None else dataclasses.replace(found, is_asked=False)
+        return None if found is None else dataclasses.replace(found, is_explicit=False)
 
 
-Tunings = dict[Maker, dict[Case, tuple[Choice, dict[str, float]]]]
+TunedFile = dict[Environment, dict[Case, tuple[MethodChoice, dict[str, float]]]]
 
 
-def read(path: str | os.PathLike[str]) -> Tunings:
-    """Reads a file: by maker and case, the choice and the times that led to it, in us.
+def read(path: str | os.PathLike[str]) -> TunedFile:
+    """Reads a tuned file: method choices and times in us, by environment and case.
 
     Raises:
         ConfigurationError: if there is no such file, or it is not one of tuned choices.
@@ -115,8 +115,10 @@ def read(path: str | os.PathLike[str]) -> Tunings:
         )
     try:
         return {
-            _read_maker(tuning): dict(map(_read_entry, tuning["entries"]))
-            for tuning in found["tunings"]
+            _read_maker(kernel_options): dict(
+                map(_read_entry, kernel_options["entries"])
+            )
+            for kernel_options in found["tunings"]
         }
     except UnknownNameError as error:
         raise UnknownNameError(
@@ -129,20 +131,20 @@ def read(path: str | os.PathLike[str]) -> Tunings:
         ) from error
 
 
-def write(path: str | os.PathLike[str], tunings: Tunings) -> None:
+def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
     """Writes a file that `read` reads, in the place of what is there."""
     document = {
         "schema": SCHEMA,
         "tunings": [
             {
-                "device": maker.device,
-                "versions": dict(maker.versions),
+                "device": environment.device,
+                "versions": dict(environment.versions),
                 "entries": [
                     _entry(case, choice, times_us)
                     for case, (choice, times_us) in cases.items()
                 ],
             }
-            for maker, cases in tunings.items()
+            for environment, cases in tunings.items()
         ],
     }
     path = pathlib.Path(path)
@@ -153,7 +155,7 @@ def write(path: str | os.PathLike[str], tunings: Tunings) -> None:
         beside.replace(path)
 
 
-def choices(path: str | os.PathLike[str], here: Maker) -> Choices:
+def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
     """Finds the tuning of a file that was made with what runs here.
 
     Raises:
@@ -168,7 +170,7 @@ def choices(path: str | os.PathLike[str], here: Maker) -> Choices:
             f"{here}. Add a tuning for it: python -m jax_ub tune --output FILE"
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
-    return Choices(str(path), _digest(by_case), by_case)
+    return TunedTable(str(path), _digest(by_case), by_case)
 
 
 def _digest(by_case):
@@ -176,10 +178,12 @@ def _digest(by_case):
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
 
 
-def _read_maker(tuning):
-    given = tuning["versions"]
+def _read_maker(kernel_options):
+    given = kernel_options["versions"]
     versions = {name: _typed(given, name, str) for name in given}
-    return Maker(_typed(tuning, "device", str), tuple(sorted(versions.items())))
+    return Environment(
+        _typed(kernel_options, "device", str), tuple(sorted(versions.items()))
+    )
 
 
 def _read_entry(entry: dict[str, Any]):
@@ -191,13 +195,13 @@ def _read_entry(entry: dict[str, Any]):
         raise UnknownNameError(
             f"no method {shown(entry['method'])}. {nearest(entry['method'], methods)}"
         )
-    tuning = dict(entry["tuning"])
-    tuning["variant"] = Variant(tuning.get("variant", Variant.PLAIN))
-    own = Tuning(**tuning)
-    for name in tuning.keys() - {"variant"}:
-        _typed(tuning, name, int)
+    kernel_options = dict(entry["tuning"])
+    kernel_options["variant"] = Variant(kernel_options.get("variant", Variant.PLAIN))
+    own = KernelOptions(**kernel_options)
+    for name in kernel_options.keys() - {"variant"}:
+        _typed(kernel_options, name, int)
     num_splits = _typed(entry, "num_splits", int)
-    return case, (Choice(Method(entry["method"]), num_splits, own), _times(entry))
+    return case, (MethodChoice(Method(entry["method"]), num_splits, own), _times(entry))
 
 
 # The fields of a case, and their types in a file.
@@ -221,6 +225,6 @@ def _entry(case, choice, times_us):
         **dataclasses.asdict(case),
         "method": choice.method.value,
         "num_splits": choice.num_splits,
-        "tuning": choice.tuning.differences(),
+        "tuning": choice.kernel_options.differences(),
         "times_us": {name: round(us, 3) for name, us in times_us.items()},
     }

@@ -70,7 +70,7 @@ class BulkReduceScatter(Call):
         }
 
     @property
-    def folds(self):
+    def is_batchable(self):
         """A batch axis is summed over, so a mapped one cannot become one."""
         return False
 

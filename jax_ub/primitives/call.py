@@ -20,12 +20,12 @@ from jaxlib.mlir import ir
 from jax_ub import methods
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.methods import DEFAULT_SPLITS, Method
-from jax_ub.overlap_config.choice import Choice
-from jax_ub.overlap_config.tuned import Choices
+from jax_ub.overlap_config.method_choice import MethodChoice
+from jax_ub.overlap_config.tuned import TunedTable
 from jax_ub.primitives import batching as folding
 from jax_ub.primitives import exported, lowered, on_cuda, varying
 from jax_ub.primitives.mesh import Ranks, check_manual, find_ranks
-from jax_ub.primitives.sizes import case_of
+from jax_ub.primitives.sizes import tuned_key
 from jax_ub.runtime import engine, overlaps
 
 
@@ -42,8 +42,8 @@ class Call:
 
     axis_name: tuple[str, ...] = ()  # empty for a local op
     num_ranks: int = 1
-    choice: Choice
-    tuned: Choices | None = None  # what to take instead, where the sizes are known
+    choice: MethodChoice
+    tuned: TunedTable | None = None  # what to take instead, where the sizes are known
     label: str
     is_of_one_rank: bool = False  # a local product of a call over an axis of one rank
     is_named: bool = False  # whether initialize_ub configured its name
@@ -77,7 +77,7 @@ class Call:
         has_method = self.method not in (Method.AUTO, Method.XLA)
         method = Method.DIRECT if has_method else self.method
         return {
-            "choice": Choice(method, is_asked=self.choice.is_asked),
+            "choice": MethodChoice(method, is_explicit=self.choice.is_explicit),
             "tuned": self.tuned,
             "label": self.label,
             "is_of_one_rank": True,
@@ -120,7 +120,7 @@ class Call:
         return False
 
     @property
-    def folds(self) -> bool:
+    def is_batchable(self) -> bool:
         """Whether a batch axis of the activations is one of the results too."""
         return True
 
@@ -141,7 +141,7 @@ class Call:
         """The same call as it was the fastest, where that was found out."""
         if self.tuned is None:
             return self
-        case = case_of(self, operands)
+        case = tuned_key(self, operands)
         found = None if case is None else self.tuned.find(case)
         return dataclasses.replace(self, choice=found or self.choice, tuned=None)
 
@@ -161,7 +161,8 @@ def _make_primitive(target):
     primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = _refuse_jvp
-    # Not cacheable: every call site is lowered by itself, so that each is recorded.
+    # Not cacheable: every call call_config is lowered by itself, so that each is
+    # recorded.
     mlir.register_lowering(primitive, _lower_on_cpu, platform="cpu", cacheable=False)
     mlir.register_lowering(primitive, _lower_on_cuda, platform="cuda", cacheable=False)
     mlir.register_lowering(primitive, _lower_elsewhere, cacheable=False)
@@ -191,33 +192,35 @@ def _check_capacity(call, operands):
     A call without a name is not meant for the buffers. It may fall back, and in one
     process a CPU needs no buffers, which only the lowering knows.
     """
-    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
-    if domain is None:
+    initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
+    if initialized_axis is None:
         return
-    may_run = call.choice.falls_back or not domain.spans_processes
+    may_run = call.choice.may_fall_back or not initialized_axis.spans_processes
     if call.is_named or not may_run:
-        reason = _why_too_large(call, domain, operands)
+        reason = _why_too_large(call, initialized_axis, operands)
         if reason is not None:
             raise ShapeContractError(f'{call.label}: {reason}, or pass method="xla".')
 
 
-def _why_too_large(call, domain, operands):
+def _why_too_large(call, initialized_axis, operands):
     pipelines = call.method is Method.PIPELINE
     num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
-    return domain.why_too_large(call.communicated(*operands), num_splits)
+    return initialized_axis.why_too_large(call.communicated(*operands), num_splits)
 
 
 def _why_no_room(call, operands, *, needs_buffers):
     """Why the buffers do not hold what a call without a name communicates, or None."""
-    domain = overlaps.on_axis(call.axis_name, call.num_ranks)
-    if domain is None or not (domain.spans_processes or needs_buffers):
+    initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
+    if initialized_axis is None or not (
+        initialized_axis.spans_processes or needs_buffers
+    ):
         return None
-    return _why_too_large(call, domain, operands)
+    return _why_too_large(call, initialized_axis, operands)
 
 
 def _batch(primitive, operands, dims, *, call):
     mapped = [i for i, dim in enumerate(dims) if dim is not None]
-    if call.folds and all(call.is_activation(i) for i in mapped):
+    if call.is_batchable and all(call.is_activation(i) for i in mapped):
         folded = [i for i in range(len(operands)) if call.is_activation(i)]
         operands = list(operands)
         moved = folding.fold([operands[i] for i in folded], [dims[i] for i in folded])
@@ -300,7 +303,7 @@ def _lower_elsewhere(ctx, *operands, call):
 
 
 def _lower_to_reference(ctx, operands, call, reason):
-    if not call.choice.falls_back:
+    if not call.choice.may_fall_back:
         raise UnsupportedOverlapError(
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'
@@ -320,7 +323,7 @@ def _attributes(call: Call, ranks: Ranks) -> dict[str, object]:
         "method": np.int64(call.method.code),
         "num_ranks": np.int64(call.num_ranks),
         "num_splits": np.int64(call.choice.num_splits),
-        "variant": np.int64(call.choice.tuning.variant.code),
+        "variant": np.int64(call.choice.kernel_options.variant.code),
         "ranks": ranks.table,
         "label": call.label,
         **options,

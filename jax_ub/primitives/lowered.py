@@ -11,8 +11,8 @@ from jax_ub.methods import Method
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
-    """One call site of one program.
+class LoweredCall:
+    """One call call_config of one program.
 
     Attributes:
         call: the `Call`.
@@ -29,13 +29,13 @@ class Lowered:
     reason: str | None
 
 
-_LISTENERS: list[list[Lowered]] = []
+_LISTENERS: list[list[LoweredCall]] = []
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Lowered]]:
+def recording() -> Iterator[list[LoweredCall]]:
     """Yields a list to which every call is added that is lowered in the block."""
-    found: list[Lowered] = []
+    found: list[LoweredCall] = []
     _LISTENERS.append(found)
     try:
         yield found
@@ -49,7 +49,7 @@ def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> No
     if not _LISTENERS:
         return
     operands = tuple(shape_of(aval) for aval in ctx.avals_in)
-    lowered = Lowered(call, operands, str(ctx.name_stack), method, reason)
+    lowered = LoweredCall(call, operands, str(ctx.name_stack), method, reason)
     for listener in _LISTENERS:
         listener.append(lowered)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jax_ub.primitives.summed_matmul import SummedMatmul, sum_products
+from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,4 +19,4 @@ class Matmul(SummedMatmul):
         return {place: 0} if fits else {}
 
 
-matmul = functools.partial(sum_products, Matmul)
+matmul = functools.partial(call_summed_matmul, Matmul)

@@ -5,7 +5,7 @@ import functools
 
 from jax_ub import reference
 from jax_ub.primitives.matmul import Matmul
-from jax_ub.primitives.summed_matmul import SummedMatmul, sum_products
+from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,4 +36,4 @@ class MatmulAllReduce(SummedMatmul):
         return True
 
 
-matmul_all_reduce = functools.partial(sum_products, MatmulAllReduce)
+matmul_all_reduce = functools.partial(call_summed_matmul, MatmulAllReduce)

@@ -5,7 +5,7 @@ import functools
 
 from jax_ub import reference
 from jax_ub.primitives.matmul import Matmul
-from jax_ub.primitives.summed_matmul import SummedMatmul, sum_products
+from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,4 +27,4 @@ class MatmulReduceScatter(SummedMatmul):
         return reference.reduce_scatter(partial, self.axis_name)
 
 
-matmul_reduce_scatter = functools.partial(sum_products, MatmulReduceScatter)
+matmul_reduce_scatter = functools.partial(call_summed_matmul, MatmulReduceScatter)

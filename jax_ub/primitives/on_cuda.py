@@ -13,7 +13,7 @@ from jax_ub.methods import Method, Variant
 from jax_ub.primitives import exported
 from jax_ub.primitives.mesh import Ranks
 from jax_ub.runtime import cuda, settings
-from jax_ub.runtime.place import ONE_SHOT_BYTES, heap_bytes
+from jax_ub.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
 # XLA's results have a size.
 _LEAST_BYTES = 1
@@ -55,8 +55,8 @@ def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
     into.
     """
     chooses = call.replicates and _chooses(call)
-    if not chooses and call.choice.tuning.variant is not Variant.ONE_SHOT:
-        return call.choice.tuning.variant
+    if not chooses and call.choice.kernel_options.variant is not Variant.ONE_SHOT:
+        return call.choice.kernel_options.variant
     num_elements = math.prod(call.communicated(*operands))
     most = ONE_SHOT_BYTES if chooses else heap_bytes("cuda", num_elements)
     sent = (call.num_ranks - 1) * num_elements * _summed_itemsize(call, operands)
@@ -116,7 +116,7 @@ def lower(
     numbers = {
         "method": method_of(call).code,
         "variant": variant_of(call, ctx.avals_in).code,
-        **call.choice.tuning.attributes(),
+        **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
     attributes = attributes | {name: np.int64(n) for name, n in numbers.items()}
@@ -140,7 +140,7 @@ def lower(
     if "devices" in attributes:
         ctx, operands = exported.with_partition(ctx, operands)
     *results, _ = rule(ctx, *operands, **attributes)
-    if _RUNS_TWICE_WHAT_IS_SAVED and call.folds:
+    if _RUNS_TWICE_WHAT_IS_SAVED and call.is_batchable:
         return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
     return results
 

@@ -44,7 +44,7 @@ def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int
     return op, rows, width, P * _beside(call, op, shapes, width)
 
 
-def case_of(call: Any, operands: Sequence[Any]) -> Case | None:
+def tuned_key(call: Any, operands: Sequence[Any]) -> Case | None:
     """What a tuned choice for a call is looked up by; None if there can be none.
 
     An algorithm of cuBLASLt is the n-th that it proposes for one product, by how its

@@ -29,7 +29,7 @@ class SummedMatmul(Call):
         """The same product of one rank by a `kind` that communicates nothing."""
         n = self.num_pairs
         addends = iter(operands[2 * n :])
-        return sum_products(
+        return call_summed_matmul(
             kind,
             operands[:n],
             operands[n : 2 * n],
@@ -86,7 +86,7 @@ class SummedMatmul(Call):
         )
 
 
-def sum_products(
+def call_summed_matmul(
     kind: type[SummedMatmul],
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],

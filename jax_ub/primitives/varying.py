@@ -21,7 +21,7 @@ def axes_of(*values) -> Axes:
     return frozenset().union(*(aval.manual_axis_type.varying for aval in types))
 
 
-def is_tracked(axis_name: tuple[str, ...]) -> bool:
+def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
     """Whether the surrounding `shard_map` types values by the axes they vary over."""
     return bool(axis_name) and bool(axes_of(lax.axis_index(axis_name[0])))
 

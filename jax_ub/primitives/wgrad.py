@@ -79,7 +79,7 @@ class Wgrad(Call):
         }
 
     @property
-    def folds(self):
+    def is_batchable(self):
         """A batch axis is summed over, so a mapped one cannot become one."""
         return False
 

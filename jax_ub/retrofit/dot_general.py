@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jax_ub import methods
 from jax_ub.errors import ShapeContractError, UbError, UnsupportedOverlapError, shown
 from jax_ub.retrofit import interception
-from jax_ub.retrofit.placement import Placement, resolve_kind
 from jax_ub.retrofit.sharded_linear import (
     as_matrix,
-    lay_out,
+    indivisible_reason,
     sharded_linear,
     split_features,
-    why_uneven,
+    with_output_sharding,
 )
+from jax_ub.retrofit.sharding_layout import ShardingLayout, resolve_kind
 from jax_ub.shapes import FLOATS, check_array, has_symbolic_sizes, is_integer
 
 
@@ -69,7 +69,7 @@ def dot_general(
         ShapeContractError: if `mesh` is none.
     """
     return DotGeneral(
-        Placement(
+        ShardingLayout(
             resolve_kind("dot_general", kind),
             axis_name,
             mesh,
@@ -112,7 +112,7 @@ class DotGeneral:
     them.
 
     Attributes:
-        placement: the layout.
+        sharding_layout: the layout.
         original: the function that the layer called before; None looks up
             `jax.lax.dot_general` at the call.
         kernel_shape: the global shape of the kernel `[*in, *out]`, where it is known.
@@ -120,7 +120,7 @@ class DotGeneral:
             JAX; else it is an error.
     """
 
-    placement: Placement
+    sharding_layout: ShardingLayout
     original: Callable | None = None
     kernel_shape: tuple[int, ...] | None = None
     is_lenient: bool = False
@@ -128,7 +128,7 @@ class DotGeneral:
     @property
     def kind(self) -> str:
         """Which dimensions of the kernel are sharded: "column" or "row"."""
-        return str(self.placement.parallel)
+        return str(self.sharding_layout.parallel)
 
     def __call__(
         self,
@@ -150,12 +150,12 @@ class DotGeneral:
         reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
         dense = None
         if reason is None:
-            _check_call(self.placement.op, lhs, rhs, dimension_numbers)
+            _check_call(self.sharding_layout.op, lhs, rhs, dimension_numbers)
             dense = _dense(lhs, rhs, dimension_numbers)
             reason = self._why_not(lhs, rhs, dense, preferred_element_type)
         if reason is None and dense is not None:
             y = self._overlap(lhs, rhs, dense, preferred_element_type)
-            return lay_out(y, out_sharding)
+            return with_output_sharding(y, out_sharding)
         if out_sharding is None and dense is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, dense.num_in, rhs.ndim - dense.num_in)
         product = lax.dot_general if self.original is None else self.original
@@ -181,95 +181,106 @@ class DotGeneral:
         reason = interception.why_intercepted(product, original)
         if reason is None:
             return None
-        if not self.placement.may_fall_back():
+        if not self.sharding_layout.may_fall_back():
             raise UnsupportedOverlapError(
-                f"{self.placement.op}: {reason}. Leave out the method, so that JAX "
+                f"{self.sharding_layout.op}: {reason}. Leave out the method, so that "
+                f"JAX "
                 "multiplies, or leave this layer alone."
             )
-        if self.placement.is_local() and not self._is_whole_in_shard_map():
+        if self.sharding_layout.is_local() and not self._is_whole_in_shard_map():
             raise self._no_communication(reason)
         return reason
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
         """Records that JAX multiplies in the block, and why."""
-        return methods.falling_back(self.placement.op, reason)
+        return methods.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
         return UnsupportedOverlapError(
-            f"{self.placement.op}: {reason}, and inside shard_map over "
-            f"{shown(self.placement.axis_name)} nothing else would communicate. Use "
+            f"{self.sharding_layout.op}: {reason}, and inside shard_map over "
+            f"{shown(self.sharding_layout.axis_name)} nothing else would communicate. "
+            f"Use "
             "jax.lax.dot_general and communicate yourself, or call it on global "
             "arrays."
         )
 
     def _why_not(self, lhs, rhs, dense, out_dtype):
         """Says why `jax.lax` has to multiply, None if it has not."""
-        placement = self.placement
+        sharding_layout = self.sharding_layout
         reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
-        if placement.is_local():
+        if sharding_layout.is_local():
             if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
                 return "the kernel is whole inside this jax.shard_map"
             if reason is None:
                 return None
             raise self._no_communication(reason)
-        may_fall_back = placement.may_fall_back() and not has_symbolic_sizes(lhs)
+        may_fall_back = sharding_layout.may_fall_back() and not has_symbolic_sizes(lhs)
         if reason is not None or not may_fall_back:
             return reason
-        mesh = placement.find_mesh(rhs, lhs)
+        mesh = sharding_layout.find_mesh(rhs, lhs)
         if mesh is None:
             return "no mesh is known here" if self.is_lenient else None
         try:
             self._check_mesh(mesh, rhs, dense)
             tokens = lhs.shape[: lhs.ndim - dense.num_in] or (1,)
-            return why_uneven(placement, mesh, (*tokens, lhs.shape[-1]))
+            return indivisible_reason(sharding_layout, mesh, (*tokens, lhs.shape[-1]))
         except UbError as error:
             if not self.is_lenient:
                 raise
-            return str(error).removeprefix(f"{placement.op}: ")
+            return str(error).removeprefix(f"{sharding_layout.op}: ")
 
     def _check_mesh(self, mesh, rhs, dense):
         """Refuses a mesh on which the kernel cannot be overlapped."""
-        placement = self._placement(mesh, rhs, dense)
-        placement.axis_size(mesh)
+        sharding_layout = self._sharding_layout(mesh, rhs, dense)
+        sharding_layout.axis_size(mesh)
         if self.is_lenient:
             shape = dense.in_out(rhs.shape)
-            placement.check_features((shape[0], shape[dense.num_in]), mesh)
+            sharding_layout.check_features((shape[0], shape[dense.num_in]), mesh)
             spec = dense.in_out(jax.typeof(rhs).sharding.spec)
-            placement.check_kernel_spec(spec, dense.num_in)
+            sharding_layout.check_kernel_spec(spec, dense.num_in)
 
     def _is_whole_in_shard_map(self, rhs=None, dense=None):
         """Whether each rank of the caller's `shard_map` has all of the kernel."""
         mesh = jax.sharding.get_abstract_mesh()
-        if set(self.placement.axes).isdisjoint(mesh.shape):
+        if set(self.sharding_layout.axes).isdisjoint(mesh.shape):
             return True
-        is_one = math.prod(mesh.shape.get(name, 1) for name in self.placement.axes) == 1
+        is_one = (
+            math.prod(mesh.shape.get(name, 1) for name in self.sharding_layout.axes)
+            == 1
+        )
         if dense is None or is_one:
             return False
         return dense.in_out(rhs.shape) == self.kernel_shape
 
-    def _placement(self, mesh, rhs, dense):
+    def _sharding_layout(self, mesh, rhs, dense):
         """Returns the layout of this kernel on this mesh."""
-        placement = dataclasses.replace(
-            self.placement, rhs_transposed=dense.rhs_transposed
+        sharding_layout = dataclasses.replace(
+            self.sharding_layout, rhs_transposed=dense.rhs_transposed
         )
         if not self.is_lenient or mesh is None:
-            return placement
+            return sharding_layout
         shape = dense.in_out(rhs.shape)
-        return placement.fitted(mesh, (shape[0], shape[dense.num_in]))
+        return sharding_layout.fitted(mesh, (shape[0], shape[dense.num_in]))
 
     def _overlap(self, lhs, rhs, dense, out_dtype):
         num_in = dense.num_in
-        mesh = None if self.placement.is_local() else self.placement.find_mesh(rhs, lhs)
-        placement = self._placement(mesh, rhs, dense)
+        mesh = (
+            None
+            if self.sharding_layout.is_local()
+            else self.sharding_layout.find_mesh(rhs, lhs)
+        )
+        sharding_layout = self._sharding_layout(mesh, rhs, dense)
         shape = dense.in_out(rhs.shape)
-        placement.check_contraction(lhs, jax.ShapeDtypeStruct(shape, rhs.dtype), num_in)
+        sharding_layout.check_contraction(
+            lhs, jax.ShapeDtypeStruct(shape, rhs.dtype), num_in
+        )
         spec = dense.in_out(jax.typeof(rhs).sharding.spec)
-        placement.check_kernel_spec(spec, num_in)
+        sharding_layout.check_kernel_spec(spec, num_in)
         outs = shape[num_in:]
         num_first = rhs.ndim - num_in if dense.rhs_transposed else num_in
         kernel = as_matrix(rhs, num_first)
         x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], math.prod(shape[:num_in]))
-        y = sharded_linear(placement, x, kernel, out_dtype=out_dtype)
+        y = sharded_linear(sharding_layout, x, kernel, out_dtype=out_dtype)
         return split_features(y, outs)
 
 

@@ -127,7 +127,8 @@ class Einsum:
                 return einsum(subscripts, x, kernel, **options)
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
-                f"{self.dense.placement.op}: x {x.shape} and kernel {kernel.shape} "
+                f"{self.dense.sharding_layout.op}: x {x.shape} and kernel "
+                f"{kernel.shape} "
                 f"have other numbers of dimensions than in {shown(subscripts)}. Pass "
                 "one for each label."
             )
@@ -149,10 +150,11 @@ class Einsum:
         return _transpose(y, y_labels, equation.y)
 
     def _check_may_fall_back(self, reason):
-        placement = self.dense.placement
-        if not placement.may_fall_back() or placement.is_local():
+        sharding_layout = self.dense.sharding_layout
+        if not sharding_layout.may_fall_back() or sharding_layout.is_local():
             raise UnsupportedOverlapError(
-                f"{placement.op}: {reason}. Call the layer with each label in two of "
+                f"{sharding_layout.op}: {reason}. Call the layer with each label in "
+                f"two of "
                 "x, kernel and result, or leave it alone in the rules of ub.overlap."
             )
 

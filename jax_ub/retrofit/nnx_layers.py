@@ -13,7 +13,7 @@ from jax_ub.errors import shown
 from jax_ub.retrofit import interception
 from jax_ub.retrofit.dot_general import DotGeneral
 from jax_ub.retrofit.einsum import Einsum, Equation
-from jax_ub.retrofit.placement import sharded_dim, sharding_of
+from jax_ub.retrofit.sharding_layout import sharded_dim, sharding_of
 from jax_ub.shapes import axis_tuple
 
 
@@ -172,7 +172,7 @@ class EinsumLayer(Layer):
 
     def replace(self, dense):
         """Sets the `einsum_op` of the module."""
-        label, dim = "", sharded_dim(self.spec, dense.placement.axis_name)
+        label, dim = "", sharded_dim(self.spec, dense.sharding_layout.axis_name)
         if self.equation is not None and dim is not None:
             label = (self.equation.ins + self.equation.outs)[dim]
         self.node.einsum_op = Einsum(_held_by_jax(dense), label, self.replaced)

@@ -18,8 +18,8 @@ from jax_ub.errors import (
 )
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.einsum import Einsum
-from jax_ub.retrofit.placement import kind_of_spec, resolve_kind
-from jax_ub.runtime.overlaps import LayerPath
+from jax_ub.retrofit.sharding_layout import kind_of_spec, resolve_kind
+from jax_ub.runtime.overlaps import LayerName
 from jax_ub.shapes import axis_tuple
 
 if TYPE_CHECKING:
@@ -113,16 +113,18 @@ def overlap(
             method=method,
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
-            ub_name=names.get(path, LayerPath(path)),
+            ub_name=names.get(path, LayerName(path)),
         )
         spec, num_in, kernel_mesh = layer.spec, layer.num_in, layer.mesh
-        own.placement.check_kernel_spec(spec, num_in)
-        known = own.placement.find_mesh() or kernel_mesh
-        placement = own.placement.with_fsdp_of(spec, known, num_in)
+        own.sharding_layout.check_kernel_spec(spec, num_in)
+        known = own.sharding_layout.find_mesh() or kernel_mesh
+        sharding_layout = own.sharding_layout.with_fsdp_of(spec, known, num_in)
         if kernel_mesh is not None and not _finds_ranks_by_partition(kernel_mesh):
-            placement = dataclasses.replace(placement, kernel_mesh=kernel_mesh)
+            sharding_layout = dataclasses.replace(
+                sharding_layout, kernel_mesh=kernel_mesh
+            )
         chosen[path] = DotGeneral(
-            placement,
+            sharding_layout,
             original=layer.replaced,
             kernel_shape=layer.in_out(layer.shape),
             is_lenient=True,

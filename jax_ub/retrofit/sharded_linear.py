@@ -38,11 +38,11 @@ from jax_ub.errors import (
     nearest,
     shown,
 )
-from jax_ub.retrofit.placement import AnyMesh, Placement
+from jax_ub.retrofit.sharding_layout import AnyMesh, ShardingLayout
 from jax_ub.rules import main_grads
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
-from jax_ub.rules.fsdp import gather_kernels, gathering_again
-from jax_ub.rules.linear import whole_rows
+from jax_ub.rules.fsdp import gather_kernels, remat_gathers
+from jax_ub.rules.linear import linear_without_gather
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.runtime import overlaps
@@ -50,7 +50,7 @@ from jax_ub.shapes import has_symbolic_sizes
 
 
 def sharded_linear(
-    placement: Placement,
+    sharding_layout: ShardingLayout,
     x: jax.Array,
     kernel: jax.Array | tuple[jax.Array, ...],
     bias: jax.Array | tuple[jax.Array, ...] | None = None,
@@ -59,16 +59,16 @@ def sharded_linear(
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Any:
-    """Multiplies x [..., K] by kernel [K, N] in the layout of `placement`.
+    """Multiplies x [..., K] by kernel [K, N] in the layout of `sharding_layout`.
 
     Args:
-        placement: the layout.
+        sharding_layout: the layout.
         x: activations, `[..., tokens, K]`; a vector `[K]` counts as one token.
-        kernel: `[K, N]`, or `[N, K]` if `placement.rhs_transposed`; global, or the
-            rank's shard where the axis is manual. A tuple of kernels shares what is
+        kernel: `[K, N]`, or `[N, K]` if `sharding_layout.rhs_transposed`; global, or
+            the rank's shard where the axis is manual. A tuple of kernels shares what is
             gathered of x, in one call.
-        bias: `[N]` or None, laid out as `placement.bias_spec`; a tuple where `kernel`
-            is one.
+        bias: `[N]` or None, laid out as `sharding_layout.bias_spec`; a tuple where
+            `kernel` is one.
         main_grad: f32 `[K, N]` or None, laid out as the kernel; a tuple where `kernel`
             is one.
         residual: `[..., tokens, N]` or None, added to the result of a row layer before
@@ -86,53 +86,59 @@ def sharded_linear(
             explicit or a method was named.
     """
     if x.ndim == 1:
-        call = functools.partial(sharded_linear, placement, x[None], kernel, bias)
+        call = functools.partial(sharded_linear, sharding_layout, x[None], kernel, bias)
         residual = None if residual is None else residual[None]
         y = call(main_grad, residual=residual, out_dtype=out_dtype)
         return jax.tree.map(lambda y: y[0], y)
     operands = (x, kernel, bias, main_grad, residual)
-    if placement.is_local():
-        return _multiply(placement, out_dtype, *operands)
+    if sharding_layout.is_local():
+        return _multiply(sharding_layout, out_dtype, *operands)
     if 0 in x.shape[:-1] and main_grad is None:
         # The ops take nothing empty; with an accumulator, which a constant would lose,
         # they say so.
         shape, dtype = x.shape[:-1], out_dtype or x.dtype
-        out = 0 if placement.rhs_transposed else 1
+        out = 0 if sharding_layout.rhs_transposed else 1
         return jax.tree.map(lambda w: jnp.zeros((*shape, w.shape[out]), dtype), kernel)
     kernels = kernel if isinstance(kernel, tuple) else (kernel,)
-    mesh = placement.find_mesh(*kernels, x)
-    if mesh is None and placement.parallel is None:
-        return _multiply(placement, out_dtype, *operands)
+    mesh = sharding_layout.find_mesh(*kernels, x)
+    if mesh is None and sharding_layout.parallel is None:
+        return _multiply(sharding_layout, out_dtype, *operands)
     if mesh is None:
         raise ShapeContractError(
-            f"{placement.op}: no mesh is known here: none was given, jax.set_mesh has "
+            f"{sharding_layout.op}: no mesh is known here: none was given, "
+            f"jax.set_mesh has "
             "set none (`with mesh:` does not), and the kernel shows none. Call it "
             "under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
-            f"over {shown(placement.axis_name)}."
+            f"over {shown(sharding_layout.axis_name)}."
         )
-    specs = [placement.in_out(jax.typeof(each).sharding.spec) for each in kernels]
-    placement = placement.with_fsdp_of(specs[0], mesh)
+    specs = [sharding_layout.in_out(jax.typeof(each).sharding.spec) for each in kernels]
+    sharding_layout = sharding_layout.with_fsdp_of(specs[0], mesh)
     for each, spec in zip(kernels, specs, strict=True):
-        placement.check_features(placement.in_out(each.shape), mesh)
-        placement.check_kernel_spec(spec)
+        sharding_layout.check_features(sharding_layout.in_out(each.shape), mesh)
+        sharding_layout.check_kernel_spec(spec)
     if has_symbolic_sizes(x):
-        return _on_no_mesh(placement, mesh, out_dtype, *operands)
-    asked, placement = placement, _leave_whole(placement, mesh, x.shape)
-    reason = why_uneven(placement, mesh, x.shape)
+        return _on_no_mesh(sharding_layout, mesh, out_dtype, *operands)
+    asked, sharding_layout = (
+        sharding_layout,
+        _leave_whole(sharding_layout, mesh, x.shape),
+    )
+    reason = indivisible_reason(sharding_layout, mesh, x.shape)
     if reason is not None:
-        raise ShapeContractError(f"{placement.op}: {reason}")
+        raise ShapeContractError(f"{sharding_layout.op}: {reason}")
     if main_grad is not None:
         # As the op does, which cannot know an accumulator through a shard_map.
-        prepare = functools.partial(main_grads.prepare, placement.op, axes=())
+        prepare = functools.partial(main_grads.prepare, sharding_layout.op, axes=())
         main_grad = jax.tree.map(prepare, main_grad, kernel)
     operands = (x, kernel, bias, main_grad, residual)
-    repeated = _record_repeated(asked, placement, mesh, x.shape)
+    repeated = _record_repeated(asked, sharding_layout, mesh, x.shape)
     # The layer looks up its name and its method while it is traced.
     configuration = overlaps.configuration()
-    return _on_mesh(configuration, placement, mesh, out_dtype, repeated, *operands)
+    return _on_mesh(
+        configuration, sharding_layout, mesh, out_dtype, repeated, *operands
+    )
 
 
-def lay_out(y: jax.Array, out_sharding: Any) -> jax.Array:
+def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
     """Moves the result to where its caller asks for it; None leaves it where it is."""
     if out_sharding is None:
         return y
@@ -167,23 +173,23 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     return jax.lax.reshape(y, shape, out_sharding=spec)
 
 
-def _leave_whole(placement, mesh, x_shape):
+def _leave_whole(sharding_layout, mesh, x_shape):
     """Leaves tokens whole where a layer that is not parallel cannot have them split."""
-    if placement.parallel is not None:
-        return placement
-    splits = set(placement.axes) <= set(mesh.shape)
-    if splits and why_uneven(placement, mesh, x_shape) is None:
-        return placement
-    return dataclasses.replace(placement, sequence_parallel=False)
+    if sharding_layout.parallel is not None:
+        return sharding_layout
+    splits = set(sharding_layout.axes) <= set(mesh.shape)
+    if splits and indivisible_reason(sharding_layout, mesh, x_shape) is None:
+        return sharding_layout
+    return dataclasses.replace(sharding_layout, sequence_parallel=False)
 
 
-def why_uneven(
-    placement: Placement, mesh: AnyMesh, x_shape: Sequence[int]
+def indivisible_reason(
+    sharding_layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> str | None:
-    """Says why x [..., tokens, K] cannot be cut as `placement` asks, None if it can."""
-    data_axes = of_several_ranks(mesh, _data_axes(placement, mesh, x_shape))
+    """Returns why x [..., tokens, K] does not divide over the mesh; None if it does."""
+    data_axes = nontrivial_axes(mesh, _data_axes(sharding_layout, mesh, x_shape))
     num_data = math.prod(mesh.shape[name] for name in data_axes)
-    num_tp = placement.axis_size(mesh) if placement.sequence_parallel else 1
+    num_tp = sharding_layout.axis_size(mesh) if sharding_layout.sequence_parallel else 1
     num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
     if x_shape[-2] % num_parts:
         padded = math.ceil(x_shape[-2] / num_parts) * num_parts
@@ -201,12 +207,12 @@ def why_uneven(
     return None
 
 
-def _record_repeated(asked, placement, mesh, x_shape):
+def _record_repeated(asked, sharding_layout, mesh, x_shape):
     """Records which ranks compute the same rows of x [..., tokens, K], if any do.
 
     Args:
-        asked: the placement that was asked for.
-        placement: the placement that is used.
+        asked: the sharding_layout that was asked for.
+        sharding_layout: the sharding_layout that is used.
         mesh: the mesh.
         x_shape: the shape of x.
 
@@ -214,11 +220,11 @@ def _record_repeated(asked, placement, mesh, x_shape):
         The reason, None if there are no such ranks.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    used = {*_data_axes(placement, mesh, x_shape), placement.axis_name}
+    used = {*_data_axes(sharding_layout, mesh, x_shape), sharding_layout.axis_name}
     unused = [name for name in mesh.axis_names if name not in {*used, *manual}]
-    others = of_several_ranks(mesh, unused)
+    others = nontrivial_axes(mesh, unused)
     reasons = []
-    if others and placement.data_axes is None:
+    if others and sharding_layout.data_axes is None:
         what = "tokens" if len(x_shape) == 2 else "examples (axis 0)"
         reasons.append(
             f"x {tuple(x_shape)} has {x_shape[0]} {what}, which do not divide into "
@@ -226,12 +232,12 @@ def _record_repeated(asked, placement, mesh, x_shape):
         )
     elif others:
         reasons.append(
-            f"data_axes = {placement.data_axes} leaves out mesh axes "
+            f"data_axes = {sharding_layout.data_axes} leaves out mesh axes "
             f"{_sizes(mesh, others)}"
         )
-    if asked.sequence_parallel and not placement.sequence_parallel:
+    if asked.sequence_parallel and not sharding_layout.sequence_parallel:
         axes = [name for name in (asked.axis_name,) if name in mesh.shape]
-        if of_several_ranks(mesh, axes):
+        if nontrivial_axes(mesh, axes):
             reasons.append(
                 f"x {tuple(x_shape)} has {x_shape[-2]} tokens, which do not divide "
                 f"into the ranks of mesh axes {_sizes(mesh, axes)}"
@@ -239,7 +245,7 @@ def _record_repeated(asked, placement, mesh, x_shape):
     if not reasons:
         return None
     reason = f"{'; '.join(reasons)}: these ranks compute the same"
-    methods.record_fallback(placement.op, reason)
+    methods.record_fallback(sharding_layout.op, reason)
     return reason
 
 
@@ -247,7 +253,7 @@ def _sizes(mesh, names):
     return {name: mesh.shape[name] for name in names}
 
 
-def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
+def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
     """Leaves an exported program of any size to XLA, which lays it out."""
     where, other = "inside jax.shard_map", "leave out the method"
     is_explicit = bool(_explicit_axes(mesh))
@@ -257,52 +263,56 @@ def _on_no_mesh(placement, mesh, out_dtype, x, *operands):
         f"x {x.shape} is exported with symbolic sizes, which jax cannot find {where}; "
         "export it once for each size"
     )
-    if is_explicit or not placement.may_fall_back():
-        raise UnsupportedOverlapError(f"{placement.op}: {reason}, or {other}.")
-    with methods.falling_back(placement.op, reason):
-        return _multiply(placement.whole(), out_dtype, x, *operands)
+    if is_explicit or not sharding_layout.may_fall_back():
+        raise UnsupportedOverlapError(f"{sharding_layout.op}: {reason}, or {other}.")
+    with methods.falling_back(sharding_layout.op, reason):
+        return _multiply(sharding_layout.whole(), out_dtype, x, *operands)
 
 
 # One program where nothing around the layer is compiled. Not inlined: outside jax.jit
 # jax 0.10.2 takes scans and what is rematerialized apart, and runs what it finds there.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _on_mesh(configuration, placement, mesh, out_dtype, repeated, *operands):
+def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operands):
     """Runs the layer in a `shard_map` over every axis that is not manual yet."""
     x = operands[0]
-    shown = lead_axes(placement, mesh, x)
-    data_axes = of_several_ranks(mesh, shown)
-    x_spec, y_spec = _activation_specs(placement, data_axes, x.ndim)
+    shown = batch_axes(sharding_layout, mesh, x)
+    data_axes = nontrivial_axes(mesh, shown)
+    x_spec, y_spec = _activation_specs(sharding_layout, data_axes, x.ndim)
     # Ranks that hold the same tokens may leave it to XLA to gather their kernels.
-    fsdp_axes = tuple(name for name in placement.fsdp_axes if mesh.shape[name] > 1)
+    fsdp_axes = tuple(
+        name for name in sharding_layout.fsdp_axes if mesh.shape[name] > 1
+    )
     if not set(fsdp_axes) <= set(data_axes):
         fsdp_axes = ()
-    placement = dataclasses.replace(placement, fsdp_axes=fsdp_axes)
-    kernel_spec = placement.kernel_spec
-    specs = (x_spec, kernel_spec, placement.bias_spec, kernel_spec, y_spec)
-    _, out_spec = _activation_specs(placement, shown, x.ndim)
+    sharding_layout = dataclasses.replace(sharding_layout, fsdp_axes=fsdp_axes)
+    kernel_spec = sharding_layout.kernel_spec
+    specs = (x_spec, kernel_spec, sharding_layout.bias_spec, kernel_spec, y_spec)
+    _, out_spec = _activation_specs(sharding_layout, shown, x.ndim)
     # The axes whose ranks hold other tokens for the same part of the kernel.
     replicas = tuple(name for name in data_axes if name not in fsdp_axes)
-    if placement.parallel is None and placement.sequence_parallel:
-        replicas += placement.axes
+    if sharding_layout.parallel is None and sharding_layout.sequence_parallel:
+        replicas += sharding_layout.axes
 
     def local(x, kernel, bias, main_grad, residual):
         if replicas:
             on_first = functools.partial(_on_first_replica, axes=replicas)
             main_grad = jax.tree.map(on_first, main_grad)
         if fsdp_axes:
-            along = {"axes": fsdp_axes, "dim": placement.fsdp_dim}
+            along = {"axes": fsdp_axes, "dim": sharding_layout.fsdp_dim}
             kernel, main_grad = gather_kernels(x, kernel, main_grad, **along)
-        return _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual)
+        return _multiply(
+            sharding_layout, out_dtype, x, kernel, bias, main_grad, residual
+        )
 
     if fsdp_axes:
-        local = gathering_again(local, fsdp_axes)
+        local = remat_gathers(local, fsdp_axes)
     if repeated is None:
-        return on_shards(local, mesh, specs, out_spec, *operands)
-    with methods.replicating(placement.op, repeated):
-        return on_shards(local, mesh, specs, out_spec, *operands)
+        return shard_map_operands(local, mesh, specs, out_spec, *operands)
+    with methods.replicating(sharding_layout.op, repeated):
+        return shard_map_operands(local, mesh, specs, out_spec, *operands)
 
 
-def on_shards(
+def shard_map_operands(
     local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs: Any, *operands: Any
 ) -> Any:
     """Calls `local` in a `shard_map` over every axis that is not manual yet.
@@ -332,18 +342,21 @@ _FUSED: dict[tuple[str | None, bool], Callable] = {
 }
 
 
-def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
+def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
     """Runs the layer on this rank's shards."""
-    parallel, sequence_parallel = placement.parallel, placement.sequence_parallel
+    parallel, sequence_parallel = (
+        sharding_layout.parallel,
+        sharding_layout.sequence_parallel,
+    )
     options = {
-        "axis_name": None if parallel is None else placement.axis_name,
-        "method": placement.flagged_method,
-        "ub_name": placement.ub_name,
-        "rhs_transposed": placement.rhs_transposed,
+        "axis_name": None if parallel is None else sharding_layout.axis_name,
+        "method": sharding_layout.flagged_method,
+        "ub_name": sharding_layout.ub_name,
+        "rhs_transposed": sharding_layout.rhs_transposed,
     }
     if residual is not None:
         options["residual"] = residual
-    fused = _FUSED.get((parallel, sequence_parallel), whole_rows)
+    fused = _FUSED.get((parallel, sequence_parallel), linear_without_gather)
 
     def multiply(w, bias, main_grad):
         given = {"main_grad": main_grad, "out_dtype": out_dtype, **options}
@@ -355,64 +368,71 @@ def _multiply(placement, out_dtype, x, kernel, bias, main_grad, residual):
     return multiply(kernel, bias, main_grad)
 
 
-def of_several_ranks(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
+def nontrivial_axes(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes of more than one rank: the others move nothing."""
     return tuple(name for name in names if mesh.shape[name] > 1)
 
 
-def lead_axes(placement: Placement, mesh: AnyMesh, x: jax.Array) -> tuple[str, ...]:
+def batch_axes(
+    sharding_layout: ShardingLayout, mesh: AnyMesh, x: jax.Array
+) -> tuple[str, ...]:
     """Returns the axes that shard the leading axis of x and of the result.
 
     Types of an explicit mesh name those of one rank, too, and in an order. So these are
     as x has them, where it lies on the same ranks already.
     """
-    axes = _data_axes(placement, mesh, x.shape)
+    axes = _data_axes(sharding_layout, mesh, x.shape)
     entry = jax.typeof(x).sharding.spec[0]
     names = entry if isinstance(entry, tuple) else (entry,)
-    others = {*mesh.shape} - {*placement.axes}
+    others = {*mesh.shape} - {*sharding_layout.axes}
     own = tuple(name for name in names if name in others)
-    lies_so = {*of_several_ranks(mesh, own)} == {*of_several_ranks(mesh, axes)}
-    return own if own and lies_so and placement.data_axes is None else axes
+    lies_so = {*nontrivial_axes(mesh, own)} == {*nontrivial_axes(mesh, axes)}
+    return own if own and lies_so and sharding_layout.data_axes is None else axes
 
 
-def _data_axes(placement, mesh, x_shape):
+def _data_axes(sharding_layout, mesh, x_shape):
     """Returns those for a shape alone, explicit axes of one rank among them."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     explicit = _explicit_axes(mesh)
-    chosen = placement.data_axes
+    chosen = sharding_layout.data_axes
     names = mesh.axis_names if chosen is None else chosen
     for name in names:
         if name not in mesh.shape:
             raise UnknownNameError(
-                f"{placement.op}: data_axes has {shown(name)}, which is not an axis of "
+                f"{sharding_layout.op}: data_axes has {shown(name)}, which is not an "
+                f"axis of "
                 f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
             )
     axes = tuple(
         name
         for name in names
-        if name not in placement.axes
+        if name not in sharding_layout.axes
         and name not in manual
         and (mesh.shape[name] > 1 or name in explicit)
     )
     if chosen is not None:
         return axes
     # The tokens of [tokens, features] are shared with the tensor-parallel ranks.
-    shares = len(x_shape) == 2 and placement.sequence_parallel
-    num_tp = placement.axis_size(mesh) if shares else 1
+    shares = len(x_shape) == 2 and sharding_layout.sequence_parallel
+    num_tp = sharding_layout.axis_size(mesh) if shares else 1
     num_data = math.prod(mesh.shape[name] for name in axes)
     return axes if x_shape[0] % (num_data * num_tp) == 0 else ()
 
 
-def _activation_specs(placement, data_axes, ndim):
+def _activation_specs(sharding_layout, data_axes, ndim):
     """Returns the layouts of x and y, both [..., tokens, features]."""
     lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
     tokens = data_axes if ndim == 2 else ()
-    shared = (*tokens, *placement.axes) if placement.sequence_parallel else tokens
-    by_feature = P(*lead, tokens or None, placement.axis_name)
+    shared = (
+        (*tokens, *sharding_layout.axes)
+        if sharding_layout.sequence_parallel
+        else tokens
+    )
+    by_feature = P(*lead, tokens or None, sharding_layout.axis_name)
     by_token = P(*lead, shared or None, None)
-    if placement.parallel == "column":
+    if sharding_layout.parallel == "column":
         return by_token, by_feature
-    if placement.parallel == "row":
+    if sharding_layout.parallel == "row":
         return by_feature, by_token
     return by_token, by_token
 

@@ -65,7 +65,7 @@ def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int 
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ShardingLayout:
     """How one linear layer is spread over a mesh; hashable over every field.
 
     It pickles: a mesh is stored by the ids of its devices, and becomes None where the
@@ -202,7 +202,7 @@ class Placement:
         """The layout of the bias [out]."""
         return P(self.axis_name if self.parallel == "column" else None)
 
-    def whole(self) -> "Placement":
+    def whole(self) -> "ShardingLayout":
         """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
         changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
         changes["flags"] = OverlapFlags()
@@ -217,7 +217,7 @@ class Placement:
 
     def with_fsdp_of(
         self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
-    ) -> "Placement":
+    ) -> "ShardingLayout":
         """That with the `fsdp_axes` which a kernel's layout shows.
 
         Args:
@@ -274,7 +274,7 @@ class Placement:
             return tuple(dims)
         return tuple(dims)[::-1]
 
-    def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "Placement":
+    def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
         """Returns the same without `fsdp_axes` that cannot shard a kernel on `mesh`.
 
         Args:

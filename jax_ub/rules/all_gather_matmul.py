@@ -14,16 +14,16 @@ from jax_ub.primitives.all_gather_matmul import all_gather_matmul as fused
 from jax_ub.rules import column_gradients
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.bias import bias_gradient
+from jax_ub.rules.call_config import CallConfig, make_call_config, plain_for_f64
 from jax_ub.rules.layer import check_no_main_grad
-from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import (
-    compiled,
     is_zero,
-    keep_if,
-    kept,
+    jitted_rule,
     needs,
     needs_dw,
+    present_residuals,
     promote,
+    residual_or_placeholder,
     save,
     value_of,
 )
@@ -84,12 +84,12 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
-    site = open_site(OP, axis_name, ub_name, method)
-    shapes.check_flag(site.label, "return_gathered", return_gathered)
-    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
-    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
+    call_config = make_call_config(OP, axis_name, ub_name, method)
+    shapes.check_flag(call_config.label, "return_gathered", return_gathered)
+    shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
+    call_config = dataclasses.replace(call_config, rhs_transposed=rhs_transposed)
     return all_gather_matmul_at(
-        site,
+        call_config,
         x,
         w,
         bias=bias,
@@ -101,27 +101,38 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
 
 @plain_for_f64
 def all_gather_matmul_at(
-    site: Site, x, w, *, bias, main_grad, return_gathered=False, out_dtype=None
+    call_config: CallConfig,
+    x,
+    w,
+    *,
+    bias,
+    main_grad,
+    return_gathered=False,
+    out_dtype=None,
 ):
-    """`all_gather_matmul` of a call whose site is open."""
+    """`all_gather_matmul` of a call whose call_config is open."""
     is_tuple = isinstance(w, tuple)
     ws = w if is_tuple else (w,)
-    biases = _as_tuple(site.label, site.bias_name, bias, is_tuple, len(ws))
-    mgs = _as_tuple(site.label, "main_grad", main_grad, is_tuple, len(ws))
-    out_dtype = _check(site, x, ws, biases, mgs, out_dtype)
-    site = site.with_dtypes(x.dtype, out_dtype)
-    axes = site.axes(x, ws, biases, mgs)
+    biases = _as_tuple(
+        call_config.label, call_config.bias_name, bias, is_tuple, len(ws)
+    )
+    mgs = _as_tuple(call_config.label, "main_grad", main_grad, is_tuple, len(ws))
+    out_dtype = _check(call_config, x, ws, biases, mgs, out_dtype)
+    call_config = call_config.with_dtypes(x.dtype, out_dtype)
+    axes = call_config.axes(x, ws, biases, mgs)
     if mgs is not None:
         mgs = tuple(
-            accumulators.prepare(site.label, mg, kernel, axes)
+            accumulators.prepare(call_config.label, mg, kernel, axes)
             for mg, kernel in zip(mgs, ws, strict=True)
         )
     x, ws, biases = promote((x, ws, biases), axes)
-    if site.is_mapped:
-        check_no_main_grad(site, mgs)
-        ys, gathered = _forward(site, return_gathered, x, ws, biases)
+    if call_config.is_mapped:
+        check_no_main_grad(call_config, mgs)
+        ys, gathered = _forward(call_config, return_gathered, x, ws, biases)
     else:
-        ys, gathered = _compiled_column(site, return_gathered, x, ws, biases, mgs)
+        ys, gathered = _compiled_column(
+            call_config, return_gathered, x, ws, biases, mgs
+        )
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
@@ -140,69 +151,71 @@ def _as_tuple(label, name, value, is_tuple, length):
     return value if is_tuple else (value,)
 
 
-def _check(site, x, ws, biases, main_grads, out_dtype):
+def _check(call_config, x, ws, biases, main_grads, out_dtype):
     if not ws:
         raise ShapeContractError(
-            f"{site.label}: w is an empty tuple. Pass at least one kernel."
+            f"{call_config.label}: w is an empty tuple. Pass at least one kernel."
         )
-    shapes.check_rank(site.label, "x", x)
-    for i, w in enumerate(map(site.kernel, ws)):
-        shapes.check_operands(site.label, x, w, takes_f64=site.takes_f64)
-        shapes.check_contraction(site.label, x, w, site.num_ranks, "out")
+    shapes.check_rank(call_config.label, "x", x)
+    for i, w in enumerate(map(call_config.kernel, ws)):
+        shapes.check_operands(call_config.label, x, w, takes_f64=call_config.takes_f64)
+        shapes.check_contraction(call_config.label, x, w, call_config.num_ranks, "out")
         bias = None if biases is None else biases[i]
         shapes.check_addends(
-            site.label,
+            call_config.label,
             bias,
             None,
             (w.shape[1],),
-            bias_name=site.bias_name,
+            bias_name=call_config.bias_name,
             takes_f64=shapes.is_f64(x),
         )
         main_grad = None if main_grads is None else main_grads[i]
-        shapes.check_main_grad(site.label, main_grad, ws[i])
-    return shapes.check_out_dtype(site.label, out_dtype, x.dtype)
+        shapes.check_main_grad(call_config.label, main_grad, ws[i])
+    return shapes.check_out_dtype(call_config.label, out_dtype, x.dtype)
 
 
-def _forward(site, return_gathered, x, ws, biases):
+def _forward(call_config, return_gathered, x, ws, biases):
     return fused(
         x,
         ws,
         biases,
-        rhs_transposed=site.rhs_transposed,
+        rhs_transposed=call_config.rhs_transposed,
         return_gathered=return_gathered,
-        out_dtype=site.out_dtype,
-        **site.fused,
+        out_dtype=call_config.out_dtype,
+        **call_config.fused,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _column(site, return_gathered, x, ws, biases, main_grads):
-    return _forward(site, return_gathered, x, ws, biases)
+def _column(call_config, return_gathered, x, ws, biases, main_grads):
+    return _forward(call_config, return_gathered, x, ws, biases)
 
 
-def _column_fwd(site, return_gathered, x, ws, biases, main_grads):
+def _column_fwd(call_config, return_gathered, x, ws, biases, main_grads):
     operands = value_of((x, ws, biases, main_grads))
-    ys, gathered = _column(site, return_gathered, *operands)
-    name = site.ub_name
+    ys, gathered = _column(call_config, return_gathered, *operands)
+    name = call_config.ub_name
     ys = tuple(save(y, "y", name) for y in ys)
     gathered = save(gathered, "gathered", name)
     wants_dw = needs_dw(ws, main_grads)
     residuals = {
-        "x": keep_if(wants_dw and not return_gathered, save(operands[0], "x", name)),
-        "gathered": keep_if(wants_dw, gathered),
-        "ws": keep_if(needs(x), operands[1]),
-        "biases": keep_if(needs(biases), operands[2]),
-        "main_grads": keep_if(needs(main_grads), operands[3]),
+        "x": residual_or_placeholder(
+            wants_dw and not return_gathered, save(operands[0], "x", name)
+        ),
+        "gathered": residual_or_placeholder(wants_dw, gathered),
+        "ws": residual_or_placeholder(needs(x), operands[1]),
+        "biases": residual_or_placeholder(needs(biases), operands[2]),
+        "main_grads": residual_or_placeholder(needs(main_grads), operands[3]),
     }
     return (ys, gathered), residuals
 
 
-def _column_bwd(site, return_gathered, residuals, cotangents):
-    residuals = kept(residuals)
+def _column_bwd(call_config, return_gathered, residuals, cotangents):
+    residuals = present_residuals(residuals)
     dys, d_gathered = cotangents
     live = [i for i, dy in enumerate(dys) if not is_zero(dy)]
     dx, dws = column_gradients.column_gradients(
-        site, residuals, {i: dys[i] for i in live}, d_gathered
+        call_config, residuals, {i: dys[i] for i in live}, d_gathered
     )
     biases, main_grads = residuals["biases"], residuals["main_grads"]
     dbs = biases and tuple(
@@ -216,4 +229,4 @@ def _column_bwd(site, return_gathered, residuals, cotangents):
 
 
 _column.defvjp(_column_fwd, _column_bwd, symbolic_zeros=True)
-_compiled_column = compiled(_column, static_argnums=(0, 1))
+_compiled_column = jitted_rule(_column, static_argnums=(0, 1))

@@ -7,7 +7,7 @@ import jax
 from jax_ub import shapes
 from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce as reduced
-from jax_ub.rules.site import open_site
+from jax_ub.rules.call_config import make_call_config
 from jax_ub.rules.vjp import promote
 
 OP = "all_reduce"
@@ -35,26 +35,26 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
             capacity of `initialize_ub`, or the axis is not a manual mesh axis.
         UnsupportedOverlapError: if `jax.shard_map` leaves mesh axes to XLA.
     """
-    site = open_site(OP, axis_name, None, None)
-    shapes.check_array(site.label, "x", x)
-    shapes.check_float(site.label, x=x)
-    shapes.check_not_empty(site.label, "x", x)
-    return _all_reduce(site, promote(x, site.axes(x)))
+    call_config = make_call_config(OP, axis_name, None, None)
+    shapes.check_array(call_config.label, "x", x)
+    shapes.check_float(call_config.label, x=x)
+    shapes.check_not_empty(call_config.label, "x", x)
+    return _all_reduce(call_config, promote(x, call_config.axes(x)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_reduce(site, x):
-    return reduced(x, **site.alone)
+def _all_reduce(call_config, x):
+    return reduced(x, **call_config.alone)
 
 
-def _all_reduce_fwd(site, x):
-    return _all_reduce(site, x), None
+def _all_reduce_fwd(call_config, x):
+    return _all_reduce(call_config, x), None
 
 
-def _all_reduce_bwd(site, residuals, dy):
-    if site.is_tracked:
-        return (varying.promote(dy, site.axis_name),)
-    return (reduced(dy, **site.alone),)
+def _all_reduce_bwd(call_config, residuals, dy):
+    if call_config.is_vma_checked:
+        return (varying.promote(dy, call_config.axis_name),)
+    return (reduced(dy, **call_config.alone),)
 
 
 _all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)

@@ -11,30 +11,30 @@ import numpy as np
 from jax_ub import arguments, methods, shapes
 from jax_ub.errors import shown
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.flags import FlaggedMethod
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
-from jax_ub.overlap_config.tuned import Case, Choices
+from jax_ub.overlap_config.tuned import Case, TunedTable
 from jax_ub.primitives import mesh, varying
 from jax_ub.rules.flags import choices_with_flags
-from jax_ub.rules.named import choices_of
+from jax_ub.rules.named import choices_by_pass
 from jax_ub.runtime import cuda, overlaps, settings, tuned
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class CallConfig:
     """One call of a public function: hashable, the same on every rank."""
 
     label: str
     axis_name: tuple[str, ...]  # empty for a local op
     num_ranks: int
-    choice: Choice  # how it runs
-    is_tracked: bool  # whether shard_map types values by the axes they vary over
+    choice: MethodChoice  # how it runs
+    is_vma_checked: bool  # whether shard_map types values by the axes they vary over
     dtype: np.dtype | None = None  # of the operands
     out_dtype: np.dtype | None = None  # of the result
-    tuned: Choices | None = None  # what "auto" takes, where the sizes are known
-    dgrad_choice: Choice | None = None  # of its name's; None is as the forward
-    wgrad_choice: Choice | None = None  # None is as the dgrad
+    tuned: TunedTable | None = None  # what "auto" takes, where the sizes are known
+    dgrad_choice: MethodChoice | None = None  # of its name's; None is as the forward
+    wgrad_choice: MethodChoice | None = None  # None is as the dgrad
     dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
     ub_name: str | None = None  # in the checkpoint names of its residuals
@@ -49,7 +49,7 @@ class Site:
         """By which method it runs."""
         return self.choice.method
 
-    def with_dtypes(self, dtype, out_dtype) -> "Site":
+    def with_dtypes(self, dtype, out_dtype) -> "CallConfig":
         """The same call, for operands and a result of these dtypes."""
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
@@ -66,23 +66,23 @@ class Site:
         return jax.ShapeDtypeStruct(shape, w.dtype)
 
     @property
-    def dgrad(self) -> "Site":
+    def dgrad(self) -> "CallConfig":
         """The same call, as the gradient of its activations runs."""
         return self._as(self.dgrad_choice)
 
     @property
-    def wgrad(self) -> "Site":
+    def wgrad(self) -> "CallConfig":
         """The same call, as the gradient of its kernel runs on its own."""
         return self._as(self.wgrad_choice or self.dgrad_choice)
 
     def _as(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
-    def with_dw_dtype(self, dtype) -> "Site":
+    def with_dw_dtype(self, dtype) -> "CallConfig":
         """The same call, for a gradient of the kernel of this dtype."""
         return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
-    def as_tuned(self, op: str, M: int, K: int, N: int) -> "Site":
+    def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
         """The same call as `op` was the fastest, where that was found out.
 
         The file's choices are the same on every rank, and so are the global sizes.
@@ -99,10 +99,11 @@ class Site:
         return all(choice.method is Method.XLA for choice in self._choices)
 
     @property
-    def falls_back(self) -> bool:
+    def may_fall_back(self) -> bool:
         """Whether all passes may become plain `jax.lax`."""
         return all(
-            choice.falls_back or choice.method is Method.XLA for choice in self._choices
+            choice.may_fall_back or choice.method is Method.XLA
+            for choice in self._choices
         )
 
     @property
@@ -111,11 +112,11 @@ class Site:
         return [choice for choice in passes if choice is not None]
 
     @property
-    def plain(self) -> "Site":
+    def plain(self) -> "CallConfig":
         """The same call in plain `jax.lax`, in all passes."""
         return dataclasses.replace(
             self,
-            choice=Choice(Method.XLA, is_asked=False),
+            choice=MethodChoice(Method.XLA, is_explicit=False),
             dgrad_choice=None,
             wgrad_choice=None,
             tuned=None,
@@ -123,7 +124,7 @@ class Site:
 
     def axes(self, *operands) -> frozenset[str]:
         """The mesh axes over which the operands vary, and the own one."""
-        own = self.axis_name if self.is_tracked else ()
+        own = self.axis_name if self.is_vma_checked else ()
         return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
 
     def over_ranks(self, method: Method) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Site:
         return {
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
-            "choice": self.choice.by(method),
+            "choice": self.choice.with_method(method),
             "tuned": self.tuned if method is Method.AUTO else None,
             "label": self.label,
             "is_named": self.is_named,
@@ -139,12 +140,12 @@ class Site:
         }
 
     @property
-    def copies_operands(self) -> bool:
+    def materializes_gather(self) -> bool:
         """Whether a gathered operand is laid out in memory: on GPUs it always is."""
-        return self.method.copies_operands or self._is_auto_on_gpus
+        return self.method.materializes_gather or self._is_auto_on_gpus
 
     @property
-    def communicates_beside(self) -> bool:
+    def uses_bulk(self) -> bool:
         """Whether a column layer's backward gathers x beside its dgrad: "bulk".
 
         On GPUs "auto" does. A wgrad multiplies there what is gathered when all of it
@@ -184,11 +185,11 @@ class Site:
         Where nobody asked for a method it is as it was tuned on its own, unless it lies
         beside communication that is plain JAX: then all of it was timed.
         """
-        is_tuned = self.choice.falls_back and self.method is not Method.XLA
+        is_tuned = self.choice.may_fall_back and self.method is not Method.XLA
         overlaps_nothing = self.method in (Method.AUTO, Method.XLA)
         method = self.method if overlaps_nothing else Method.DIRECT
         return {
-            "choice": Choice(method, is_asked=self.choice.is_asked),
+            "choice": MethodChoice(method, is_explicit=self.choice.is_explicit),
             "tuned": self.tuned if is_tuned else None,
             "label": self.label,
             "is_of_one_rank": bool(self.axis_name) and self.num_ranks == 1,
@@ -197,24 +198,24 @@ class Site:
 
 
 def plain_for_f64(product: Callable) -> Callable:
-    """Lets a function of (site, x, w, **given) fall back where x is f64.
+    """Lets a function of (call_config, x, w, **given) fall back where x is f64.
 
     The reason is recorded. If a pass has a method that was asked for, `product` rejects
     the dtype.
     """
 
     @functools.wraps(product)
-    def run(site, x, w, **given):
-        is_rejected_or_plain = site.takes_f64 or not site.falls_back
+    def run(call_config, x, w, **given):
+        is_rejected_or_plain = call_config.takes_f64 or not call_config.may_fall_back
         if is_rejected_or_plain or not (shapes.is_array(x) and shapes.is_f64(x)):
-            return product(site, x, w, **given)
-        with methods.falling_back(site.label, "x is float64"):
-            return product(site.plain, x, w, **given)
+            return product(call_config, x, w, **given)
+        with methods.falling_back(call_config.label, "x is float64"):
+            return product(call_config.plain, x, w, **given)
 
     return run
 
 
-def open_site(
+def make_call_config(
     op: str,
     axis_name,
     ub_name: str | None,
@@ -222,7 +223,7 @@ def open_site(
     *,
     like: str | None = None,
     may_be_bulk: bool = False,
-) -> Site:
+) -> CallConfig:
     """Finds the ranks and the methods of a call.
 
     The call's own method comes first, then what its name is configured with, then
@@ -243,31 +244,31 @@ def open_site(
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
     named = method.method if isinstance(method, FlaggedMethod) else method
-    label = label_of(op, ub_name)
+    label = call_label(op, ub_name)
     is_plain = methods.resolve(label, named, settings.method()) is Method.XLA
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = mesh.axis_tuple(axis_name)
-    site = plan_site(
+    call_config = plan_call_config(
         op, axes, num_ranks, ub_name, method, like=like, may_be_bulk=may_be_bulk
     )
     if not mesh.are_manual(axes):
-        return dataclasses.replace(site, is_mapped=True)
-    return dataclasses.replace(site, is_tracked=varying.is_tracked(axes))
+        return dataclasses.replace(call_config, is_mapped=True)
+    return dataclasses.replace(call_config, is_vma_checked=varying.is_vma_checked(axes))
 
 
-def open_local_site(
+def make_local_call_config(
     op: str, ub_name: str | None = None, method=None, *, like: str | None = None
-) -> Site:
+) -> CallConfig:
     """The same for a call that does not communicate."""
-    return plan_site(op, (), 1, ub_name, method, like=like)
+    return plan_call_config(op, (), 1, ub_name, method, like=like)
 
 
-def label_of(op: str, ub_name: str | None) -> str:
+def call_label(op: str, ub_name: str | None) -> str:
     """What a call is called in errors and in the record of fallbacks."""
     return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
-def plan_site(
+def plan_call_config(
     op: str,
     axes: tuple[str, ...],
     num_ranks: int,
@@ -276,12 +277,14 @@ def plan_site(
     *,
     like: str | None = None,
     may_be_bulk: bool = False,
-) -> Site:
+) -> CallConfig:
     """The same for known ranks, outside `jax.shard_map` too."""
-    label = label_of(op, ub_name)
+    label = call_label(op, ub_name)
     if isinstance(method, FlaggedMethod):
-        site = plan_site(op, axes, num_ranks, ub_name, method.method, like=like)
-        return _with_flags(site, like or op, ub_name, method)
+        call_config = plan_call_config(
+            op, axes, num_ranks, ub_name, method.method, like=like
+        )
+        return _with_flags(call_config, like or op, ub_name, method)
     arguments.check(op, ub_name=ub_name)
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
@@ -293,13 +296,13 @@ def plan_site(
     # What was tuned holds for the devices of the default backend.
     if automatic and is_on_cuda == cuda.is_default():
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
-    own = Choice(chosen)
-    site = Site(
+    own = MethodChoice(chosen)
+    call_config = CallConfig(
         label,
         axes,
         num_ranks,
         own,
-        is_tracked=False,
+        is_vma_checked=False,
         tuned=choices,
         is_on_cuda=is_on_cuda,
         ub_name=ub_name,
@@ -307,10 +310,10 @@ def plan_site(
         replicated=methods.replicated(),
     )
     if method is not None or not found:
-        return site
-    configured = choices_of(like or op, label, found)
+        return call_config
+    configured = choices_by_pass(like or op, label, found)
     return dataclasses.replace(
-        site,
+        call_config,
         # A pass without a configuration keeps what the call would do without a name.
         choice=configured.get(FPROP, own),
         dgrad_choice=configured.get(DGRAD, own),
@@ -318,11 +321,15 @@ def plan_site(
     )
 
 
-def _with_flags(site, op, ub_name, method):
+def _with_flags(call_config, op, ub_name, method):
     """Applies the flags of a layer; a method that the layer names agrees with them."""
-    if methods.resolve(site.label, method.method, None) is not Method.AUTO:
-        return site
-    found = overlaps.find(site.label, site.axis_name, site.num_ranks, ub_name)
-    choices = {FPROP: site.choice, DGRAD: site.dgrad.choice}
-    choices = choices_with_flags(op, site.label, method.flags, choices, found)
-    return dataclasses.replace(site, choice=choices[FPROP], dgrad_choice=choices[DGRAD])
+    if methods.resolve(call_config.label, method.method, None) is not Method.AUTO:
+        return call_config
+    found = overlaps.find(
+        call_config.label, call_config.axis_name, call_config.num_ranks, ub_name
+    )
+    choices = {FPROP: call_config.choice, DGRAD: call_config.dgrad.choice}
+    choices = choices_with_flags(op, call_config.label, method.flags, choices, found)
+    return dataclasses.replace(
+        call_config, choice=choices[FPROP], dgrad_choice=choices[DGRAD]
+    )

@@ -15,18 +15,18 @@ from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 from jax_ub.primitives.wgrad import wgrad
 from jax_ub.reference import sum_dtype
+from jax_ub.rules.call_config import CallConfig
 from jax_ub.rules.layer import accumulation
-from jax_ub.rules.site import Site
 from jax_ub.rules.vjp import is_zero
 
 
 def column_gradients(
-    site: Site, residuals: dict, dys: dict[int, jax.Array], d_gathered
+    call_config: CallConfig, residuals: dict, dys: dict[int, jax.Array], d_gathered
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
     """Computes the gradients of `x` and of the kernels, as far as they are wanted.
 
     Args:
-        site: the call.
+        call_config: the call.
         residuals: `x`, its rows, or `gathered`, all rows, where a kernel's gradient is
             wanted; `ws` where that of x is; `main_grads` where they are accumulated.
         dys: gradients of the results that have one, `[..., M, N_i]`, by their index.
@@ -35,84 +35,89 @@ def column_gradients(
     Returns:
         `[..., M/P, K]` or None, and `[K, N_i]` by the index of the kernel.
     """
-    site = site.dgrad
+    call_config = call_config.dgrad
     ws, main_grads = residuals["ws"], residuals["main_grads"]
     if ws is not None:
         ws = tuple(ws[i] for i in dys)
     if main_grads is not None:
         main_grads = tuple(main_grads[i] for i in dys)
-    gradients = tuple(dy.astype(site.dtype) for dy in dys.values())
+    gradients = tuple(dy.astype(call_config.dtype) for dy in dys.values())
     x, gathered = residuals["x"], residuals["gathered"]
     if not dys:
-        return _scattered(site, ws, d_gathered, site.dtype), {}
-    _check_bulk(site)
+        return _scattered(call_config, ws, d_gathered, call_config.dtype), {}
+    _check_bulk(call_config)
     # Beside a gather kernels are [in, out].
-    may_be_bulk = ws is not None and not site.rhs_transposed
+    may_be_bulk = ws is not None and not call_config.rhs_transposed
     if may_be_bulk and x is not None:
-        site = _as_tuned(site, x, gradients)
-        is_bulk = site.communicates_beside
+        call_config = _as_tuned(call_config, x, gradients)
+        is_bulk = call_config.uses_bulk
     else:
         # Where the forward pass has saved the gathered x, only "bulk" itself is.
-        is_bulk = may_be_bulk and gathered is not None and site.method is Method.BULK
+        is_bulk = (
+            may_be_bulk and gathered is not None and call_config.method is Method.BULK
+        )
     if is_bulk:
-        dx, dws = _bulk(site, x, gathered, gradients, ws, main_grads, d_gathered)
+        dx, dws = _bulk(call_config, x, gathered, gradients, ws, main_grads, d_gathered)
     else:
-        dx = _dgrad(site, gradients, ws, d_gathered)
-        dws = _wgrad(site, x, gathered, gradients, main_grads)
+        dx = _dgrad(call_config, gradients, ws, d_gathered)
+        dws = _wgrad(call_config, x, gathered, gradients, main_grads)
     return dx, dict(zip(dys, dws, strict=False))
 
 
-def _check_bulk(site):
+def _check_bulk(call_config):
     """Refuses "bulk" for kernels `[out, in]` where it was configured.
 
     Where it is the default of a name, the gradients run as without a method.
     """
-    is_asked = site.method is Method.BULK and site.choice.is_asked
-    if is_asked and site.rhs_transposed:
+    is_explicit = call_config.method is Method.BULK and call_config.choice.is_explicit
+    if is_explicit and call_config.rhs_transposed:
         raise UnsupportedOverlapError(
-            f'{site.label}: method "bulk" of the dgrad needs a kernel [in, out], but '
+            f'{call_config.label}: method "bulk" of the dgrad needs a kernel [in, '
+            f"out], but "
             "rhs_transposed = True. Pass the kernel [in, out], or configure another "
             'method, for example "ring_exchange".'
         )
 
 
-def _as_tuned(site, x, dys):
+def _as_tuned(call_config, x, dys):
     """The call as both gradients were the fastest together, of these sizes."""
     M = math.prod(dys[0].shape[:-1])
-    N = site.num_ranks * sum(dy.shape[-1] for dy in dys)
-    return site.as_tuned(COLUMN_GRADIENTS, M, x.shape[-1], N)
+    N = call_config.num_ranks * sum(dy.shape[-1] for dy in dys)
+    return call_config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
 
 
-def _scattered(site, ws, d_gathered, dtype):
+def _scattered(call_config, ws, d_gathered, dtype):
     if ws is None or is_zero(d_gathered):
         return None
-    return reduce_scatter(d_gathered, out_dtype=dtype, **site.alone)
+    return reduce_scatter(d_gathered, out_dtype=dtype, **call_config.alone)
 
 
-def _dgrad(site, dys, ws, d_gathered):
+def _dgrad(call_config, dys, ws, d_gathered):
     if ws is None:
         return None
     return matmul_reduce_scatter(
         dys,
         ws,
         None,
-        _scattered(site, ws, d_gathered, sum_dtype(site.dtype)),
-        rhs_transposed=not site.rhs_transposed,
-        out_dtype=site.dtype,
-        **site.fused,
+        _scattered(call_config, ws, d_gathered, sum_dtype(call_config.dtype)),
+        rhs_transposed=not call_config.rhs_transposed,
+        out_dtype=call_config.dtype,
+        **call_config.fused,
     )
 
 
-def _wgrad(site, x, gathered, dys, main_grads):
+def _wgrad(call_config, x, gathered, dys, main_grads):
     if gathered is None and x is None:
         return ()
-    main_grads, dtype = accumulation(site, dys, *(main_grads or (None,)))
-    is_one = len(dys) == 1 or not site.rhs_transposed
-    if gathered is None and (site.method.copies_operands or not is_one):
-        gathered = all_gather(x, **site.alone)
-    rows, where = (x, site.fused) if gathered is None else (gathered, site.local)
+    main_grads, dtype = accumulation(call_config, dys, *(main_grads or (None,)))
+    is_one = len(dys) == 1 or not call_config.rhs_transposed
+    if gathered is None and (call_config.method.materializes_gather or not is_one):
+        gathered = all_gather(x, **call_config.alone)
+    rows, where = (
+        (x, call_config.fused) if gathered is None else (gathered, call_config.local)
+    )
     gather = "x" if gathered is None else None
-    if not site.rhs_transposed:
+    if not call_config.rhs_transposed:
         return wgrad(rows, dys, main_grads, gather=gather, out_dtype=dtype, **where)
     # dy^T x, a product for each kernel: x is what is contracted with.
     return tuple(
@@ -128,27 +133,33 @@ def _wgrad(site, x, gathered, dys, main_grads):
     )
 
 
-def _bulk(site, x, gathered, dys, ws, main_grads, d_gathered):
+def _bulk(call_config, x, gathered, dys, ws, main_grads, d_gathered):
     # x is gathered beside dy w^T, whose sums are scattered beside x^T dy.
-    dtype = site.partial_dtype(len(dys))
+    dtype = call_config.partial_dtype(len(dys))
     if gathered is None:
         partial, gathered = bulk_all_gather(
-            dys, ws, x, partial_dtype=dtype, **site.bulk
+            dys, ws, x, partial_dtype=dtype, **call_config.bulk
         )
     else:
         partial = matmul(
-            dys, ws, None, None, rhs_transposed=True, out_dtype=dtype, **site.local
+            dys,
+            ws,
+            None,
+            None,
+            rhs_transposed=True,
+            out_dtype=dtype,
+            **call_config.local,
         )
     if not is_zero(d_gathered):
         partial += d_gathered.astype(dtype)
-    main_grads, dtype = accumulation(site, dys, *(main_grads or (None,)))
+    main_grads, dtype = accumulation(call_config, dys, *(main_grads or (None,)))
     dws, dx = bulk_reduce_scatter(
         gathered,
         dys,
         main_grads,
         partial,
         dw_dtype=dtype,
-        scattered_dtype=site.dtype,
-        **site.bulk,
+        scattered_dtype=call_config.dtype,
+        **call_config.bulk,
     )
     return dx, dws

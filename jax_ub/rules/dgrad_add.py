@@ -7,7 +7,7 @@ import jax
 from jax_ub import reference, shapes
 from jax_ub.errors import ShapeContractError
 from jax_ub.primitives.matmul import matmul
-from jax_ub.rules.site import open_local_site
+from jax_ub.rules.call_config import make_local_call_config
 from jax_ub.rules.vjp import promote
 
 OP = "dgrad_add"
@@ -32,9 +32,9 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
         UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
             over all of its axes.
     """
-    site = open_local_site(OP)
+    call_config = make_local_call_config(OP)
     shapes.check_rank(OP, "dy", dy, 1)
-    shapes.check_operands(OP, dy, site.kernel(w), x_name="dy")
+    shapes.check_operands(OP, dy, call_config.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
         raise ShapeContractError(
             f"{OP}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "
@@ -44,14 +44,14 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
     shapes.check_float(OP, residual=residual)
     wanted = (*dy.shape[:-1], w.shape[0])
     shapes.check_shape(OP, "residual", residual, wanted, "[..., K] with dy's rows")
-    dy, w, residual = promote((dy, w, residual), site.axes(dy, w, residual))
+    dy, w, residual = promote((dy, w, residual), call_config.axes(dy, w, residual))
     if dy.ndim == 1:
-        return _dgrad_add(site, dy[None], w, residual[None])[0]
-    return _dgrad_add(site, dy, w, residual)
+        return _dgrad_add(call_config, dy[None], w, residual[None])[0]
+    return _dgrad_add(call_config, dy, w, residual)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dgrad_add(site, dy, w, residual):
+def _dgrad_add(call_config, dy, w, residual):
     return matmul(
         (dy,),
         (w,),
@@ -59,15 +59,15 @@ def _dgrad_add(site, dy, w, residual):
         residual,
         rhs_transposed=True,
         out_dtype=residual.dtype,
-        **site.local,
+        **call_config.local,
     )
 
 
-def _dgrad_add_fwd(site, dy, w, residual):
-    return _dgrad_add(site, dy, w, residual), (dy, w, residual)
+def _dgrad_add_fwd(call_config, dy, w, residual):
+    return _dgrad_add(call_config, dy, w, residual), (dy, w, residual)
 
 
-def _dgrad_add_bwd(site, operands, gradient):
+def _dgrad_add_bwd(call_config, operands, gradient):
     return jax.vjp(_plain, *operands)[1](gradient)
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
 from jax_ub.overlap_config.flags import FUSED, OverlapFlags
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.names import DGRAD, FPROP
 from jax_ub.runtime import cuda
 from jax_ub.runtime.overlaps import Overlap
@@ -24,9 +24,9 @@ def choices_with_flags(
     op: str,
     label: str,
     flags: OverlapFlags,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
-) -> dict[str, Choice]:
+) -> dict[str, MethodChoice]:
     """Returns how the forward pass and the dgrad of a layer run.
 
     Args:
@@ -65,10 +65,10 @@ def _fused(choice, flag, gathers):
     if flag is None:
         return choice
     if not flag:
-        return Choice(Method.XLA)
+        return MethodChoice(Method.XLA)
     if choice.method in FUSED:
-        return dataclasses.replace(choice, is_asked=True)
-    return Choice(_engine_method(gathers))
+        return dataclasses.replace(choice, is_explicit=True)
+    return MethodChoice(_engine_method(gathers))
 
 
 def _engine_method(gathers):
@@ -82,14 +82,14 @@ def _column_dgrad(choice, flags):
     """Returns the choice of a dgrad that scatters its result, or gathers beside it."""
     scatters, bulk = flags.ub_overlap_rs_dgrad, flags.is_bulk
     if bulk:
-        return Choice(Method.BULK)
+        return MethodChoice(Method.BULK)
     if scatters:
         return _fused(choice, True, gathers=False)
     may_be_bulk = choice.method in (Method.BULK, Method.AUTO)
     if scatters is not None and bulk is not None:
-        return Choice(Method.XLA)
+        return MethodChoice(Method.XLA)
     if scatters is not None and (choice.method in FUSED or may_be_bulk):
-        return Choice(Method.BULK, is_asked=False)
+        return MethodChoice(Method.BULK, is_explicit=False)
     if bulk is not None and may_be_bulk:
-        return Choice(_engine_method(gathers=False), is_asked=False)
+        return MethodChoice(_engine_method(gathers=False), is_explicit=False)
     return choice

@@ -14,7 +14,7 @@ from jax import lax
 from jax_ub.primitives import varying
 
 
-def gathering_again(function: Callable, axes: tuple[str, ...]) -> Callable:
+def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
     """Lets the backward of a function gather what it gathers over mesh axes anew.
 
     The forward would keep it for that: the whole kernels of all layers of a scan.
@@ -39,7 +39,7 @@ def gather_kernels(
         dim: the dimension that is sharded over them.
 
     Returns:
-        The whole kernels, and accumulators of their shapes: `among_zeros`.
+        The whole kernels, and accumulators of their shapes: `pad_with_zeros`.
     """
 
     def gather(kernel):
@@ -48,13 +48,13 @@ def gather_kernels(
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
     def spread(main_grad):
-        return among_zeros(main_grad, axes, dim)
+        return pad_with_zeros(main_grad, axes, dim)
 
     return jax.tree.map(gather, kernels), jax.tree.map(spread, main_grads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def among_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """The rank's part of a main_grad in its place, and zeros where its peers' are.
 
     Every rank adds its own gradient, all are summed, and each takes its part: so that
@@ -74,11 +74,11 @@ def among_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Ar
 
 
 def _forward(main_grad, axes, dim):
-    return among_zeros(main_grad, axes, dim), None
+    return pad_with_zeros(main_grad, axes, dim), None
 
 
 def _backward(axes, dim, _, accumulated):
     return (lax.psum_scatter(accumulated, axes, scatter_dimension=dim, tiled=True),)
 
 
-among_zeros.defvjp(_forward, _backward)
+pad_with_zeros.defvjp(_forward, _backward)

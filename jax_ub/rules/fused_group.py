@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub.primitives import varying
-from jax_ub.rules.vjp import compiled, is_placeholder, is_zero, placeholder
+from jax_ub.rules.vjp import is_placeholder, is_zero, jitted_rule, placeholder
 from jax_ub.runtime import overlaps
 
 
@@ -18,20 +18,24 @@ class Group(Protocol):
     gradients are wanted: what is `like` the operand for one, None for another.
     """
 
-    def forward(self, operands: Any, likes: Any) -> tuple[Any, dict[str, Any]]:
+    def forward(
+        self, operands: Any, cotangent_avals: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Returns the results, and residuals for the wanted gradients, by name.
 
         The tree of the residuals depends on the operands only. In the place of what is
         not needed is a `vjp.placeholder`.
         """
 
-    def backward(self, residuals: dict[str, Any], cotangents: Any, likes: Any) -> Any:
+    def backward(
+        self, residuals: dict[str, Any], cotangents: Any, cotangent_avals: Any
+    ) -> Any:
         """Returns a tree of gradients like the operands, None where there is none.
 
         Args:
             residuals: as the forward returned them, None for what it left out.
             cotangents: of the results, None for one that is known to be zero.
-            likes: as in the forward.
+            cotangent_avals: as in the forward.
         """
 
 
@@ -56,20 +60,25 @@ def _group(configuration, group, operands):
 
 def _group_fwd(configuration, group, operands):
     values = jax.tree.map(lambda operand: operand.value, operands)
-    likes = jax.tree.map(
+    cotangent_avals = jax.tree.map(
         lambda operand: like(operand.value) if operand.perturbed else None, operands
     )
-    results, residuals = group.forward(values, likes)
-    return results, (jax.tree.map(_placed, likes, is_leaf=_is_none), residuals)
+    results, residuals = group.forward(values, cotangent_avals)
+    return results, (
+        jax.tree.map(_placed, cotangent_avals, is_leaf=_is_none),
+        residuals,
+    )
 
 
 def _group_bwd(configuration, group, saved, cotangents):
-    likes, residuals = jax.tree.map(
+    cotangent_avals, residuals = jax.tree.map(
         lambda leaf: None if is_placeholder(leaf) else leaf, saved
     )
     cotangents = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
-    gradients = group.backward(residuals, cotangents, likes)
-    return (jax.tree.map(fit, likes, gradients, is_leaf=_is_none),)
+    gradients = group.backward(residuals, cotangents, cotangent_avals)
+    return (
+        jax.tree.map(to_cotangent_aval, cotangent_avals, gradients, is_leaf=_is_none),
+    )
 
 
 def _placed(leaf):
@@ -81,7 +90,7 @@ def _is_none(leaf):
 
 
 _group.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
-_compiled_group = compiled(_group, static_argnums=(0, 1))
+_compiled_group = jitted_rule(_group, static_argnums=(0, 1))
 
 
 def like(value) -> jax.Array:
@@ -90,12 +99,14 @@ def like(value) -> jax.Array:
     return varying.promote(empty, varying.axes_of(value))
 
 
-def like_if(wanted: bool, value) -> jax.Array:
+def aval_or_placeholder(wanted: bool, value) -> jax.Array:
     """The type of an array or aval where it is wanted, a placeholder elsewhere."""
     return like(value) if wanted and value is not None else placeholder()
 
 
-def fit(wanted: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
+def to_cotangent_aval(
+    wanted: jax.Array | None, gradient: jax.Array | None
+) -> jax.Array | None:
     """Makes a gradient one of a value that is `like` wanted: its dtype and its axes.
 
     What varies over an axis that the value does not was promoted on its way; the

@@ -14,11 +14,15 @@ from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as summed
 from jax_ub.rules import main_grads as accumulators
 from jax_ub.rules.all_gather_matmul import all_gather_matmul_at
+from jax_ub.rules.call_config import (
+    make_call_config,
+    make_local_call_config,
+    plain_for_f64,
+)
 from jax_ub.rules.layer import layer
 from jax_ub.rules.local_gradients import dgrad, local_gradients, local_wgrad
 from jax_ub.rules.matmul_all_reduce import matmul_all_reduce_at
 from jax_ub.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
-from jax_ub.rules.site import open_local_site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "linear"
@@ -94,18 +98,20 @@ def linear(  # noqa: PLR0913, pinned
     fused = _FUSED.get((parallel, sequence_parallel))
     if fused is None:
         product = _whole_rows_at
-        site = _open_whole_rows(axis_name if parallel else None, ub_name, method)
+        call_config = _open_whole_rows(axis_name if parallel else None, ub_name, method)
     else:
         op, product = fused
         called = f"{OP} (parallel = {shown(parallel)}): {op}"
-        site = open_site(called, axis_name, ub_name, method, like=op)
-    site = dataclasses.replace(site, rhs_transposed=rhs_transposed, bias_name="b")
+        call_config = make_call_config(called, axis_name, ub_name, method, like=op)
+    call_config = dataclasses.replace(
+        call_config, rhs_transposed=rhs_transposed, bias_name="b"
+    )
     given = {"bias": b, "main_grad": main_grad}
     if parallel is None or not sequence_parallel:
-        shapes.check_rank(site.label, "x", x, 1)
+        shapes.check_rank(call_config.label, "x", x, 1)
         if x.ndim == 1:
-            return product(site, x[None], w, **given)[0]
-    return product(site, x, w, **given)
+            return product(call_config, x[None], w, **given)[0]
+    return product(call_config, x, w, **given)
 
 
 def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
@@ -125,7 +131,7 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
     shapes.check_flag(OP, "rhs_transposed", rhs_transposed)
 
 
-def whole_rows(  # noqa: PLR0913, those of the functions that communicate
+def linear_without_gather(  # noqa: PLR0913, those of the functions that communicate
     x: jax.Array,
     w: jax.Array,
     *,
@@ -161,62 +167,66 @@ def whole_rows(  # noqa: PLR0913, those of the functions that communicate
         UnknownNameError: as `linear`.
         UnsupportedOverlapError: as `linear`.
     """
-    site = _open_whole_rows(axis_name, ub_name, method)
-    site = dataclasses.replace(site, rhs_transposed=rhs_transposed)
+    call_config = _open_whole_rows(axis_name, ub_name, method)
+    call_config = dataclasses.replace(call_config, rhs_transposed=rhs_transposed)
     given = {"bias": bias, "main_grad": main_grad, "residual": residual}
-    return _whole_rows_at(site, x, w, out_dtype=out_dtype, **given)
+    return _whole_rows_at(call_config, x, w, out_dtype=out_dtype, **given)
 
 
 def _open_whole_rows(axis_name, ub_name, method):
     if axis_name is None:
-        return open_local_site(OP, ub_name, method)
-    return open_site(OP, axis_name, ub_name, method)
+        return make_local_call_config(OP, ub_name, method)
+    return make_call_config(OP, axis_name, ub_name, method)
 
 
 @plain_for_f64
-def _whole_rows_at(site, x, w, *, bias, main_grad, residual=None, out_dtype=None):
-    kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
-    sharded = "out" if site.axis_name else ""
-    shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
+def _whole_rows_at(
+    call_config, x, w, *, bias, main_grad, residual=None, out_dtype=None
+):
+    kernel = call_config.kernel(w)
+    shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)
+    sharded = "out" if call_config.axis_name else ""
+    shapes.check_contraction(
+        call_config.label, x, kernel, call_config.num_ranks, sharded
+    )
     result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(
-        site.label,
+        call_config.label,
         bias,
         residual,
         result,
-        bias_name=site.bias_name,
+        bias_name=call_config.bias_name,
         takes_f64=shapes.is_f64(x),
     )
-    shapes.check_main_grad(site.label, main_grad, w)
-    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
-    site = site.with_dtypes(x.dtype, out_dtype)
-    axes = site.axes(x, w, bias, residual, main_grad)
-    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
-    own = frozenset(site.axis_name)
-    is_replicated = site.is_tracked and not own & varying.axes_of(x)
+    shapes.check_main_grad(call_config.label, main_grad, w)
+    out_dtype = shapes.check_out_dtype(call_config.label, out_dtype, x.dtype)
+    call_config = call_config.with_dtypes(x.dtype, out_dtype)
+    axes = call_config.axes(x, w, bias, residual, main_grad)
+    main_grad = accumulators.prepare(call_config.label, main_grad, w, axes)
+    own = frozenset(call_config.axis_name)
+    is_replicated = call_config.is_vma_checked and not own & varying.axes_of(x)
     x = promote(x, axes - own if is_replicated else axes)
     w, bias, residual = promote((w, bias, residual), axes)
     product = _replicated if is_replicated else _local
-    return product(site, x, w, bias, residual, main_grad)
+    return product(call_config, x, w, bias, residual, main_grad)
 
 
-def _forward(site, x, w, bias, residual):
+def _forward(call_config, x, w, bias, residual):
     return matmul(
         (x,),
         (w,),
         bias,
         residual,
-        rhs_transposed=site.rhs_transposed,
-        out_dtype=site.out_dtype,
-        **site.local,
+        rhs_transposed=call_config.rhs_transposed,
+        out_dtype=call_config.out_dtype,
+        **call_config.local,
     )
 
 
-def _replicated_gradients(site, x, w, dy, main_grad):
+def _replicated_gradients(call_config, x, w, dy, main_grad):
     # Every rank has the part of x's gradient that its own columns contribute.
-    dx = dgrad(site, summed, site.dgrad.fused, w, dy)
-    return dx, local_wgrad(site, x, dy, main_grad)
+    dx = dgrad(call_config, summed, call_config.dgrad.fused, w, dy)
+    return dx, local_wgrad(call_config, x, dy, main_grad)
 
 
 _local = layer(_forward, local_gradients)

@@ -7,12 +7,12 @@ import jax
 
 from jax_ub.primitives.matmul import matmul
 from jax_ub.primitives.wgrad import wgrad
+from jax_ub.rules.call_config import CallConfig
 from jax_ub.rules.layer import accumulation
-from jax_ub.rules.site import Site
 
 
 def local_gradients(
-    site: Site,
+    call_config: CallConfig,
     x: jax.Array | None,
     w: jax.Array | None,
     dy: jax.Array,
@@ -21,7 +21,7 @@ def local_gradients(
     """Computes the gradients of `x` and of the kernel, as far as they are wanted.
 
     Args:
-        site: the call.
+        call_config: the call.
         x: activations, `[..., M, K]`; None if the kernel's gradient is not wanted.
         w: kernel, `[K, N]`; None if the gradient of x is not wanted.
         dy: gradient of the result, `[..., M, N]`.
@@ -30,12 +30,12 @@ def local_gradients(
     Returns:
         `[..., M, K]` and `[K, N]`, or None.
     """
-    dx = dgrad(site, matmul, site.local, w, dy)
-    return dx, local_wgrad(site, x, dy, main_grad)
+    dx = dgrad(call_config, matmul, call_config.local, w, dy)
+    return dx, local_wgrad(call_config, x, dy, main_grad)
 
 
 def dgrad(
-    site: Site,
+    call_config: CallConfig,
     product: Callable[..., jax.Array],
     where: dict[str, Any],
     w: jax.Array | None,
@@ -45,24 +45,27 @@ def dgrad(
     if w is None:
         return None
     return product(
-        (dy.astype(site.dtype),),
+        (dy.astype(call_config.dtype),),
         (w,),
         None,
         None,
-        rhs_transposed=not site.rhs_transposed,
-        out_dtype=site.dtype,
+        rhs_transposed=not call_config.rhs_transposed,
+        out_dtype=call_config.dtype,
         **where,
     )
 
 
 def local_wgrad(
-    site: Site, x: jax.Array | None, dy: jax.Array, main_grad: jax.Array | None
+    call_config: CallConfig,
+    x: jax.Array | None,
+    dy: jax.Array,
+    main_grad: jax.Array | None,
 ) -> jax.Array | None:
     """`x.T @ dy`, or its transpose where kernels lie so; None without `x`."""
     if x is None:
         return None
-    main_grads, dtype = accumulation(site, (dy,), main_grad)
-    dy = dy.astype(site.dtype)
-    if site.rhs_transposed:
+    main_grads, dtype = accumulation(call_config, (dy,), main_grad)
+    dy = dy.astype(call_config.dtype)
+    if call_config.rhs_transposed:
         x, dy = dy, x
-    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **site.local)[0]
+    return wgrad(x, (dy,), main_grads, out_dtype=dtype, **call_config.local)[0]

@@ -75,11 +75,11 @@ def _promote_over_single_ranks(main_grad, axes):
     return varying.promote(main_grad, single)
 
 
-def mapped_alike(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
+def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
     """Returns main_grad, which is mapped by every `jax.vmap` that maps its gradient.
 
-    Elsewhere JAX would sum what each index accumulates, with a main_grad in each of
-    them. In the compiled program this is nothing.
+    BackgroundLoad JAX would sum what each index accumulates, with a main_grad in each
+    of them. In the compiled program this is nothing.
 
     Args:
         op: the op's label.

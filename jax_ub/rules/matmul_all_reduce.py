@@ -12,9 +12,9 @@ from jax_ub.primitives import varying
 from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.primitives.matmul_all_reduce import matmul_all_reduce as fused
 from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.call_config import CallConfig, make_call_config, plain_for_f64
 from jax_ub.rules.layer import layer
 from jax_ub.rules.local_gradients import local_gradients
-from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "matmul_all_reduce"
@@ -73,10 +73,10 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
-    site = open_site(OP, axis_name, ub_name, method)
-    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
+    call_config = make_call_config(OP, axis_name, ub_name, method)
+    shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
     return matmul_all_reduce_at(
-        dataclasses.replace(site, rhs_transposed=rhs_transposed),
+        dataclasses.replace(call_config, rhs_transposed=rhs_transposed),
         x,
         w,
         bias=bias,
@@ -88,52 +88,60 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 
 @plain_for_f64
 def matmul_all_reduce_at(
-    site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
+    call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """`matmul_all_reduce` of a call whose site is open."""
-    shapes.check_rank(site.label, "x", x)
-    kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
-    shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
+    """`matmul_all_reduce` of a call whose call_config is open."""
+    shapes.check_rank(call_config.label, "x", x)
+    kernel = call_config.kernel(w)
+    shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)
+    shapes.check_contraction(call_config.label, x, kernel, call_config.num_ranks, "in")
     result = (*x.shape[:-1], kernel.shape[1])
     shapes.check_addends(
-        site.label,
+        call_config.label,
         bias,
         residual,
         result,
-        bias_name=site.bias_name,
+        bias_name=call_config.bias_name,
         takes_f64=shapes.is_f64(x),
     )
-    shapes.check_main_grad(site.label, main_grad, w)
-    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
-    site = site.with_dtypes(x.dtype, out_dtype)
-    _check_replicated(site, **{site.bias_name: bias, "residual": residual})
-    axes = site.axes(x, w, bias, residual, main_grad)
-    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+    shapes.check_main_grad(call_config.label, main_grad, w)
+    out_dtype = shapes.check_out_dtype(call_config.label, out_dtype, x.dtype)
+    call_config = call_config.with_dtypes(x.dtype, out_dtype)
+    _check_replicated(
+        call_config, **{call_config.bias_name: bias, "residual": residual}
+    )
+    axes = call_config.axes(x, w, bias, residual, main_grad)
+    main_grad = accumulators.prepare(call_config.label, main_grad, w, axes)
     x, w = promote((x, w), axes)
-    bias, residual = promote((bias, residual), axes - frozenset(site.axis_name))
-    return _row(site, x, w, bias, residual, main_grad)
+    bias, residual = promote((bias, residual), axes - frozenset(call_config.axis_name))
+    return _row(call_config, x, w, bias, residual, main_grad)
 
 
-def _check_replicated(site, **addends):
+def _check_replicated(call_config, **addends):
     for name, addend in addends.items():
-        if addend is not None and varying.axes_of(addend) & frozenset(site.axis_name):
+        if addend is not None and varying.axes_of(addend) & frozenset(
+            call_config.axis_name
+        ):
             raise ShapeContractError(
-                f"{site.label}: {name} varies over {site.axis_name}, but it is added "
+                f"{call_config.label}: {name} varies over {call_config.axis_name}, "
+                f"but it is added "
                 "once, after the reduction, so it must be the same on every rank. Pass "
                 "it replicated: leave the axis out of its in_specs."
             )
 
 
-def _forward(site, x, w, bias, residual):
-    options = {"rhs_transposed": site.rhs_transposed, "out_dtype": site.out_dtype}
-    return fused((x,), (w,), bias, residual, **options, **site.fused)
+def _forward(call_config, x, w, bias, residual):
+    options = {
+        "rhs_transposed": call_config.rhs_transposed,
+        "out_dtype": call_config.out_dtype,
+    }
+    return fused((x,), (w,), bias, residual, **options, **call_config.fused)
 
 
-def _gradients(site, x, w, dy, main_grad):
-    if not site.is_tracked and not (x is None and w is None):
-        dy = all_reduce(dy, **site.alone)
-    return local_gradients(site, x, w, dy, main_grad)
+def _gradients(call_config, x, w, dy, main_grad):
+    if not call_config.is_vma_checked and not (x is None and w is None):
+        dy = all_reduce(dy, **call_config.alone)
+    return local_gradients(call_config, x, w, dy, main_grad)
 
 
 _row = layer(_forward, _gradients)

@@ -9,9 +9,9 @@ from jax_ub import shapes
 from jax_ub.methods import Method
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fused
 from jax_ub.rules import main_grads as accumulators
+from jax_ub.rules.call_config import CallConfig, make_call_config, plain_for_f64
 from jax_ub.rules.layer import layer
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import Site, open_site, plain_for_f64
 from jax_ub.rules.vjp import promote
 
 OP = "matmul_reduce_scatter"
@@ -65,10 +65,10 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         UnsupportedOverlapError: if the method that was named cannot run here, the name
             is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
     """
-    site = open_site(OP, axis_name, ub_name, method)
-    shapes.check_flag(site.label, "rhs_transposed", rhs_transposed)
+    call_config = make_call_config(OP, axis_name, ub_name, method)
+    shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
     return matmul_reduce_scatter_at(
-        dataclasses.replace(site, rhs_transposed=rhs_transposed),
+        dataclasses.replace(call_config, rhs_transposed=rhs_transposed),
         x,
         w,
         bias=bias,
@@ -80,35 +80,38 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
 
 @plain_for_f64
 def matmul_reduce_scatter_at(
-    site: Site, x, w, *, bias, main_grad, residual=None, out_dtype=None
+    call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """`matmul_reduce_scatter` of a call whose site is open."""
-    shapes.check_rank(site.label, "x", x)
-    kernel = site.kernel(w)
-    shapes.check_operands(site.label, x, kernel, takes_f64=site.takes_f64)
-    shapes.check_contraction(site.label, x, kernel, site.num_ranks, "in")
-    shapes.check_divides(site.label, x, site.num_ranks)
-    result = (*x.shape[:-2], x.shape[-2] // site.num_ranks, kernel.shape[1])
+    """`matmul_reduce_scatter` of a call whose call_config is open."""
+    shapes.check_rank(call_config.label, "x", x)
+    kernel = call_config.kernel(w)
+    shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)
+    shapes.check_contraction(call_config.label, x, kernel, call_config.num_ranks, "in")
+    shapes.check_divides(call_config.label, x, call_config.num_ranks)
+    result = (*x.shape[:-2], x.shape[-2] // call_config.num_ranks, kernel.shape[1])
     shapes.check_addends(
-        site.label,
+        call_config.label,
         bias,
         residual,
         result,
-        bias_name=site.bias_name,
+        bias_name=call_config.bias_name,
         takes_f64=shapes.is_f64(x),
     )
-    shapes.check_main_grad(site.label, main_grad, w)
-    out_dtype = shapes.check_out_dtype(site.label, out_dtype, x.dtype)
-    site = site.with_dtypes(x.dtype, out_dtype)
-    axes = site.axes(x, w, bias, residual, main_grad)
-    main_grad = accumulators.prepare(site.label, main_grad, w, axes)
+    shapes.check_main_grad(call_config.label, main_grad, w)
+    out_dtype = shapes.check_out_dtype(call_config.label, out_dtype, x.dtype)
+    call_config = call_config.with_dtypes(x.dtype, out_dtype)
+    axes = call_config.axes(x, w, bias, residual, main_grad)
+    main_grad = accumulators.prepare(call_config.label, main_grad, w, axes)
     x, w, bias, residual = promote((x, w, bias, residual), axes)
-    return _row(site, x, w, bias, residual, main_grad)
+    return _row(call_config, x, w, bias, residual, main_grad)
 
 
-def _forward(site, x, w, bias, residual):
-    options = {"rhs_transposed": site.rhs_transposed, "out_dtype": site.out_dtype}
-    return fused((x,), (w,), bias, residual, **options, **site.fused)
+def _forward(call_config, x, w, bias, residual):
+    options = {
+        "rhs_transposed": call_config.rhs_transposed,
+        "out_dtype": call_config.out_dtype,
+    }
+    return fused((x,), (w,), bias, residual, **options, **call_config.fused)
 
 
 _row = layer(_forward, row_gradients)

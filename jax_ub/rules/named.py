@@ -11,9 +11,9 @@
 from jax_ub.errors import UnsupportedOverlapError, shown
 from jax_ub.methods import Method
 from jax_ub.overlap_config import CommOverlapType
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import kernel_options_of
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
-from jax_ub.overlap_config.tuning import tuning_of
 from jax_ub.runtime.overlaps import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
@@ -26,7 +26,9 @@ _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
 }
 
 
-def choices_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Choice]:
+def choices_by_pass(
+    op: str, label: str, found: dict[str, Overlap]
+) -> dict[str, MethodChoice]:
     """Reads how the passes of a call run from the overlaps of its name.
 
     Args:
@@ -49,11 +51,11 @@ def choices_of(op: str, label: str, found: dict[str, Overlap]) -> dict[str, Choi
         # A wgrad that nobody configured goes along with its dgrad.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
-            choices[direction] = Choice(
+            choices[direction] = MethodChoice(
                 Method(config.method),
                 config.num_splits,
-                tuning_of(config),
-                is_asked=overlap.is_configured,
+                kernel_options_of(config),
+                is_explicit=overlap.is_configured,
             )
     return choices
 

@@ -30,7 +30,7 @@ def save(value, name: str, ub_name: str | None = None):
     return checkpoint_name(value, f"jax_ub.{ub_name}.{name}")
 
 
-def compiled(rule: Callable, static_argnums) -> Callable:
+def jitted_rule(rule: Callable, static_argnums) -> Callable:
     """Lets a rule run in a `shard_map` that nothing compiles, also for want of jit.
 
     jax cannot run a custom_vjp with symbolic zeros there, one operation at a time. In a
@@ -45,7 +45,7 @@ def compiled(rule: Callable, static_argnums) -> Callable:
     return run
 
 
-def keep_if(wanted: bool, value):
+def residual_or_placeholder(wanted: bool, value):
     """A residual, or placeholders in a tree of the same structure.
 
     jax keeps one tree of residuals for all uses of a jaxpr, which may be differentiated
@@ -65,7 +65,7 @@ def placeholder() -> jax.Array:
     return jnp.zeros(0, bool)
 
 
-def kept(residuals: dict) -> dict:
+def present_residuals(residuals: dict) -> dict:
     """The residuals by name, None where only placeholders were kept."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value

@@ -6,7 +6,7 @@ import jax
 
 from jax_ub import reference, shapes
 from jax_ub.primitives.wgrad import wgrad
-from jax_ub.rules.site import open_local_site
+from jax_ub.rules.call_config import make_local_call_config
 from jax_ub.rules.vjp import promote
 
 OP = "wgrad_accumulate"
@@ -31,7 +31,7 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
         UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
             over all of its axes.
     """
-    site = open_local_site(OP)
+    call_config = make_local_call_config(OP)
     shapes.check_rank(OP, "x", x, 1)
     for name, array in (("dy", dy), ("main_grad", main_grad)):
         shapes.check_array(OP, name, array)
@@ -43,22 +43,24 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
     shapes.check_shape(OP, "dy", dy, rows, "[..., N] with x's rows")
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(OP, "main_grad", main_grad, wanted, "[K, N]")
-    x, dy, main_grad = promote((x, dy, main_grad), site.axes(x, dy, main_grad))
+    x, dy, main_grad = promote((x, dy, main_grad), call_config.axes(x, dy, main_grad))
     if x.ndim == 1:
         x, dy = x[None], dy[None]
-    return _wgrad_accumulate(site, x, dy, main_grad)
+    return _wgrad_accumulate(call_config, x, dy, main_grad)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wgrad_accumulate(site, x, dy, main_grad):
-    return wgrad(x, (dy,), (main_grad,), out_dtype=main_grad.dtype, **site.local)[0]
+def _wgrad_accumulate(call_config, x, dy, main_grad):
+    return wgrad(
+        x, (dy,), (main_grad,), out_dtype=main_grad.dtype, **call_config.local
+    )[0]
 
 
-def _wgrad_accumulate_fwd(site, x, dy, main_grad):
-    return _wgrad_accumulate(site, x, dy, main_grad), (x, dy, main_grad)
+def _wgrad_accumulate_fwd(call_config, x, dy, main_grad):
+    return _wgrad_accumulate(call_config, x, dy, main_grad), (x, dy, main_grad)
 
 
-def _wgrad_accumulate_bwd(site, operands, gradient):
+def _wgrad_accumulate_bwd(call_config, operands, gradient):
     return jax.vjp(_plain, *operands)[1](gradient)
 
 

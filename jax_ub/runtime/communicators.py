@@ -10,9 +10,9 @@ import numpy as np
 from jax_ub import errors
 from jax_ub.errors import ConfigurationError
 from jax_ub.runtime import cuda, engine, hosts, settings
-from jax_ub.runtime.bootstrap.agreement import Agreement, Values
-from jax_ub.runtime.connecting import Attempt, Connection
-from jax_ub.runtime.place import Group, Place
+from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
+from jax_ub.runtime.connection_attempt import Connection, ConnectionAttempt
+from jax_ub.runtime.device_groups import DeviceGroups, Group
 
 _CONNECTIONS: dict[Group, Connection] = {}
 _GENERATION = [0]  # the last that this process agreed on
@@ -58,13 +58,13 @@ def generation(groups: np.ndarray) -> int:
     return max((one.generation for one in found if one is not None), default=0)
 
 
-def check_shared(place: Place) -> None:
+def check_shared(device_groups: DeviceGroups) -> None:
     """Refuses groups that another axis has connected, if they cannot serve this too.
 
     Raises:
         ConfigurationError: names the devices: they have failed, or too little memory.
     """
-    for group, connection in _connected(place).items():
+    for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
             continue
         failure = _failure_of(connection)
@@ -74,63 +74,64 @@ def check_shared(place: Place) -> None:
                 f"under another axis name, and have failed: {failure}. Call "
                 "ub.destroy_ub() first."
             )
-        if connection.call_bytes < place.call_bytes:
+        if connection.call_bytes < device_groups.call_bytes:
             raise ConfigurationError(
                 f"initialize_ub: the devices {list(group)} are connected already, "
                 "under another axis name, for calls of "
                 f"{connection.call_bytes} bytes a rank, but this shape needs "
-                f"{place.call_bytes}. Initialise the axis of the largest shape first."
+                f"{device_groups.call_bytes}. Initialise the axis of the largest "
+                f"shape first."
             )
 
 
-def shared_groups(place: Place) -> str:
+def shared_groups(device_groups: DeviceGroups) -> str:
     """Names those that are connected already: the processes must not differ in them."""
-    return str(sorted(_connected(place)))
+    return str(sorted(_connected(device_groups)))
 
 
-def _connected(place):
-    return {g: _CONNECTIONS[g] for g in place.groups if g in _CONNECTIONS}
+def _connected(device_groups):
+    return {g: _CONNECTIONS[g] for g in device_groups.groups if g in _CONNECTIONS}
 
 
 def connect(
-    place: Place,
-    agreement: Agreement,
-    about: Mapping[str, str],
-    refusal: Exception | None,
+    device_groups: DeviceGroups,
+    agreement: ProcessAllGather,
+    agreed_settings: Mapping[str, str],
+    own_error: Exception | None,
 ) -> None:
     """Agrees with all processes of the mesh, and connects the groups that can be.
 
     Args:
-        place: where the ranks lie.
+        device_groups: where the ranks lie.
         agreement: with whom; two rounds, three where the processes differ.
-        about: what must be the same everywhere, by name.
-        refusal: why this process cannot go on, or None.
+        agreed_settings: what must be the same everywhere, by name.
+        own_error: why this process cannot go on, or None.
 
     Raises:
         CommunicatorError: if another process refused, differs, or could not connect;
             the own refusal, if there is one.
         TimeoutError: if processes were missing when the deadline passed.
     """
-    attempt = Attempt(place, _CONNECTIONS, _GENERATION[0])
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
     try:
-        told = attempt.agree(agreement, about, refusal)
+        peer_info = attempt.agree(agreement, agreed_settings, own_error)
     except BaseException:  # an interrupt too: nobody else knows what was made
         attempt.close()
         raise
     finally:
         _GENERATION[0] = max(_GENERATION[0], attempt.generation)
     _keep(attempt)
-    if place.platform == "cpu":
-        _share_cores(place, told)
+    if device_groups.platform == "cpu":
+        _share_cores(device_groups, peer_info)
 
 
-def connect_alone(place: Place) -> None:
+def connect_alone(device_groups: DeviceGroups) -> None:
     """Connects the groups of the only process of a mesh, as far as they need it.
 
     Raises:
         CommunicatorError: if there is no memory for that.
     """
-    attempt = Attempt(place, _CONNECTIONS, _GENERATION[0])
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
     error = attempt.connect_all({})
     if error is not None:
         attempt.close()
@@ -144,15 +145,17 @@ def _keep(attempt):
         _close_at_exit()
 
 
-def _share_cores(place, told: Values):
+def _share_cores(device_groups, peer_info: Values):
     if settings.num_threads() is not None:
         return
     here, own = hosts.identity(), hosts.cores()
-    neighbours = [process for process in sorted(told) if told[process]["host"] == here]
-    everyone = [told[process]["cores"] for process in neighbours]
-    part = hosts.own_part(own, everyone, neighbours.index(place.process))
+    neighbours = [
+        process for process in sorted(peer_info) if peer_info[process]["host"] == here
+    ]
+    everyone = [peer_info[process]["cores"] for process in neighbours]
+    part = hosts.process_cpu_set(own, everyone, neighbours.index(device_groups.process))
     _HAS_SHARED_CORES[0] = True
-    engine.load().set_num_threads(hosts.fair_share(own, everyone), part)
+    engine.load().set_num_threads(hosts.thread_share(own, everyone), part)
 
 
 @functools.cache

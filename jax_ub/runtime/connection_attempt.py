@@ -9,15 +9,15 @@ from typing import Any
 from jax_ub import errors
 from jax_ub.errors import CommunicatorError
 from jax_ub.runtime import engine, hosts, settings
-from jax_ub.runtime.bootstrap.agreement import Agreement, Values
 from jax_ub.runtime.bootstrap.meeting import (
     difference,
+    gather_or_raise,
     refusal_of_another,
     status,
-    tell,
 )
-from jax_ub.runtime.place import Group, Place
-from jax_ub.runtime.wirings import wiring_of
+from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
+from jax_ub.runtime.device_groups import DeviceGroups, Group
+from jax_ub.runtime.transports import transport_setup_of
 
 # A death is to be known within 2 s.
 _TOLD_WITHIN_S = 1.0
@@ -43,7 +43,7 @@ class Connection:
             self.communicator.close()
 
 
-class Attempt:
+class ConnectionAttempt:
     """What this process offers and makes until all have connected, or one has failed.
 
     Attributes:
@@ -51,32 +51,39 @@ class Attempt:
         generation: the last that this process agreed on.
     """
 
-    def __init__(self, place: Place, connected: Collection[Group], generation: int):
+    def __init__(
+        self, device_groups: DeviceGroups, connected: Collection[Group], generation: int
+    ):
         """Begins.
 
         Args:
-            place: where the ranks lie.
+            device_groups: where the ranks lie.
             connected: the groups that are connected already.
             generation: the last that this process agreed on.
         """
         self.made: list[Connection] = []
         self.generation = generation
-        self._place = place
-        self._wiring = wiring_of(place.platform)
+        self._place = device_groups
+        self._transport_setup = transport_setup_of(device_groups.platform)
         self._offered: dict[Group, Any] = {}
         self._groups = [
-            group for group in self._wiring.groups(place) if group not in connected
+            group
+            for group in self._transport_setup.groups(device_groups)
+            if group not in connected
         ]
 
     def agree(
-        self, agreement: Agreement, about: Mapping[str, str], refusal: Exception | None
+        self,
+        agreement: ProcessAllGather,
+        agreed_settings: Mapping[str, str],
+        own_error: Exception | None,
     ) -> Values:
         """Agrees with all processes of the mesh, and connects the groups that can be.
 
         Args:
             agreement: with whom; two rounds, three where the processes differ.
-            about: what must be the same everywhere, by name.
-            refusal: why this process cannot go on, or None.
+            agreed_settings: what must be the same everywhere, by name.
+            own_error: why this process cannot go on, or None.
 
         Returns:
             What each process said of itself.
@@ -87,28 +94,30 @@ class Attempt:
             TimeoutError: if processes were missing when the deadline passed.
         """
         with agreement:
-            if refusal is None:
-                refusal = self._offer()
-            told = tell(agreement, self._introduction(about, refusal), refusal)
-            failure = refusal or refusal_of_another(told)
+            if own_error is None:
+                own_error = self._offer()
+            peer_info = gather_or_raise(
+                agreement, self._introduction(agreed_settings, own_error), own_error
+            )
+            failure = own_error or refusal_of_another(peer_info)
             if failure is None:
-                self.generation = _agreed_generation(told)
-            if failure is None and len({one["hash"] for one in told.values()}) > 1:
-                failure = _difference(agreement.gather(dict(about)))
+                self.generation = _agreed_generation(peer_info)
+            if failure is None and len({one["hash"] for one in peer_info.values()}) > 1:
+                failure = _difference(agreement.gather(dict(agreed_settings)))
             if failure is None:
-                failure = self._connect_and_tell(agreement, told)
+                failure = self._connect_and_tell(agreement, peer_info)
         if failure is not None:
             raise failure
-        return told
+        return peer_info
 
-    def _connect_and_tell(self, agreement, told):
-        error = self.connect_all(told)
+    def _connect_and_tell(self, agreement, peer_info):
+        error = self.connect_all(peer_info)
         outcome = {
             # Others may wait in vain for a connection before they come here.
             "failed": None if error is None else str(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }
-        done = tell(agreement, outcome, error, _patience_s(error))
+        done = gather_or_raise(agreement, outcome, error, _patience_s(error))
         self._take_reasons(done)
         return error or _first_failure(done)
 
@@ -124,24 +133,28 @@ class Attempt:
             # Needed wherever a call runs, so that all learn if it is missing.
             engine.check_isa()
             for group in self._groups:
-                if self._place.spans(group) and self._place.is_here(group):
-                    self._offered[group] = self._wiring.offer(self._place, group)
+                if self._place.spans_processes(group) and self._place.has_local_rank(
+                    group
+                ):
+                    self._offered[group] = self._transport_setup.open_endpoint(
+                        self._place, group
+                    )
         except Exception as error:
             return self._gave_up(error)
         return None
 
-    def connect_all(self, told: Values) -> Exception | None:
+    def connect_all(self, peer_info: Values) -> Exception | None:
         """Connects the groups, as far as that is possible.
 
         Args:
-            told: what each process said of itself; empty for one alone.
+            peer_info: what each process said of itself; empty for one alone.
 
         Returns:
             Why it failed, or None.
         """
         try:
             for group in self._groups:
-                self.made.append(self._connect(told, group))
+                self.made.append(self._connect(peer_info, group))
         except Exception as error:
             return self._gave_up(error)
         return None
@@ -150,40 +163,42 @@ class Attempt:
         self._offered.clear()  # so that others find closed sockets instead of waiting
         return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
 
-    def _introduction(self, about, refusal):
-        text = json.dumps(dict(about), sort_keys=True)
+    def _introduction(self, agreed_settings, own_error):
+        text = json.dumps(dict(agreed_settings), sort_keys=True)
         return {
-            **status(refusal),
+            **status(own_error),
             "generation": self.generation + 1,
             "hash": hashlib.sha256(text.encode()).hexdigest(),
             "host": hosts.identity(),
             "cores": hosts.cores(),
             "endpoints": {
-                _key(group): self._wiring.introduce(one)
+                _key(group): self._transport_setup.endpoint_info(one)
                 for group, one in self._offered.items()
             },
         }
 
-    def _connect(self, told, group) -> Connection:
-        place = self._place
-        processes = place.processes_of(group)
-        spans = place.spans(group)
-        introduced = {
-            process: told[process]["endpoints"].get(_key(group), {})
+    def _connect(self, peer_info, group) -> Connection:
+        device_groups = self._place
+        processes = device_groups.processes_of(group)
+        spans = device_groups.spans_processes(group)
+        endpoint_infos = {
+            process: peer_info[process]["endpoints"].get(_key(group), {})
             for process in (set(processes) if spans else ())
         }
-        reason = self._wiring.why_not(place, group, told, introduced)
-        if reason is not None or not place.is_here(group):
+        reason = self._transport_setup.why_not(
+            device_groups, group, peer_info, endpoint_infos
+        )
+        if reason is not None or not device_groups.has_local_rank(group):
             return Connection(group, processes, reason)
-        generation = _agreed_generation(told)
+        generation = _agreed_generation(peer_info)
         try:
             endpoint = self._offered.pop(group) if spans else None
-            communicator = self._wiring.connect(
-                place, group, endpoint, introduced, generation
+            communicator = self._transport_setup.connect(
+                device_groups, group, endpoint, endpoint_infos, generation
             )
         except NotImplementedError as error:
             return Connection(group, processes, str(error))
-        size = place.call_bytes
+        size = device_groups.call_bytes
         return Connection(group, processes, None, communicator, generation, size)
 
     def _take_reasons(self, done: Values):
@@ -204,9 +219,9 @@ def _key(group):
     return ",".join(map(str, group))
 
 
-def _agreed_generation(told: Values):
+def _agreed_generation(peer_info: Values):
     # Higher than any that one of them had; a process alone agrees on none.
-    return max((one["generation"] for one in told.values()), default=0)
+    return max((one["generation"] for one in peer_info.values()), default=0)
 
 
 def _patience_s(error):
@@ -217,8 +232,13 @@ def _patience_s(error):
 
 
 def _difference(abouts: Values):
-    for name in dict.fromkeys(name for about in abouts.values() for name in about):
-        values = {process: about.get(name) for process, about in abouts.items()}
+    for name in dict.fromkeys(
+        name for agreed_settings in abouts.values() for name in agreed_settings
+    ):
+        values = {
+            process: agreed_settings.get(name)
+            for process, agreed_settings in abouts.items()
+        }
         found = difference(name, values)
         if found is not None:
             return found

@@ -25,7 +25,7 @@ def heap_bytes(platform: str, num_elements: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DeviceGroups:
     """Where the ranks of `initialize_ub` lie, as this process sees it."""
 
     groups: tuple[Group, ...]
@@ -53,11 +53,11 @@ class Place:
         """The process of every rank."""
         return tuple(self.process_of[device] for device in group)
 
-    def is_here(self, group: Group) -> bool:
+    def has_local_rank(self, group: Group) -> bool:
         """Whether a rank of the group lies in this process."""
         return self.process in self.processes_of(group)
 
-    def spans(self, group: Group) -> bool:
+    def spans_processes(self, group: Group) -> bool:
         """Whether the group lies in several processes."""
         return len(set(self.processes_of(group))) > 1
 

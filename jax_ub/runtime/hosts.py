@@ -35,7 +35,7 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def fair_share(own: list[int], everyone: list[list[int]]) -> int:
+def thread_share(own: list[int], everyone: list[list[int]]) -> int:
     """How many threads a process should compute with.
 
     Args:
@@ -49,7 +49,7 @@ def fair_share(own: list[int], everyone: list[list[int]]) -> int:
     return max(1, int(share + 1e-9))
 
 
-def own_part(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
+def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
     """Which cores a process should compute on, so that no two of them choose the same.
 
     Args:

@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_ub.overlap_config import names
 from jax_ub.runtime import communicators, cuda, engine, overlaps, settings
-from jax_ub.runtime.overlaps import Domain, Overlap
-from jax_ub.runtime.place import Group
+from jax_ub.runtime.device_groups import Group
+from jax_ub.runtime.overlaps import InitializedAxis, Overlap
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -159,11 +159,14 @@ def memory_report() -> MemoryReport:
     Returns:
         Bytes, by axis and in all; printed, a table.
     """
-    owners: dict[Group, Domain] = {}
-    for domain in overlaps.domains():
-        for group in domain.groups:
-            owners.setdefault(group, domain)
-    axes = tuple(_axis_memory(domain, owners) for domain in overlaps.domains())
+    owners: dict[Group, InitializedAxis] = {}
+    for initialized_axis in overlaps.domains():
+        for group in initialized_axis.groups:
+            owners.setdefault(group, initialized_axis)
+    axes = tuple(
+        _axis_memory(initialized_axis, owners)
+        for initialized_axis in overlaps.domains()
+    )
     slot_bytes = engine.load().counters()["slot_bytes"]
     devices = cuda.usable_devices()
     if not devices:
@@ -183,35 +186,41 @@ def memory_report() -> MemoryReport:
     return MemoryReport(axes, slot_bytes, heap_bytes, gpus)
 
 
-def _axis_memory(domain: Domain, owners: Mapping[Group, Domain]) -> AxisMemory:
+def _axis_memory(
+    initialized_axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
+) -> AxisMemory:
     made = {
         connection.group: connection.communicator
         for connection in communicators.connections()
-        if connection.group in domain.groups and connection.communicator is not None
+        if connection.group in initialized_axis.groups
+        and connection.communicator is not None
     }
-    own = [one for group, one in made.items() if owners[group] is domain]
-    others = [owners[group] for group in made if owners[group] is not domain]
-    found = tuple(domain.overlaps.values())
+    own = [one for group, one in made.items() if owners[group] is initialized_axis]
+    others = [owners[group] for group in made if owners[group] is not initialized_axis]
+    found = tuple(initialized_axis.overlaps.values())
     return AxisMemory(
-        axis_name=domain.axis_name,
-        tp_size=domain.tp_size,
-        shape=domain.shape,
+        axis_name=initialized_axis.axis_name,
+        tp_size=initialized_axis.tp_size,
+        shape=initialized_axis.shape,
         overlaps=found,
-        num_ranks=domain.num_local_ranks,
+        num_ranks=initialized_axis.num_local_ranks,
         shared_bytes=sum(one.size_bytes for one in own),
-        transformer_engine_bytes=domain.num_local_ranks * _engine_bytes(domain, found),
+        transformer_engine_bytes=initialized_axis.num_local_ranks
+        * _engine_bytes(initialized_axis, found),
         on_gpus=any(hasattr(one, "how") for one in made.values()),
         shares_with=others[0].axis_name if others else None,
     )
 
 
-def _engine_bytes(domain, found):
+def _engine_bytes(initialized_axis, found):
     """Of one rank: also for a wgrad that nobody uses, since its dgrad scatters."""
     unused = [
         (name, mode)
         for name in names.NAMES
-        for mode in domain.modes
-        if (name, mode) not in domain.overlaps
+        for mode in initialized_axis.modes
+        if (name, mode) not in initialized_axis.overlaps
     ]
-    spare = math.prod(domain.shape) * np.dtype(domain.dtype).itemsize
+    spare = (
+        math.prod(initialized_axis.shape) * np.dtype(initialized_axis.dtype).itemsize
+    )
     return sum(one.size_bytes for one in found) + len(unused) * spare

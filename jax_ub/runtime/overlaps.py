@@ -25,13 +25,13 @@ from jax_ub.overlap_config import (
     UserBufferQuantizationMode,
     names,
 )
-from jax_ub.overlap_config.tuned import Choices
+from jax_ub.overlap_config.tuned import TunedTable
 from jax_ub.runtime import settings
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
-class LayerPath(str):
+class LayerName(str):
     """A layer's place in its model: a label, unless an overlap has just this name.
 
     It differs from a string of the same text, so that caches of what was traced do not
@@ -42,7 +42,7 @@ class LayerPath(str):
 
     def __eq__(self, other: object) -> bool:
         """Whether the other one is a path too, of the same text."""
-        return isinstance(other, LayerPath) and str.__eq__(self, other)
+        return isinstance(other, LayerName) and str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
         """Whether the other one is no such path."""
@@ -50,7 +50,7 @@ class LayerPath(str):
 
     def __hash__(self) -> int:
         """Differs from the hash of the text."""
-        return hash((LayerPath, str(self)))
+        return hash((LayerName, str(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class CommOverlapP2P(Overlap):
 
 
 @dataclasses.dataclass(frozen=True)
-class Domain:
+class InitializedAxis:
     """One call of `initialize_ub`: the overlaps on one mesh axis."""
 
     axis_name: tuple[str, ...]
@@ -116,7 +116,7 @@ class Domain:
     groups: tuple[tuple[int, ...], ...]  # global device ids, in the order of ranks
     num_local_ranks: int  # in this process
     spans_processes: bool  # whether a group has ranks in several processes
-    choices: Choices | None = None  # what "auto" takes for known sizes
+    choices: TunedTable | None = None  # what "auto" takes for known sizes
 
     def names(self) -> list[str]:
         """The names, each once."""
@@ -176,7 +176,7 @@ def _padded(rows, pieces):
     return -(-rows // pieces) * pieces
 
 
-_DOMAINS: dict[tuple[str, ...], Domain] = {}
+_DOMAINS: dict[tuple[str, ...], InitializedAxis] = {}
 _configuration = object()
 
 
@@ -195,9 +195,9 @@ def _change():
     _configuration = object()
 
 
-def add(domain: Domain) -> None:
+def add(initialized_axis: InitializedAxis) -> None:
     """Makes the overlaps of an axis known; there are none yet."""
-    _DOMAINS[domain.axis_name] = domain
+    _DOMAINS[initialized_axis.axis_name] = initialized_axis
     _change()
 
 
@@ -208,15 +208,19 @@ def remove(axis_name: tuple[str, ...]) -> None:
     _change()
 
 
-def domains() -> tuple[Domain, ...]:
+def domains() -> tuple[InitializedAxis, ...]:
     """All that is initialised, in the order of their calls."""
     return tuple(_DOMAINS.values())
 
 
-def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Domain | None:
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
     """What was initialised for an axis of this name and size."""
-    domain = _DOMAINS.get(axis_name)
-    return domain if domain is not None and domain.tp_size == num_ranks else None
+    initialized_axis = _DOMAINS.get(axis_name)
+    return (
+        initialized_axis
+        if initialized_axis is not None and initialized_axis.tp_size == num_ranks
+        else None
+    )
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
@@ -269,9 +273,17 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
 def _missing(name, use_fp8, places):
     if not places:
         return f"get_ub({shown(name)}): there are only the axes {list(_DOMAINS)}."
-    known = dict.fromkeys(one for domain in places for one in domain.names())
+    known = dict.fromkeys(
+        one for initialized_axis in places for one in initialized_axis.names()
+    )
     if name in known:
-        modes = sorted({mode.name for domain in places for mode in domain.modes})
+        modes = sorted(
+            {
+                mode.name
+                for initialized_axis in places
+                for mode in initialized_axis.modes
+            }
+        )
         return (
             f"get_ub({shown(name)}, use_fp8={use_fp8}): it was initialised for "
             f"quantization_modes {modes} only."
@@ -304,42 +316,46 @@ def find(
         UnsupportedOverlapError: if it was initialised for another number of ranks, or
             for FP8 buffers only.
     """
-    domain = _DOMAINS.get(axis_name)
-    if domain is None or ub_name is None:
+    initialized_axis = _DOMAINS.get(axis_name)
+    if initialized_axis is None or ub_name is None:
         return {}
     layer = names.split_name(ub_name)[0]
     found = {}
     for direction in names.PASSES:
-        overlap = domain.overlaps.get((f"{layer}_{direction}", NONE))
+        overlap = initialized_axis.overlaps.get((f"{layer}_{direction}", NONE))
         if overlap is None and direction == names.FPROP:
-            overlap = domain.overlaps.get((layer, NONE))
+            overlap = initialized_axis.overlaps.get((layer, NONE))
         if overlap is not None:
             found[direction] = overlap
     if found:
-        _check_size(label, domain, num_ranks)
-    elif not isinstance(ub_name, LayerPath):
-        _refuse(label, domain, ub_name, layer)
+        _check_size(label, initialized_axis, num_ranks)
+    elif not isinstance(ub_name, LayerName):
+        _refuse(label, initialized_axis, ub_name, layer)
     return found
 
 
-def _check_size(label, domain, num_ranks):
-    if domain.tp_size != num_ranks:
+def _check_size(label, initialized_axis, num_ranks):
+    if initialized_axis.tp_size != num_ranks:
         raise UnsupportedOverlapError(
-            f"{label}: axis {domain.axis_name} has {num_ranks} ranks here, but "
-            f"initialize_ub was called for {domain.tp_size}. Use another axis name for "
+            f"{label}: axis {initialized_axis.axis_name} has {num_ranks} ranks here, "
+            f"but "
+            f"initialize_ub was called for {initialized_axis.tp_size}. Use another "
+            f"axis name for "
             "the other mesh, and initialise that too."
         )
 
 
-def _refuse(label, domain, ub_name, layer):
-    known = dict.fromkeys(names.split_name(name)[0] for name in domain.names())
+def _refuse(label, initialized_axis, ub_name, layer):
+    known = dict.fromkeys(
+        names.split_name(name)[0] for name in initialized_axis.names()
+    )
     if layer in known:
         raise UnsupportedOverlapError(
             f"{label}: {shown(ub_name)} was initialised for FP8 buffers only, but the "
             "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE])."
         )
     raise UnknownNameError(
-        f"{label}: axis {domain.axis_name} has no overlap {shown(ub_name)}. "
+        f"{label}: axis {initialized_axis.axis_name} has no overlap {shown(ub_name)}. "
         f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
         "leave ub_name out."
     )

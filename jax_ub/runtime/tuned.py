@@ -7,14 +7,14 @@ import os
 import jax
 
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.tuned import Choices, Maker
+from jax_ub.overlap_config.tuned import Environment, TunedTable
 from jax_ub.runtime import cuda, engine, overlaps, settings
 
 _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 
 @functools.cache
-def maker() -> Maker:
+def environment() -> Environment:
     """The devices and libraries of this process."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
@@ -25,22 +25,22 @@ def maker() -> Maker:
         cpu = engine.load()
         cores = len(os.sched_getaffinity(0))
         name = f"{device.device_kind} {cpu.isa()}, {cores} cores"
-    return Maker(name, tuple(sorted(versions.items())))
+    return Environment(name, tuple(sorted(versions.items())))
 
 
-def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> Choices | None:
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
     """The choices for "auto": of `initialize_ub` for this axis, else of the process.
 
     Raises:
         ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
     """
-    domain = overlaps.on_axis(axis_name, num_ranks)
-    if domain is not None and domain.choices is not None:
-        return domain.choices
+    initialized_axis = overlaps.on_axis(axis_name, num_ranks)
+    if initialized_axis is not None and initialized_axis.choices is not None:
+        return initialized_axis.choices
     return of_process()
 
 
-def on_no_axis() -> Choices | None:
+def on_no_axis() -> TunedTable | None:
     """The choices for "auto" of calls that communicate nothing.
 
     Those of `initialize_ub`, if all axes that have any have the same, else those of the
@@ -49,11 +49,15 @@ def on_no_axis() -> Choices | None:
     Raises:
         ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
     """
-    found = {domain.choices for domain in overlaps.domains() if domain.choices}
+    found = {
+        initialized_axis.choices
+        for initialized_axis in overlaps.domains()
+        if initialized_axis.choices
+    }
     return found.pop() if len(found) == 1 else of_process()
 
 
-def of_process() -> Choices | None:
+def of_process() -> TunedTable | None:
     """The choices of the file that `JAX_UB_TUNED` names.
 
     Raises:
@@ -63,7 +67,7 @@ def of_process() -> Choices | None:
     return None if path is None else read(path)
 
 
-def read(path: str) -> Choices:
+def read(path: str) -> TunedTable:
     """Reads the choices of a file that fit this process, once for each of its versions.
 
     Raises:
@@ -75,7 +79,7 @@ def read(path: str) -> Choices:
 
 @functools.lru_cache(maxsize=8)
 def _read(path, version):
-    return tuned.choices(path, maker())
+    return tuned.choices(path, environment())
 
 
 def version_of(package: str) -> str:

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterator
 
 from jax_ub.methods import Variant
-from jax_ub.runtime.place import ONE_SHOT_BYTES
+from jax_ub.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub.simulate import schedules
 from jax_ub.simulate.hardware import Hardware
-from jax_ub.simulate.replay import Knobs, replay
+from jax_ub.simulate.replay import PlanOptions, replay
 from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 
@@ -29,7 +29,7 @@ class Plan:
     """A schedule and its knobs, and how long the replay took."""
 
     method: str
-    knobs: Knobs
+    knobs: PlanOptions
     seconds: float
     variant: Variant = Variant.PLAIN
 
@@ -88,7 +88,7 @@ def timeline(
     workload: Workload,
     hardware: Hardware,
     method: str,
-    knobs: Knobs,
+    knobs: PlanOptions,
     *,
     every_rank: bool = False,
     variant: Variant = Variant.PLAIN,
@@ -103,7 +103,7 @@ def timeline(
     return replay(moved, workload, hardware, knobs)
 
 
-def _choices(workload, hardware, method) -> Iterator[Knobs]:
+def _choices(workload, hardware, method) -> Iterator[PlanOptions]:
     splits = _SPLITS if method == "pipeline" else (1,)
     several = not hardware.is_host and method not in ("direct", "external")
     peers = workload.num_ranks - 1
@@ -115,4 +115,4 @@ def _choices(workload, hardware, method) -> Iterator[Knobs]:
         splits, aggregates or [1], streams
     ):
         if num_splits == 1 or workload.piece_rows(num_splits) >= MIN_ROWS:
-            yield Knobs(num_splits, aggregate, lanes)
+            yield PlanOptions(num_splits, aggregate, lanes)

@@ -24,7 +24,7 @@ from jax_ub.simulate.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Knobs:
+class PlanOptions:
     """What a plan may choose.
 
     Attributes:
@@ -42,7 +42,7 @@ def replay(
     schedules: Sequence[Sequence[Step]],
     workload: Workload,
     hardware: Hardware,
-    knobs: Knobs,
+    knobs: PlanOptions,
 ) -> Timeline:
     """Runs schedules until every rank is done.
 
@@ -92,7 +92,7 @@ class _Rank:
         steps: Sequence[Step],
         workload: Workload,
         hardware: Hardware,
-        knobs: Knobs,
+        knobs: PlanOptions,
         flags: _Flags,
     ):
         self.rank = rank

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from jax_ub.simulate import hardware, schedules
-from jax_ub.simulate.replay import Knobs, replay
+from jax_ub.simulate.replay import PlanOptions, replay
 from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 from jax_ub.tracing.spans import AROUND, Call, Span
@@ -50,7 +50,7 @@ def replayed(call: Call, spans: Sequence[Span]) -> Timeline | None:
     )
     whole = all(span.chunk < 0 for span in steps if span.kind == "multiply")
     work, machine = _costs(pattern, call.num_ranks, num_splits, times, whole=whole)
-    return replay(every, work, machine, Knobs(num_splits))
+    return replay(every, work, machine, PlanOptions(num_splits))
 
 
 def _median(steps, kind):

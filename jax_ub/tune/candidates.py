@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jax_ub.methods import Method, Variant, has_pairs
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, Case
-from jax_ub.overlap_config.tuning import Tuning
-from jax_ub.runtime.place import heap_bytes
+from jax_ub.runtime.device_groups import heap_bytes
 
 _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
@@ -22,7 +22,9 @@ _BLOCKS = (4, 16)
 _F32_BYTES = 4
 
 
-def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[Choice]:
+def candidates(
+    case: Case, is_cuda: bool, dgrad: MethodChoice | None = None
+) -> list[MethodChoice]:
     """Every choice, the likeliest first, and not to overlap at all last.
 
     On a GPU the streams of products and the multiprocessors that they leave free are
@@ -40,32 +42,43 @@ def candidates(case: Case, is_cuda: bool, dgrad: Choice | None = None) -> list[C
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
     if case.op in LOCAL_OPS:
-        tunings = [Tuning(gemm_algorithm=number) for number in (0, *_ALGORITHMS)]
-        own = [Choice(Method.DIRECT, tuning=tuning) for tuning in tunings]
-        return [*(own if is_cuda else own[:1]), Choice(Method.XLA)]
+        tunings = [KernelOptions(gemm_algorithm=number) for number in (0, *_ALGORITHMS)]
+        own = [
+            MethodChoice(Method.DIRECT, kernel_options=kernel_options)
+            for kernel_options in tunings
+        ]
+        return [*(own if is_cuda else own[:1]), MethodChoice(Method.XLA)]
     choices = list(_untuned(case, is_cuda))
     if not is_cuda:
-        return [*choices, Choice(Method.XLA)]
+        return [*choices, MethodChoice(Method.XLA)]
     tunings = [
         *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
-        *(Tuning(gemm_algorithm=number) for number in _ALGORITHMS),
+        *(KernelOptions(gemm_algorithm=number) for number in _ALGORITHMS),
     ]
     # Kernels send what is too small for copy engines: it is not cut.
     whole = [
         choice
         for choice in choices
         if choice.num_splits <= 1
-        and choice.tuning.variant is not Variant.OVERLAP_FIRST_GEMM
+        and choice.kernel_options.variant is not Variant.OVERLAP_FIRST_GEMM
     ]
     return [
-        *(_tuned(choice, tuning) for tuning in tunings for choice in choices),
-        *(_tuned(choice, tuning) for tuning in _by_kernels() for choice in whole),
-        Choice(Method.XLA),
+        *(
+            _tuned(choice, kernel_options)
+            for kernel_options in tunings
+            for choice in choices
+        ),
+        *(
+            _tuned(choice, kernel_options)
+            for kernel_options in _by_kernels()
+            for choice in whole
+        ),
+        MethodChoice(Method.XLA),
     ]
 
 
-def _by_kernels() -> list[Tuning]:
-    return [Tuning(use_ce=False, num_sm=num, sm_margin=num) for num in _BLOCKS]
+def _by_kernels() -> list[KernelOptions]:
+    return [KernelOptions(use_ce=False, num_sm=num, sm_margin=num) for num in _BLOCKS]
 
 
 def _of_column_gradients(is_cuda, dgrad):
@@ -73,42 +86,54 @@ def _of_column_gradients(is_cuda, dgrad):
 
     Else the dgrad's own communication, and then the wgrad.
     """
-    apart = Choice(Method.RING_EXCHANGE) if is_cuda else Choice(Method.DIRECT)
-    tunings = [Tuning()]
+    apart = (
+        MethodChoice(Method.RING_EXCHANGE) if is_cuda else MethodChoice(Method.DIRECT)
+    )
+    tunings = [KernelOptions()]
     if is_cuda:
-        tunings += [Tuning(sm_margin=margin) for margin in _MARGINS if margin]
-        tunings += [Tuning(gemm_algorithm=number) for number in _ALGORITHMS]
+        tunings += [KernelOptions(sm_margin=margin) for margin in _MARGINS if margin]
+        tunings += [KernelOptions(gemm_algorithm=number) for number in _ALGORITHMS]
         tunings += _by_kernels()
-    bulk = [Choice(Method.BULK, tuning=tuning) for tuning in tunings]
-    choices = [*bulk, apart, dgrad or apart, Choice(Method.XLA)]
+    bulk = [
+        MethodChoice(Method.BULK, kernel_options=kernel_options)
+        for kernel_options in tunings
+    ]
+    choices = [*bulk, apart, dgrad or apart, MethodChoice(Method.XLA)]
     return list(dict.fromkeys(choices))
 
 
 def _tuning(num_lanes, sm_margin):
-    return Tuning(num_lanes=num_lanes, sm_margin=sm_margin)
+    return KernelOptions(num_lanes=num_lanes, sm_margin=sm_margin)
 
 
-def _tuned(choice, tuning):
-    tuning = dataclasses.replace(tuning, variant=choice.tuning.variant)
-    return dataclasses.replace(choice, tuning=tuning)
+def _tuned(choice, kernel_options):
+    kernel_options = dataclasses.replace(
+        kernel_options, variant=choice.kernel_options.variant
+    )
+    return dataclasses.replace(choice, kernel_options=kernel_options)
 
 
-def _untuned(case, is_cuda) -> Iterator[Choice]:
+def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
     """Methods with their variants, where those do anything."""
     if not is_cuda:
-        yield Choice(Method.DIRECT)
-    yield Choice(Method.RING_EXCHANGE)
+        yield MethodChoice(Method.DIRECT)
+    yield MethodChoice(Method.RING_EXCHANGE)
     if case.op == "all_gather_matmul" and has_pairs(case.num_ranks):
-        yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.AGGREGATE))
+        yield MethodChoice(
+            Method.RING_EXCHANGE,
+            kernel_options=KernelOptions(variant=Variant.AGGREGATE),
+        )
     if case.op == "matmul_all_reduce" and _fits_one_shot(case, is_cuda):
-        yield Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+        yield MethodChoice(
+            Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
+        )
     for num_splits in _SPLITS:
-        yield Choice(Method.PIPELINE, num_splits)
+        yield MethodChoice(Method.PIPELINE, num_splits)
         # A CPU does one step after the other: to put a piece later gains nothing.
         if is_cuda and case.op != "all_gather_matmul":
-            later = Tuning(variant=Variant.OVERLAP_FIRST_GEMM)
-            yield Choice(Method.PIPELINE, num_splits, later)
-    yield Choice(Method.EXTERNAL)
+            later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
+            yield MethodChoice(Method.PIPELINE, num_splits, later)
+    yield MethodChoice(Method.EXTERNAL)
 
 
 def _fits_one_shot(case, is_cuda):

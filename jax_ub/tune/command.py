@@ -18,7 +18,7 @@ from jax_ub.outputs import output_path
 from jax_ub.overlap_config import tuned
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.runtime import cuda
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 from jax_ub.simulate import models
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import Timed, cases, dgrad_of, measure
@@ -73,7 +73,7 @@ def command(given: argparse.Namespace) -> int:
                 f"sizes that are multiples of {num_ranks}."
             )
     is_cuda = _start(given.platform, max(given.tp))
-    here = maker()
+    here = environment()
     tunings = tuned.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
     print(f"jax_ub tune on {here}\n\n{_head()}")

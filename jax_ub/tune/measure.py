@@ -4,10 +4,10 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
-from jax_ub.bench.timing import Contender, interleave
+from jax_ub.bench.timing import Candidate, interleave
 from jax_ub.bench.workloads import Shape
 from jax_ub.errors import UbError
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.tune.programs import Operands
 
@@ -16,7 +16,7 @@ from jax_ub.tune.programs import Operands
 class Timed:
     """One candidate of a case and how long a call took, dispatch included."""
 
-    choice: Choice
+    choice: MethodChoice
     us: float  # the median over the rounds
 
 
@@ -54,25 +54,25 @@ def dgrad_of(case: Case) -> Case:
 
 
 def measure(
-    case: Case, choices: Sequence[Choice], rounds: int
-) -> tuple[list[Timed], list[tuple[Choice, str]]]:
+    case: Case, choices: Sequence[MethodChoice], rounds: int
+) -> tuple[list[Timed], list[tuple[MethodChoice, str]]]:
     """Times every candidate once in each round.
 
     Returns:
         What was timed, the fastest first; and what could not run, with its reason.
     """
     operands = Operands(case)
-    contenders: list[Contender] = []
+    candidates: list[Candidate] = []
     refused = []
     for index, choice in enumerate(choices):
-        contender = operands.contender(str(index), choice)
+        candidate = operands.candidate(str(index), choice)
         try:
-            contender()  # compiles it
+            candidate()  # compiles it
         except UbError as error:
             refused.append((choice, str(error)))
         else:
-            contenders.append(contender)
-    seconds = interleave(contenders, rounds).seconds
+            candidates.append(candidate)
+    seconds = interleave(candidates, rounds).seconds
     timed = [
         Timed(choices[int(name)], statistics.median(times) * 1e6)
         for name, times in seconds.items()

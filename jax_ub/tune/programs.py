@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
 from jax_ub.primitives.all_gather_matmul import AllGatherMatmul
 from jax_ub.primitives.call import Call
@@ -18,8 +18,8 @@ from jax_ub.primitives.matmul import Matmul
 from jax_ub.primitives.matmul_all_reduce import MatmulAllReduce
 from jax_ub.primitives.matmul_reduce_scatter import MatmulReduceScatter
 from jax_ub.primitives.wgrad import Wgrad
+from jax_ub.rules.call_config import CallConfig
 from jax_ub.rules.column_gradients import column_gradients
-from jax_ub.rules.site import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Operands:
         self._drawn = [normal(i, *one) for i, one in enumerate(drawn)]
         self._placed = [*map(self._place, range(len(self._drawn)))]
 
-    def contender(self, name: str, choice: Choice) -> Contender:
+    def candidate(self, name: str, choice: MethodChoice) -> Candidate:
         """The program of one candidate, ready to be timed."""
         layout, operands = self._layout, list(self._placed)
         last = len(operands) - 1
@@ -89,13 +89,13 @@ class Operands:
             layout.out_specs,
             donate=(last,) if layout.adds else (),
         )
-        return Contender(name, program, operands, carry=last if layout.adds else None)
+        return Candidate(name, program, operands, carry=last if layout.adds else None)
 
     def _place(self, index):
         return self._ranks.place(self._drawn[index], self._layout.in_specs[index])
 
 
-def _function(case: Case, choice: Choice) -> Callable[..., Any]:
+def _function(case: Case, choice: MethodChoice) -> Callable[..., Any]:
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
     call = dataclasses.replace(call_of(case), choice=choice)
@@ -105,7 +105,7 @@ def _function(case: Case, choice: Choice) -> Callable[..., Any]:
 def call_of(case: Case) -> Call:
     """A call of the case's op, for one kernel."""
     shared: dict[str, Any] = {
-        "choice": Choice(Method.AUTO),
+        "choice": MethodChoice(Method.AUTO),
         "label": f"tune {case.op}",
         "scale": 1.0,
         "out_dtype": jnp.dtype(case.dtype),
@@ -129,12 +129,12 @@ def call_of(case: Case) -> Call:
 
 def _column_gradients(case, choice):
     dtype = jnp.dtype(case.dtype)
-    site = Site(
+    site = CallConfig(
         label=f"tune {case.op}",
         axis_name=(AXIS,),
         num_ranks=case.num_ranks,
         choice=choice,
-        is_tracked=True,
+        is_vma_checked=True,
     ).with_dtypes(dtype, dtype)
 
     def gradients(x, w, dy):

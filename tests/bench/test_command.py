@@ -83,11 +83,11 @@ def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
 
 def test_a_program_runs_with_its_thread_count():
     seen = []
-    contender = timing.Contender(
+    candidate = timing.Candidate(
         "any", lambda: seen.append(engine.load().num_threads()), [], threads=3
     )
     with thread_counts.restored():
-        contender.seconds()
+        candidate.seconds()
     assert set(seen) == {3}
 
 
@@ -206,7 +206,7 @@ def test_contenders_that_disagree_are_an_error():
         c for c in gemm(place, command.workloads.Shape(8, 8, 8)) if c.variant == "nn"
     )
     check_agreement(case)
-    own = next(c for c in case.contenders if c.name == cases.OWN)
+    own = next(c for c in case.candidates if c.name == cases.OWN)
     program = own.program
     own.program = lambda *operands: 1.01 * program(*operands)
     with pytest.raises(ArithmeticError, match="jax_ub differs from xla_best by"):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jax_ub.bench.devices import Ranks
-from jax_ub.bench.dots import LAYOUTS, FastestDots, Way, naive, ways
+from jax_ub.bench.dots import LAYOUTS, DotVariant, FastestDots, naive, ways
 from jax_ub.bench.gemm_cases import local_shapes
 from jax_ub.bench.workloads import Shape
 from tests.operands import assert_equal, small_integers
@@ -38,7 +38,7 @@ def test_a_gpu_is_not_asked_for_ways_that_only_cpus_need():
 
 def test_a_dot_rounds_to_the_dtype_that_is_asked_for():
     a, b = operands("nn", "bfloat16")
-    assert Way("nn")(a, b, "float32").dtype == np.float32
+    assert DotVariant("nn")(a, b, "float32").dtype == np.float32
 
 
 def test_the_fastest_way_is_measured_once():

@@ -18,7 +18,7 @@ def backward():
 
 
 def test_the_forward_of_neither_layer_runs(backward):
-    own = next(c for c in backward.contenders if c.name == cases.OWN)
+    own = next(c for c in backward.candidates if c.name == cases.OWN)
     text = own.program.lower(*own.operands).compile().as_text()
     # Two gradients of each layer, with all communication inside.
     assert text.count('custom_call_target="jax_ub$') == 4

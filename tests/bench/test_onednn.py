@@ -44,5 +44,5 @@ def test_it_is_no_peer_of_gpus(monkeypatch):
     monkeypatch.setattr(onednn, "find", lambda dtype, layout: pytest.fail("asked for"))
     place = Place(Ranks(1), "float32", "auto", FastestDots(), ("nn",))
     (case,) = gemm_cases.gemm(place, Shape(16, 16, 16))
-    assert ONEDNN not in [contender.name for contender in case.contenders]
+    assert ONEDNN not in [candidate.name for candidate in case.candidates]
     assert not case.notes

@@ -29,22 +29,22 @@ def test_what_has_no_peak_is_refused(dtype, duration_s, text):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_call_at_the_peak_takes_as_long_as_its_operations(dtype):
-    (contender,) = peak.at_peak(Ranks(2), dtype, 10**9)
-    assert contender.name == cases.PEAK
-    assert contender.seconds() > 0
-    contender.program = lambda *operands: 200.0
-    assert contender.seconds() == pytest.approx(5e-3)
+    (candidate,) = peak.at_peak(Ranks(2), dtype, 10**9)
+    assert candidate.name == cases.PEAK
+    assert candidate.seconds() > 0
+    candidate.program = lambda *operands: 200.0
+    assert candidate.seconds() == pytest.approx(5e-3)
 
 
 def test_a_machine_that_is_slower_than_it_was_has_lost_a_part(monkeypatch):
     monkeypatch.setattr(peak, "_best", {})
-    (contender,) = peak.at_peak(Ranks(2), "float32", 10**9)
+    (candidate,) = peak.at_peak(Ranks(2), "float32", 10**9)
     rates = iter([100.0, 75.0, 200.0])
-    contender.program = lambda *operands: next(rates)
+    candidate.program = lambda *operands: next(rates)
     lost = []
     for _ in range(3):
-        contender.seconds()
-        lost.append(contender.lost)
+        candidate.seconds()
+        lost.append(candidate.lost)
     assert lost == [0.0, 0.25, 0.0]
 
 

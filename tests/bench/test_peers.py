@@ -6,12 +6,12 @@ import pytest
 from jax_ub import reference
 from jax_ub.bench import linear_cases, peers
 from jax_ub.bench.devices import AXIS, Ranks, Spec
-from jax_ub.bench.dots import Way
+from jax_ub.bench.dots import DotVariant
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24
 ROWS, COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
-DOT = Way("nn")
+DOT = DotVariant("nn")
 
 
 def run(function, in_specs, out_spec, num_ranks, *operands):
@@ -72,7 +72,7 @@ def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks)
     if op is linear_cases._BACKWARD:
         given, wanted = (x, w1, hidden, w2, dy), wanted[1:]
     dots = {
-        f"{side}_{way}": Way(way)
+        f"{side}_{way}": DotVariant(way)
         for side in ("column", "row")
         for way in ("nn", "nt", "tn")
     }

@@ -14,7 +14,7 @@ from jax_ub.bench import cases, goals, process_cases, table
 from jax_ub.bench.cases import Case
 from jax_ub.bench.results import Result
 from jax_ub.bench.statistics import Summary
-from jax_ub.bench.timing import Contender
+from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
 
@@ -133,7 +133,7 @@ def test_contenders_that_disagree_are_an_error():
     job = types.SimpleNamespace(num_processes=2)
     bench = process_cases.Bench(job, "auto", 1, 1)
     together = [
-        Contender(name, lambda value=value: jnp.full(3, value), [])
+        Candidate(name, lambda value=value: jnp.full(3, value), [])
         for name, value in ((cases.OWN, 1.5), (cases.BEST, 1.0))
     ]
     text = "in 2 processes: jax_ub differs from xla_best by 5.00e-01"

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_ub.bench import timing
-from jax_ub.bench.elsewhere import Elsewhere
-from jax_ub.bench.timing import Contender, fastest, interleave
+from jax_ub.bench.background_load import BackgroundLoad
+from jax_ub.bench.timing import Candidate, fastest, interleave
 
 
 class Clock:
@@ -27,13 +27,13 @@ def recording(name, log, seconds=0.0):
         log.append(name)
         timing.time.now_s += seconds
 
-    return Contender(name, program, [])
+    return Candidate(name, program, [])
 
 
 def test_every_contender_runs_once_in_each_round():
     log = []
-    contenders = [recording(name, log) for name in "abc"]
-    rounds = interleave(contenders, 4)
+    candidates = [recording(name, log) for name in "abc"]
+    rounds = interleave(candidates, 4)
     assert all(len(seconds) == 4 for seconds in rounds.seconds.values())
     for start in range(0, len(log), 3):
         assert sorted(log[start : start + 3]) == ["a", "b", "c"]
@@ -49,15 +49,15 @@ def test_the_order_of_a_round_is_the_same_in_every_run():
 
 def test_the_calmest_rounds_are_kept(monkeypatch):
     shares = iter([0.9, 0.0, 0.5, 0.01])
-    monkeypatch.setattr(timing.Elsewhere, "share", lambda self: next(shares))
-    rounds = interleave([Contender("a", lambda: None, [])], 2, patience=2)
+    monkeypatch.setattr(timing.BackgroundLoad, "share", lambda self: next(shares))
+    rounds = interleave([Candidate("a", lambda: None, [])], 2, patience=2)
     assert rounds.elsewhere == 0.01
 
 
 def test_a_round_in_which_the_machine_was_slower_is_not_kept():
     lost = iter([0.3, 0.0, 0.04, 0.2])
 
-    class Meter(Contender):
+    class Meter(Candidate):
         def seconds(self):
             self.lost = next(lost)
             return self.lost
@@ -68,7 +68,7 @@ def test_a_round_in_which_the_machine_was_slower_is_not_kept():
 
 
 def test_patience_ends(monkeypatch):
-    monkeypatch.setattr(timing.Elsewhere, "share", lambda self: 0.7)
+    monkeypatch.setattr(timing.BackgroundLoad, "share", lambda self: 0.7)
     log = []
     rounds = interleave([recording("a", log)], 2, patience=3)
     assert len(log) == 6
@@ -77,11 +77,11 @@ def test_patience_ends(monkeypatch):
 
 
 def test_a_carried_result_is_the_next_call_s_operand():
-    contender = Contender(
+    candidate = Candidate(
         "add", lambda x, y: x + y, [jnp.ones(1), jnp.zeros(1)], carry=1
     )
     for _ in range(3):
-        result = contender()
+        result = candidate()
     assert float(result[0]) == 3.0
 
 
@@ -115,7 +115,7 @@ def test_what_runs_elsewhere_is_what_this_process_did_not_use(tmp_path, monkeypa
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("time.process_time", lambda: 0.0)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    others = Elsewhere(statistics)
+    others = BackgroundLoad(statistics)
     # One second of 100 ticks on two cores, of which half a core was busy.
     statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
     assert others.share() == pytest.approx(0.25)
@@ -127,10 +127,10 @@ def test_what_a_job_used_is_not_elsewhere(tmp_path, monkeypatch):
     clock, own = iter([0.0, 1.0]), iter([0.0, 0.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    others = Elsewhere(statistics, own_seconds=lambda: next(own))
+    others = BackgroundLoad(statistics, own_seconds=lambda: next(own))
     statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
     assert others.share() == 0.0
 
 
 def test_without_linux_s_statistics_nothing_runs_elsewhere(tmp_path):
-    assert Elsewhere(tmp_path / "absent").share() == 0.0
+    assert BackgroundLoad(tmp_path / "absent").share() == 0.0

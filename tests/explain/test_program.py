@@ -17,8 +17,8 @@ from jax_ub.explain import program
 from jax_ub.flax import Linear
 from jax_ub.methods import Method
 from jax_ub.primitives.lowered import recording
-from jax_ub.retrofit.placement import Placement
 from jax_ub.retrofit.sharded_linear import sharded_linear
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 from jax_ub.tracing.record import TraceError
 
 NUM_RANKS = 4
@@ -195,11 +195,11 @@ def test_a_fallback_of_another_program_says_nothing_about_this_one():
 @pytest.mark.parametrize("method", [None, "xla"])
 def test_ranks_that_compute_the_same_are_named(method):
     def notes(mesh, batch, data_axes=None):
-        placement = Placement(
+        sharding_layout = ShardingLayout(
             "column", ub_name="up", method=method, data_axes=data_axes
         )
         step = jax.grad(
-            lambda w, x: (sharded_linear(placement, x, w) ** 2).sum(), (0, 1)
+            lambda w, x: (sharded_linear(sharding_layout, x, w) ** 2).sum(), (0, 1)
         )
         ub.fallbacks(clear=True)
         with jax.set_mesh(mesh):

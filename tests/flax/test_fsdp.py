@@ -316,7 +316,7 @@ def test_inside_shard_map_linen_takes_parts(parallel):
     variables = dense.init(jax.random.key(0), x)
     ours = linen.Linear(32, parallel=parallel, fsdp_axes="fsdp")
     kernel = {"column": COLUMN, "row": ROW, None: P("fsdp")}[parallel]
-    specs = {"params": {"kernel": kernel, "bias": ours.placement.bias_spec}}
+    specs = {"params": {"kernel": kernel, "bias": ours.sharding_layout.bias_spec}}
     tokens, features = X, P(("dp", "fsdp"), None, "tp")
     apply = jax.shard_map(
         ours.apply,

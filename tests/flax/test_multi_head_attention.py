@@ -15,7 +15,7 @@ import jax_ub as ub
 from jax_ub.flax import MainGrad, MultiHeadAttention
 from jax_ub.flax.core_attention import CoreAttention
 from jax_ub.flax.rotary import rotate
-from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 X = (4, 8, 16)
 
@@ -210,7 +210,9 @@ class TestDropout:
         # With equal tokens and heads, results differ by what was dropped alone.
         q, v = jnp.zeros((2, 8, 4, 4)), jnp.ones((2, 8, 4, 4))
         mesh = mesh_of(2, 2, types)
-        core = CoreAttention(Placement("row", mesh=mesh), None, True, dropout_rate=0.5)
+        core = CoreAttention(
+            ShardingLayout("row", mesh=mesh), None, True, dropout_rate=0.5
+        )
         y = core(q, q, v, dropout_key=jax.random.key(0))
         heads = np.asarray(y[..., 0]).transpose(0, 2, 1).reshape(4, 2, 8)
         for own in heads:  # of a rank: broadcast_dropout

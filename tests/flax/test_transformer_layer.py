@@ -204,7 +204,7 @@ def test_hidden_dropout_drops_what_attention_and_mlp_add(sequence_parallel):
     state_specs = nnx.get_partition_spec(state)
 
     @jax.jit
-    def on_shards(state, x):
+    def shard_map_operands(state, x):
         return jax.shard_map(
             lambda state, x: nnx.merge(graph, state)(x),
             mesh=mesh_of(1, 2),
@@ -213,7 +213,7 @@ def test_hidden_dropout_drops_what_attention_and_mlp_add(sequence_parallel):
         )(state, x)
 
     with jax.set_mesh(mesh_of(1, 2)):
-        for y in (run(model, x), on_shards(state, x)):
+        for y in (run(model, x), shard_map_operands(state, x)):
             assert set(np.unique(y)) == {0, 2}
             halves = np.split(np.asarray(y), 2, axis=1)  # of the ranks
             assert (halves[0] != halves[1]).any()

@@ -1,8 +1,8 @@
 """JAX's own runtime for GPUs on emulated ones, with the programs of the GPU check.
 
-It compiles, captures and replays them; kernels that XLA makes itself cannot run. Needs
-JAX's plugin for CUDA, and the emulation under the names of NVIDIA's libraries:
-JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
+It compiles, captures and replays them; kernels that XLA makes itself cannot run.
+RequestedGradients JAX's plugin for CUDA, and the emulation under the names of NVIDIA's
+libraries: JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
 """
 
 import importlib.util

@@ -13,9 +13,9 @@ from jax_ub import methods, ops
 from jax_ub.explain import program
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 
 
 def mlp(**down):
@@ -108,7 +108,9 @@ def test_method_decides_what_runs_backward():
 )
 def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method, op):
     case = Case(COLUMN_GRADIENTS, 2, 4096, 64, 256, "bfloat16")
-    tuned.write(tmp_path / "t.json", {maker(): {case: (Choice(method), {})}})
+    tuned.write(
+        tmp_path / "t.json", {environment(): {case: (MethodChoice(method), {})}}
+    )
     monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
     backward = mlp().explain(4096, num_ranks=2).rows[1]
     assert (backward.op, backward.method) == (op, method.value)

@@ -7,13 +7,13 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError, UnknownNameError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Maker
-from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
+from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Environment
 
-HERE = Maker("cpu avx2, 2 cores", (("jax", "0.10.2"),))
+HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))
 CASE = Case("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")
-CHOICE = Choice(Method.PIPELINE, 4, Tuning(num_lanes=3, sm_margin=2))
+CHOICE = MethodChoice(Method.PIPELINE, 4, KernelOptions(num_lanes=3, sm_margin=2))
 
 
 @pytest.fixture
@@ -29,7 +29,9 @@ def test_what_was_written_is_read(path):
 
 def test_a_variant_is_written_and_read_by_its_name(tmp_path):
     path = tmp_path / "tuned.json"
-    once = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+    once = MethodChoice(
+        Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
+    )
     assert str(once) == "ring_exchange, variant one_shot"
     tuned.write(path, {HERE: {CASE: (once, {})}})
     (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
@@ -38,7 +40,7 @@ def test_a_variant_is_written_and_read_by_its_name(tmp_path):
 
 
 def test_gradients_of_column_layers_can_be_bulk(tmp_path):
-    bulk = Choice(Method.BULK, tuning=Tuning(gemm_algorithm=2))
+    bulk = MethodChoice(Method.BULK, kernel_options=KernelOptions(gemm_algorithm=2))
     case = dataclasses.replace(CASE, op=COLUMN_GRADIENTS)
     written = {HERE: {case: (bulk, {str(bulk): 3.5})}}
     tuned.write(tmp_path / "tuned.json", written)
@@ -47,19 +49,19 @@ def test_gradients_of_column_layers_can_be_bulk(tmp_path):
 
 def test_a_choice_is_written_with_what_is_not_default():
     assert str(CHOICE) == "pipeline, num_splits 4, sm_margin 2, num_lanes 3"
-    assert str(Choice(Method.XLA)) == "xla"
+    assert str(MethodChoice(Method.XLA)) == "xla"
 
 
 def test_the_digest_is_of_the_choices(path):
     found = tuned.choices(path, HERE)
     tuned.write(path, {HERE: {CASE: (CHOICE, {"xla": 99.0})}})
     again = tuned.choices(path, HERE)
-    tuned.write(path, {HERE: {CASE: (Choice(Method.XLA), {"xla": 99.0})}})
+    tuned.write(path, {HERE: {CASE: (MethodChoice(Method.XLA), {"xla": 99.0})}})
     assert found == again != tuned.choices(path, HERE)
 
 
 def test_choices_of_another_machine_are_refused(path):
-    there = Maker("NVIDIA H200", (("jax", "0.11.2"),))
+    there = Environment("NVIDIA H200", (("jax", "0.11.2"),))
     with pytest.raises(ConfigurationError, match="made on cpu avx2, 2 cores with"):
         tuned.choices(path, there)
 

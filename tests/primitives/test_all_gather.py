@@ -4,14 +4,14 @@ from operands import assert_equal, normal
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.all_gather import all_gather
 
 
 def run(num_ranks, method):
     def function(x):
         where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return all_gather(x, choice=Choice(method), **where)
+        return all_gather(x, choice=MethodChoice(method), **where)
 
     # Every rank returns all rows; side by side they show that all ranks agree.
     specs = (P(None, "tp"),)

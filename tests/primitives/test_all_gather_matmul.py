@@ -17,7 +17,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.all_gather_matmul import all_gather_matmul
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
@@ -31,7 +31,7 @@ def product(x, ws, biases, *, num_ranks, method, out_dtype, **options):
         biases,
         axis_name=("tp",),
         num_ranks=num_ranks,
-        choice=Choice(method),
+        choice=MethodChoice(method),
         label="test",
         out_dtype=out_dtype,
         **options,

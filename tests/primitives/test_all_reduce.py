@@ -14,7 +14,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.all_reduce import all_reduce
 
 SHAPES = ((), (3,), (2, 3, 5))
@@ -22,7 +22,7 @@ SHAPES = ((), (3,), (2, 3, 5))
 
 def sums(xs, *, num_ranks, method):
     where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-    return [all_reduce(x, choice=Choice(method), **where) for x in xs]
+    return [all_reduce(x, choice=MethodChoice(method), **where) for x in xs]
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)

@@ -4,7 +4,7 @@ from operands import assert_equal, small_integers
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 
 FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
@@ -13,7 +13,7 @@ FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
 def run(num_ranks, method):
     def function(dys, ws, shard):
         where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return bulk_all_gather(dys, ws, shard, choice=Choice(method), **where)
+        return bulk_all_gather(dys, ws, shard, choice=MethodChoice(method), **where)
 
     # Both results differ between ranks or are compared rank by rank, side by side.
     specs = (FEATURES, P(None, "tp"), ROWS)

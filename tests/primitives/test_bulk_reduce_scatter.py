@@ -4,7 +4,7 @@ from operands import assert_equal, small_integers
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.bulk_reduce_scatter import bulk_reduce_scatter
 
 FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
@@ -21,7 +21,7 @@ def run(num_ranks, method, dtype, dw_dtype):
             scattered_dtype=dtype,
             axis_name=("tp",),
             num_ranks=num_ranks,
-            choice=Choice(method),
+            choice=MethodChoice(method),
             label="test",
         )
 

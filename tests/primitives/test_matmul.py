@@ -5,14 +5,14 @@ from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import calls, compiled_text, copies, with_methods
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.matmul import matmul
 
 
 def run(method, **options):
     def function(xs, ws, bias, residual):
         return matmul(
-            xs, ws, bias, residual, choice=Choice(method), label="test", **options
+            xs, ws, bias, residual, choice=MethodChoice(method), label="test", **options
         )
 
     return jax.jit(function)
@@ -27,7 +27,7 @@ def operands(make, dtype, rows=(2, 3, 5)):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_exact_on_small_integers(dtype):
     def all_ways(xs, ws, transposed, bias, residual, *, method):
-        where = {"choice": Choice(method), "label": "test"}
+        where = {"choice": MethodChoice(method), "label": "test"}
         return [
             (
                 matmul(xs, ws, bias, residual, out_dtype=out, **where),
@@ -73,8 +73,8 @@ def test_residual_becomes_the_result_in_place():
 
     def function(x, w, residual):
         return matmul(
-            (x,), (w,), None, residual, out_dtype="float32", choice=Choice(Method.AUTO),
-            label="test",
+            (x,), (w,), None, residual, out_dtype="float32",
+            choice=MethodChoice(Method.AUTO), label="test",
         )  # fmt: skip
 
     donating = jax.jit(function, donate_argnums=2)

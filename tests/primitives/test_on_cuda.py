@@ -25,8 +25,8 @@ from programs import dp_tp_mesh, on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config.choice import Choice
-from jax_ub.overlap_config.tuning import Tuning
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.all_gather import all_gather
 from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.primitives.lowered import recording
@@ -35,7 +35,7 @@ from jax_ub.primitives.matmul_all_reduce import MatmulAllReduce
 from jax_ub.primitives.mesh import find_ranks
 from jax_ub.primitives.on_cuda import variant_of
 from jax_ub.runtime import cuda
-from jax_ub.runtime.place import ONE_SHOT_BYTES
+from jax_ub.runtime.device_groups import ONE_SHOT_BYTES
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
@@ -190,7 +190,7 @@ def summed(tokens, choice, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16):
 
 def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
     most = ONE_SHOT_BYTES // (7 * 2048)
-    auto = Choice(Method.AUTO)
+    auto = MethodChoice(Method.AUTO)
     for wider, tokens in (
         ({}, most),
         ({"num_pairs": 2}, most // 2),
@@ -201,21 +201,23 @@ def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
 
 
 def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
-    tuned = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+    tuned = MethodChoice(
+        Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
+    )
     # Any number of tokens where the slots need no more than the capacity's 8 bytes.
     assert summed(8192, tuned, num_ranks=5) is Variant.ONE_SHOT
     assert summed(8192, tuned, num_ranks=5, num_pairs=2) is Variant.PLAIN
     most = ONE_SHOT_BYTES // (7 * 2048)
     assert summed(most, tuned) is Variant.ONE_SHOT
     assert summed(most + 1, tuned) is Variant.PLAIN
-    assert summed(8, Choice(Method.RING_EXCHANGE)) is Variant.PLAIN
+    assert summed(8, MethodChoice(Method.RING_EXCHANGE)) is Variant.PLAIN
 
 
 def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
     def run(method):
         def function(x):
             where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-            return all_gather(x, choice=Choice(method), **where)
+            return all_gather(x, choice=MethodChoice(method), **where)
 
         return on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
 
@@ -232,7 +234,7 @@ def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
 @pytest.mark.parametrize("method", [Method.AUTO, Method.DIRECT])
 def test_a_local_product_is_the_engines_too(engine, method):
     def function(xs, ws):
-        where = {"label": "test", "choice": Choice(method)}
+        where = {"label": "test", "choice": MethodChoice(method)}
         return matmul(xs, ws, None, None, out_dtype="float32", **where)
 
     text = cuda_text(jax.jit(function), (shape(4, 6),), (shape(6, 8),))
@@ -243,7 +245,9 @@ def test_a_local_product_is_the_engines_too(engine, method):
 def test_bulk_stays_bulk(engine):
     def function(dy, w, x):
         where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        return bulk_all_gather((dy,), (w,), x, choice=Choice(Method.BULK), **where)
+        return bulk_all_gather(
+            (dy,), (w,), x, choice=MethodChoice(Method.BULK), **where
+        )
 
     specs = (P(None, "tp"), P(None, "tp"), P("tp"))
     run = on_ranks(function, tp_mesh(2), specs, (P(), P()), check_vma=False)
@@ -456,10 +460,10 @@ def test_the_cpu_is_told_nothing_of_it():
 
 
 def test_a_tuning_is_hashable_by_every_field():
-    for field in dataclasses.fields(Tuning):
-        other = dataclasses.replace(Tuning(), **{field.name: np.int64(7)})
-        assert other != Tuning()
-        assert hash(other) != hash(Tuning())
+    for field in dataclasses.fields(KernelOptions):
+        other = dataclasses.replace(KernelOptions(), **{field.name: np.int64(7)})
+        assert other != KernelOptions()
+        assert hash(other) != hash(KernelOptions())
 
 
 def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(

@@ -4,14 +4,16 @@ from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.reduce_scatter import reduce_scatter
 
 
 def run(num_ranks, method, out_dtype="float32"):
     def function(x):
         where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return reduce_scatter(x, choice=Choice(method), out_dtype=out_dtype, **where)
+        return reduce_scatter(
+            x, choice=MethodChoice(method), out_dtype=out_dtype, **where
+        )
 
     specs = (P(None, None, "tp"),)
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, "tp"))

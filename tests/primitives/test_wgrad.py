@@ -15,7 +15,7 @@ from programs import (
 )
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.primitives.wgrad import wgrad
 
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
@@ -32,7 +32,7 @@ def products(x, dys, main_grads, *, gather, num_ranks, method):
             gather=gather,
             axis_name=("tp",) if gather else (),
             num_ranks=num_ranks if gather else 1,
-            choice=Choice(method),
+            choice=MethodChoice(method),
             label="test",
             out_dtype=out_dtype,
         )
@@ -90,7 +90,7 @@ def test_reads_the_peers_without_gathering(gather):
             gather=gather,
             axis_name=("tp",),
             num_ranks=4,
-            choice=Choice(Method.DIRECT),
+            choice=MethodChoice(Method.DIRECT),
             label="test",
             out_dtype="float32",
         )
@@ -113,7 +113,7 @@ def test_scale_is_that_of_the_sum_only(gather):
             scale=0.5,
             axis_name=("tp",) if gather else (),
             num_ranks=num_ranks if gather else 1,
-            choice=Choice(method),
+            choice=MethodChoice(method),
             label="test",
             out_dtype="float32",
         )

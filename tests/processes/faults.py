@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub.initialize import lifecycle
-from jax_ub.runtime import connecting
+from jax_ub.runtime import connection_attempt
 from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
@@ -196,7 +196,7 @@ def is_missing(job):
 
 def dies_connecting(job):
     if job.is_victim:
-        connecting.Attempt.connect_all = lambda *_: kill_this_process()
+        connection_attempt.Attempt.connect_all = lambda *_: kill_this_process()
     job.expect_error(job.initialize)
 
 

@@ -17,7 +17,7 @@ from programs import calls, compiled_text
 import jax_ub as ub
 import jax_ub.flax as ub_nnx
 from jax_ub.flax import linen as ub_linen
-from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 FUSED = {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
 SPECS = {"up": P(None, "tp"), "down": P("tp"), "embed": P("tp")}
@@ -70,16 +70,16 @@ def test_an_overlapped_model_is_copied(module, given, x):
         assert pickle.loads(module.dumps(graph)) == graph
     assert ub.overlapped(copied) == ub.overlapped(model)
     assert copied.up.dot_general == model.up.dot_general
-    assert copied.up.dot_general.placement.mesh == options.get("mesh")
+    assert copied.up.dot_general.sharding_layout.mesh == options.get("mesh")
     with jax.set_mesh(mesh):
         assert_trees_close(copied(x), model(x))
 
 
 def test_a_mesh_of_missing_devices_is_dropped(monkeypatch):
-    placement = pickle.dumps(Placement("column", mesh=mesh_of(1, 4)))
+    sharding_layout = pickle.dumps(ShardingLayout("column", mesh=mesh_of(1, 4)))
     found = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda: found)
-    assert pickle.loads(placement) == Placement("column")
+    assert pickle.loads(sharding_layout) == ShardingLayout("column")
 
 
 def test_equal_models_have_equal_graphs_on_any_mesh():
@@ -239,11 +239,11 @@ def test_a_model_is_cloned_and_evaluated_in_the_abstract(x):
 
 def test_the_kernels_own_mesh_supplies_devices_for_an_abstract_one():
     mesh = mesh_of(1, 2)
-    known = Placement("column", kernel_mesh=mesh)
+    known = ShardingLayout("column", kernel_mesh=mesh)
     found = []
 
     def look(x):
-        found.extend([known.find_mesh(x), Placement("column").find_mesh(x)])
+        found.extend([known.find_mesh(x), ShardingLayout("column").find_mesh(x)])
         return x
 
     jax.jit(look)(jax.device_put(np.ones(4), NamedSharding(mesh, P("tp"))))

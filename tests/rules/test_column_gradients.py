@@ -10,13 +10,13 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub.overlap_config.tuning import Tuning
-from jax_ub.rules.site import plan_site
+from jax_ub.rules.call_config import plan_call_config
 from jax_ub.runtime import cuda
 from jax_ub.runtime import tuned as tuned_choices
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 
 COLUMN = (P("tp"), P(None, "tp"))
 
@@ -60,17 +60,19 @@ def tuned_backward_of_column(tmp_path, monkeypatch, *found):
     """The same, as a file has it."""
     path = tmp_path / "t.json"
     entries = {Case(op, 4, 8, 8, 8, "bfloat16"): (choice, {}) for op, choice in found}
-    tuned.write(path, {maker(): entries})
+    tuned.write(path, {environment(): entries})
     ub.initialize_ub((8, 8), 4, ub_cfgs=path, mesh=tp_mesh(4))
     return backward_of_column(monkeypatch, 1)
 
 
 def test_tuned_bulk_calls_are_told_their_tuning(engine, monkeypatch, tmp_path):
-    tuning = Tuning(use_ce=False, num_sm=4, sm_margin=4, gemm_algorithm=3)
-    choice = Choice(Method.BULK, tuning=tuning)
+    kernel_options = KernelOptions(
+        use_ce=False, num_sm=4, sm_margin=4, gemm_algorithm=3
+    )
+    choice = MethodChoice(Method.BULK, kernel_options=kernel_options)
     calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
     for name in ("bulk_all_gather", "bulk_reduce_scatter"):
-        for field, value in tuning.attributes().items():
+        for field, value in kernel_options.attributes().items():
             assert attribute(calls[name], field) == value
     assert attribute(calls["all_gather_matmul"], "gemm_algorithm") == 0
 
@@ -78,7 +80,7 @@ def test_tuned_bulk_calls_are_told_their_tuning(engine, monkeypatch, tmp_path):
 def test_where_the_dgrad_was_faster_with_its_own_communication_it_has_that(
     engine, monkeypatch, tmp_path
 ):
-    choice = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3, sm_margin=2))
+    choice = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
     calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
     assert set(calls) == {
         "all_gather_matmul",
@@ -101,14 +103,14 @@ def test_a_backward_that_is_faster_without_overlap_has_none(
     engine, monkeypatch, tmp_path
 ):
     calls = tuned_backward_of_column(
-        tmp_path, monkeypatch, (COLUMN_GRADIENTS, Choice(Method.XLA))
+        tmp_path, monkeypatch, (COLUMN_GRADIENTS, MethodChoice(Method.XLA))
     )
     assert set(calls) == {"all_gather_matmul"}
 
 
 def test_a_tuned_backward_that_cannot_run_falls_back(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "MOST_RANKS", 3)
-    choice = Choice(Method.PIPELINE, 2)
+    choice = MethodChoice(Method.PIPELINE, 2)
     calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
     assert set(calls) <= {"wgrad"}  # which communicates nothing
 
@@ -125,9 +127,15 @@ def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
     found = []
 
     def function(x):
-        site = plan_site("all_gather_matmul", ("tp",), 2, None, None)
-        found.append((site.is_on_cuda, site.copies_operands, site.communicates_beside))
-        found.append(site.partial_dtype(1))
+        call_config = plan_call_config("all_gather_matmul", ("tp",), 2, None, None)
+        found.append(
+            (
+                call_config.is_on_cuda,
+                call_config.materializes_gather,
+                call_config.uses_bulk,
+            )
+        )
+        found.append(call_config.partial_dtype(1))
         return x
 
     jax.eval_shape(on_ranks(function, tp_mesh(2), P("tp"), P("tp")), shape(8, 8))

@@ -45,7 +45,7 @@ def pair(mesh, *, sequence_parallel, check_vma=True, method=None):
 @pytest.mark.parametrize("method", ["auto", "ring_exchange", "xla"])
 @pytest.mark.parametrize("parallel", [None, "column", "column, whole rows"])
 def test_an_embedding_is_the_output_projection_too(parallel, method):
-    kind, whole_rows = parallel and "column", parallel != "column"
+    kind, linear_without_gather = parallel and "column", parallel != "column"
 
     def logits(x, embedding, b, main_grad):
         return ub.linear(
@@ -54,14 +54,14 @@ def test_an_embedding_is_the_output_projection_too(parallel, method):
             b,
             parallel=kind,
             axis_name=kind and "tp",
-            sequence_parallel=not whole_rows,
+            sequence_parallel=not linear_without_gather,
             method=method,
             main_grad=main_grad,
             rhs_transposed=True,
         )
 
     rows = P() if kind is None else P("tp")
-    x_rows = P() if whole_rows else P(None, "tp")
+    x_rows = P() if linear_without_gather else P(None, "tp")
     y = P() if kind is None else P(None, None, "tp")
     layer = on_ranks(logits, tp_mesh(4), (x_rows, rows, rows, rows), y)
     x, embedding = small_integers(0, (2, 8, 12)), small_integers(1, (16, 12))

@@ -427,12 +427,12 @@ def test_a_path_is_no_name_for_what_jax_has_traced():
 
     initialize()
     run = jax.jit(function, static_argnums=2)
-    run(*operands(), overlaps.LayerPath("mylayer"))
+    run(*operands(), overlaps.LayerName("mylayer"))
     with pytest.raises(ub.errors.UnknownNameError, match="no overlap 'mylayer'"):
         run(*operands(), "mylayer")
-    path = overlaps.LayerPath("a")
-    assert path == overlaps.LayerPath("a") and path != "a" and path != "a"
-    assert len({path, "a", overlaps.LayerPath("a")}) == 2
+    path = overlaps.LayerName("a")
+    assert path == overlaps.LayerName("a") and path != "a" and path != "a"
+    assert len({path, "a", overlaps.LayerName("a")}) == 2
 
 
 @pytest.mark.parametrize("method", [None, "ring_exchange"])
@@ -447,8 +447,8 @@ def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
 
 def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
     ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
-    (domain,) = overlaps.domains()
-    shared = dataclasses.replace(domain, spans_processes=True)
+    (initialized_axis,) = overlaps.domains()
+    shared = dataclasses.replace(initialized_axis, spans_processes=True)
     monkeypatch.setattr(overlaps, "on_axis", lambda *_: shared)
     assert not lowered(column(), 0)
     assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason

@@ -11,7 +11,7 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub.rules.vjp import is_placeholder, keep_if
+from jax_ub.rules.vjp import is_placeholder, residual_or_placeholder
 
 ROWS, COLUMNS = P("tp"), P(None, "tp")
 WANTED = (0, 1, (0, 2), (0, 1, 2), 2, 0)
@@ -69,15 +69,19 @@ def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
 # So it does with the axes along which residuals are mapped.
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_what_is_left_out_is_mapped_like_the_value_it_is_for(axis):
-    left_out = jax.vmap(lambda x: keep_if(False, x), axis, out_axes=None)
+    left_out = jax.vmap(
+        lambda x: residual_or_placeholder(False, x), axis, out_axes=None
+    )
     with pytest.raises(ValueError, match=f"output was batched on axis {axis}"):
         left_out(jnp.zeros((2, 3, 4)))
 
 
 def test_a_number_is_left_out_as_an_array_is():
-    assert is_placeholder(keep_if(False, jnp.float32(1)))
+    assert is_placeholder(residual_or_placeholder(False, jnp.float32(1)))
     with pytest.raises(ValueError, match="output was batched on axis 0"):
-        jax.vmap(lambda x: keep_if(False, x), out_axes=None)(jnp.zeros(2))
+        jax.vmap(lambda x: residual_or_placeholder(False, x), out_axes=None)(
+            jnp.zeros(2)
+        )
 
 
 def twice(function, first, second):

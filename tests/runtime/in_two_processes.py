@@ -17,11 +17,11 @@ import jax_ub as ub
 from jax_ub import doctor
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import Case
-from jax_ub.runtime import communicators, engine, overlaps, wirings
+from jax_ub.runtime import communicators, engine, overlaps, transports
 from jax_ub.runtime.bootstrap.jax_service import JaxService
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 
 jax.distributed.initialize()
 ME = jax.process_index()
@@ -270,7 +270,10 @@ def tuned_choices_are_the_same_on_all_processes():
         folder = pathlib.Path(os.environ["UB_TEST_FOLDER"]).parent
         case = Case("all_gather_matmul", 4, *X.shape, W.shape[1], "float32")
         path = folder / f"{name}.{ME}.json"
-        tuned.write(path, {maker(): {case: (Choice(Method.PIPELINE, num_splits), {})}})
+        tuned.write(
+            path,
+            {environment(): {case: (MethodChoice(Method.PIPELINE, num_splits), {})}},
+        )
         return str(path)
 
     error, text = ub.errors.CommunicatorError, "differ in the tuned choices"
@@ -299,13 +302,13 @@ def what_cannot_be_connected_is_told_to_all():
                 raise RuntimeError("CommunicatorError: no memory is left")
             return load().connect(*arguments, **options)
 
-    wirings.engine = type("module", (), {"load": staticmethod(Broken)})
+    transports.engine = type("module", (), {"load": staticmethod(Broken)})
     text = "no memory is left" if ME == 1 else "process 1"
     mesh = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
     begin = time.monotonic()
     raises(ub.errors.CommunicatorError, text, initialize, size=2, mesh=mesh)
     assert time.monotonic() - begin < SOON_S
-    wirings.engine = engine
+    transports.engine = engine
     assert not communicators.connections()
     initialize(size=2, mesh=mesh)
     product(mesh, method="direct")
@@ -334,8 +337,8 @@ def rounds_do_not_grow():
     after = held()
     assert after[0] <= before[0], (before, after)
     assert after[1] <= before[1] + 8, (before, after)
-    board = JaxService("any")
-    left = dict(board._client.key_value_dir_get("jax_ub/"))
+    store = JaxService("any")
+    left = dict(store._client.key_value_dir_get("jax_ub/"))
     left.pop("jax_ub/job")  # the job's name stays, and who has entered
     left = {k: v for k, v in left.items() if not k.startswith("jax_ub/processes/")}
     # The other process may be at the next call by now.
@@ -361,16 +364,16 @@ def threads_are_shared():
 
 
 def a_missing_process_is_named_and_may_come_later():
-    board = JaxService("test")
+    store = JaxService("test")
     if ME == 0:
         before = os.environ["JAX_UB_TIMEOUT_S"]
         os.environ["JAX_UB_TIMEOUT_S"] = "1"
         text = "process 1 did not take part within 1 s"
         raises(ub.errors.TimeoutError, text, initialize)
         os.environ["JAX_UB_TIMEOUT_S"] = before
-        board.write("missed", "")
+        store.write("missed", "")
     else:
-        while board.read("missed") is None:
+        while store.read("missed") is None:
             time.sleep(0.01)  # for ever, if it is not missed: the test gives up
     initialize()
     product(MESH, **DIRECT)

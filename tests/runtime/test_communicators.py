@@ -13,8 +13,8 @@ import jax_ub
 from jax_ub.errors import ConfigurationError, TimeoutError
 from jax_ub.runtime import communicators
 from jax_ub.runtime.communicators import Connection
-from jax_ub.runtime.place import ONE_SHOT_BYTES, Place
-from jax_ub.runtime.wirings import CpuWiring, NoWiring
+from jax_ub.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
+from jax_ub.runtime.transports import CpuTransportSetup, NoTransportSetup
 
 HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
@@ -57,7 +57,7 @@ def test_groups_over_two_hosts_take_plain_jax_with_the_reason():
     assert {f"[{process}] passed over_two_hosts" for process in (0, 1)} <= set(lines)
 
 
-def place(**changes):
+def device_groups(**changes):
     fields = {
         "groups": ((0, 1), (2, 3)),
         "process_of": {0: 0, 1: 0, 2: 0, 3: 1},
@@ -67,26 +67,29 @@ def place(**changes):
         "num_slots": 10,
         "name": "test",
     }
-    return Place(**{**fields, **changes})
+    return DeviceGroups(**{**fields, **changes})
 
 
 def test_only_groups_over_several_processes_need_a_connection():
-    assert CpuWiring().groups(place()) == [(2, 3)]
-    assert place().processes == [0, 1]
-    assert place().processes_of((2, 3)) == (0, 1)
+    assert CpuTransportSetup().groups(device_groups()) == [(2, 3)]
+    assert device_groups().processes == [0, 1]
+    assert device_groups().processes_of((2, 3)) == (0, 1)
 
 
 def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
-    slack = place(capacity=0).call_bytes
-    assert place().call_bytes == slack + 8 * 1000
+    slack = device_groups(capacity=0).call_bytes
+    assert device_groups().call_bytes == slack + 8 * 1000
     assert slack >= 64 * 1024
 
 
 def test_a_heap_of_any_capacity_has_room_for_an_all_reduce_in_one_exchange():
-    small, slack = place(platform="cuda"), place(capacity=0).call_bytes
+    small, slack = device_groups(platform="cuda"), device_groups(capacity=0).call_bytes
     assert small.call_bytes == slack + ONE_SHOT_BYTES
     large = {"capacity": ONE_SHOT_BYTES}
-    assert place(platform="cuda", **large).call_bytes == place(**large).call_bytes
+    assert (
+        device_groups(platform="cuda", **large).call_bytes
+        == device_groups(**large).call_bytes
+    )
 
 
 class Alone:
@@ -105,10 +108,10 @@ class Alone:
 def test_what_a_process_refuses_says_more_than_that_others_did_not_come():
     with pytest.raises(ConfigurationError, match="the own refusal"):
         communicators.connect(
-            place(), Alone(), {}, ConfigurationError("the own refusal")
+            device_groups(), Alone(), {}, ConfigurationError("the own refusal")
         )
     with pytest.raises(TimeoutError, match="did not take part"):
-        communicators.connect(place(), Alone(), {}, None)
+        communicators.connect(device_groups(), Alone(), {}, None)
     assert not communicators.connections()
 
 
@@ -136,25 +139,25 @@ class End:
 
 
 def test_another_axis_shares_what_has_room_and_has_not_failed(monkeypatch):
-    end, enough = End(), place().call_bytes
+    end, enough = End(), device_groups().call_bytes
     known = {
         (0, 1): Connection((0, 1), (0, 0), "no peer access"),
         (2, 3): Connection((2, 3), (0, 1), None, end, 1, enough),
     }
     monkeypatch.setattr(communicators, "_CONNECTIONS", known)
-    communicators.check_shared(place())
-    assert communicators.shared_groups(place()) == "[(0, 1), (2, 3)]"
+    communicators.check_shared(device_groups())
+    assert communicators.shared_groups(device_groups()) == "[(0, 1), (2, 3)]"
     with pytest.raises(ConfigurationError, match=rf"\[2, 3\].*{enough} bytes a rank"):
-        communicators.check_shared(place(capacity=1001))
+        communicators.check_shared(device_groups(capacity=1001))
     end.failure = "CommunicatorError: process 1 died"
     with pytest.raises(ConfigurationError, match="have failed: process 1 died"):
-        communicators.check_shared(place())
-    communicators.check_shared(place(groups=((1, 0), (3, 2)), capacity=1001))
+        communicators.check_shared(device_groups())
+    communicators.check_shared(device_groups(groups=((1, 0), (3, 2)), capacity=1001))
 
 
 def test_a_platform_without_an_engine_connects_nothing():
-    wiring = NoWiring("rocm")
-    assert wiring.offer(None, (0, 1)) is None
-    assert wiring.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
+    transport_setup = NoTransportSetup("rocm")
+    assert transport_setup.offer(None, (0, 1)) is None
+    assert transport_setup.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):
-        wiring.connect(None, (0, 1), None, {}, 1)
+        transport_setup.connect(None, (0, 1), None, {}, 1)

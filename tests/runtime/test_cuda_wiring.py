@@ -9,7 +9,7 @@ import jax_ub as ub
 from jax_ub.errors import CommunicatorError
 from jax_ub.runtime import communicators, cuda, engine
 from jax_ub.runtime.communicators import connections
-from jax_ub.runtime.place import Place
+from jax_ub.runtime.device_groups import DeviceGroups
 
 # Two groups of two over two processes, and one inside each.
 GROUPS = ((0, 4), (1, 5), (2, 3), (6, 7))
@@ -54,7 +54,7 @@ class Engine(StandIn):
         pass
 
 
-class Agreement:
+class ProcessAllGather:
     """With a process 1 that says what `said` holds for each round, then no more."""
 
     def __init__(self, *said):
@@ -87,7 +87,7 @@ def cuda_engine(monkeypatch):
     communicators.disconnect(GROUPS)
 
 
-def place(**changes):
+def device_groups(**changes):
     fields = {
         "groups": GROUPS,
         "process_of": {i: i // 4 for i in range(8)},
@@ -98,18 +98,18 @@ def place(**changes):
         "name": "test",
         "ordinals": {i: 10 + i for i in range(4)},
     }
-    return Place(**{**fields, **changes})
+    return DeviceGroups(**{**fields, **changes})
 
 
 def connect(*rounds, **changes):
-    communicators.connect(place(**changes), Agreement(*rounds), {}, None)
+    communicators.connect(device_groups(**changes), ProcessAllGather(*rounds), {}, None)
     return {one.group: one for one in connections()}
 
 
 def test_groups_in_one_process_have_heaps_too(cuda_engine):
     found = connect(introduced(), {"reasons": {}})
     assert set(found) == set(GROUPS)
-    size_bytes = place().call_bytes
+    size_bytes = device_groups().call_bytes
     assert cuda_engine.offered == [([10], size_bytes), ([11], size_bytes)]
     first, second, inside = cuda_engine.made
     assert (first.devices, first.processes, first.process) == ([0, 4], [0, 1], 0)
@@ -117,7 +117,7 @@ def test_groups_in_one_process_have_heaps_too(cuda_engine):
     assert first.offers == {0: {"vmm": "yes"}, 1: {"vmm": "yes"}}
     assert second.devices == [1, 5]
     assert (inside.devices, inside.ordinals) == ([2, 3], [12, 13])
-    assert inside.slots_bytes == place().call_bytes
+    assert inside.slots_bytes == device_groups().call_bytes
     assert found[6, 7].communicator is None
     assert all(one.reason is None for one in found.values())
 
@@ -171,7 +171,7 @@ def test_who_does_not_say_that_it_connected_leaves_nothing_behind(cuda_engine):
 
 
 def test_one_process_makes_its_heaps_and_destroys_them(cuda_engine):
-    alone = place(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
+    alone = device_groups(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
     communicators.connect_alone(alone)
     (made,) = cuda_engine.made
     assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
@@ -198,7 +198,7 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
     monkeypatch.setattr(engine, "load", lambda: pytest.fail("asked for an engine"))
     process_of = dict.fromkeys(range(4), 0)
     communicators.connect_alone(
-        place(groups=((2, 3),), process_of=process_of, platform="cpu")
+        device_groups(groups=((2, 3),), process_of=process_of, platform="cpu")
     )
     assert not connections()
 

@@ -31,7 +31,7 @@ def test_without_proc_a_host_is_its_name(monkeypatch, tmp_path):
     ],
 )
 def test_cores_are_divided_by_those_that_may_use_them(own, others, share):
-    assert hosts.fair_share(own, [own, *others]) == share
+    assert hosts.thread_share(own, [own, *others]) == share
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,10 @@ def test_processes_with_the_same_cores_compute_on_a_part_each(
     own, num_processes, parts
 ):
     everyone = [own] * num_processes
-    assert [hosts.own_part(own, everyone, i) for i in range(num_processes)] == parts
+    assert [
+        hosts.process_cpu_set(own, everyone, i) for i in range(num_processes)
+    ] == parts
 
 
 def test_processes_that_are_bound_already_keep_their_cores():
-    assert hosts.own_part([2, 3], [[0, 1], [2, 3]], 1) == [2, 3]
+    assert hosts.process_cpu_set([2, 3], [[0, 1], [2, 3]], 1) == [2, 3]

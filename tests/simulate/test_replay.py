@@ -6,7 +6,7 @@ import pytest
 
 from jax_ub.methods import Variant
 from jax_ub.simulate import hardware, plan, replay, schedules
-from jax_ub.simulate.replay import Knobs
+from jax_ub.simulate.replay import PlanOptions
 from jax_ub.simulate.workload import Workload
 
 # One processor that takes every chunk as one kernel: nothing is quantised.
@@ -22,7 +22,7 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def times(workload, machine, method="ring_exchange", knobs=None, **which):
-    return plan.timeline(workload, machine, method, knobs or Knobs(), **which)
+    return plan.timeline(workload, machine, method, knobs or PlanOptions(), **which)
 
 
 def chunk_times(workload, machine):
@@ -107,7 +107,7 @@ def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
 def test_one_rank_stands_for_all_in_every_variant(name, op, method, variant, num_ranks):
     machine = hardware.find(name)
     work = Workload(op, 768 * num_ranks, 512 * num_ranks, 256 * num_ranks, num_ranks)
-    knobs = Knobs(num_splits=3 if method == "pipeline" else 1, streams=2)
+    knobs = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
     alone = times(work, machine, method, knobs, variant=variant)
     together = times(work, machine, method, knobs, variant=variant, every_rank=True)
     assert alone.seconds == pytest.approx(together.seconds)
@@ -142,7 +142,7 @@ def test_a_later_put_matters_where_a_rank_does_one_thing_at_a_time():
 def test_one_rank_stands_for_all_of_them(name, method, op, num_ranks):
     machine = hardware.find(name)
     work = Workload(op, 768 * num_ranks, 512 * num_ranks, 256 * num_ranks, num_ranks)
-    knobs = Knobs(num_splits=3 if method == "pipeline" else 1, streams=2)
+    knobs = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
     alone = times(work, machine, method, knobs)
     together = times(work, machine, method, knobs, every_rank=True)
     assert alone.seconds == pytest.approx(together.seconds)
@@ -159,7 +159,9 @@ def test_a_collective_has_no_product(op):
 
 def test_lanes_do_one_thing_at_a_time_and_streams_several():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    spans = times(work, hardware.find("h200"), "pipeline", Knobs(2, streams=2)).spans
+    spans = times(
+        work, hardware.find("h200"), "pipeline", PlanOptions(2, streams=2)
+    ).spans
     for lane in ("wire", "sum"):
         mine = sorted((s.start_s, s.end_s) for s in spans if s.lane == lane)
         assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
@@ -178,7 +180,7 @@ def test_a_rank_of_a_host_does_one_thing_at_a_time_and_waits():
 
 def test_chunks_in_one_kernel_are_sent_when_it_is_done():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    spans = times(work, hardware.find("h200"), knobs=Knobs(aggregate=3)).spans
+    spans = times(work, hardware.find("h200"), knobs=PlanOptions(aggregate=3)).spans
     gemms = [span for span in spans if span.kind == "multiply"]
     assert [gemm.chunks for gemm in gemms] == [(1, 2, 3), (0,)]
     first_put = min(span.start_s for span in spans if span.kind == "put")
@@ -202,4 +204,4 @@ def test_ranks_that_wait_for_each_other_are_an_error():
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)
     with pytest.raises(ArithmeticError, match="wait for ever"):
-        replay.replay([waits], work, SMOOTH, Knobs())
+        replay.replay([waits], work, SMOOTH, PlanOptions())

@@ -8,7 +8,7 @@ import pytest
 
 from jax_ub.simulate import hardware, models, plan, tables
 from jax_ub.simulate.bounds import bounds
-from jax_ub.simulate.replay import Knobs
+from jax_ub.simulate.replay import PlanOptions
 from jax_ub.simulate.tiles import Gemm, Processors
 
 MACHINE = hardware.find("h200")
@@ -88,7 +88,7 @@ def all_reduce_by_blocks(layer, M, num_ranks):
 
     def seconds(blocks):
         # One kernel for all that is sent, one for the own rows.
-        knobs = Knobs(blocks, aggregate=num_ranks - 1, streams=2)
+        knobs = PlanOptions(blocks, aggregate=num_ranks - 1, streams=2)
         found = plan.timeline(workload, MACHINE, "pipeline", knobs).seconds
         return max(found, limits.gemm_s)
 

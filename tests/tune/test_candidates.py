@@ -4,14 +4,14 @@ import pytest
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
 from jax_ub.methods import Method
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import cuda
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.programs import Operands
 
-DGRAD = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3, sm_margin=2))
+DGRAD = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
 
 
 _OWN = {"dgrad": "matmul", "dgrad_add": "matmul", "wgrad_accumulate": "wgrad"}
@@ -35,9 +35,9 @@ def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     case = Case(op, ranks, 64, 32, 48, "bfloat16")
     operands = Operands(case)
     for choice in candidates(case, True, DGRAD):
-        contender = operands.contender("", choice)
+        candidate = operands.candidate("", choice)
         # The engine plans it, to know the size of its workspace.
-        text = cuda_text(contender.program, *contender.operands)
+        text = cuda_text(candidate.program, *candidate.operands)
         if choice.method is Method.XLA:
             assert not called(text)
             continue
@@ -45,6 +45,6 @@ def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
         for name, call in custom_calls(text):
             # A product of its own there has a choice of its own.
             is_own = name == "wgrad" and op == COLUMN_GRADIENTS
-            wanted = Tuning() if is_own else choice.tuning
+            wanted = KernelOptions() if is_own else choice.kernel_options
             for field, value in wanted.attributes().items():
                 assert attribute(call, field) == value

@@ -9,11 +9,11 @@ import jax_ub as ub
 from jax_ub.errors import ConfigurationError
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub.overlap_config.tuning import Tuning
 from jax_ub.runtime import communicators, overlaps
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 
 SIZES = (16, 8, 12)
 COLUMN = ((P("tp"), P(None, "tp")), P(None, "tp"))
@@ -27,7 +27,7 @@ def operands():
 
 def write(path, choice, op="all_gather_matmul", dtype="float32"):
     case = Case(op, 2, *SIZES, dtype)
-    tuned.write(path, {maker(): {case: (choice, {})}})
+    tuned.write(path, {environment(): {case: (choice, {})}})
     return str(path)
 
 
@@ -45,7 +45,7 @@ def lowered(function, *operands):
 
 
 def test_auto_takes_the_choice_of_initialize_ub(tmp_path, operands):
-    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = lowered(column(), *operands)
     assert "method = 2" in text and "num_splits = 3" in text
@@ -54,7 +54,7 @@ def test_auto_takes_the_choice_of_initialize_ub(tmp_path, operands):
 
 
 def test_a_named_call_takes_the_choice_too(tmp_path, operands):
-    path = write(tmp_path / "t.json", Choice(Method.RING_EXCHANGE))
+    path = write(tmp_path / "t.json", MethodChoice(Method.RING_EXCHANGE))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert ub.get_ub("qkv_fprop").method == "auto"
     assert "method = 1" in lowered(column(ub_name="qkv"), *operands)
@@ -62,9 +62,11 @@ def test_a_named_call_takes_the_choice_too(tmp_path, operands):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
-    once = Choice(Method.RING_EXCHANGE, tuning=Tuning(variant=Variant.ONE_SHOT))
+    once = MethodChoice(
+        Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
+    )
     case = Case("matmul_all_reduce", num_ranks, *SIZES, "float32")
-    tuned.write(tmp_path / "t.json", {maker(): {case: (once, {})}})
+    tuned.write(tmp_path / "t.json", {environment(): {case: (once, {})}})
     mesh = tp_mesh(num_ranks)
     ub.initialize_ub((16, 16), num_ranks, ub_cfgs=tmp_path / "t.json", mesh=mesh)
 
@@ -79,7 +81,7 @@ def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
 
 
 def test_not_to_overlap_is_a_choice(tmp_path, operands):
-    path = write(tmp_path / "t.json", Choice(Method.XLA))
+    path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = compiled_text(column(), *operands)
     assert not calls(text)
@@ -89,7 +91,7 @@ def test_not_to_overlap_is_a_choice(tmp_path, operands):
 def test_the_gradient_takes_the_choice_for_its_sizes(tmp_path, operands):
     M, K, N = SIZES
     case = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
-    choices = {maker(): {case: (Choice(Method.PIPELINE, 2), {})}}
+    choices = {environment(): {case: (MethodChoice(Method.PIPELINE, 2), {})}}
     tuned.write(tmp_path / "t.json", choices)
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
     gradient = jax.grad(lambda x, w: jnp.sum(column()(x, w)))
@@ -132,7 +134,7 @@ def with_dy(operands):
 def test_both_gradients_of_a_column_layer_take_their_choice(
     tmp_path, with_dy, method, expected, num_kernels
 ):
-    path = write(tmp_path / "t.json", Choice(method), COLUMN_GRADIENTS)
+    path = write(tmp_path / "t.json", MethodChoice(method), COLUMN_GRADIENTS)
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     x, w, dy = with_dy
 
@@ -154,7 +156,7 @@ def test_both_gradients_of_a_column_layer_take_their_choice(
 
 
 def test_a_named_column_layer_takes_the_choice_of_its_gradients(tmp_path, with_dy):
-    path = write(tmp_path / "t.json", Choice(Method.BULK), COLUMN_GRADIENTS)
+    path = write(tmp_path / "t.json", MethodChoice(Method.BULK), COLUMN_GRADIENTS)
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = compiled_text(backward(ub_name="qkv"), *with_dy)
     assert set(calls(text)) == {"bulk_all_gather", "bulk_reduce_scatter"}
@@ -166,8 +168,11 @@ def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
     M, K, N = SIZES
     product = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
     both = Case(COLUMN_GRADIENTS, 2, M, K, N, "float32")
-    found = {product: (Choice(Method.PIPELINE, 2), {}), both: (Choice(Method.XLA), {})}
-    tuned.write(tmp_path / "t.json", {maker(): found})
+    found = {
+        product: (MethodChoice(Method.PIPELINE, 2), {}),
+        both: (MethodChoice(Method.XLA), {}),
+    }
+    tuned.write(tmp_path / "t.json", {environment(): found})
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
 
     def function(x, w, dy):
@@ -186,7 +191,9 @@ def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
 def test_a_choice_of_gradients_that_cannot_run_falls_back(
     tmp_path, with_dy, monkeypatch
 ):
-    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3), COLUMN_GRADIENTS)
+    path = write(
+        tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3), COLUMN_GRADIENTS
+    )
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
     assert set(calls(compiled_text(backward(), *with_dy))) == {"wgrad"}
@@ -194,25 +201,25 @@ def test_a_choice_of_gradients_that_cannot_run_falls_back(
 
 
 def test_a_method_that_is_named_is_taken_in_any_case(tmp_path, operands):
-    path = write(tmp_path / "t.json", Choice(Method.XLA))
+    path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 2" in lowered(column("pipeline"), *operands)
 
 
 def test_other_sizes_and_dtypes_run_as_before(tmp_path, operands):
-    path = write(tmp_path / "t.json", Choice(Method.XLA), dtype="bfloat16")
+    path = write(tmp_path / "t.json", MethodChoice(Method.XLA), dtype="bfloat16")
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 0" in lowered(column(), *operands)
 
 
 def test_the_environment_names_a_file_too(tmp_path, operands, monkeypatch):
-    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     monkeypatch.setenv("JAX_UB_TUNED", path)
     assert "num_splits = 3" in lowered(column(), *operands)
 
 
 def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
-    there = tuned.Maker("another machine", ())
+    there = tuned.Environment("another machine", ())
     tuned.write(tmp_path / "t.json", {there: {}})
     with pytest.raises(ConfigurationError, match="made on another machine"):
         ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
@@ -220,7 +227,7 @@ def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
 
 
 def test_a_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
-    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
     text = compiled_text(column(), *operands)
@@ -240,17 +247,17 @@ def test_a_file_that_does_not_fit_does_not_concern_a_method_that_is_named(
 
 
 def test_a_file_that_was_rewritten_is_read_again(tmp_path, operands, monkeypatch):
-    path = write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 2" in lowered(column(), *operands)
     ub.destroy_ub()
-    write(tmp_path / "t.json", Choice(Method.RING_EXCHANGE))
+    write(tmp_path / "t.json", MethodChoice(Method.RING_EXCHANGE))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 1" in lowered(column(), *operands)
     ub.destroy_ub()
     monkeypatch.setenv("JAX_UB_TUNED", str(path))
     before = overlaps.configuration()
     assert overlaps.configuration() == before
-    write(tmp_path / "t.json", Choice(Method.PIPELINE, 3))
+    write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     assert overlaps.configuration() != before
     assert "method = 2" in lowered(column(), *operands)

@@ -6,11 +6,11 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub.methods import Method, Variant
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub.overlap_config.tuning import Tuning
-from jax_ub.runtime.place import ONE_SHOT_BYTES
-from jax_ub.runtime.tuned import maker, on_axis
+from jax_ub.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub.runtime.tuned import environment, on_axis
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import dgrad_of
 
@@ -27,7 +27,7 @@ def tune(path, *arguments):
 def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
-    found = tuned.read(path)[maker()]
+    found = tuned.read(path)[environment()]
     assert [case.op for case in found] == [*FUSED, COLUMN_GRADIENTS]
     for case, (choice, times_us) in found.items():
         product = found.get(dgrad_of(case), (None,))[0]
@@ -45,17 +45,18 @@ def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
     assert (
-        Case("all_gather_matmul", 2, 32, 48, 80, "float32") in tuned.read(path)[maker()]
+        Case("all_gather_matmul", 2, 32, 48, 80, "float32")
+        in tuned.read(path)[environment()]
     )
     row = Case("matmul_reduce_scatter", 2, 32, 80, 48, "float32")
-    assert row in tuned.read(path)[maker()]
+    assert row in tuned.read(path)[environment()]
 
 
 def test_f16_is_tuned_and_taken(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--shapes", "32x48x80", "--dtypes", "f16,f32") == 0
     text = capsys.readouterr().out
-    found = tuned.read(path)[maker()]
+    found = tuned.read(path)[environment()]
     assert {case.dtype for case in found} == {"float16", "float32"}
     num_candidates = sum(len(times_us) for _, times_us in found.values())
     assert f"ran {num_candidates} candidates of 8 cases 2 times each" in text
@@ -72,42 +73,44 @@ def test_a_second_run_keeps_what_the_file_has(tmp_path):
     (tmp_path / "tuned.json").write_text(json.dumps(elsewhere))
     tune(path, "--shapes", "32x48x96", "--dtypes", "f32")
     tunings = tuned.read(path)
-    assert {found.device for found in tunings} == {maker().device, "another"}
-    assert {case.N for case in tunings[maker()] if case.op == OPS[0]} == {80, 96}
+    assert {found.device for found in tunings} == {environment().device, "another"}
+    assert {case.N for case in tunings[environment()] if case.op == OPS[0]} == {80, 96}
 
 
-def case_of(op, num_ranks, M=8192):
+def tuned_key(op, num_ranks, M=8192):
     return Case(op, num_ranks, M, 8192, 8192, "bfloat16")
 
 
 @pytest.mark.parametrize("op", FUSED)
 def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
-    choices = candidates(case_of(op, 4), is_cuda=True)
+    choices = candidates(tuned_key(op, 4), is_cuda=True)
     assert len(set(choices)) == len(set(map(str, choices))) == len(choices)
-    by_engines = [choice for choice in choices if choice.tuning.use_ce]
-    assert {choice.tuning.num_lanes for choice in choices} == {1, 2, 3}
-    assert {choice.tuning.sm_margin for choice in by_engines} == {0, 2}
-    assert {choice.tuning.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
+    by_engines = [choice for choice in choices if choice.kernel_options.use_ce]
+    assert {choice.kernel_options.num_lanes for choice in choices} == {1, 2, 3}
+    assert {choice.kernel_options.sm_margin for choice in by_engines} == {0, 2}
+    assert {choice.kernel_options.gemm_algorithm for choice in choices} == {0, 1, 2, 3}
     assert all(choice.method is not Method.DIRECT for choice in choices)
     assert choices[-1].method is Method.XLA
 
 
 @pytest.mark.parametrize("op", (*FUSED, COLUMN_GRADIENTS))
 def test_kernels_send_what_is_not_cut_into_pieces(op):
-    choices = candidates(case_of(op, 4, 16), is_cuda=True)
-    found = [choice for choice in choices if not choice.tuning.use_ce]
-    tunings = {(c.tuning.num_sm, c.tuning.sm_margin) for c in found}
+    choices = candidates(tuned_key(op, 4, 16), is_cuda=True)
+    found = [choice for choice in choices if not choice.kernel_options.use_ce]
+    tunings = {(c.kernel_options.num_sm, c.kernel_options.sm_margin) for c in found}
     assert tunings == {(4, 4), (16, 16)}
     assert all(choice.num_splits <= 1 for choice in found)
     # Aggregated or in one exchange is another way, and sent later is cut.
-    ways = {(choice.method, choice.tuning.variant) for choice in found}
+    ways = {(choice.method, choice.kernel_options.variant) for choice in found}
     assert {variant for _, variant in ways} <= {
         Variant.PLAIN,
         Variant.AGGREGATE,
         Variant.ONE_SHOT,
     }
     assert len(found) == 2 * len(ways)
-    assert not any(not c.tuning.use_ce for c in candidates(case_of(op, 4, 16), False))
+    assert not any(
+        not c.kernel_options.use_ce for c in candidates(tuned_key(op, 4, 16), False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,49 +123,58 @@ def test_kernels_send_what_is_not_cut_into_pieces(op):
     ],
 )
 def test_the_search_is_as_large_as_its_page_says(op, on_cpus, on_gpus):
-    case, dgrad = case_of(op, 4, 16), Choice(Method.PIPELINE, 2)
+    case, dgrad = tuned_key(op, 4, 16), MethodChoice(Method.PIPELINE, 2)
     assert len(candidates(case, False, dgrad)) == on_cpus
     assert len(candidates(case, True, dgrad)) == on_gpus
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_gradients_of_a_column_layer_are_bulk_or_as_their_dgrad_was_tuned(is_cuda):
-    dgrad = Choice(Method.PIPELINE, 2, Tuning(num_lanes=3))
-    choices = candidates(case_of(COLUMN_GRADIENTS, 4), is_cuda, dgrad)
+    dgrad = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3))
+    choices = candidates(tuned_key(COLUMN_GRADIENTS, 4), is_cuda, dgrad)
     assert len(set(choices)) == len(choices)
     bulk = [choice for choice in choices if choice.method is Method.BULK]
-    by_engines = [c for c in bulk if c.tuning.use_ce]
-    tunings = {(c.tuning.sm_margin, c.tuning.gemm_algorithm) for c in by_engines}
+    by_engines = [c for c in bulk if c.kernel_options.use_ce]
+    tunings = {
+        (c.kernel_options.sm_margin, c.kernel_options.gemm_algorithm)
+        for c in by_engines
+    }
     on_gpus = {(2, 0), (0, 1), (0, 2), (0, 3)}
     assert tunings == {(0, 0)} | (on_gpus if is_cuda else set())
     apart = Method.RING_EXCHANGE if is_cuda else Method.DIRECT
-    assert choices[len(bulk) :] == [Choice(apart), dgrad, Choice(Method.XLA)]
-    again = candidates(case_of(COLUMN_GRADIENTS, 4), is_cuda, Choice(Method.XLA))
-    assert again == [*bulk, Choice(apart), Choice(Method.XLA)]
+    assert choices[len(bulk) :] == [
+        MethodChoice(apart),
+        dgrad,
+        MethodChoice(Method.XLA),
+    ]
+    again = candidates(
+        tuned_key(COLUMN_GRADIENTS, 4), is_cuda, MethodChoice(Method.XLA)
+    )
+    assert again == [*bulk, MethodChoice(apart), MethodChoice(Method.XLA)]
 
 
 def variants(case, is_cuda):
     choices = candidates(case, is_cuda)
-    return {choice.tuning.variant for choice in choices} - {Variant.PLAIN}
+    return {choice.kernel_options.variant for choice in choices} - {Variant.PLAIN}
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_variants_are_tried_where_they_do_anything(is_cuda):
     late = {Variant.OVERLAP_FIRST_GEMM} if is_cuda else set()
-    found = {op: variants(case_of(op, 4, 16), is_cuda) for op in FUSED}
+    found = {op: variants(tuned_key(op, 4, 16), is_cuda) for op in FUSED}
     assert found["all_gather_matmul"] == {Variant.AGGREGATE}
     assert found["matmul_reduce_scatter"] == late
     few = {Variant.ONE_SHOT} if is_cuda else set()
     assert found["matmul_all_reduce"] == late | few
     for num_ranks in (2, 3):
-        assert not variants(case_of("all_gather_matmul", num_ranks), is_cuda)
+        assert not variants(tuned_key("all_gather_matmul", num_ranks), is_cuda)
 
 
 @pytest.mark.parametrize(
     "num_ranks, most", [(3, 8192), (8, ONE_SHOT_BYTES // 7 // 16384)]
 )
 def test_one_exchange_is_tried_where_a_heap_has_room_for_it(num_ranks, most):
-    case = case_of("matmul_all_reduce", num_ranks, most)
+    case = tuned_key("matmul_all_reduce", num_ranks, most)
     assert Variant.ONE_SHOT in variants(case, is_cuda=True)
     assert (Variant.ONE_SHOT in variants(case, is_cuda=False)) == (num_ranks == 3)
     if num_ranks == 8:

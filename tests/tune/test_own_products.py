@@ -11,23 +11,23 @@ import jax_ub as ub
 from jax_ub.bench.workloads import Shape
 from jax_ub.methods import Method
 from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.choice import Choice
+from jax_ub.overlap_config.kernel_options import KernelOptions
+from jax_ub.overlap_config.method_choice import MethodChoice
 from jax_ub.overlap_config.tuned import (
     COLUMN_GRADIENTS,
     LOCAL_OPS,
     OPS,
     Case,
 )
-from jax_ub.overlap_config.tuning import Tuning
-from jax_ub.primitives.sizes import case_of
+from jax_ub.primitives.sizes import tuned_key
 from jax_ub.runtime import cuda
-from jax_ub.runtime.tuned import maker
+from jax_ub.runtime.tuned import environment
 from jax_ub.tune.candidates import candidates
 from jax_ub.tune.measure import cases, measure
 from jax_ub.tune.programs import Operands, call_of
 
 M, K, N = 16, 8, 12
-SECOND = Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=1))
+SECOND = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=1))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def file_of(tmp_path, monkeypatch):
     def write(found):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
         entries = {case: (choice, {}) for case, choice in found.items()}
-        tuned.write(path, {maker(): entries})
+        tuned.write(path, {environment(): entries})
         monkeypatch.setenv("JAX_UB_TUNED", str(path))
         return path
 
@@ -86,7 +86,7 @@ def test_a_product_takes_its_own_algorithm_alone(
 
 
 def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
-    third = Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=2))
+    third = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=2))
     file_of(
         {
             Case("dgrad", 1, M, N, K, "float32"): SECOND,
@@ -168,7 +168,7 @@ def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
     monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
     file_of(
         {
-            Case(COLUMN_GRADIENTS, 2, M, K, N, "float32"): Choice(method),
+            Case(COLUMN_GRADIENTS, 2, M, K, N, "float32"): MethodChoice(method),
             Case("wgrad", 1, K, M, N // 2, "float32"): SECOND,
         }
     )
@@ -186,7 +186,7 @@ def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
 
 
 def test_a_product_may_be_faster_by_xla(file_of):
-    file_of({Case("matmul", 1, M, K, N, "float32"): Choice(Method.XLA)})
+    file_of({Case("matmul", 1, M, K, N, "float32"): MethodChoice(Method.XLA)})
     x, w = small_integers(0, (M, K)), small_integers(1, (K, N))
     run = jax.jit(lambda x, w: ub.linear(x, w))
     assert not calls(compiled_text(run, x, w))
@@ -198,7 +198,8 @@ def test_axes_that_do_not_agree_leave_local_products_to_the_process(
 ):
     case = Case("matmul", 1, M, K, N, "float32")
     first, third = (
-        Choice(Method.DIRECT, tuning=Tuning(gemm_algorithm=n)) for n in (1, 3)
+        MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=n))
+        for n in (1, 3)
     )
     paths = [file_of({case: choice}) for choice in (first, third)]
     monkeypatch.delenv("JAX_UB_TUNED")
@@ -239,5 +240,5 @@ def test_candidates_of_a_product_compute_it(op):
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_what_is_timed_is_what_a_choice_is_looked_up_for(op):
     case = Case(op, 1, 24, 40, 32, "bfloat16")
-    operands = Operands(case).contender("", SECOND).operands
-    assert case_of(call_of(case), operands) == case
+    operands = Operands(case).candidate("", SECOND).operands
+    assert tuned_key(call_of(case), operands) == case

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax_ub import shapes
 from jax_ub.flax import activation as activations
 from jax_ub.flax import normalization as normalizations
-from jax_ub.flax.linear import check_options, overlap_name
+from jax_ub.flax.linear import check_options, userbuffers_name
 from jax_ub.flax.linen.layer_norm_linear import make_norm
 from jax_ub.flax.linen.linear import Linear, call_together
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
@@ -73,7 +73,7 @@ class LayerNormMLP(TensorParallel):
             return Linear(
                 self.ffn_hidden_size,
                 parallel="column",
-                ub_name=overlap_name("fc1", options),
+                ub_name=userbuffers_name("fc1", options),
                 name=name,
                 **options,
             )
@@ -87,7 +87,7 @@ class LayerNormMLP(TensorParallel):
         fc2 = Linear(
             self.hidden_size,
             parallel="row",
-            ub_name=overlap_name("fc2", options),
+            ub_name=userbuffers_name("fc2", options),
             name="fc2",
             **options,
         )

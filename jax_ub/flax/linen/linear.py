@@ -14,7 +14,7 @@ from jax_ub import arguments, shapes
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 from jax_ub.flax.together import multiply_promoted, read_sizes, sizes_of
-from jax_ub.retrofit.placement import Placement
+from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 
 class Linear(TensorParallel):
@@ -46,9 +46,9 @@ class Linear(TensorParallel):
     ub_name: str | None = None
 
     @property
-    def placement(self) -> Placement:
+    def sharding_layout(self) -> ShardingLayout:
         """Where the arrays of the layer lie."""
-        return Placement(
+        return ShardingLayout(
             self.parallel,
             self.axis_name,
             self.mesh,
@@ -82,21 +82,26 @@ class Linear(TensorParallel):
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Creates or finds kernel, bias and main_grad for inputs of `[..., *in]`."""
-        placement = self.placement
-        out_sizes = read_sizes(placement.op, "features", self.features)
-        if placement.is_local() and placement.parallel == "column":
+        sharding_layout = self.sharding_layout
+        out_sizes = read_sizes(sharding_layout.op, "features", self.features)
+        if sharding_layout.is_local() and sharding_layout.parallel == "column":
             mesh = jax.sharding.get_abstract_mesh()
-            placement.check_features((in_sizes[0], out_sizes[0]), mesh)
-            out_sizes = (out_sizes[0] // placement.axis_size(mesh), *out_sizes[1:])
+            sharding_layout.check_features((in_sizes[0], out_sizes[0]), mesh)
+            out_sizes = (
+                out_sizes[0] // sharding_layout.axis_size(mesh),
+                *out_sizes[1:],
+            )
         shape = [*in_sizes, *out_sizes]
-        shape[placement.fsdp_dim * len(in_sizes)] //= placement.num_manual_fsdp()
+        shape[sharding_layout.fsdp_dim * len(in_sizes)] //= (
+            sharding_layout.num_manual_fsdp()
+        )
         kernel_init = _of_matrix(
-            placement.op, "kernel_init", self.kernel_init, len(in_sizes)
+            sharding_layout.op, "kernel_init", self.kernel_init, len(in_sizes)
         )
         kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
         bias = main_grad = None
         if self.use_bias:
-            bias_init = _of_matrix(placement.op, "bias_init", self.bias_init, 0)
+            bias_init = _of_matrix(sharding_layout.op, "bias_init", self.bias_init, 0)
             bias = self.param("bias", bias_init, out_sizes, self.param_dtype)
         if self.main_grad:
             main_grad = self.variable(
@@ -114,13 +119,14 @@ class Linear(TensorParallel):
         given = sizes_of(self.axis)
         if not given or not all(map(shapes.is_integer, given)):
             raise ShapeContractError(
-                f"{self.placement.op}: axis = {shown(self.axis)} is neither an integer "
+                f"{self.sharding_layout.op}: axis = {shown(self.axis)} is neither an "
+                f"integer "
                 "nor several. Pass the dimensions that are contracted, for example -1."
             )
         axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
         if axes != list(range(-len(axes), 0)):
             raise UnsupportedOverlapError(
-                f"{self.placement.op}: axis = {self.axis} of inputs of {ndim} "
+                f"{self.sharding_layout.op}: axis = {self.axis} of inputs of {ndim} "
                 "dimensions, but the last ones are contracted. Use axis = "
                 f"{tuple(range(-len(axes), 0))}, and jnp.moveaxis before it."
             )
@@ -138,7 +144,7 @@ def call_together(
         residual: `[..., tokens, *out]` or None, for one layer.
     """
     first = layers[0]
-    shapes.check_rank(first.placement.op, "x", inputs, 1)
+    shapes.check_rank(first.sharding_layout.op, "x", inputs, 1)
     num_in = first.num_in(inputs.ndim)
     lead, in_sizes = inputs.shape[:-num_in], inputs.shape[-num_in:]
     parameters = [layer.parameters(in_sizes) for layer in layers]
@@ -147,22 +153,22 @@ def call_together(
     for layer, (kernel, bias, _) in zip(layers, parameters, strict=True):
         given = (inputs, kernel, bias)
         promote = functools.partial(layer.promote_dtype, *given, dtype=layer.dtype)
-        promoted.append(arguments.promoted(first.placement.op, promote, given))
+        promoted.append(arguments.promoted(first.sharding_layout.op, promote, given))
     all_inputs = [given for given, *_ in promoted]
     kernels = [kernel for _, kernel, _ in promoted]
     biases = [bias for *_, bias in promoted if bias is not None]
-    placement = first.placement
+    sharding_layout = first.sharding_layout
     if first.is_initializing():
-        if placement.is_local():
+        if sharding_layout.is_local():
             # A rank's own shards of dummies and kernels need not fit each other.
             addends = () if residual is None else (residual,)
             return tuple(
                 jnp.zeros((*lead, *kernel.shape[num_in:]), jnp.result_type(x, *addends))
                 for x, kernel in zip(all_inputs, kernels, strict=True)
             )
-        placement, main_grads = placement.whole(), []
+        sharding_layout, main_grads = sharding_layout.whole(), []
     return multiply_promoted(
-        placement,
+        sharding_layout,
         all_inputs,
         kernels,
         biases,

@@ -11,7 +11,7 @@ from jax_ub import shapes
 from jax_ub.flax import normalization as normalizations
 from jax_ub.flax.core_attention import CoreAttention
 from jax_ub.flax.heads import check_sizes, project
-from jax_ub.flax.linear import check_options, overlap_name
+from jax_ub.flax.linear import check_options, userbuffers_name
 from jax_ub.flax.linen.linear import Linear, call_together
 from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
@@ -111,12 +111,12 @@ class MultiHeadAttention(TensorParallel):
             in_features if out_features is None else out_features,
             axis=(-2, -1),
             parallel="row",
-            ub_name=overlap_name("proj", options),
+            ub_name=userbuffers_name("proj", options),
             name="out",
             **options,
         )
         core = CoreAttention(
-            out.placement,
+            out.sharding_layout,
             self.attention_fn,
             self.is_causal,
             self.rotary_base,
@@ -129,7 +129,7 @@ class MultiHeadAttention(TensorParallel):
             return Linear(
                 (heads, qkv_features // num_heads),
                 parallel="column",
-                ub_name=overlap_name("qkv", options),
+                ub_name=userbuffers_name("qkv", options),
                 name=name,
                 **options,
             )
@@ -148,9 +148,11 @@ class MultiHeadAttention(TensorParallel):
             make_norm = functools.partial(self._make_norm, qk_norm_type)
             q, k = make_norm("query_ln")(q), make_norm("key_ln")(k)
         if self.is_initializing():
-            if out.placement.is_local():  # zeros, as everywhere
+            if out.sharding_layout.is_local():  # zeros, as everywhere
                 return out(q, residual=residual)
-            core = dataclasses.replace(core, placement=out.placement.whole())
+            core = dataclasses.replace(
+                core, sharding_layout=out.sharding_layout.whole()
+            )
         key = self._dropout_key(deterministic)
         y = core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return out(y, residual=residual)

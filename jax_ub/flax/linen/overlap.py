@@ -20,8 +20,8 @@ from jax_ub.retrofit import interception
 from jax_ub.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub.retrofit.einsum import Einsum, Equation
 from jax_ub.retrofit.overlap import check_rules, compile_rule
-from jax_ub.retrofit.placement import resolve_kind, sharding_of
-from jax_ub.runtime.overlaps import LayerPath
+from jax_ub.retrofit.sharding_layout import resolve_kind, sharding_of
+from jax_ub.runtime.overlaps import LayerName
 from jax_ub.shapes import axis_tuple
 
 
@@ -94,7 +94,7 @@ class Overlap:
             for rule, name in check_rules("ub_names", ub_names).items()
         }
         # Refuses what it cannot take.
-        self._placement = dot_general(
+        self._sharding_layout = dot_general(
             "column",
             axis_name=axis_name,
             mesh=mesh,
@@ -102,7 +102,7 @@ class Overlap:
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
             fsdp_axes=fsdp_axes,
-        ).placement
+        ).sharding_layout
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
         self._noted: set[str] = set()
@@ -168,9 +168,11 @@ class Overlap:
             y = next_fun(*args, **kwargs)
             self._note_parameters(layer, method_name, path)
             return y
-        name = self._find(self._names, path) or LayerPath(path)
-        placement = dataclasses.replace(self._placement, parallel=kind, ub_name=name)
-        dense = DotGeneral(placement, is_lenient=True)
+        name = self._find(self._names, path) or LayerName(path)
+        sharding_layout = dataclasses.replace(
+            self._sharding_layout, parallel=kind, ub_name=name
+        )
+        dense = DotGeneral(sharding_layout, is_lenient=True)
         y = call(dense, path, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
@@ -209,7 +211,7 @@ class Overlap:
         for name, value in arrays.items():
             place = ".".join(filter(None, (path, name)))
             spec, kind = _spec(value), type(layer).__name__
-            axes = set(self._placement.axes)
+            axes = set(self._sharding_layout.axes)
             if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
                 why = f"the parameter, sharded {P(*spec)}, belongs to a {kind}"
             elif named and _ndim(value) > 1:

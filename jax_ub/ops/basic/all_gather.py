@@ -22,12 +22,12 @@ class AllGather(Collective):
 
     def forward(self, params, x, extra_inputs, saves):
         """Gathers."""
-        site = self.site()
+        call_config = self.call_config()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
-        return all_gather(own(site, x), **site.alone), (), {}
+        return all_gather(own(call_config, x), **call_config.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Sums dy over the ranks and keeps the own tokens."""
-        site = self.site()
-        return reduce_scatter(dy, out_dtype=dy.dtype, **site.alone), {}, ()
+        call_config = self.call_config()
+        return reduce_scatter(dy, out_dtype=dy.dtype, **call_config.alone), {}, ()

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jax_ub.ops.basic.collective import Collective, own
-from jax_ub.ops.basic.linear_products import misses_ranks
+from jax_ub.ops.basic.linear_products import is_partial_cotangent
 from jax_ub.primitives.all_reduce import all_reduce
 
 
@@ -34,16 +34,16 @@ class AllReduce(Collective):
 
     def forward(self, params, x, extra_inputs, saves):
         """Sums."""
-        site = self.site()
+        call_config = self.call_config()
         self.check(x)
-        y = all_reduce(own(site, x), **site.alone)
-        return own(site, y) if self.reduce_in_backward else y, (), {}
+        y = all_reduce(own(call_config, x), **call_config.alone)
+        return own(call_config, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Passes dy on, or sums it."""
-        site = self.site()
+        call_config = self.call_config()
         sums = self.reduce_in_backward
-        if sums is None or (site.is_tracked and not sums):
-            sums = misses_ranks(site, dy)
-        dx = all_reduce(dy, **site.alone) if sums else dy
-        return own(site, dx), {}, ()  # as the forward summed it
+        if sums is None or (call_config.is_vma_checked and not sums):
+            sums = is_partial_cotangent(call_config, dy)
+        dx = all_reduce(dy, **call_config.alone) if sums else dy
+        return own(call_config, dx), {}, ()  # as the forward summed it

@@ -17,12 +17,16 @@ from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.fields import initialize
 from jax_ub.ops.operation import (
     BasicOperation,
-    Needs,
     Params,
+    RequestedGradients,
     compute_dtype,
 )
 from jax_ub.rules import main_grads as accumulators
-from jax_ub.rules.site import Site, open_local_site, open_site
+from jax_ub.rules.call_config import (
+    CallConfig,
+    make_call_config,
+    make_local_call_config,
+)
 
 MODES = ("column", "row")
 default_kernel_init = initializers.lecun_normal()
@@ -159,12 +163,12 @@ class BasicLinear(BasicOperation):
             names.add("x")
         return frozenset(names | (self.overwritten & needs.params))
 
-    def wants_wgrad(self, needs: Needs) -> bool:
+    def wants_wgrad(self, needs: RequestedGradients) -> bool:
         """Whether the wgrad GEMM is needed: a main_grad takes the kernel's part."""
         name = "main_grad" if self.accumulate_into_main_grad else "kernel"
         return name in needs.params
 
-    def site(self, dtype: DTypeLike | None = None) -> Site:
+    def call_config(self, dtype: DTypeLike | None = None) -> CallConfig:
         """The call's ranks, its method and, with a `dtype`, that of its arrays.
 
         Raises:
@@ -174,52 +178,65 @@ class BasicLinear(BasicOperation):
         like = _LIKE.get((self.tensor_parallel_mode, self.sequence_parallel))
         named = (self.comm_name, method)
         if self.tensor_parallel_mode is None:
-            site = open_local_site(self.label, *named, like=like)
+            call_config = make_local_call_config(self.label, *named, like=like)
         else:
-            site = open_site(self.label, self.axis_name, *named, like=like)
-        return site if dtype is None else site.with_dtypes(dtype, dtype)
+            call_config = make_call_config(
+                self.label, self.axis_name, *named, like=like
+            )
+        return call_config if dtype is None else call_config.with_dtypes(dtype, dtype)
 
     def operands(
         self, params: Params, x: jax.Array
-    ) -> tuple[Site, jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[CallConfig, jax.Array, jax.Array, jax.Array | None]:
         """Checks x and the parameters, and casts both to the computation's dtype.
 
         Returns:
-            The site, x, the kernel, and the main_grad or None.
+            The call_config, x, the kernel, and the main_grad or None.
 
         Raises:
             ShapeContractError: if they do not fit each other or the mesh.
         """
         dtype = compute_dtype(self.dtype, x)
-        site, kernel = self.site(), params["kernel"]
-        site = site.with_dtypes(dtype, dtype)
-        self._check(site, x, kernel)
+        call_config, kernel = self.call_config(), params["kernel"]
+        call_config = call_config.with_dtypes(dtype, dtype)
+        self._check(call_config, x, kernel)
         main_grad = None
         if self.accumulate_into_main_grad:
-            axes = site.axes(x, kernel)
-            main_grad = accumulators.promote(site.label, params["main_grad"], axes)
-        return site, x.astype(dtype), kernel.astype(dtype), main_grad
+            axes = call_config.axes(x, kernel)
+            main_grad = accumulators.promote(
+                call_config.label, params["main_grad"], axes
+            )
+        return call_config, x.astype(dtype), kernel.astype(dtype), main_grad
 
-    def _check(self, site, x, kernel):
-        shapes.check_float(site.label, x=x, kernel=kernel)
-        shapes.check_rank(site.label, "x", x, 2 if self.is_sharded_by_tokens else 1)
-        shapes.check_not_empty(site.label, "x", x)
+    def _check(self, call_config, x, kernel):
+        shapes.check_float(call_config.label, x=x, kernel=kernel)
+        shapes.check_rank(
+            call_config.label, "x", x, 2 if self.is_sharded_by_tokens else 1
+        )
+        shapes.check_not_empty(call_config.label, "x", x)
         sharded = {None: "", "column": "out", "row": "in"}[self.tensor_parallel_mode]
         rows, columns = self.in_features, self.out_features
         for name, size in (("in", rows), ("out", columns)):
-            if name == sharded and size % site.num_ranks:
+            if name == sharded and size % call_config.num_ranks:
                 raise ShapeContractError(
-                    f"{site.label}: {name}_features = {size} do not divide into "
-                    f"{site.num_ranks} ranks. Choose a multiple of {site.num_ranks}."
+                    f"{call_config.label}: {name}_features = {size} do not divide into "
+                    f"{call_config.num_ranks} ranks. Choose a multiple of "
+                    f"{call_config.num_ranks}."
                 )
-        rows //= site.num_ranks if sharded == "in" else 1
-        columns //= site.num_ranks if sharded == "out" else 1
+        rows //= call_config.num_ranks if sharded == "in" else 1
+        columns //= call_config.num_ranks if sharded == "out" else 1
         shapes.check_shape(
-            site.label, "kernel", kernel, (rows, columns), "this rank's part, [in, out]"
+            call_config.label,
+            "kernel",
+            kernel,
+            (rows, columns),
+            "this rank's part, [in, out]",
         )
-        shapes.check_contraction(site.label, x, kernel, site.num_ranks, sharded)
+        shapes.check_contraction(
+            call_config.label, x, kernel, call_config.num_ranks, sharded
+        )
         if self.tensor_parallel_mode == "row" and self.sequence_parallel:
-            shapes.check_divides(site.label, x, site.num_ranks)
+            shapes.check_divides(call_config.label, x, call_config.num_ranks)
 
     @property
     def is_sharded_by_tokens(self) -> bool:

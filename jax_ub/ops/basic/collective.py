@@ -7,7 +7,7 @@ import jax
 from jax_ub import shapes
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import varying
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.call_config import CallConfig, make_call_config
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -22,9 +22,9 @@ class Collective(BasicOperation):
         """Nothing."""
         return frozenset()
 
-    def site(self) -> Site:
+    def call_config(self) -> CallConfig:
         """Its ranks and its method."""
-        return open_site(self.label, self.axis_name, None, self.method)
+        return make_call_config(self.label, self.axis_name, None, self.method)
 
     def check(self, x: jax.Array) -> None:
         """Checks what every collective asks of its input."""
@@ -32,6 +32,6 @@ class Collective(BasicOperation):
         shapes.check_not_empty(self.label, "x", x)
 
 
-def own(site: Site, x: jax.Array) -> jax.Array:
+def own(call_config: CallConfig, x: jax.Array) -> jax.Array:
     """An array that all ranks may have alike, as each rank's own."""
-    return varying.promote(x, site.axes(x))
+    return varying.promote(x, call_config.axes(x))

@@ -16,10 +16,10 @@ class Dropout(BasicOperation):
     """Sets elements to zero with probability `rate`, and scales the others up.
 
     The key comes with the call, `seq(params, x, key=key)`; each Dropout of a Sequential
-    folds in its place. Without a key the call must say `deterministic=True`, and the
-    operation passes x on. Ranks on which x is the same draw the same mask, others draw
-    their own: `jax.shard_map(check_vma=True)` knows the axes that x is sharded over,
-    and with `check_vma=False` they are named here.
+    is_batchable in its place. Without a key the call must say `deterministic=True`, and
+    the operation passes x on. Ranks on which x is the same draw the same mask, others
+    draw their own: `jax.shard_map(check_vma=True)` knows the axes that x is sharded
+    over, and with `check_vma=False` they are named here.
 
     Transformer Engine: `te.ops.Dropout`. No parameters. Residual: "mask", bool, where
     something is drawn.

@@ -6,7 +6,7 @@ import jax
 
 from jax_ub.ops.operation import BasicOperation
 from jax_ub.primitives import varying
-from jax_ub.rules.fused_group import fit
+from jax_ub.rules.fused_group import to_cotangent_aval
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,10 +40,10 @@ class MakeExtraOutput(BasicOperation):
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
         # In a fused window dy may be each rank's part of the gradient of one x.
-        return d_extra + fit(d_extra, dy), {}, ()
+        return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
 
 
-def has_parts(d_extra: jax.Array, dy: jax.Array) -> bool:
+def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
     """Whether a gradient consists of the ranks' parts, unlike that of an extra output.
 
     So it is where all ranks have the same activation, but go on by themselves, for

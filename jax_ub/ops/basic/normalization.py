@@ -15,8 +15,8 @@ from jax_ub.errors import ShapeContractError
 from jax_ub.ops.fields import initialize
 from jax_ub.ops.operation import (
     BasicOperation,
-    Needs,
     Params,
+    RequestedGradients,
     Residuals,
     compute_dtype,
 )
@@ -111,7 +111,7 @@ class Normalization(BasicOperation):
         return dx, d_params, ()
 
     def gradients(
-        self, residuals: Residuals, dy: jax.Array, needs: Needs
+        self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
         """The gradients of x and of the parameters, in f32."""
         dy = dy.astype(jnp.float32)

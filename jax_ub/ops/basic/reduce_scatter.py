@@ -22,13 +22,17 @@ class ReduceScatter(Collective):
 
     def forward(self, params, x, extra_inputs, saves):
         """Sums in f32, rounds once and keeps the own tokens."""
-        site = self.site()
+        call_config = self.call_config()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
-        shapes.check_divides(self.label, x, site.num_ranks)
-        return reduce_scatter(own(site, x), out_dtype=x.dtype, **site.alone), (), {}
+        shapes.check_divides(self.label, x, call_config.num_ranks)
+        return (
+            reduce_scatter(own(call_config, x), out_dtype=x.dtype, **call_config.alone),
+            (),
+            {},
+        )
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Gathers dy."""
-        site = self.site()
-        return all_gather(dy, **site.alone), {}, ()
+        call_config = self.call_config()
+        return all_gather(dy, **call_config.alone), {}, ()

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
+from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, is_partial_sum
 from jax_ub.ops.basic.normalization import RMSNorm
 from jax_ub.ops.fused.parts import Part, check_in_place, collect
 from jax_ub.ops.operation import (
@@ -60,7 +60,7 @@ class BackwardAddRMSNorm(FusedOperation):
         _, norm = self.basic_ops
         (d_extra,) = d_extra_outputs[0]
         alone = dy is None or d_extra is None or not needs[1].x
-        if alone or has_parts(d_extra, dy):
+        if alone or is_partial_sum(d_extra, dy):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         dx, d_params = norm.gradients(residuals[1], dy, needs[1])
         dx = dx + d_extra.astype(jnp.float32)

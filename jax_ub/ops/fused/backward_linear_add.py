@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ub.ops.basic import linear_products as products
 from jax_ub.ops.basic.basic_linear import BasicLinear
-from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, has_parts
+from jax_ub.ops.basic.make_extra_output import MakeExtraOutput, is_partial_sum
 from jax_ub.ops.fused.parts import (
     Part,
     check_in_place,
@@ -91,7 +91,7 @@ class BackwardLinearAdd(FusedOperation):
         """One GEMM for dx; without a gradient of the extra output, as without it."""
         (d_extra,) = d_extra_outputs[0]
         alone = dy is None or not any(needs[1:])
-        if alone or (d_extra is not None and has_parts(d_extra, dy)):
+        if alone or (d_extra is not None and is_partial_sum(d_extra, dy)):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         inner, saved = self.basic_ops[1:], residuals[1:]
         if not needs[0].x:

@@ -109,8 +109,8 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     def _overlapped(self, inner, params, x, extras):
         *bias, add = self.basic_ops[len(inner) :]
-        site = Window.of(inner).site(OP, x.dtype)
-        rows = x.shape[-2] // site.num_ranks if x.ndim > 1 else 1
+        call_config = Window.of(inner).call_config(OP, x.dtype)
+        rows = x.shape[-2] // call_config.num_ranks if x.ndim > 1 else 1
         return run_window(
             inner,
             params,

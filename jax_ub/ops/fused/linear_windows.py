@@ -86,5 +86,5 @@ def rows_of(linear: BasicLinear, x: jax.Array) -> int:
     """How many rows the result of a linear that reduces nothing has."""
     rows = x.shape[-2] if x.ndim > 1 else 1
     if linear.tensor_parallel_mode == "column" and linear.sequence_parallel:
-        return rows * linear.site().num_ranks
+        return rows * linear.call_config().num_ranks
     return rows

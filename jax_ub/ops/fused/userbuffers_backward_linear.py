@@ -15,9 +15,9 @@ from jax_ub.ops.fused import userbuffers_linear as userbuffers
 from jax_ub.ops.operation import Op
 from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.rules.bias import row_sum
+from jax_ub.rules.call_config import CallConfig
 from jax_ub.rules.column_gradients import column_gradients
 from jax_ub.rules.row_gradients import row_gradients
-from jax_ub.rules.site import Site
 from jax_ub.rules.vjp import promote
 
 OP = "UserbuffersBackwardLinear"
@@ -111,7 +111,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         if dtype is None:
             given = [a for a in (weight, input, grad_output) if a is not None]
             dtype = given[0].dtype
-        site = userbuffers.open_linear(
+        call_config = userbuffers.open_linear(
             OP,
             tensor_parallel_mode,
             axis_name,
@@ -121,18 +121,18 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
             dtype,
             is_backward=True,
         )
-        x = _required(site, "input", input, "weight", weight_requires_grad)
-        w = _required(site, "weight", weight, "input", input_requires_grad)
-        _check(site, tensor_parallel_mode, grad_output, x, w)
+        x = _required(call_config, "input", input, "weight", weight_requires_grad)
+        w = _required(call_config, "weight", weight, "input", input_requires_grad)
+        _check(call_config, tensor_parallel_mode, grad_output, x, w)
         _check_addends(
-            site, tensor_parallel_mode, grad_output, x, w, main_grad, residual
+            call_config, tensor_parallel_mode, grad_output, x, w, main_grad, residual
         )
         dx, dw = gradients(
-            site, tensor_parallel_mode, grad_output, x, w, main_grad, residual
+            call_config, tensor_parallel_mode, grad_output, x, w, main_grad, residual
         )
         db = row_sum(grad_output) if bias_requires_grad else None
         if db is not None and tensor_parallel_mode == "row":
-            db = all_reduce(promote(db, site.axes(db)), **site.alone)
+            db = all_reduce(promote(db, call_config.axes(db)), **call_config.alone)
         return dx, dw, {"grad_bias": db}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
@@ -156,21 +156,21 @@ def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
     w = saved.get("kernel") if needs[0].x else None
     main_grad = saved.get("main_grad") if x is not None else None
     dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
-    site = window.site(op, dtype, is_backward=True)
-    site = site.with_dw_dtype(linear.param_dtype)
-    dx, dw = gradients(site, window.mode, dy, x, w, main_grad, residual)
+    call_config = window.call_config(op, dtype, is_backward=True)
+    call_config = call_config.with_dw_dtype(linear.param_dtype)
+    dx, dw = gradients(call_config, window.mode, dy, x, w, main_grad, residual)
     if dx is None:
         dx = residual
     d_params: list[dict] = [{} for _ in basic_ops]
     if x is not None:
         d_params[0]["kernel" if main_grad is None else "main_grad"] = dw
     if window.bias is not None and needs[1].params:
-        d_params[1]["bias"] = _own_bias_gradient(site, window, dy)
+        d_params[1]["bias"] = _own_bias_gradient(call_config, window, dy)
     return dx, tuple(d_params)
 
 
 def gradients(
-    site: Site,
+    call_config: CallConfig,
     mode: str,
     dy: jax.Array,
     x: jax.Array | None,
@@ -182,16 +182,16 @@ def gradients(
     if x is None and w is None:
         return None, None
     operands = (dy, x, w, main_grad, residual)
-    axes = site.axes(*(a for a in operands if a is not None))
+    axes = call_config.axes(*(a for a in operands if a is not None))
     dy = promote(dy, axes)
-    x, w = _prepared(x, axes, site.dtype), _prepared(w, axes, site.dtype)
+    x, w = _prepared(x, axes, call_config.dtype), _prepared(w, axes, call_config.dtype)
     residual = _prepared(residual, axes)
     if mode == "row":
-        return row_gradients(site, x, w, dy, main_grad, residual)
-    return column_gradients_of_one(site, x, w, dy, main_grad, residual)
+        return row_gradients(call_config, x, w, dy, main_grad, residual)
+    return column_gradients_of_one(call_config, x, w, dy, main_grad, residual)
 
 
-def column_gradients_of_one(site, x, w, dy, main_grad, residual):
+def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
     """The gradients of AG+GEMM with one kernel."""
     saved = {
         "x": x,
@@ -199,13 +199,13 @@ def column_gradients_of_one(site, x, w, dy, main_grad, residual):
         "ws": None if w is None else (w,),
         "main_grads": None if main_grad is None else (main_grad,),
     }
-    dx, dws = column_gradients(site, saved, {0: dy}, None)
+    dx, dws = column_gradients(call_config, saved, {0: dy}, None)
     if residual is not None and dx is not None:
         dx = (residual + dx).astype(residual.dtype)
     return dx, dws.get(0)
 
 
-def _own_bias_gradient(site, window, dy):
+def _own_bias_gradient(call_config, window, dy):
     """That of this rank's bias; the group sums those of a replicated one."""
     db = row_sum(dy)
     if window.reduce_scatter is None:
@@ -213,7 +213,10 @@ def _own_bias_gradient(site, window, dy):
     # The ranks' biases are summed (pattern 3), so the gradient of each is that of the
     # sum, on every rank. Typed as the own one, for the group to sum these once more
     # where one array is the bias of all ranks.
-    return promote(all_reduce(promote(db, site.axes(db)), **site.alone), site.axes(db))
+    return promote(
+        all_reduce(promote(db, call_config.axes(db)), **call_config.alone),
+        call_config.axes(db),
+    )
 
 
 def _prepared(array, axes, dtype=None):
@@ -222,68 +225,76 @@ def _prepared(array, axes, dtype=None):
     return promote(array, axes).astype(dtype or array.dtype)
 
 
-def _required(site, name, array, of, wanted):
+def _required(call_config, name, array, of, wanted):
     if not wanted:
         return None
     if array is None:
         raise ShapeContractError(
-            f"{site.label}: {name} is None, but the gradient of the {of} needs it. "
+            f"{call_config.label}: {name} is None, but the gradient of the {of} needs "
+            f"it. "
             f"Pass it, or {of}_requires_grad=False."
         )
     return array
 
 
-def _check(site, mode, dy, x, w):
-    userbuffers.check_activation(site, "grad_output", dy)
+def _check(call_config, mode, dy, x, w):
+    userbuffers.check_activation(call_config, "grad_output", dy)
     if w is not None:
-        shapes.check_float(site.label, weight=w)
-        shapes.check_kernel(site.label, "weight", w)
+        shapes.check_float(call_config.label, weight=w)
+        shapes.check_kernel(call_config.label, "weight", w)
         if dy.shape[-1] != w.shape[1]:
             raise ShapeContractError(
-                f"{site.label}: grad_output {dy.shape} has N = {dy.shape[-1]}, but "
+                f"{call_config.label}: grad_output {dy.shape} has N = {dy.shape[-1]}, "
+                f"but "
                 f"weight {w.shape} has N = {w.shape[1]}. Kernels are [in, out], as in "
                 "the forward; pass the weight untransposed."
             )
     if x is not None:
-        userbuffers.check_activation(site, "input", x)
+        userbuffers.check_activation(call_config, "input", x)
         if w is not None:
             sharded = "out" if mode == "column" else "in"
-            shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
-        _check_rows(site, mode, dy, x)
+            shapes.check_contraction(
+                call_config.label, x, w, call_config.num_ranks, sharded
+            )
+        _check_rows(call_config, mode, dy, x)
 
 
-def _check_rows(site, mode, dy, x):
+def _check_rows(call_config, mode, dy, x):
     if mode == "column":
-        rows = x.shape[-2] * site.num_ranks
+        rows = x.shape[-2] * call_config.num_ranks
     else:
-        shapes.check_divides(site.label, x, site.num_ranks)
-        rows = x.shape[-2] // site.num_ranks
+        shapes.check_divides(call_config.label, x, call_config.num_ranks)
+        rows = x.shape[-2] // call_config.num_ranks
     wanted = (*x.shape[:-2], rows, dy.shape[-1])
     meaning = f"[..., M, N/P] for input {tuple(x.shape)}"
     if mode == "row":
         meaning = f"[..., M/P, N] for input {tuple(x.shape)}"
-    shapes.check_shape(site.label, "grad_output", dy, wanted, meaning)
+    shapes.check_shape(call_config.label, "grad_output", dy, wanted, meaning)
 
 
-def _check_addends(site, mode, dy, x, w, main_grad, residual):
+def _check_addends(call_config, mode, dy, x, w, main_grad, residual):
     if main_grad is not None and x is None:
         raise ShapeContractError(
-            f"{site.label}: main_grad is given, but weight_requires_grad = False. "
+            f"{call_config.label}: main_grad is given, but weight_requires_grad = "
+            f"False. "
             "Leave it out where the kernel is frozen."
         )
     if main_grad is not None:
         features = (x.shape[-1], dy.shape[-1])
         like_kernel = jax.ShapeDtypeStruct(features, jnp.float32)
-        shapes.check_main_grad(site.label, main_grad, like_kernel)
+        shapes.check_main_grad(call_config.label, main_grad, like_kernel)
     if residual is None:
         return
     if w is None:
         raise ShapeContractError(
-            f"{site.label}: residual is given, but input_requires_grad = False. Leave "
+            f"{call_config.label}: residual is given, but input_requires_grad = "
+            f"False. Leave "
             "it out where no gradient of the input is computed."
         )
-    shapes.check_float(site.label, residual=residual)
-    rows, ranks = dy.shape[-2], site.num_ranks
+    shapes.check_float(call_config.label, residual=residual)
+    rows, ranks = dy.shape[-2], call_config.num_ranks
     rows = rows // ranks if mode == "column" else rows * ranks
     wanted = (*dy.shape[:-2], rows, w.shape[0])
-    shapes.check_shape(site.label, "residual", residual, wanted, "the input's shape")
+    shapes.check_shape(
+        call_config.label, "residual", residual, wanted, "the input's shape"
+    )

@@ -21,8 +21,8 @@ from jax_ub.primitives import varying
 from jax_ub.primitives.all_gather_matmul import all_gather_matmul
 from jax_ub.primitives.all_reduce import all_reduce
 from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub.rules.call_config import CallConfig
 from jax_ub.rules.fused_group import like
-from jax_ub.rules.site import Site
 from jax_ub.rules.vjp import promote
 
 OP = "UserbuffersForwardLinear"
@@ -79,7 +79,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
                 was named cannot run here.
         """
         shapes.check_array(OP, "weight", weight)
-        site = userbuffers.open_linear(
+        call_config = userbuffers.open_linear(
             OP,
             tensor_parallel_mode,
             axis_name,
@@ -88,9 +88,9 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
             method,
             weight.dtype if dtype is None else dtype,
         )
-        _check(site, tensor_parallel_mode, input, weight, bias)
-        x, w = input.astype(site.dtype), weight.astype(site.dtype)
-        y = overlapped(site, tensor_parallel_mode, x, w, bias)
+        _check(call_config, tensor_parallel_mode, input, weight, bias)
+        x, w = input.astype(call_config.dtype), weight.astype(call_config.dtype)
+        y = overlapped(call_config, tensor_parallel_mode, x, w, bias)
         return y, {"input": x, "weight": w}
 
     def forward(self, params, x, extra_inputs, saves):
@@ -126,15 +126,17 @@ def run_window(
         The result, and the linear's residuals.
     """
     window = userbuffers.Window.of(basic_ops)
-    site = window.site(OP, compute_dtype(window.linear.dtype, x))
+    call_config = window.call_config(OP, compute_dtype(window.linear.dtype, x))
     _, value, kernel, main_grad = window.linear.operands(params[0], x)
     bias = None
     if window.bias is not None:
         bias = params[1]["bias"]
-        site = site.with_dtypes(site.dtype, window.bias.dtype or site.dtype)
-    _check(site, window.mode, value, kernel, bias)
+        call_config = call_config.with_dtypes(
+            call_config.dtype, window.bias.dtype or call_config.dtype
+        )
+    _check(call_config, window.mode, value, kernel, bias)
     addends = {"added": added, "residual": residual}
-    y = overlapped(site, window.mode, value, kernel, bias, **addends)
+    y = overlapped(call_config, window.mode, value, kernel, bias, **addends)
     residuals = {"x": value, "kernel": kernel, "like": like(x)}
     if main_grad is not None:
         residuals["main_grad"] = main_grad
@@ -142,7 +144,7 @@ def run_window(
 
 
 def overlapped(
-    site: Site,
+    call_config: CallConfig,
     mode: str,
     x: jax.Array,
     w: jax.Array,
@@ -151,36 +153,38 @@ def overlapped(
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """AG+GEMM, or GEMM+RS with the biases of all ranks and what is added once."""
-    axes = site.axes(x, w, bias, added, residual)
+    axes = call_config.axes(x, w, bias, added, residual)
     if mode == "row" and bias is not None:
-        bias = _summed(site, bias)
+        bias = _summed(call_config, bias)
     if added is not None:
         bias = added if bias is None else bias + added
     x, w, bias, residual = promote((x, w, bias, residual), axes)
     if mode == "column":
         biases = None if bias is None else (bias,)
         ys, _ = all_gather_matmul(
-            x, (w,), biases, out_dtype=site.out_dtype, **site.fused
+            x, (w,), biases, out_dtype=call_config.out_dtype, **call_config.fused
         )
         return ys[0]
     return matmul_reduce_scatter(
-        (x,), (w,), bias, residual, out_dtype=site.out_dtype, **site.fused
+        (x,), (w,), bias, residual, out_dtype=call_config.out_dtype, **call_config.fused
     )
 
 
-def _summed(site, bias):
+def _summed(call_config, bias):
     """The sum of all ranks' biases, which is what a scatter makes of them."""
-    if site.is_tracked and not varying.axes_of(bias) & frozenset(site.axis_name):
-        return bias * site.num_ranks
-    return all_reduce(bias, **site.alone)
+    if call_config.is_vma_checked and not varying.axes_of(bias) & frozenset(
+        call_config.axis_name
+    ):
+        return bias * call_config.num_ranks
+    return all_reduce(bias, **call_config.alone)
 
 
-def _check(site, mode, x, w, bias):
-    userbuffers.check_activation(site, "input", x)
-    shapes.check_float(site.label, weight=w)
+def _check(call_config, mode, x, w, bias):
+    userbuffers.check_activation(call_config, "input", x)
+    shapes.check_float(call_config.label, weight=w)
     sharded = "out" if mode == "column" else "in"
-    shapes.check_kernel(site.label, "weight", w)
-    shapes.check_contraction(site.label, x, w, site.num_ranks, sharded)
+    shapes.check_kernel(call_config.label, "weight", w)
+    shapes.check_contraction(call_config.label, x, w, call_config.num_ranks, sharded)
     if mode == "row":
-        shapes.check_divides(site.label, x, site.num_ranks)
-    shapes.check_addends(site.label, bias, None, (w.shape[1],))
+        shapes.check_divides(call_config.label, x, call_config.num_ranks)
+    shapes.check_addends(call_config.label, bias, None, (w.shape[1],))

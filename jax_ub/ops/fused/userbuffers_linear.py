@@ -1,4 +1,4 @@
-"""What the two Userbuffers linears share: their patterns, their checks, their site.
+"""Patterns, checks and call configuration of the two Userbuffers linears.
 
 Transformer Engine's three patterns, in forward order; each may begin a window:
 
@@ -35,7 +35,7 @@ from jax_ub.ops.operation import (
     fuse_windows,
     num_ranks,
 )
-from jax_ub.rules.site import Site, open_site
+from jax_ub.rules.call_config import CallConfig, make_call_config
 
 # The public function that communicates as each mode does.
 LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
@@ -176,7 +176,9 @@ class Window:
         """How it is parallel: a `ReduceScatter` makes it "row"."""
         return self.linear.tensor_parallel_mode or "row"
 
-    def site(self, op: str, dtype: DTypeLike, *, is_backward: bool = False) -> Site:
+    def call_config(
+        self, op: str, dtype: DTypeLike, *, is_backward: bool = False
+    ) -> CallConfig:
         """Where it runs."""
         linear, scatter = self.linear, self.reduce_scatter
         return open_linear(
@@ -201,7 +203,7 @@ def open_linear(
     dtype: DTypeLike,
     *,
     is_backward: bool = False,
-) -> Site:
+) -> CallConfig:
     """Checks how a linear is parallel, and finds its ranks and its method.
 
     Raises:
@@ -230,21 +232,22 @@ def open_linear(
         )
     like = LIKE[mode]
     may_be_bulk = is_backward and tensor_parallel_mode == "column"
-    site = open_site(
+    call_config = make_call_config(
         op, axis_name, ub_comm_name, method, like=like, may_be_bulk=may_be_bulk
     )
     found = shapes.dtype_of(dtype)
     if found not in shapes.FLOATS:
         given = shown(dtype) if found is None else found
         raise ShapeContractError(
-            f"{site.label}: dtype = {given}, but the op computes in float32, bfloat16 "
+            f"{call_config.label}: dtype = {given}, but the op computes in float32, "
+            f"bfloat16 "
             "or float16. Pass one of these."
         )
-    return site.with_dtypes(dtype, dtype)
+    return call_config.with_dtypes(dtype, dtype)
 
 
-def check_activation(site: Site, name: str, array: jax.Array) -> None:
+def check_activation(call_config: CallConfig, name: str, array: jax.Array) -> None:
     """Checks what every activation of the functional interface has to be."""
-    shapes.check_float(site.label, **{name: array})
-    shapes.check_rank(site.label, name, array)
-    shapes.check_not_empty(site.label, name, array)
+    shapes.check_float(call_config.label, **{name: array})
+    shapes.check_rank(call_config.label, name, array)
+    shapes.check_not_empty(call_config.label, name, array)

@@ -10,7 +10,7 @@ from jax_ub.errors import CommunicatorError, shown
 
 
 class Directory:
-    """A board of files; what a dead job left there is never taken for an answer."""
+    """A store of files; what a dead job left there is never taken for an answer."""
 
     def __init__(self, directory: str, scope: str):
         """Opens the directory, and makes it where it is missing.

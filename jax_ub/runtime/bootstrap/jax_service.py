@@ -13,7 +13,7 @@ from jax_ub.errors import CommunicatorError
 
 
 class JaxService:
-    """A board in the store that the coordinator of the job keeps."""
+    """A store in the store that the coordinator of the job keeps."""
 
     def __init__(self, scope: str):
         """Opens it.

@@ -1,7 +1,7 @@
 """How the processes of a mesh find each other, and learn who refuses.
 
-All of a job have jax's board. They meet there, and go on where `bootstrap_backend` says
-once all have said that they can: nobody waits on a board that another cannot open.
+All of a job have jax's store. They meet there, and go on where `bootstrap_backend` says
+once all have said that they can: nobody waits on a store that another cannot open.
 """
 
 import hashlib
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ub.errors import CommunicatorError
-from jax_ub.runtime.bootstrap.agreement import Agreement, Values
-from jax_ub.runtime.bootstrap.board import JAX, backend_name, open_board
 from jax_ub.runtime.bootstrap.presence import Presence
+from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
+from jax_ub.runtime.bootstrap.store import JAX, backend_name, open_board
 
 
-def meet(
+def open_rendezvous(
     backend: str | None,
     process: int,
     processes: Sequence[int],
     timeout_s: float,
-    refusal: Exception | None,
-) -> Agreement:
+    own_error: Exception | None,
+) -> ProcessAllGather:
     """Begins an agreement of all processes of a mesh.
 
     Args:
@@ -28,43 +28,45 @@ def meet(
         process: its number.
         processes: the numbers of all that take part.
         timeout_s: how long a round may last.
-        refusal: why this process cannot go on, or None; on jax's board it is still to
+        own_error: why this process cannot go on, or None; on jax's store it is still to
             be told.
 
     Raises:
         CommunicatorError: if another process refused, has another backend, or cannot
-            open its board; the own refusal, where it has been told.
+            open its store; the own refusal, where it has been told.
         TimeoutError: if processes were missing when the deadline passed.
     """
     # Of the processes alone, so that one with another axis_name meets the others too.
     numbers = ",".join(map(str, sorted(processes))).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
-    board: Any = open_board(JAX, scope)
+    store: Any = open_board(JAX, scope)
     lost = Presence().lost
-    on_jax = Agreement(board, process, processes, timeout_s, lost)
+    on_jax = ProcessAllGather(store, process, processes, timeout_s, lost)
     name = backend_name(backend)
     if name == JAX:
         return on_jax
     with on_jax:
-        if refusal is None:
+        if own_error is None:
             try:
-                board = open_board(backend, scope)
+                store = open_board(backend, scope)
             except CommunicatorError as error:
-                refusal = error
-        told = tell(on_jax, {**status(refusal), "backend": name}, refusal)
-        failure = refusal or refusal_of_another(told)
+                own_error = error
+        peer_info = gather_or_raise(
+            on_jax, {**status(own_error), "backend": name}, own_error
+        )
+        failure = own_error or refusal_of_another(peer_info)
     if failure is not None:
         raise failure
-    return Agreement(board, process, processes, timeout_s, lost)
+    return ProcessAllGather(store, process, processes, timeout_s, lost)
 
 
-def status(refusal: Exception | None) -> dict[str, Any]:
+def status(own_error: Exception | None) -> dict[str, Any]:
     """What `refusal_of_another` wants to know of a process."""
-    return {"refused": None if refusal is None else str(refusal)}
+    return {"refused": None if own_error is None else str(own_error)}
 
 
-def tell(
-    agreement: Agreement,
+def gather_or_raise(
+    agreement: ProcessAllGather,
     value: Any,
     own_error: Exception | None,
     timeout_s: float | None = None,
@@ -84,15 +86,15 @@ def tell(
         raise own_error from error
 
 
-def refusal_of_another(told: Values) -> CommunicatorError | None:
+def refusal_of_another(peer_info: Values) -> CommunicatorError | None:
     """Why the processes cannot go on together, by what each said of itself."""
-    for process, one in sorted(told.items()):
+    for process, one in sorted(peer_info.items()):
         if one["refused"] is not None:
             return CommunicatorError(
                 f"initialize_ub: process {process} refused: {one['refused']}"
             )
     # Only those that go on elsewhere name a backend.
-    backends = {process: one.get("backend", JAX) for process, one in told.items()}
+    backends = {process: one.get("backend", JAX) for process, one in peer_info.items()}
     return difference("bootstrap_backend", backends)
 
 

@@ -41,14 +41,14 @@ class Mailbox:
         self._world = world
         self._sent: list = []
 
-    def place(self) -> tuple[int, int]:
+    def device_groups(self) -> tuple[int, int]:
         """Returns the own rank and how many there are."""
         return self._world.Get_rank(), self._world.Get_size()
 
     def put(self, note: tuple[str, str], text: str | None) -> None:
         """Leaves a note here and with all others, or takes it away."""
         self._keep(note, text)
-        own, size = self.place()
+        own, size = self.device_groups()
         for rank in range(size):
             if rank != own:
                 request = self._world.isend((note, text), dest=rank, tag=_TAG)
@@ -80,7 +80,7 @@ def mailbox() -> Mailbox:
 
 
 class Mpi:
-    """A board of which every process has a copy, kept by messages."""
+    """A store of which every process has a copy, kept by messages."""
 
     def __init__(self, scope: str):
         """Opens it.
@@ -90,7 +90,7 @@ class Mpi:
         """
         self._scope = scope
         self._mailbox = mailbox()
-        mine = self._mailbox.place()
+        mine = self._mailbox.device_groups()
         if mine != (jax.process_index(), jax.process_count()):
             raise CommunicatorError(
                 f"initialize_ub: this is rank {mine[0]} of {mine[1]} in MPI, but "

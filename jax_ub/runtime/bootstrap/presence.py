@@ -37,7 +37,7 @@ class Presence:
         Raises:
             CommunicatorError: if this process belongs to no job.
         """
-        self._board = JaxService(_SCOPE)
+        self._store = JaxService(_SCOPE)
         self._namespace = _namespace()
         self._seen: dict[int, str] = {}
 
@@ -50,7 +50,7 @@ class Presence:
         if process in self._seen and self._end_of(self._seen[process]) is None:
             return None
         # A process that was started anew has left another PID.
-        text = self._board.read(str(process))
+        text = self._store.read(str(process))
         if text is None:
             return None
         self._seen[process] = text

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_ub.errors import CommunicatorError, TimeoutError, UbError
-from jax_ub.runtime.bootstrap.board import Board
+from jax_ub.runtime.bootstrap.store import KeyValueStore
 
 # Polls get rarer up to this, and with the number of processes that ask one service.
 _LONGEST_PAUSE_S = 0.05
@@ -28,12 +28,12 @@ TELL_S = 2.0
 Values = dict[int, Any]  # of JSON's types, by process
 
 
-class Agreement:
+class ProcessAllGather:
     """One attempt to agree, in as many rounds as it takes; used in a `with` block."""
 
     def __init__(
         self,
-        board: Board,
+        store: KeyValueStore,
         process: int,
         processes: Sequence[int],
         timeout_s: float,
@@ -42,7 +42,7 @@ class Agreement:
         """Begins.
 
         Args:
-            board: what the processes share.
+            store: what the processes share.
             process: the own number.
             processes: the numbers of all that take part.
             timeout_s: how long a round may last.
@@ -52,7 +52,7 @@ class Agreement:
             has_ended: whether its block was left: all have been told how.
         """
         self.has_ended = False
-        self._board = board
+        self._store = store
         self._lost = lost
         self._process = process
         self._others = sorted(set(processes) - {process})
@@ -68,7 +68,7 @@ class Agreement:
         self._failed: Any = None  # and why, as the collector has told it
         self._left: set[int] = set()  # of the others, those that do not listen any more
 
-    def __enter__(self) -> "Agreement":
+    def __enter__(self) -> "ProcessAllGather":
         """Begins the block."""
         return self
 
@@ -81,7 +81,7 @@ class Agreement:
             if error is not None:
                 self._tell_all(failed, error)
             self.has_ended = True
-            self._board.erase("collector")
+            self._store.erase("collector")
             return
         if failed and not self._repeats and not isinstance(error, Exception):
             self._look_for_collector()
@@ -89,22 +89,22 @@ class Agreement:
         if failed and self._repeats:
             self._write_own(failed)
         else:
-            self._board.erase(str(self._process))
-        self._board.erase(f"answer.{self._number}")
+            self._store.erase(str(self._process))
+        self._store.erase(f"answer.{self._number}")
 
     def _tell_all(self, failed, error):
         """The collector fails: those that it has not heard of may be on their way."""
         known = set() if failed else set(self._numbers)
         end_s = time.monotonic() + TELL_S
         if not isinstance(error, TimeoutError):
-            self._board.write("collector", json.dumps([self._number, self._others]))
+            self._store.write("collector", json.dumps([self._number, self._others]))
             while self._meet_more() and time.monotonic() < end_s:
                 time.sleep(_LONGEST_PAUSE_S)
         self._answer(failed or self._failed, set(self._numbers) - known)
 
     def _meet_more(self):
         for other in self._others:
-            note = _read(self._board, str(other))
+            note = _read(self._store, str(other))
             if note is not None and note["repeats"] == self._number:
                 if "failed" in note:
                     self._left.add(other)
@@ -115,7 +115,7 @@ class Agreement:
     def _look_for_collector(self):
         end_s = time.monotonic() + TELL_S
         while not self._repeats and time.monotonic() < end_s:
-            self._repeat(_read(self._board, "collector"))
+            self._repeat(_read(self._store, "collector"))
             time.sleep(_LONGEST_PAUSE_S)
 
     def _failure(self, error):
@@ -144,17 +144,17 @@ class Agreement:
             return {self._process: value}
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if self._process == self._collector:
-            return self._collect(value, timeout_s)
-        return self._follow(timeout_s)
+            return self._run_coordinator(value, timeout_s)
+        return self._run_member(timeout_s)
 
-    def _collect(self, value, timeout_s):
+    def _run_coordinator(self, value, timeout_s):
         found = {self._process: value}
         pause = _Pause(timeout_s, len(self._others))
         announced = None
         while True:
             waiting = [other for other in self._others if other not in found]
             if waiting != announced:
-                self._board.write("collector", json.dumps([self._number, waiting]))
+                self._store.write("collector", json.dumps([self._number, waiting]))
                 announced = waiting
             if not waiting:
                 break
@@ -176,7 +176,7 @@ class Agreement:
         return found
 
     def _values_of(self, other):
-        note = _read(self._board, str(other))
+        note = _read(self._store, str(other))
         if note is None or note["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, note["number"]) != note["number"]:
@@ -200,17 +200,17 @@ class Agreement:
             number = self._numbers[other]
             answers = self._answers.setdefault(other, [])
             answers.append(answer)
-            self._board.write(f"answer.{number}", json.dumps(answers))
+            self._store.write(f"answer.{number}", json.dumps(answers))
 
-    def _follow(self, timeout_s):
+    def _run_member(self, timeout_s):
         self._write_own()
         pause = _Pause(timeout_s, len(self._others))
         while True:
             how = self._lost(self._collector)
             # Before the answer: a collector that began again has answered by then, and
             # what was written here is not for its new attempt.
-            collector = _read(self._board, "collector")
-            answers = _read(self._board, f"answer.{self._number}") or []
+            collector = _read(self._store, "collector")
+            answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
                 break
             if how is not None:
@@ -251,7 +251,7 @@ class Agreement:
             "values": self._rounds,
             **(failed or {}),
         }
-        self._board.write(str(self._process), json.dumps(note))
+        self._store.write(str(self._process), json.dumps(note))
 
 
 class _Pause:
@@ -271,8 +271,8 @@ class _Pause:
         self._next_s = min(2 * self._next_s, self._longest_s)
 
 
-def _read(board, key):
-    text = board.read(key)
+def _read(store, key):
+    text = store.read(key)
     return None if text is None else json.loads(text)
 
 

@@ -12,7 +12,7 @@ JAX = "jax"
 _BACKENDS = (JAX, "mpi", "file")
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """Notes by key. A later note of the same key takes the place of the first."""
 
     def write(self, key: str, text: str) -> None:
@@ -49,8 +49,8 @@ def check_backend(backend: str | None) -> None:
         load_mpi()
 
 
-def open_board(backend: str | None, scope: str) -> Board:
-    """Opens the board of a backend that `check_backend` has let pass.
+def open_board(backend: str | None, scope: str) -> KeyValueStore:
+    """Opens the store of a backend that `check_backend` has let pass.
 
     Args:
         backend: None or "jax", "mpi", "file" or "file:<directory>".

@@ -1,4 +1,4 @@
-"""The board of notes that jax.distributed keeps."""
+"""The store of notes that jax.distributed keeps."""
 
 import jax
 import pytest

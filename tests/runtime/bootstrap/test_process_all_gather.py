@@ -8,15 +8,15 @@ import time
 import pytest
 
 import jax_ub as ub
-from jax_ub.runtime.bootstrap import agreement as bootstrap_agreement
-from jax_ub.runtime.bootstrap.agreement import Agreement
+from jax_ub.runtime.bootstrap import process_all_gather as bootstrap_agreement
 from jax_ub.runtime.bootstrap.directory import Directory
+from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather
 
 TIMEOUT_S = 20.0
 
 
 class Notes(dict):
-    """A board in memory."""
+    """A store in memory."""
 
     write = dict.__setitem__
     read = dict.get
@@ -26,7 +26,7 @@ class Notes(dict):
 
 
 class Behind:
-    """How a process sees a board that sleeps from before an answer to a new attempt."""
+    """How a process sees a store that sleeps from before an answer to a new attempt."""
 
     def __init__(self, notes):
         self._notes = notes
@@ -50,11 +50,11 @@ def together(*functions):
     """Runs the functions at the same time; returns results and exceptions."""
     results = [None] * len(functions)
 
-    def run(place, function):
+    def run(device_groups, function):
         try:
-            results[place] = function()
+            results[device_groups] = function()
         except Exception as error:
-            results[place] = error
+            results[device_groups] = error
 
     threads = [
         threading.Thread(target=run, args=one, daemon=True)
@@ -84,14 +84,14 @@ class Clock:
             time.sleep(0.001)  # for ever, if it is not: together() gives up
         self.now_s += seconds
 
-    def pass_when_collector_waits_for(self, board, processes, seconds):
+    def pass_when_collector_waits_for(self, store, processes, seconds):
         """The same as a function for `together`: when all others have come."""
-        return lambda: self.pass_when(lambda: waited_for(board) == processes, seconds)
+        return lambda: self.pass_when(lambda: waited_for(store) == processes, seconds)
 
 
-def waited_for(board):
+def waited_for(store):
     """Whom the collector waits for, None before it has said so."""
-    note = board.read("collector")
+    note = store.read("collector")
     return note and json.loads(note)[1]
 
 
@@ -102,12 +102,12 @@ def clock(monkeypatch):
     return clock
 
 
-def member(board, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
+def member(store, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
     """One process: gathers every value in a round of its own."""
 
     def run():
         time.sleep(after_s)
-        with Agreement(board, process, processes, timeout_s) as agreement:
+        with ProcessAllGather(store, process, processes, timeout_s) as agreement:
             return [agreement.gather(value) for value in values]
 
     return run
@@ -115,9 +115,9 @@ def member(board, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.
 
 @pytest.mark.parametrize("processes", [(0, 1), (3, 1, 7), tuple(range(12))])
 def test_all_values_reach_all_in_every_round(processes):
-    board = Notes()
+    store = Notes()
     found = together(
-        *(member(board, p, processes, [f"a{p}", {"b": p}]) for p in processes)
+        *(member(store, p, processes, [f"a{p}", {"b": p}]) for p in processes)
     )
     first = {p: f"a{p}" for p in sorted(processes)}
     second = {p: {"b": p} for p in sorted(processes)}
@@ -127,9 +127,9 @@ def test_all_values_reach_all_in_every_round(processes):
 def test_a_process_that_sleeps_takes_its_answer_and_then_part_in_the_next_attempt():
     notes = Notes()
 
-    def twice(board, process):
+    def twice(store, process):
         values = [f"a{process}"], [f"b{process}"]
-        return [member(board, process, (0, 1), each)() for each in values]
+        return [member(store, process, (0, 1), each)() for each in values]
 
     found = together(lambda: twice(notes, 0), lambda: twice(Behind(notes), 1))
     assert found == [[[{0: "a0", 1: "a1"}], [{0: "b0", 1: "b1"}]]] * 2
@@ -137,10 +137,10 @@ def test_a_process_that_sleeps_takes_its_answer_and_then_part_in_the_next_attemp
 
 
 def test_nothing_is_left_on_the_board():
-    board = Notes()
+    store = Notes()
     for _ in range(3):
-        together(*(member(board, p, (0, 1, 2), ["x"]) for p in range(3)))
-    assert not board
+        together(*(member(store, p, (0, 1, 2), ["x"]) for p in range(3)))
+    assert not store
 
 
 def test_one_process_agrees_with_itself():
@@ -148,26 +148,26 @@ def test_one_process_agrees_with_itself():
 
 
 def test_late_processes_are_waited_for():
-    board = Notes()
+    store = Notes()
     found = together(
-        member(board, 0, (0, 1, 2), ["a"]),
-        member(board, 1, (0, 1, 2), ["b"], after_s=0.2),
-        member(board, 2, (0, 1, 2), ["c"], after_s=0.4),
+        member(store, 0, (0, 1, 2), ["a"]),
+        member(store, 1, (0, 1, 2), ["b"], after_s=0.2),
+        member(store, 2, (0, 1, 2), ["c"], after_s=0.4),
     )
     assert found == [[{0: "a", 1: "b", 2: "c"}]] * 3
-    board = Notes()
+    store = Notes()
     found = together(
-        member(board, 0, (0, 1), ["a"], after_s=0.3), member(board, 1, (0, 1), ["b"])
+        member(store, 0, (0, 1), ["a"], after_s=0.3), member(store, 1, (0, 1), ["b"])
     )
     assert found == [[{0: "a", 1: "b"}]] * 2
 
 
 def test_missing_processes_are_named_on_all_others(clock):
-    board = Notes()
+    store = Notes()
     *found, _ = together(
-        member(board, 0, (0, 1, 2, 3), ["a"], timeout_s=0.3),
-        member(board, 2, (0, 1, 2, 3), ["c"], timeout_s=5),
-        clock.pass_when_collector_waits_for(board, [1, 3], 1.0),
+        member(store, 0, (0, 1, 2, 3), ["a"], timeout_s=0.3),
+        member(store, 2, (0, 1, 2, 3), ["c"], timeout_s=5),
+        clock.pass_when_collector_waits_for(store, [1, 3], 1.0),
     )
     for error in found:
         assert isinstance(error, ub.errors.TimeoutError)
@@ -181,11 +181,11 @@ def test_a_missing_collector_is_named():
 
 
 def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less(clock):
-    board = Notes()
+    store = Notes()
     *found, _ = together(
-        member(board, 0, (0, 1, 2), ["a"], timeout_s=3),
-        member(board, 1, (0, 1, 2), ["b"], timeout_s=0.5),
-        clock.pass_when_collector_waits_for(board, [2], 1.0),
+        member(store, 0, (0, 1, 2), ["a"], timeout_s=3),
+        member(store, 1, (0, 1, 2), ["b"], timeout_s=0.5),
+        clock.pass_when_collector_waits_for(store, [2], 1.0),
     )
     text = "process 2 did not take part within 0.5 s"
     assert str(found[1]).startswith(f"initialize_ub: {text}")
@@ -195,10 +195,10 @@ def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less(clock):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
-    board = Notes()
+    store = Notes()
 
     def run(process):
-        with Agreement(board, process, (0, 1, 2), TIMEOUT_S) as agreement:
+        with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as agreement:
             agreement.gather("ready")
             if process == failing:
                 raise OSError("no descriptor left")
@@ -215,13 +215,13 @@ def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("begins_first", [True, False])
 def test_an_interrupt_before_any_note_is_told(interrupted, begins_first):
-    board = Notes()
+    store = Notes()
 
     def run(process):
         if (process == interrupted) != begins_first:
             time.sleep(0.2)
         try:
-            with Agreement(board, process, (0, 1, 2), TIMEOUT_S) as agreement:
+            with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as agreement:
                 if process == interrupted:
                     raise KeyboardInterrupt
                 agreement.gather("ready")
@@ -233,22 +233,22 @@ def test_an_interrupt_before_any_note_is_told(interrupted, begins_first):
     for process in {0, 1, 2} - {interrupted}:
         text = f"process {interrupted} failed: KeyboardInterrupt()"
         assert text in str(found[process]), found
-    found = together(*(member(board, p, (0, 1, 2), [p]) for p in range(3)))
+    found = together(*(member(store, p, (0, 1, 2), [p]) for p in range(3)))
     assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
 
 
 def test_a_process_that_comes_after_a_failure_is_told_too():
-    board = Notes()
+    store = Notes()
 
     def fails():
-        with Agreement(board, 2, (0, 1, 2), TIMEOUT_S) as agreement:
+        with ProcessAllGather(store, 2, (0, 1, 2), TIMEOUT_S) as agreement:
             while not agreement._repeats:
-                agreement._repeat(bootstrap_agreement._read(board, "collector"))
+                agreement._repeat(bootstrap_agreement._read(store, "collector"))
             raise OSError("no descriptor left")
 
     found = together(
-        member(board, 0, (0, 1, 2), ["a"]),
-        member(board, 1, (0, 1, 2), ["b"], after_s=0.5),
+        member(store, 0, (0, 1, 2), ["a"]),
+        member(store, 1, (0, 1, 2), ["b"], after_s=0.5),
         fails,
     )
     for error in found[:2]:
@@ -259,7 +259,7 @@ def test_a_process_that_comes_after_a_failure_is_told_too():
 def test_a_process_that_has_died_is_not_waited_for(dead):
     def run(process):
         lost = {dead: "(pid 7) died"}.get
-        with Agreement(Notes(), process, (0, 1), TIMEOUT_S, lost) as agreement:
+        with ProcessAllGather(Notes(), process, (0, 1), TIMEOUT_S, lost) as agreement:
             agreement.gather("ready")
 
     (found,) = together(lambda: run(1 - dead))
@@ -269,14 +269,14 @@ def test_a_process_that_has_died_is_not_waited_for(dead):
 
 
 def test_who_did_its_part_and_died_is_not_missed():
-    board = Notes()
+    store = Notes()
 
     def run(process, lost=lambda process: None):
-        with Agreement(board, process, (0, 1), TIMEOUT_S, lost) as agreement:
+        with ProcessAllGather(store, process, (0, 1), TIMEOUT_S, lost) as agreement:
             return agreement.gather(process)
 
     def is_lost(process):
-        return "died" if board.read("1") else None
+        return "died" if store.read("1") else None
 
     found = together(lambda: run(0, is_lost), lambda: run(1))
     assert found == [{0: 0, 1: 1}] * 2
@@ -294,48 +294,48 @@ def test_what_a_dead_job_left_is_no_answer():
     dead = Kept()
     together(*(member(dead, p, (0, 1), ["old", "old"]) for p in range(2)))
     assert dead
-    board = Notes(dead)
-    error = together(member(board, 1, (0, 1), ["new"], timeout_s=0.2))[0]
+    store = Notes(dead)
+    error = together(member(store, 1, (0, 1), ["new"], timeout_s=0.2))[0]
     assert isinstance(error, ub.errors.TimeoutError)
-    board = Notes(dead)
-    error = together(member(board, 0, (0, 1), ["new"], timeout_s=0.2))[0]
+    store = Notes(dead)
+    error = together(member(store, 0, (0, 1), ["new"], timeout_s=0.2))[0]
     assert "process 1 did not take part" in str(error)
-    board = Notes(dead)
+    store = Notes(dead)
     found = together(
-        member(board, 0, (0, 1), ["new"], after_s=0.1), member(board, 1, (0, 1), ["n"])
+        member(store, 0, (0, 1), ["new"], after_s=0.1), member(store, 1, (0, 1), ["n"])
     )
     assert found == [[{0: "new", 1: "n"}]] * 2
 
 
 def test_an_attempt_that_failed_does_not_spoil_the_next():
-    board = Notes()
+    store = Notes()
     for missing in (0, 1, 2):
         there = [p for p in range(3) if p != missing]
         errors = together(
-            *(member(board, p, (0, 1, 2), ["x"], timeout_s=0.2) for p in there)
+            *(member(store, p, (0, 1, 2), ["x"], timeout_s=0.2) for p in there)
         )
         assert all(isinstance(error, ub.errors.CommunicatorError) for error in errors)
-        found = together(*(member(board, p, (0, 1, 2), [p]) for p in range(3)))
+        found = together(*(member(store, p, (0, 1, 2), [p]) for p in range(3)))
         assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
 
 
 def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
-    board = Notes()
+    store = Notes()
 
     def collector():
-        with Agreement(board, 0, (0, 1, 2), TIMEOUT_S) as agreement:
+        with ProcessAllGather(store, 0, (0, 1, 2), TIMEOUT_S) as agreement:
             agreement.gather("first")
             return agreement.gather("second")
 
     def impatient():
-        with Agreement(board, 1, (0, 1, 2), TIMEOUT_S) as agreement:
+        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as agreement:
             agreement.gather("first")
         time.sleep(0.2)
-        with Agreement(board, 1, (0, 1, 2), TIMEOUT_S) as agreement:
+        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as agreement:
             return agreement.gather("first")
 
     found = together(
-        collector, impatient, member(board, 2, (0, 1, 2), ["first", "second"])
+        collector, impatient, member(store, 2, (0, 1, 2), ["first", "second"])
     )
     assert "process 1 gave up and began again" in str(found[0])
     assert "process 1 gave up and began again" in str(found[2])
@@ -344,15 +344,15 @@ def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_round_may_last_several_deadlines(late, clock):
-    board = Notes()
+    store = Notes()
 
     def other_is_in_the_second_round():
         if late == 0:
-            return len(json.loads(board.read("1"))["values"]) == 2
-        return waited_for(board) == [1]
+            return len(json.loads(store.read("1"))["values"]) == 2
+        return waited_for(store) == [1]
 
     def run(process):
-        with Agreement(board, process, (0, 1), 0.3) as agreement:
+        with ProcessAllGather(store, process, (0, 1), 0.3) as agreement:
             agreement.gather("connect")
             if process == late:
                 clock.pass_when(other_is_in_the_second_round, 0.6)
@@ -374,11 +374,11 @@ def test_several_attempts_at_once_do_not_mix():
 @pytest.mark.parametrize("seed", range(4))
 def test_random_delays_and_values_always_agree(seed):
     draw = random.Random(seed)
-    board, processes = Notes(), draw.sample(range(20), draw.randint(2, 6))
+    store, processes = Notes(), draw.sample(range(20), draw.randint(2, 6))
     rounds = draw.randint(1, 4)
     members = [
         member(
-            board,
+            store,
             p,
             processes,
             [[p, r] for r in range(rounds)],
@@ -388,7 +388,7 @@ def test_random_delays_and_values_always_agree(seed):
     ]
     expected = [{p: [p, r] for p in sorted(processes)} for r in range(rounds)]
     assert together(*members) == [expected] * len(processes)
-    assert not board
+    assert not store
 
 
 def test_processes_agree_through_files(tmp_path):

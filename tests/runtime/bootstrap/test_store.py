@@ -7,12 +7,12 @@ import jax
 import pytest
 
 import jax_ub as ub
-from jax_ub.runtime.bootstrap import board as bootstrap_board
 from jax_ub.runtime.bootstrap import mpi
-from jax_ub.runtime.bootstrap.agreement import Agreement
-from jax_ub.runtime.bootstrap.board import check_backend, open_board
+from jax_ub.runtime.bootstrap import store as bootstrap_board
 from jax_ub.runtime.bootstrap.directory import Directory
 from jax_ub.runtime.bootstrap.mpi import Mpi
+from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather
+from jax_ub.runtime.bootstrap.store import check_backend, open_board
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "jx", 7])
@@ -80,23 +80,23 @@ def test_a_directory_that_takes_no_notes_is_named():
 
 
 def test_a_note_that_cannot_be_left_leaves_no_draft(tmp_path, monkeypatch):
-    board = Directory(str(tmp_path), "scope")
+    store = Directory(str(tmp_path), "scope")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(full))
         with pytest.raises(ub.errors.CommunicatorError, match="No space left"):
-            board.write("1", "text")
+            store.write("1", "text")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_note_that_may_not_be_read_is_an_error_that_names_the_directory(tmp_path):
-    board = Directory(str(tmp_path), "scope")
-    board.write("1", "text")
+    store = Directory(str(tmp_path), "scope")
+    store.write("1", "text")
     (path,) = tmp_path.iterdir()
     path.unlink()
     path.mkdir()  # root may read everything else
     with pytest.raises(ub.errors.CommunicatorError, match=f"{tmp_path}.*directory"):
-        board.read("1")
+        store.read("1")
 
 
 def test_jobs_that_share_a_directory_do_not_meet(tmp_path, monkeypatch):
@@ -104,10 +104,10 @@ def test_jobs_that_share_a_directory_do_not_meet(tmp_path, monkeypatch):
     for name in ("one", "other"):
         monkeypatch.setattr(bootstrap_board, "job", lambda name=name: name)
         boards.append(open_board(f"file:{tmp_path}", "scope"))
-    for board in boards:
-        board.write("collector", "text")
+    for store in boards:
+        store.write("collector", "text")
         boards[0].erase("collector")
-    assert [board.read("collector") for board in boards] == [None, "text"]
+    assert [store.read("collector") for store in boards] == [None, "text"]
 
 
 def test_notes_are_private(tmp_path):
@@ -136,10 +136,10 @@ class World:
         return any(one[0] == tag for one in self._boxes[self._rank])
 
     def recv(self, tag):
-        place = next(
+        device_groups = next(
             i for i, one in enumerate(self._boxes[self._rank]) if one[0] == tag
         )
-        return self._boxes[self._rank].pop(place)[1]
+        return self._boxes[self._rank].pop(device_groups)[1]
 
 
 def mpi_boards(monkeypatch, count, scope="scope"):
@@ -161,7 +161,7 @@ def test_processes_agree_through_mpi(monkeypatch):
     found = [None] * 3
 
     def run(rank):
-        with Agreement(boards[rank], rank, (0, 1, 2), 20) as agreement:
+        with ProcessAllGather(boards[rank], rank, (0, 1, 2), 20) as agreement:
             found[rank] = [agreement.gather(rank), agreement.gather("x")]
 
     for _ in range(2):
