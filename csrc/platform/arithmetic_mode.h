@@ -1,5 +1,5 @@
-// Arithmetic as XLA:CPU does it: subnormal f32 operands and results count as zero, and what
-// is not exact is rounded to the nearest.
+// Sets the floating-point mode of XLA:CPU: subnormal f32 operands and results are flushed to
+// zero, and inexact results are rounded to nearest.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// Holds for the calling thread until the end of the scope, whatever mode it is in: a thread
-// inherits that of the one that started it.
+// RAII: sets the mode of the calling thread and restores the previous mode at the end of
+// the scope. Needed because a thread inherits the mode of the thread that started it.
 class ArithmeticMode {
  public:
   ArithmeticMode() : saved_(Control()) { SetControl(kControl); }
@@ -22,7 +22,7 @@ class ArithmeticMode {
  private:
 #if defined(__x86_64__)
   using Word = uint32_t;
-  // Results (FTZ) and operands (DAZ); no exception traps.
+  // Flushes subnormal results (FTZ) and operands (DAZ); masks all exceptions.
   static constexpr Word kControl = 0x8000 | 0x0040 | 0x1f80;
   static Word Control() { return _mm_getcsr(); }
   static void SetControl(Word word) { _mm_setcsr(word); }

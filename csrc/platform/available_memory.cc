@@ -9,12 +9,12 @@ namespace jax_ub {
 
 namespace {
 
-// Where the versions of control groups say it.
+// File names of the memory controller in control groups version 2 and version 1.
 struct Controller {
   const char* folder;
-  const char* limit;  // a number, or "max"
+  const char* limit;  // contains a number of bytes, or "max"
   const char* usage;
-  const char* stat_prefix;  // of the sums over the groups within
+  const char* stat_prefix;  // prefix of the keys that include the child groups
 };
 constexpr Controller kControllers[] = {
     {"/", "memory.max", "memory.current", ""},
@@ -28,7 +28,7 @@ std::optional<int64_t> NumberIn(const std::string& path) {
   return std::nullopt;
 }
 
-// The number behind a key, of which the file has one on each line.
+// Returns the number that follows `key`, in a file with one "key number" pair per line.
 std::optional<int64_t> NumberOf(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string found, rest; file >> found && std::getline(file, rest);) {
@@ -49,7 +49,8 @@ int64_t AvailableBytes(const std::string& cgroup) {
     const auto limit = NumberIn(folder + controller.limit);
     const auto usage = NumberIn(folder + controller.usage);
     if (!limit || !usage) continue;
-    // The cache of files makes room, as it does in MemAvailable.
+    // The kernel reclaims the page cache on demand, so it counts as available, as in
+    // MemAvailable.
     int64_t taken_bytes = *usage;
     for (const char* cache : {"active_file", "inactive_file"}) {
       const std::string key = std::string(controller.stat_prefix) + cache;

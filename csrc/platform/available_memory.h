@@ -1,4 +1,4 @@
-// How much memory there is.
+// Queries the available memory.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,9 @@
 
 namespace jax_ub {
 
-// Bytes that this process may still take: of the machine, and of its container, whose
-// control groups are mounted at `cgroup`.
+// Returns the number of bytes that this process can still allocate: the smaller of the
+// machine's available memory and what remains of the container's limit. `cgroup` is the
+// directory where control groups are mounted.
 int64_t AvailableBytes(const std::string& cgroup = "/sys/fs/cgroup");
 
 }  // namespace jax_ub

@@ -11,7 +11,7 @@ namespace {
 std::optional<double> Divide(std::istream&& quota, std::istream&& period) {
   double quota_us = 0;
   double period_us = 0;
-  // No number: "max", or no such file. -1: no limit.
+  // The quota is unlimited if it is "max" (version 2), -1 (version 1), or has no file.
   if (!(quota >> quota_us) || !(period >> period_us)) return std::nullopt;
   if (quota_us <= 0 || period_us <= 0) return std::nullopt;
   return quota_us / period_us;
@@ -27,16 +27,18 @@ std::optional<double> QuotaOf(const std::string& folder) {
                 std::ifstream(folder + "/cpu.cfs_period_us"));
 }
 
-// The path of the group in a line "number:controllers:path", if it limits processor time.
+// Parses a line "number:controllers:path" of /proc/self/cgroup. Returns the path if this
+// hierarchy has the CPU controller. `hierarchy` is its directory below the mount point.
 std::optional<std::string> PathOf(const std::string& line, std::string* hierarchy) {
   const size_t first = line.find(':');
   const size_t second = line.find(':', first + 1);
   if (first == std::string::npos || second == std::string::npos) return std::nullopt;
   const std::string controllers = line.substr(first + 1, second - first - 1);
   if (controllers.empty()) {
-    *hierarchy = "";  // version 2
+    *hierarchy = "";  // version 2 has a single hierarchy
   } else if (("," + controllers + ",").find(",cpu,") != std::string::npos) {
-    *hierarchy = "/cpu";  // a link where it is mounted with others
+    // A symbolic link if the controller is mounted together with others.
+    *hierarchy = "/cpu";
   } else {
     return std::nullopt;
   }

@@ -1,4 +1,4 @@
-// How much processor time there is.
+// Queries the CPU time limit of the container.
 #pragma once
 
 #include <optional>
@@ -6,11 +6,12 @@
 
 namespace jax_ub {
 
-// CoreAffinity that the control groups of this process allow it at a time, from cpu.max (version
-// 2) or cpu.cfs_quota_us and cpu.cfs_period_us (version 1): the least along the path from
-// its group to the root. nullopt: they do not limit it. The groups are mounted at `mount`,
-// and `membership` says which ones are those of the process; within a container the mount
-// begins at its own group.
+// Returns the number of cores (possibly fractional) that the control groups of this process
+// allow it to use at a time, or nullopt if they set no limit. Reads cpu.max (version 2) or
+// cpu.cfs_quota_us and cpu.cfs_period_us (version 1) and takes the minimum along the path
+// from the process's group to the root. Control groups are mounted at `mount`; the file
+// `membership` lists the groups of the process. In a container, the mount starts at the
+// container's group.
 std::optional<double> CpuQuota(const std::string& mount = "/sys/fs/cgroup",
                                const std::string& membership = "/proc/self/cgroup");
 

@@ -1,4 +1,4 @@
-// A point in time that a wait may not pass.
+// A deadline for a wait, which also stores the timeout for error messages.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// What the engine throws. csrc/ffi maps each type to one XLA error code.
+// Exceptions of the engine. csrc/ffi maps each type to an XLA error code.
 #pragma once
 
 #include <stdexcept>
@@ -11,31 +11,33 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The call is wrong: operands and results do not fit each other.
+// The call is invalid: the shapes or dtypes of operands and results are inconsistent.
 class ShapeError : public Error {
  public:
   using Error::Error;
 };
 
-// The call is right, but this op does not run by that method.
+// The call is valid, but not supported: for example, the op does not have this method, or
+// the machine has no CUDA driver.
 class UnsupportedError : public Error {
  public:
   using Error::Error;
 };
 
-// The ranks did not get together: one failed, disagreed with the others or never came.
+// A collective call failed because a rank failed, made a different call, or never arrived.
 class CommunicatorError : public Error {
  public:
   using Error::Error;
 };
 
-// A wait that reached its deadline. Its text says who waited for whom, and how long.
+// A wait timed out. The message names the waiting rank, the missing ranks, and the timeout.
 class DeadlineError : public CommunicatorError {
  public:
   using CommunicatorError::CommunicatorError;
 };
 
-// The operating system refused something: which call, and why.
+// A call to the operating system or to a driver failed. The message contains the function's
+// name and the reason.
 class SystemError : public Error {
  public:
   using Error::Error;

@@ -16,7 +16,7 @@
 namespace jax_ub {
 
 void FileDescriptorTraits::Close(int descriptor) noexcept {
-  // Linux has released it even when close is interrupted.
+  // No retry on EINTR: Linux releases the descriptor even if close is interrupted.
   static_cast<void>(close(descriptor));
 }
 
@@ -32,13 +32,13 @@ FileDescriptor NewEvent() {
 
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
-  // It fails only when the count is full: then the event is readable already.
+  // The write fails only if the counter is at its maximum, and then the event is readable.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
 void ClearEvent(const FileDescriptor& event) noexcept {
   uint64_t count = 0;
-  // It fails only when nobody has notified since.
+  // The read fails only if the event is not set.
   [[maybe_unused]] const ssize_t taken = read(event.get(), &count, sizeof(count));
 }
 
@@ -52,10 +52,11 @@ FileDescriptor WatchProcess(pid_t pid) {
 }
 
 std::string DescribeIfStopped(pid_t pid) {
-  // "123 (the name, which may hold anything) T ...".
+  // The file contains "<pid> (<name>) <state> ...". The name may contain any characters,
+  // also ")".
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  // What comes behind the state may be cut. The read fails when the process ends amid
-  // it: `read` then returns less, where an iterator of the buffer would throw.
+  // 256 bytes include the state; the rest is not needed. If the process exits during the
+  // read, `read` returns fewer bytes, while a stream iterator would throw.
   std::string line(256, '\0');
   file.read(line.data(), static_cast<std::streamsize>(line.size()));
   line.resize(static_cast<size_t>(file.gcount()));
@@ -86,7 +87,7 @@ void Poll(std::vector<pollfd>& descriptors) {
 
 uint64_t RandomBits() {
   uint64_t bits = 0;
-  // Not interrupted below 256 bytes.
+  // getrandom is never interrupted for requests of up to 256 bytes.
   if (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) {
     ThrowSystemError("getrandom", errno);
   }

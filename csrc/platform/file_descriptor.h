@@ -1,4 +1,4 @@
-// Descriptors, and waiting for them.
+// Owned file descriptors, event descriptors, and polling.
 #pragma once
 
 #include <poll.h>
@@ -19,27 +19,30 @@ struct FileDescriptorTraits {
 };
 using FileDescriptor = UniqueHandle<FileDescriptorTraits>;
 
-// Throws SystemError: `what`, and what the system says of `error`.
+// Throws SystemError with the text "`what`: <message of the errno value `error`>".
 [[noreturn]] void ThrowSystemError(const std::string& what, int error);
 
-// A descriptor that is readable from NotifyEvent on, until ClearEvent.
+// Creates an event: a descriptor that becomes readable on NotifyEvent and stays readable
+// until ClearEvent.
 FileDescriptor NewEvent();
 void NotifyEvent(const FileDescriptor& event) noexcept;
 void ClearEvent(const FileDescriptor& event) noexcept;
 
-// A descriptor that is readable when the process has died, however; none where the
-// system has no such thing or the process cannot be seen.
+// Returns a descriptor that becomes readable when the process exits for any reason (a
+// pidfd). Returns an empty handle if the kernel does not support this or the process is not
+// visible.
 FileDescriptor WatchProcess(pid_t pid);
 
-// " (it is stopped)" when a signal stopped the process, otherwise nothing.
+// Returns " (it is stopped)" if a signal has stopped the process, else an empty string. For
+// error messages.
 std::string DescribeIfStopped(pid_t pid);
 
-// Waits until one of them has an event, or the time is up: then false.
+// Waits until a descriptor has an event. Returns false if `until` passes first.
 bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until);
-// The same, for as long as it takes.
+// Waits without a time limit.
 void Poll(std::vector<pollfd>& descriptors);
 
-// From the system's source of randomness.
+// Returns 64 random bits from the operating system.
 uint64_t RandomBits();
 
 }  // namespace jax_ub

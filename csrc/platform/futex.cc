@@ -11,8 +11,8 @@
 
 namespace jax_ub {
 
-// Not the private kind: the word may be mapped by several processes. steady_clock is
-// CLOCK_MONOTONIC, which FUTEX_WAIT_BITSET takes absolute times of.
+// Does not use FUTEX_PRIVATE_FLAG, because several processes may map the word.
+// FUTEX_WAIT_BITSET takes an absolute CLOCK_MONOTONIC time, the clock of steady_clock.
 void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline) {
@@ -22,7 +22,7 @@ void FutexWait(const std::atomic<uint32_t>& word,
   timespec until = {};
   until.tv_sec = static_cast<time_t>(whole.count());
   until.tv_nsec = static_cast<long>(nanoseconds(since_boot - whole).count());
-  // Whatever it returns, the caller looks at its condition again.
+  // The result is ignored because the caller checks its condition again.
   syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &until, nullptr,
           FUTEX_BITSET_MATCH_ANY);
 }

@@ -1,5 +1,5 @@
-// Sleeping until another thread, of this process or of one that maps the same memory,
-// says that a word has changed.
+// Futexes: a thread sleeps until another thread changes a word and wakes it. The word may
+// be in memory that several processes share.
 #pragma once
 
 #include <atomic>
@@ -12,12 +12,13 @@ namespace jax_ub {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps while the word is `expected`, until FutexWake or the deadline; or for less.
+// Sleeps until FutexWake or the deadline, if the word equals `expected`. May return early,
+// so callers check their condition in a loop.
 void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline);
 
-// Wakes all that sleep on the word.
+// Wakes all threads that sleep on the word.
 void FutexWake(std::atomic<uint32_t>& word) noexcept;
 
 }  // namespace jax_ub

@@ -1,11 +1,12 @@
-// What the operating system lends, owned from the line that gets it.
+// A move-only owner of an operating system resource, such as a file descriptor.
 #pragma once
 
 #include <utility>
 
 namespace jax_ub {
 
-// `Traits` has Value, kNone of that type, and a static Close(Value) noexcept.
+// `Traits` has a type Value, a constant kNone of this type (the empty handle), and a
+// function `static void Close(Value) noexcept`.
 template <typename Traits>
 class UniqueHandle {
  public:

@@ -1,4 +1,4 @@
-// Memory that the system maps, owned; and private memory of one's own page size.
+// Owned memory mappings, and private memory with a chosen page size.
 #pragma once
 
 #include <cstddef>
@@ -21,11 +21,12 @@ struct MappingTraits {
 
 using HostMapping = UniqueHandle<MappingTraits>;
 
-// Huge pages save misses of the TLB; small ones are soon filled when they are touched.
+// Huge pages reduce TLB misses. Small pages are faster to fault in.
 enum class Pages { kHuge, kSmall };
 
-// Private memory of zeros, reserved now and taken as it is touched; none where there is
-// not so much. Its pages are only advice: a system without huge ones refuses it.
+// Maps private, zero-filled memory. Physical pages are allocated on first access. Returns
+// an empty handle if the mapping fails. `pages` is only a hint: a system without huge pages
+// ignores it.
 HostMapping MapPrivate(size_t size_bytes, Pages pages) noexcept;
 
 }  // namespace jax_ub

@@ -13,7 +13,7 @@
 #include "platform/available_memory.h"
 #include "platform/error.h"
 
-// Newer than the oldest headers that this compiles with.
+// The oldest supported kernel headers lack these constants.
 #if !defined(MFD_NOEXEC_SEAL)
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -33,14 +33,15 @@ std::string Bytes(int64_t size_bytes) { return std::to_string(size_bytes) + " by
 FileDescriptor NewMemory() {
   const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int descriptor = memfd_create("jax_ub", flags | MFD_NOEXEC_SEAL);
-  // Kernels before 6.3 do not know it.
+  // Kernels before 6.3 reject MFD_NOEXEC_SEAL.
   if (descriptor < 0 && errno == EINVAL) descriptor = memfd_create("jax_ub", flags);
   FileDescriptor memory(descriptor);
   if (!memory) ThrowSystemError("memfd_create", errno);
   return memory;
 }
 
-// The system gives more than there is, and then kills whoever touches it.
+// Linux overcommits memory: a too large allocation succeeds, and the kernel kills a process
+// that touches it later. This check reports an error instead.
 void CheckAvailable(int64_t size_bytes) {
   const int64_t available_bytes = AvailableBytes();
   if (size_bytes <= available_bytes) return;
@@ -57,8 +58,8 @@ SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
       mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
   if (data == MAP_FAILED) ThrowSystemError("mmap of " + Bytes(size_bytes), errno);
   mapping_ = HostMapping({.data = static_cast<std::byte*>(data), .size = size});
-  // Hints. Large copies meet fewer misses of the TLB in huge pages; and a child of fork
-  // that outlives this process keeps nothing.
+  // Both calls are hints. Huge pages reduce TLB misses of large copies. MADV_DONTFORK
+  // prevents that a child of fork() keeps the memory alive after this process has exited.
   static_cast<void>(madvise(data, size, MADV_HUGEPAGE));
   static_cast<void>(madvise(data, size, MADV_DONTFORK));
 }
@@ -71,8 +72,8 @@ SharedMapping SharedMapping::Create(int64_t size_bytes) {
     ThrowSystemError("ftruncate to " + Bytes(size_bytes), errno);
   }
   SharedMapping mapping(std::move(memory), size_bytes);
-  // Touching it first gives huge pages where fallocate would not, near this processor;
-  // fallocate is what promises that every page is there.
+  // Faulting the pages in first yields huge pages on the local NUMA node, which fallocate
+  // alone does not. fallocate then guarantees that every page is allocated.
   static_cast<void>(
       madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_WRITE));
   int failed = 0;

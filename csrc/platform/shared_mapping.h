@@ -1,5 +1,6 @@
-// Anonymous memory that processes share by passing its descriptor on: nothing in
-// /dev/shm or /tmp, and nothing left when the last process that maps it is gone.
+// Anonymous shared memory (memfd). Processes share it by passing its descriptor, so it
+// needs no file in /dev/shm or /tmp, and the kernel frees it when the last process that maps
+// it exits.
 #pragma once
 
 #include <cstddef>
@@ -15,21 +16,24 @@ class SharedMapping {
  public:
   SharedMapping() = default;
 
-  // Zeros. All of it is there: no later access can fail. Nobody can change its size.
+  // Creates zero-filled memory. All pages are allocated here, so no later access can fail,
+  // and the size is sealed, so no process can change it. Throws SystemError if there is not
+  // enough memory.
   static SharedMapping Create(int64_t size_bytes);
 
-  // What another process created. Throws SystemError unless it is memory of this size,
-  // sealed.
+  // Maps memory that another process created. Throws SystemError unless its size is
+  // `size_bytes` and sealed.
   static SharedMapping Map(FileDescriptor memory, int64_t size_bytes);
 
   std::byte* data() const { return mapping_.get().data; }
   int64_t size_bytes() const { return static_cast<int64_t>(mapping_.get().size); }
 
-  // To be passed on; none in one that was mapped.
+  // The descriptor to pass to other processes. Empty if Map made this mapping.
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // In a child of fork, which has no part in it: the range may hold something else.
+  // Drops the mapping without unmapping it. For a child of fork(): the child does not inherit
+  // the mapping (MADV_DONTFORK), so its address range may contain another mapping.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

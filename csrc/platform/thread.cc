@@ -16,7 +16,7 @@ namespace jax_ub {
 namespace {
 
 constexpr size_t kMinStackBytes = size_t{8} << 20;
-// The kernel shows 15 characters.
+// Linux limits thread names to 15 characters.
 constexpr char kName[] = "jax_ub";
 
 struct Start {
@@ -44,7 +44,7 @@ class ThreadAttributes {
 
 void* Run(void* argument) noexcept {
   const std::unique_ptr<Start> start(static_cast<Start*>(argument));
-  std::fesetenv(FE_DFL_ENV);  // of the x87 unit too, which `long double` uses
+  std::fesetenv(FE_DFL_ENV);  // also resets the x87 unit, which `long double` uses
   const ArithmeticMode mode;
   start->mask.Apply();
   pthread_setname_np(pthread_self(), kName);
@@ -61,7 +61,7 @@ pthread_t NewThread(std::function<void()> body, const SignalMask& mask) {
     throw SystemError("a thread cannot start: " + std::string(std::strerror(error)) +
                       kIsLimitReached);
   }
-  static_cast<void>(start.release());  // Run owns it
+  static_cast<void>(start.release());  // Run takes ownership
   return thread;
 }
 

@@ -1,11 +1,11 @@
-// Threads of the engine. XLA may run any part of a program on them: what completes a call
-// continues the program. They start in the state of XLA:CPU's own pool threads, which
-// XLA's thread pool (tsl/platform/threadpool.cc, cpu_client.cc) and a probe in a host
-// callback show to be
+// Threads of the engine. XLA may run any part of a program on them, because the thread that
+// completes a call continues the program. They therefore start in the same state as the
+// threads of XLA:CPU's pool (source: tsl/platform/threadpool.cc and cpu_client.cc, and a
+// probe in a host callback):
 //
 //   floating point   round to nearest, subnormals flushed to zero (ArithmeticMode)
-//   stack            8 MiB, whatever `ulimit -s` says; here at least that
-//   signal mask      that of the thread that made the pool
+//   stack            8 MiB, independent of `ulimit -s`; here at least 8 MiB
+//   signal mask      the mask of the thread that created the pool
 #pragma once
 
 #include <pthread.h>
@@ -15,21 +15,21 @@
 
 namespace jax_ub {
 
-// The end of an error message about a thread that cannot start.
+// Suffix of error messages about a thread that cannot start.
 inline constexpr char kIsLimitReached[] =
     ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
 
 // A signal mask for new threads.
 class SignalMask {
  public:
-  SignalMask();  // the mask of the calling thread
+  SignalMask();  // copies the mask of the calling thread
   void Apply() const;
 
  private:
   sigset_t mask_;
 };
 
-// A thread that is joined before its owner is destroyed.
+// A thread whose owner must call Join before it is destroyed.
 class Thread {
  public:
   // Throws SystemError if the system starts no more threads. `body` must not throw.
@@ -43,7 +43,7 @@ class Thread {
   pthread_t thread_;
 };
 
-// Starts a thread that is never joined. Throws as Thread does.
+// Starts a detached thread. Throws SystemError if no thread can be started.
 void StartThread(std::function<void()> body, const SignalMask& mask = {});
 
 }  // namespace jax_ub

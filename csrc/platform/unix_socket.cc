@@ -14,12 +14,12 @@ namespace jax_ub {
 
 namespace {
 
-// As many processes as may come before this one has begun to accept.
+// Maximum number of processes that can connect before this process accepts.
 constexpr int kBacklog = 256;
 
 struct Address {
   explicit Address(const std::string& name) {
-    // The abstract namespace: the first byte is zero, and the length counts.
+    // In the abstract namespace the first byte is zero, and the length delimits the name.
     if (name.empty() || name.size() + 1 > sizeof(address.sun_path)) {
       throw SystemError("'" + name + "' is no name for a socket");
     }
@@ -40,7 +40,7 @@ FileDescriptor NewSocket() {
   return made;
 }
 
-// Room for the descriptors of one message. The kernel drops what exceeds it.
+// Buffer for the one descriptor of a message. The kernel drops further descriptors.
 union Control {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr alignment;
@@ -125,7 +125,7 @@ Sent Send(const FileDescriptor& connection,
     sent = sendmsg(connection.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (sent < 0 && errno == EINTR);
   if (sent < 0) return errno == EAGAIN ? Sent::kFull : Sent::kNo;
-  return Sent::kYes;  // all of it: a message is never cut
+  return Sent::kYes;  // SOCK_SEQPACKET sends a message completely or not at all
 }
 
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) {
@@ -139,7 +139,8 @@ Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) 
     header.msg_control = control.bytes;
     header.msg_controllen = sizeof(control.bytes);
     size = recvmsg(connection.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    // A peer that left with unread messages is reported once, before what it sent.
+    // ECONNRESET: the peer exited with unread messages. The kernel reports this once, before
+    // the messages that the peer sent.
   } while (size < 0 && (errno == EINTR || errno == ECONNRESET));
   if (size < 0 && errno == EAGAIN) return {};
   if (size < 0) ThrowSystemError("recvmsg", errno);

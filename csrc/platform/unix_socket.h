@@ -1,5 +1,6 @@
-// Messages, with a descriptor where one is to be passed on, between processes of one
-// host. Sockets keep message boundaries, never block, and have names that are no files.
+// Unix domain sockets between processes of one host. A message may carry a file descriptor.
+// Sockets preserve message boundaries (SOCK_SEQPACKET), never block, and are bound to names
+// in the abstract namespace, which are not files.
 #pragma once
 
 #include <sys/types.h>
@@ -12,37 +13,49 @@
 
 namespace jax_ub {
 
-// Accepts connections under a name in the abstract namespace.
+// Listens for connections at a name in the abstract namespace.
 FileDescriptor ListenAt(const std::string& name);
 
-// No connection is waiting: none.
+// Accepts a pending connection. Returns an empty handle if there is none.
 FileDescriptor Accept(const FileDescriptor& listener);
 
 enum class DialResult {
   kConnected,
   kBusy,
   kNoProcess
-};  // kNoProcess: nobody listens there
+};  // kBusy: try again later; kNoProcess: no process listens at this name
+// Connects to the listener at `name`. Sets `connection` if the result is kConnected.
 DialResult Dial(const std::string& name, FileDescriptor* connection);
 
-// Of the process that connected, or that began to listen.
+// Process and user at the other end of a connection: the process that connected, or the
+// process that called ListenAt.
 struct Credentials {
-  pid_t pid = 0;  // 0: not visible from here
+  pid_t pid = 0;  // 0: not visible from this PID namespace
   uid_t uid = 0;
 };
 Credentials PeerCredentials(const FileDescriptor& connection);
 
-enum class Sent { kYes, kFull, kNo };  // kFull: until the peer reads; kNo: it is gone
+enum class Sent {
+  kYes,
+  kFull,
+  kNo
+};  // kFull: the peer must read first; kNo: it is lost
+// Sends a message, and the descriptor `passed` with it unless it is null.
 Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed = nullptr) noexcept;
 
-enum class Arrival { kMessage, kNothing, kEnd };  // kEnd: the peer is gone
+enum class Arrival {
+  kMessage,
+  kNothing,
+  kEnd
+};  // kEnd: the peer closed its end or exited
 struct Received {
   Arrival arrival = Arrival::kNothing;
-  size_t size = 0;        // of the message; what exceeds the buffer is lost
-  FileDescriptor passed;  // if one came
+  size_t size = 0;        // bytes stored in the buffer; a longer message is truncated
+  FileDescriptor passed;  // empty if the message carried no descriptor
 };
+// Receives the next message into `buffer`, without waiting.
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer);
 
 }  // namespace jax_ub

@@ -13,11 +13,11 @@ namespace jax_ub {
 
 namespace {
 
-// The first driver that loads libraries of kernels.
+// CUDA 12.0, the first version with cuLibraryLoadData.
 constexpr int kOldestVersion = 12000;
 
-// The oldest version of a function that has the signature of cuda.h's: later ones of the
-// same name may take other arguments.
+// A driver function and the oldest API version at which its signature matches the
+// declaration in cuda.h. Newer versions with the same name may take different arguments.
 struct Symbol {
   size_t member;
   const char* name;
@@ -105,13 +105,13 @@ Function As(void* symbol) {
   return reinterpret_cast<Function>(symbol);
 }
 
-// 12040 is CUDA 12.4.
+// Returns "12.4" for 12040.
 std::string VersionText(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 Driver OpenDriver() {
-  // Never closed: what the driver started may run till the process ends.
+  // Never closed: threads that the driver started may run until the process exits.
   static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw UnsupportedError(

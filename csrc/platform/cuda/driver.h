@@ -1,5 +1,5 @@
-// The CUDA driver as a table of functions: nothing links to it, and tests put an
-// emulation in its place. A member is named as its function, without "cu".
+// The CUDA driver as a table of function pointers, so that no library links to libcuda and
+// tests can substitute an emulation. Each member has its function's name without "cu".
 #pragma once
 
 #include <cuda.h>
@@ -78,10 +78,10 @@ struct Driver {
   decltype(&cuIpcOpenMemHandle) IpcOpenMemHandle;
   decltype(&cuIpcCloseMemHandle) IpcCloseMemHandle;
 
-  // Of CUDA 12.4: null in an older driver, which loads a kernel when it is first launched.
+  // Since CUDA 12.4. Null in older drivers, which load a kernel at its first launch.
   decltype(&cuFuncLoad) FuncLoad;
 
-  // Of CUDA 12.1: all null in an older driver, which has no multicast.
+  // Since CUDA 12.1. All null in older drivers, which do not support multicast.
   decltype(&cuMulticastCreate) MulticastCreate;
   decltype(&cuMulticastAddDevice) MulticastAddDevice;
   decltype(&cuMulticastBindMem) MulticastBindMem;
@@ -89,17 +89,19 @@ struct Driver {
   decltype(&cuMulticastGetGranularity) MulticastGetGranularity;
 };
 
-// The driver of libcuda.so.1, initialized. Throws UnsupportedError when there is none,
-// when it is older than CUDA 12.0 or sees no device: its text says which, and the version.
+// Returns the driver from libcuda.so.1 after initializing it. Throws UnsupportedError if
+// the library is missing, is older than CUDA 12.0, or finds no device. The message contains
+// the reason and the driver's version.
 const Driver& SystemDriver();
 
-// The same out of what finds a symbol; null where there is none. For tests.
+// Builds the table with `find_symbol`, which returns null for an unknown name. For tests.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
 
-// "CUDA_ERROR_INVALID_VALUE: invalid argument".
+// Returns a text such as "CUDA_ERROR_INVALID_VALUE: invalid argument".
 std::string DescribeResult(const Driver& driver, CUresult result);
 
-// Throws SystemError "cuMemCreate: CUDA_ERROR_...: text" unless it succeeded.
+// Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the name of the function:
+// "cuMemCreate: CUDA_ERROR_...: text".
 void Check(const Driver& driver, CUresult result, const char* what);
 
 }  // namespace jax_ub

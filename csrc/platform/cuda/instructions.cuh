@@ -1,44 +1,49 @@
-// What kernels need and C++ has no words for, in PTX. All of it is declared for any
-// compiler: tests compile the kernels for the host too, and define it there
-// (tests/csrc/cuda/emulated_kernels.cc).
+// PTX instructions that CUDA C++ does not offer. The functions are declared for every
+// compiler, because tests also compile the kernels for the host and define the functions
+// there (tests/csrc/cuda/emulated_kernels.cc).
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ub::gpu {
 
-// Acquire and release for the whole system: other devices, and the host. Addresses are
-// those of global memory, be it here, a peer's or the host's.
+// Acquire loads and release stores with system scope, which includes other devices and the
+// host. Addresses refer to global memory: of this device, of a peer, or pinned memory of the
+// host.
 __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Orders nothing else, and waits for nothing.
+// Relaxed store: does not order other accesses.
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
-// Stores the value where a zero was; true for the first that does. For one device.
+// Replaces a zero with `value` atomically. Returns whether this thread did so: true for
+// exactly one thread. Device scope only.
 __device__ bool Claim(uint64_t address, uint64_t value);
 
-// Nanoseconds of a clock that all kernels share.
+// Returns the nanoseconds of %globaltimer, a clock that all kernels of a device share.
 __device__ uint64_t Now();
 __device__ void Pause(uint32_t ns);
-// Lanes of a warp wait for each other.
+// Synchronizes the lanes of a warp.
 __device__ void SyncWarp();
 
-// Two elements of 16 bits, the first in the low half. Narrowing rounds to nearest even.
+// Convert two 16-bit elements, of which the first is in the low half of `pair`, to and from
+// f32. Narrowing rounds to nearest even.
 __device__ float2 WidenBF16(uint32_t pair);
 __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
-// At a multicast address, for 16 bytes: the sum of what all devices have there, added in
-// f32 and rounded to the elements' dtype once; and the same bytes for all of them. Of
-// compute capability 9.0. Ordinary accesses there are undefined.
+// Access 16 bytes at a multicast address (compute capability 9.0). MulticastSum* returns the
+// sum over the memory of all devices, added in f32 and rounded once to the dtype of the
+// elements. MulticastStore writes the same bytes to all devices. Ordinary loads and stores
+// at a multicast address are undefined behavior.
 __device__ uint4 MulticastSumF32(uint64_t address);
 __device__ uint4 MulticastSumBF16(uint64_t address);
 __device__ uint4 MulticastSumF16(uint64_t address);
 __device__ void MulticastStore(uint64_t address, uint4 vector);
-// Orders accesses of the same memory by different addresses, which else are not.
+// Orders accesses to the same memory through different virtual addresses (fence.proxy.alias),
+// which other fences do not order.
 __device__ void FenceAliases();
 
 #ifdef __CUDACC__

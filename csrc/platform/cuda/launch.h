@@ -1,4 +1,4 @@
-// Launches of kernels whose one argument is a struct of parameters.
+// Launches kernels that take one argument, a struct of parameters.
 #pragma once
 
 #include <cuda.h>

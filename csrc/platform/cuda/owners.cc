@@ -12,7 +12,8 @@ CUcontext CurrentContext(const Driver& driver) {
   return current;
 }
 
-// For destructors: a driver that refuses is shutting down.
+// Calls `close` with `context` current. For destructors: ignores errors, because a driver
+// that rejects these calls is shutting down.
 template <typename Function>
 void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
   CUcontext before = nullptr;
@@ -47,7 +48,7 @@ Context::Context(const Driver& driver, int ordinal) {
 int Context::Attribute(CUdevice_attribute attribute) const {
   int value = 0;
   const CUresult result = driver().DeviceGetAttribute(&value, attribute, device());
-  // One that is newer than the driver: it has nothing of the kind.
+  // The driver is older than the attribute, so it does not have the feature.
   if (result == CUDA_ERROR_INVALID_VALUE) return 0;
   Check(driver(), result, "cuDeviceGetAttribute");
   return value;

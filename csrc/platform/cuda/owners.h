@@ -1,6 +1,6 @@
-// What the CUDA driver lends, owned from the line that gets it. Owners can be moved, not
-// copied; destructors never throw: a driver that is shutting down refuses, and that is all.
-// The Driver outlives them. An owner is destroyed on any thread, in any current context.
+// Move-only owners of CUDA driver resources. Destructors never throw: they ignore errors,
+// because a driver that is shutting down rejects every call. The Driver must outlive the
+// owners. An owner may be destroyed on any thread, with any context current.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,9 @@
 
 namespace jax_ub {
 
-// What any owner holds: the driver, and a value that is zero when there is nothing to close.
-// `Traits` has Value and a static Close(const Driver&, Value) noexcept.
+// The common part of all owners: the driver and a value, which is zero in an empty owner.
+// `Traits` has a type Value and a function
+// `static void Close(const Driver&, Value) noexcept`.
 template <typename Traits>
 class DriverHandle {
  public:
@@ -44,7 +45,8 @@ class DriverHandle {
   Value value_{};
 };
 
-// Makes a context current on this thread, and what was current before at the end.
+// RAII: makes a context current on the calling thread, and restores the previous context at
+// the end of the scope.
 class ScopedContext {
  public:
   ScopedContext(const Driver& driver, CUcontext context);
@@ -57,7 +59,7 @@ class ScopedContext {
   CUcontext before_ = nullptr;
 };
 
-// A device's primary context, the one that XLA works in, retained.
+// A device and its retained primary context, which is also the context that XLA uses.
 struct RetainedDevice {
   CUdevice device = 0;
   CUcontext context = nullptr;
@@ -82,7 +84,7 @@ class Context {
   DriverHandle<PrimaryContextTraits> handle_;
 };
 
-// The owners below are made in the context that is current.
+// The owners below create their resources in the current context.
 
 struct StreamTraits {
   using Value = CUstream;
@@ -91,8 +93,8 @@ struct StreamTraits {
 class Stream : public DriverHandle<StreamTraits> {
  public:
   Stream() = default;
-  // Not ordered with the default stream. The lower the priority's number the more urgent,
-  // as CtxGetStreamPriorityRange has them.
+  // Creates a stream that does not synchronize with the default stream. A lower number is a
+  // higher priority, as in cuCtxGetStreamPriorityRange.
   explicit Stream(const Driver& driver, int priority = 0);
 };
 
@@ -106,8 +108,8 @@ class Event : public DriverHandle<EventTraits> {
   explicit Event(const Driver& driver, unsigned flags = CU_EVENT_DISABLE_TIMING);
 };
 
-// Memory is given back in the context that it was allocated in: the driver refuses where
-// none is current.
+// An address and the context in which it was allocated. The memory is freed in this
+// context, because the driver rejects the call if no context is current.
 template <typename Address>
 struct InContext {
   Address address{};
@@ -130,9 +132,10 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
   int64_t size_bytes_ = 0;
 };
 
-// Memory for what a stream does while this lives, given back behind that. Nothing waits
-// for it, where cuMemAlloc and cuMemFree may wait for all that a device has to do, and for
-// the devices that have access to it.
+// Stream-ordered memory: for work that is enqueued on the stream while the owner exists. It
+// is freed after this work has completed. Allocating and freeing do not wait, while
+// cuMemAlloc and cuMemFree may wait for all work of the device and of the devices that can
+// access it.
 struct InStream {
   CUdeviceptr address = 0;
   CUstream stream = nullptr;
@@ -148,7 +151,7 @@ class StreamMemory : public DriverHandle<StreamMemoryTraits> {
   CUdeviceptr get() const { return DriverHandle::get().address; }
 };
 
-// Host memory that devices read and write, at device() there. It holds zeros.
+// Zero-filled pinned host memory. Devices access it at the address device().
 struct HostMemoryTraits {
   using Value = InContext<void*>;
   static void Close(const Driver& driver, Value memory) noexcept;
@@ -171,11 +174,12 @@ struct LibraryTraits {
 class Library : public DriverHandle<LibraryTraits> {
  public:
   Library() = default;
-  // `image`: a fatbin, as `jax_ub_kernels` of csrc/CMakeLists.txt embeds it.
+  // `image` is a fatbin, which `jax_ub_kernels` in csrc/CMakeLists.txt embeds.
   Library(const Driver& driver, const unsigned char* image);
 
-  // The kernel in the current context, loaded: its first launch allocates nothing, so it
-  // may be captured. Throws SystemError if the image has none of that name.
+  // Returns the kernel for the current context. The kernel is loaded here, so its first
+  // launch allocates nothing and can be captured in a graph. Throws SystemError if the image
+  // has no kernel with this name.
   CUfunction Function(const char* name) const;
 };
 
