@@ -1,4 +1,4 @@
-"""Times every op against XLA, interleaved: `python -m jax_ub bench`.
+"""Benchmarks of every op against XLA: `python -m jax_ub bench`.
 
-The peers, the limits and the method are explained in docs/bench/README.md.
+docs/bench/README.md explains the peers, the limits and the interleaved timing.
 """

@@ -1,4 +1,4 @@
-"""Reads what command lines of benchmarks give: lists, known names, counts."""
+"""Argument types of the benchmark command lines: lists, known names, counts."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from jax_ub.errors import UbError, UnknownNameError, nearest, shown
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Reads comma-separated values."""
+    """Returns an argparse type for comma-separated values, each parsed by `read`."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -20,7 +20,7 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
-    """Reads comma-separated names."""
+    """Returns an argparse type for comma-separated names, all of them in `known`."""
 
     def read(name: str) -> str:
         if name not in known:
@@ -33,7 +33,7 @@ def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
 
 
 def positive(text: str) -> int:
-    """Reads a count."""
+    """Parses a positive integer."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")

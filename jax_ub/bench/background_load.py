@@ -1,7 +1,7 @@
-"""How much of the machine other processes take, which no interleaving makes up for.
+"""CPU share of other processes, so that disturbed rounds can be repeated.
 
-Peers with many threads get more of a busy machine than an engine with one a core, so a
-round that was disturbed says little, and is repeated.
+On a busy machine, a peer with many threads gets more CPU time than jax_ub's engine,
+which has one thread per core. Interleaving does not correct for this.
 """
 
 import os
@@ -9,25 +9,27 @@ import pathlib
 import time
 from collections.abc import Callable
 
-# The kernel counts in ticks of 10 ms on each core: a shorter time says nothing.
+# The kernel counts ticks of 10 ms per core, so shorter intervals are too coarse.
 _LEAST_S = 0.1
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 
 class BackgroundLoad:
-    """Measures, from one `share` to the next, what ran on the cores besides this."""
+    """Measures the CPU share of other processes between calls of `share`."""
 
     def __init__(
         self,
         statistics: pathlib.Path = pathlib.Path("/proc/stat"),
         own_seconds: Callable[[], float] | None = None,
     ):
-        """Starts to measure; without Linux's statistics, nothing runs elsewhere.
+        """Starts the first interval.
+
+        Where the statistics cannot be read, the measured share is 0.
 
         Args:
-            statistics: the kernel's.
-            own_seconds: the time that this has had on all cores; None is that of this
-                process.
+            statistics: path of the kernel's CPU statistics.
+            own_seconds: returns the CPU seconds of the benchmark so far, summed over
+                cores. None reads those of this process.
         """
         self._statistics = statistics
         self._own_seconds = own_seconds or time.process_time
@@ -35,9 +37,10 @@ class BackgroundLoad:
         self._start = self._now()
 
     def share(self) -> float:
-        """The part of all cores, 0 to 1, that others had since the last call.
+        """Returns the share of all cores, 0 to 1, that other processes used.
 
-        Calls that follow each other within a tenth of a second are measured together.
+        The interval starts at the last call. Calls that are less than 0.1 s apart
+        share one interval.
         """
         now = self._now()
         elapsed, busy, own = (

@@ -1,4 +1,4 @@
-"""One comparison: the same result from several programs, and what it is judged by."""
+"""Benchmark cases: programs that compute the same result, and limits for them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,18 +21,18 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# The same op on as many devices of one process.
+# The same op on the same number of devices, in one process.
 IN_PROCESS = "in_process"
-# The operations alone, in tiles that stay in the first cache.
+# The arithmetic alone, on tiles that stay in the L1 cache.
 PEAK = "peak"
-# What XLA takes to launch any program on all devices, and on one.
+# The time that XLA takes to launch any program, on all devices and on one.
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
 LAUNCHES = (LAUNCH, LAUNCH_ONE)
-# The share of the plain GEMM without the launches of both.
+# Share of the plain GEMM after the launch times of both programs are subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
 
-# How the way that people write it is named where it is the fastest one.
+# Label of the straightforward XLA program, shown where it is the fastest variant.
 AS_WRITTEN = "as people write it"
 
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
@@ -41,14 +41,14 @@ LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a program allocates beside operands and results, on each device.
+    """Memory that a program allocates on each device beyond operands and results.
 
     Attributes:
         own_bytes: temporary buffers of jax_ub's program.
         peer_bytes: temporary buffers of XLA's best program.
-        avoided: what jax_ub does not allocate, in words.
-        avoided_bytes: the size of that.
-        workspace_bytes: what the engine itself holds for communication, in the process.
+        avoided: describes the buffer that jax_ub does not allocate.
+        avoided_bytes: size of that buffer.
+        workspace_bytes: communication memory that the engine holds in this process.
     """
 
     own_bytes: int
@@ -60,21 +60,23 @@ class Memory:
 
 @dataclasses.dataclass
 class Case:
-    """One op at one size, and everything that computes it.
+    """One op at one size, with all programs that compute it.
 
     Attributes:
-        op: the name on the command line.
-        variant: what sets it apart from other cases of the op and the shape.
-        dtype: of the operands.
-        num_ranks: P.
-        shape: the global sizes.
-        flops: operations of one call.
-        candidates: what is timed; the limits compute less than the others.
-        calls: how many calls a program chains; the time of one is the difference to
-            the program of one call, `<name>_once`, over the calls that it has more.
-        memory: what the programs allocate, where that is compared.
-        notes: what is missing, and why.
-        num_processes: that the ranks lie in.
+        op: name on the command line.
+        variant: distinguishes cases that have the same op and shape.
+        dtype: dtype of the operands.
+        num_ranks: tensor-parallel size P.
+        shape: global sizes.
+        flops: floating-point operations per call.
+        candidates: the timed programs; those named in `LIMITS` compute only part of
+            the result.
+        calls: number of calls that the time is divided by. If there is a program
+            `<name>_once` of a single call, the program `<name>` chains `calls` more,
+            and the difference of their times is divided.
+        memory: memory of the programs; None if it is not compared.
+        notes: states what could not be measured, and why.
+        num_processes: number of processes that the ranks are distributed over.
     """
 
     op: str
@@ -91,16 +93,16 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Names the case in messages."""
+        """Returns the name of the case for messages."""
         name = f"{self.op} {self.variant}".strip()
         return f"{name} {self.shape} {self.dtype} P={self.num_ranks}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What cases are made for: the devices, the dtype, the method under test.
+    """Configuration that cases are built for: devices, dtype and method under test.
 
-    Of the GEMM alone, `variants` says which; none means all of them.
+    `variants` selects variants of the op "gemm"; an empty tuple selects all.
     """
 
     ranks: Ranks
@@ -111,18 +113,18 @@ class Place:
 
     @property
     def num_ranks(self) -> int:
-        """P."""
+        """Returns the tensor-parallel size P."""
         return self.ranks.num_ranks
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """A copy that reads and writes `num_bytes` together."""
+    """Returns a program that reads and writes `num_bytes` in total."""
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Programs that do next to nothing, on all devices and on the plain GEMM's one."""
+    """Returns nearly empty programs, on all devices and on one, to time the launch."""
 
     def launch(name: str, ranks: Ranks) -> Candidate:
         program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
@@ -134,13 +136,13 @@ def launches(ranks: Ranks) -> list[Candidate]:
 
 
 def temp_bytes(candidate: Candidate) -> int:
-    """Temporary buffers of a program on each device, as XLA's compiler planned them."""
+    """Returns the bytes of temporary buffers per device in XLA's memory analysis."""
     compiled = candidate.program.lower(*candidate.operands).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def check_agreement(case: Case) -> None:
-    """Runs everything once and compares the results with those of XLA's best program.
+    """Runs every candidate once and compares its result with that of `xla_best`.
 
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.
@@ -163,10 +165,10 @@ def check_agreement(case: Case) -> None:
 
 
 def tolerance(dtype: str, contracting: int) -> float:
-    """How far two right results may be apart, relative to the largest value.
+    """Returns the largest error of a correct result, relative to the largest value.
 
-    Both round their results a few times to `dtype`, and sum `contracting` f32 products
-    in different orders.
+    Candidates round to `dtype` a few times and sum `contracting` products in f32, in
+    different orders.
     """
     rounding = float(jnp.finfo(jnp.dtype(dtype)).eps)
     summing = float(np.finfo(np.float32).eps) * contracting**0.5

@@ -1,4 +1,4 @@
-"""AG+GEMM, GEMM+RS and GEMM+AR, forward."""
+"""Benchmark cases of the forward ops AG+GEMM, GEMM+RS and GEMM+AR."""
 
 import functools
 
@@ -17,7 +17,7 @@ from jax_ub.runtime.memory import memory_report
 
 
 def forward(op: ForwardOp, place: Place, column: Shape) -> list[Case]:
-    """One op, in an MLP whose column linear has these sizes."""
+    """Returns the case of one op in an MLP whose column-parallel linear is `column`."""
     shape = op.shape(column)
     operands = place.ranks.draw(place.dtype, shape.operands, op.in_specs)
 
@@ -73,6 +73,6 @@ def _memory(op, shape, itemsize, own, best):
 
 
 def _workspace_bytes(own):
-    communicators.release_slots()  # of the cases before, which this one would take
+    communicators.release_slots()  # otherwise slots of earlier cases would be reused
     own()
     return memory_report().held_bytes

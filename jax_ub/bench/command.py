@@ -52,21 +52,21 @@ OPS: dict[str, Builder] = {
     "latency": latency,
     "small": small,
 }
-# Sizes of the ops that no --shapes changes, by dtype.
+# Ops that ignore --shapes, with their shape by dtype.
 _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
     "latency": dict.fromkeys(DTYPES.values(), latency_cases.SHAPE),
     "small": small_cases.SHAPES,
 }
-# Written into the JSON, and raised where a key changes its meaning.
+# Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 _BARRIER = "barrier"
-# Fewer than in one process: every round is several calls of several processes.
+# Lower than in one process, because a round makes several calls in several processes.
 _PROCESS_ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is compared, and how often."""
+    """What a benchmark run compares, and how often it times each program."""
 
     ops: tuple[str, ...] = tuple(OPS)
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -80,7 +80,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; those left out are chosen by `options`."""
+    """Declares the options. `options` fills in defaults for omitted ones."""
     known = ", ".join(OPS)
     names = names_of({**OPS, _BARRIER: None})
     parser.add_argument("--ops", type=names, help=f"comma-separated: {known}")
@@ -130,17 +130,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=list_of(positive),
         help="compare over so many processes instead, as in 2,4, with XLA and gloo",
     )
-    # Of the processes that this starts: what they measure.
+    # Internal: specifies what a process started by this command measures.
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
 
 def options(given: argparse.Namespace) -> Options:
-    """What the command line asks for, completed with defaults.
+    """Returns the options of a command line, completed with defaults.
 
     Raises:
         UnsupportedOverlapError: if options exclude each other.
-        ShapeContractError: if sizes do not divide into the ranks.
+        ShapeContractError: if a size is not divisible by the number of ranks.
     """
     chosen = {
         field.name: getattr(given, field.name)
@@ -212,7 +212,7 @@ def _check_shapes(found):
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the benchmark and prints its tables as they come."""
+    """Runs the benchmark and prints each result as soon as it is measured."""
     if given.part is not None:
         return process_command.part(given.part)
     if given.processes is not None:
@@ -230,7 +230,7 @@ def command(given: argparse.Namespace) -> int:
         line = table.threads_line if chosen.threads else table.result_line
         print(line(result), flush=True)
         results.append(result)
-        if given.json is not None:  # an interrupted run keeps what it has
+        if given.json is not None:  # each time, for interrupted runs
             found = document(about, chosen, dots, results)
             write_json(given.json, found)
     _print_rest(results, _judge(about, results))
@@ -263,7 +263,7 @@ def _over_processes(given):
 
 
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
-    """Builds, checks and times one case after the other."""
+    """Builds, checks and times the cases one after the other."""
     for op in chosen.ops:
         for dtype in chosen.dtypes:
             for num_ranks in chosen.devices:
@@ -280,8 +280,8 @@ def _timed(case: Case, chosen: Options) -> list[Result]:
     if chosen.threads:
         candidates = thread_counts.candidates(case, chosen.threads)
     with thread_counts.restored():
-        # After its first call a donated operand has the sharding of a result, for
-        # which the program is compiled once more.
+        # After the first call, a donated operand has the output sharding of the
+        # program, so the second call compiles again.
         interleave(candidates, 1)
         rounds = interleave(candidates, chosen.rounds, chosen.patience)
     if chosen.threads:
@@ -295,7 +295,7 @@ def document(
     dots: FastestDots,
     results: Sequence[Result],
 ) -> dict[str, Any]:
-    """The JSON of a run."""
+    """Returns the JSON document of a run."""
     return {
         "schema": SCHEMA,
         **about,
@@ -308,7 +308,7 @@ def document(
 
 
 def _judge(about, results):
-    # The goals are those of CPUs, with the default number of threads.
+    # The goals hold for CPUs with the default number of threads.
     if any(result.threads for result in results):
         return []
     return goals.judge(results) if about["machine"]["device_kind"] == "cpu" else []
@@ -332,7 +332,7 @@ def _print_rest(results, verdicts):
     for title, lines in sections.items():
         if lines:
             print(f"\n{title}\n")
-            # A case has several results where thread counts are compared.
+            # With --threads, several results belong to one case and repeat its lines.
             print("\n".join(dict.fromkeys(lines)))
 
 

@@ -1,4 +1,4 @@
-"""The devices of a benchmark: one process, one mesh for each P."""
+"""Devices, meshes and operands of a benchmark in one process."""
 
 import dataclasses
 import functools
@@ -17,20 +17,19 @@ Spec = PartitionSpec
 
 
 def start(num_devices: int, platform: str | None = "cpu") -> None:
-    """Sees that this process has that many devices, on CPUs as many as are asked for.
+    """Starts the JAX backend with at least `num_devices` devices.
 
-    Unless it was set up with as many, jax must not have computed yet.
+    On CPUs, it requests that number from JAX, which works only before JAX has started.
 
     Args:
-        num_devices: how many.
-        platform: what jax is to run on; None leaves it to jax.
+        num_devices: the minimum number of devices.
+        platform: the platform to select; None keeps JAX's default.
 
     Raises:
-        UnsupportedOverlapError: if jax has fewer devices, has started already, or
-            does not start.
+        UnsupportedOverlapError: if JAX has fewer devices or does not start.
     """
-    # jaxlib needs two threads a device where launches pile up. oneDNN's OpenMP would
-    # spin on the cores while the next candidate runs.
+    # Each device needs more than two pool threads in jaxlib when launches are queued.
+    # oneDNN's OpenMP threads would spin on the cores while the next candidate runs.
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
     try:
@@ -39,7 +38,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
         if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
             jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
-        pass  # It has started: with enough of them, perhaps.
+        pass  # JAX has already started; the number of devices is checked below.
     num_found = len(backend.start())
     if num_found < num_devices:
         raise UnsupportedOverlapError(
@@ -51,28 +50,28 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The first `num_ranks` devices as a mesh; puts programs and arrays there."""
+    """A mesh of the first `num_ranks` devices, and programs and arrays on it."""
 
     num_ranks: int
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh over axis `AXIS`."""
+        """Returns the mesh with the single axis `AXIS`."""
         return Mesh(np.array(jax.devices()[: self.num_ranks]), (AXIS,))
 
     @property
     def platform(self) -> str:
-        """Of the devices: "cpu" or "gpu"."""
+        """Returns the platform of the devices, "cpu" or "gpu"."""
         return self.mesh.devices.flat[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Puts a global array on the mesh; always into new buffers."""
+        """Copies a global array to the mesh, always into new buffers."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
     ) -> list[jax.Array]:
-        """Puts standard normal operands of the given global shapes on the mesh."""
+        """Places standard normal operands of the given global shapes on the mesh."""
         drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
         return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 
@@ -83,7 +82,7 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Jits a per-device function over the mesh."""
+        """Returns a per-device function, mapped over the mesh and jitted."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )
@@ -91,12 +90,12 @@ class Ranks:
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Standard normal numbers times `scale`, rounded to `dtype`, on the host."""
+    """Returns standard normal numbers times `scale` on the host, rounded to `dtype`."""
     return _drawn(seed, shape, np.dtype(dtype), scale).copy()
 
 
-# Every candidate of a case has operands of its own, of the same numbers: to draw those
-# of 8192 cubed takes seconds.
+# The candidates of a case use separate copies of the same operands. Drawing an operand
+# of size 8192 x 8192 takes seconds, so it is cached.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):
     draws = np.random.default_rng(seed).standard_normal(shape, np.float32)

@@ -1,8 +1,9 @@
-"""The ways to write each of a linear layer's three GEMMs in XLA, and the fastest one.
+"""Variants of the three GEMMs of a linear layer in XLA, and the fastest of them.
 
-Which is fastest depends on the machine: with AVX512-BF16 a bf16 dot is twice as fast
-with an f32 result, with AVX2 it is half as slow again as with a bf16 one. So all are
-measured, once for each layout, dtype, local size and number of devices.
+The fastest variant depends on the machine. With AVX512-BF16, a bf16 dot is twice as
+fast with an f32 result; with AVX2, it takes 1.5 times as long as with a bf16 result.
+All variants are therefore measured, once per layout, dtype, local size and number of
+devices.
 
 | layout | GEMM | operands | result |
 |---|---|---|---|
@@ -30,7 +31,7 @@ LAYOUTS = tuple(_CONTRACTED)
 
 @dataclasses.dataclass(frozen=True)
 class DotVariant:
-    """One way to write a dot of a layout; call it with the operands and `out_dtype`."""
+    """A variant of a dot in XLA; call it with the operands and `out_dtype`."""
 
     layout: str
     sums_in_f32: bool = False
@@ -38,7 +39,7 @@ class DotVariant:
     transposes: str = ""
 
     def __str__(self) -> str:
-        """Says how the dot is written."""
+        """Describes how the dot is written."""
         parts = [
             "operands upcast" if self.upcasts else "",
             "f32 result" if self.sums_in_f32 else "",
@@ -47,11 +48,11 @@ class DotVariant:
         return ", ".join(filter(None, parts)) or "plain dot"
 
     def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
-        """Multiplies, with the result rounded to `out_dtype`."""
+        """Computes the product, rounded to `out_dtype`."""
         contracted = list(_CONTRACTED[self.layout])
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        # Without the barrier XLA is_batchable the transposition into the dot again.
+        # Without the barrier, XLA would fold the transposition into the dot again.
         if "left" in self.transposes:
             a, contracted[0] = lax.optimization_barrier(a.T), 1 - contracted[0]
         if "right" in self.transposes:
@@ -64,10 +65,11 @@ class DotVariant:
 
 
 def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ...]:
-    """All ways that were ever the fastest somewhere, the plain one first.
+    """Returns the variants that were the fastest on some machine, the plain dot first.
 
-    On GPUs XLA's libraries take any layout, and multiply what was upcast without their
-    tensor cores, an order of magnitude slower: neither is tried.
+    On GPUs, XLA's libraries accept every layout, so nothing is transposed first. Upcast
+    operands would not use the tensor cores and be an order of magnitude slower, so that
+    variant is not tried either.
     """
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
@@ -82,30 +84,30 @@ def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ..
 
 
 def naive(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
-    """The dot as people write it."""
+    """Computes the dot with `@` and `.T`, as most users write it."""
     if layout == "nn":
         return a @ b
     return a @ b.T if layout == "nt" else a.T @ b
 
 
 class FastestDots:
-    """Measures the ways of each dot when it is first asked for, and remembers."""
+    """Measures the variants of each dot on first use, and caches the fastest."""
 
     def __init__(self) -> None:
-        """Starts without measurements."""
+        """Creates an empty cache."""
         self._found: dict[tuple[Any, ...], DotVariant] = {}
 
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
     ) -> DotVariant:
-        """Finds the fastest way.
+        """Returns the fastest variant of a dot.
 
         Args:
             layout: "nn", "nt" or "tn".
-            dtype: of both operands and the result.
+            dtype: dtype of both operands and the result.
             left: local shape of the left operand.
             right: local shape of the right operand.
-            ranks: where it runs, on all devices at once.
+            ranks: the devices; all of them compute the dot at the same time.
         """
         key = (layout, jnp.dtype(dtype), left, right, ranks.num_ranks)
         if key not in self._found:
@@ -114,7 +116,7 @@ class FastestDots:
 
     @property
     def found(self) -> dict[str, str]:
-        """What was the fastest in each place, in words."""
+        """Returns the fastest variant of each measured dot, in words."""
         return {
             f"{layout} {dtype} {left} {right} on {ranks}": str(way)
             for (layout, dtype, left, right, ranks), way in self._found.items()

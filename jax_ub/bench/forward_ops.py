@@ -1,7 +1,7 @@
-"""AG+GEMM, GEMM+RS and GEMM+AR: jax_ub's functions, XLA's programs, their layouts.
+"""Programs of AG+GEMM, GEMM+RS and GEMM+AR in jax_ub and XLA, with their shardings.
 
-Each multiplies x [M, K] by w [K, N], global sizes; the reductions are the row linear
-behind the column linear that the gather is.
+Each multiplies x [M, K] by w [K, N], in global sizes. AG+GEMM is the column-parallel
+linear of an MLP; GEMM+RS and GEMM+AR are the row-parallel linear that follows it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax_ub.bench.devices import AXIS, Spec
 from jax_ub.bench.dots import Dot
 from jax_ub.bench.workloads import Shape
 
-# Per device: of x and w.
+# Per-device function of x and w.
 Program = Callable[[jax.Array, jax.Array], jax.Array]
 
 _ROWS, _COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
@@ -24,18 +24,18 @@ _ROWS, _COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOp:
-    """One op and what it is compared with.
+    """A forward op and the XLA programs that it is compared with.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         public: jax_ub's function.
-        in_specs: how x and w are sharded.
-        out_spec: how the result is.
-        naive: XLA's program, as people write it.
-        ring: with the keyword `dot`.
-        reductions: XLA's, by name, of the product; without any, x is gathered.
+        in_specs: shardings of x and w.
+        out_spec: sharding of the result.
+        naive: XLA's program as most users write it.
+        ring: the ring exchange; takes the keyword argument `dot`.
+        reductions: XLA collectives that reduce the product, by name. Empty if the op
+            gathers x instead.
     """
-
     name: str
     public: Callable[..., jax.Array]
     in_specs: tuple[Spec, Spec]
@@ -45,28 +45,28 @@ class ForwardOp:
     reductions: Mapping[str, Callable[[jax.Array], jax.Array]]
 
     def shape(self, column: Shape) -> Shape:
-        """The op's sizes in an MLP whose column linear has these."""
+        """Returns the op's sizes in an MLP whose column-parallel linear is `column`."""
         return column.row if self.reductions else column
 
     def local_shapes(
         self, shape: Shape, num_ranks: int
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What one rank multiplies: all rows of x, the gathered ones too, and its w."""
+        """Returns the shapes of one rank's GEMM operands, x after any gather, and w."""
         if self.reductions:
             share = shape.K // num_ranks
             return (shape.M, share), (share, shape.N)
         return (shape.M, shape.K), (shape.K, shape.N // num_ranks)
 
     def own(self, method: str) -> Program:
-        """The public function, with the method under test."""
+        """Returns the public function with the method under test."""
         return functools.partial(self.public, axis_name=AXIS, method=method)
 
     def ways(self, dot: Dot, dtype: str) -> dict[str, Program]:
-        """XLA's collectives around a dot, and as people write it, by how it is written.
+        """Returns the variants of XLA's program by their description.
 
         Args:
-            dot: the fastest one of the local shapes.
-            dtype: of the operands.
+            dot: the fastest dot of the local shapes.
+            dtype: dtype of the operands.
         """
         if self.reductions:
             found = {
@@ -104,7 +104,8 @@ FORWARD_OPS = {
             name="matmul_all_reduce",
             public=ub.matmul_all_reduce,
             in_specs=(_COLUMNS, _ROWS),
-            # Every rank gets all rows; they are stacked, so that nothing checks that.
+            # Every rank has all rows. They are declared as sharded, because shard_map
+            # would otherwise check that the result is replicated.
             out_spec=_ROWS,
             naive=peers.naive_all_reduce,
             ring=peers.ring_dot_all_reduce,

@@ -1,4 +1,4 @@
-"""Windows of fusible operations, forward and backward: fused, and one by one."""
+"""Benchmark cases of fusible operations, forward and backward: fused and unfused."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ _ROWS, _FEATURES = Spec(AXIS), Spec(None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A window of operations at one size, and the arrays that it takes.
+    """A sequence of operations at one size, with the arrays that it takes.
 
     Attributes:
-        variant: its name in the table.
-        make: the operations, for a method.
-        x: shape and layout of its input.
-        y: of its result, its extra input or output too.
-        num_gemms: of M x K x N, forward and backward.
-        extra: "input", "output" or nothing.
+        variant: name in the table.
+        make: returns the operations for a method.
+        x: shape and sharding of the input.
+        y: shape and sharding of the result.
+        num_gemms: number of GEMMs of size M x K x N, forward and backward.
+        extra: "input" if there is an extra input (with the shape of `y`), "output" if
+            there is an extra output (with the shape of `x`), or "".
     """
-
     variant: str
     make: Callable[[str | None], Sequence[ops.BasicOperation]]
     x: _Sized
@@ -41,7 +41,7 @@ class _Window:
     extra: str = ""
 
     def function(self, method: str | None) -> Callable[..., Any]:
-        """(params, x, dy, *extra) -> y and the gradients of everything."""
+        """Returns (params, x, dy, *extra) -> y and the gradients of all inputs."""
         seq = ops.Sequential(*self.make(method))
 
         def program(params, x, dy, *extra):
@@ -54,7 +54,7 @@ class _Window:
 
 
 def fused(place: Place, shape: Shape) -> list[Case]:
-    """Every fusion at least once: those that communicate at P > 1, the others at 1."""
+    """Covers every fusion: the overlapping ones if P > 1, the local ones if P = 1."""
     windows = _overlapped if place.num_ranks > 1 else _local
     found = windows(shape, jnp.dtype(place.dtype))
     return [_case(place, shape, window) for window in found]
@@ -169,7 +169,7 @@ def _case(place: Place, shape: Shape, window: _Window) -> Case:
 
 
 def _one_by_one(function):
-    """The function, traced without fusions."""
+    """Wraps the function so that it is traced without fusions."""
 
     def program(*operands):
         with ops.without_fusions():
@@ -179,7 +179,7 @@ def _one_by_one(function):
 
 
 def _operands(place, window):
-    """Arrays of a window, their layouts, and those of its results."""
+    """Returns the operands, their shardings and the shardings of the results."""
     seq = ops.Sequential(*window.make(None))
     shapes = jax.eval_shape(seq.init, jax.random.key(0))
     params = [
@@ -187,7 +187,7 @@ def _operands(place, window):
         for part, spec in zip(shapes, seq.specs(), strict=True)
     ]
     x, dy = (_drawn(place, *sized) for sized in (window.x, window.y))
-    # An extra output is as large as the input that it is, an extra input as the result.
+    # An extra output is the input x itself; an extra input is added to the result.
     specs, gradients = [seq.specs(), window.x[1], window.y[1]], [window.x[1]]
     operands, result = [tuple(params), x, dy], window.y[1]
     if window.extra:

@@ -1,4 +1,4 @@
-"""The GEMM alone in its three layouts, dgrad+add and wgrad+accumulate."""
+"""Benchmark cases of single GEMMs in three layouts, dgrad+add, wgrad+accumulate."""
 
 import dataclasses
 import functools
@@ -27,9 +27,9 @@ VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"
 def own_gemm(
     method: str, layout: str, out_dtype: str | None = None
 ) -> Callable[..., jax.Array]:
-    """The engine's GEMM of a layout: (a, b, bias or None, addend or None) -> result.
+    """Returns jax_ub's GEMM of a layout: (a, b, bias | None, addend | None) -> result.
 
-    Without `out_dtype` the result has the dtype of the accumulator, or the operands'.
+    `out_dtype` defaults to f32 with an accumulator and to the operands' dtype without.
     """
     choice = MethodChoice(Method(method))
     where: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
@@ -54,7 +54,7 @@ def own_gemm(
 
 
 def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
-    """The engine's GEMM of a whole shape, on one device."""
+    """Returns jax_ub's GEMM of the global shape on one device."""
     specs = (Spec(), Spec())
     nn = own_gemm(method, "nn")
     program = one.program(lambda x, w: nn(x, w, None, None), specs, Spec())
@@ -62,13 +62,13 @@ def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
 
 
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Shapes of the left operand, the right operand and the result."""
+    """Returns the shapes of the left operand, the right operand and the result."""
     x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
     return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]
 
 
 def gemm(place: Place, shape: Shape) -> list[Case]:
-    """Every layout with and without what is added, at P = 1."""
+    """Returns the cases of all variants at P = 1; none at other P."""
     if place.num_ranks > 1:
         return []
     variants = place.variants or VARIANTS
@@ -76,7 +76,7 @@ def gemm(place: Place, shape: Shape) -> list[Case]:
 
 
 def dgrad_add(place: Place, shape: Shape) -> list[Case]:
-    """`residual + dy w^T` in the residual's buffer; every rank has rows of its own."""
+    """Times `residual + dy w^T` in the residual's buffer, with rows sharded by rank."""
     return [
         _case(
             place,
@@ -89,7 +89,7 @@ def dgrad_add(place: Place, shape: Shape) -> list[Case]:
 
 
 def wgrad_accumulate(place: Place, shape: Shape) -> list[Case]:
-    """`main_grad + x^T dy` in its buffer; every rank has columns of its own."""
+    """Times `main_grad + x^T dy` in its buffer, with columns sharded by rank."""
     return [
         _case(
             place,
@@ -103,8 +103,8 @@ def wgrad_accumulate(place: Place, shape: Shape) -> list[Case]:
 
 def _case(place, shape, op, variant, public=None):
     build = _Build(place, shape, variant)
-    # The public functions take no method; with another one than theirs, the same
-    # program is made of what they call.
+    # The public functions have no argument `method`. For other methods than "auto",
+    # the program is built from the primitives that they call.
     own = public if place.method == "auto" else None
     own = own or own_gemm(place.method, build.layout)
     candidates = [
@@ -112,7 +112,7 @@ def _case(place, shape, op, variant, public=None):
         build.best(),
         build.candidate(cases.NAIVE, build.naive()),
     ]
-    # A library of CPUs.
+    # oneDNN is compared on CPUs only.
     gemm_of = _onednn(build, place) if place.ranks.platform == "cpu" else None
     notes = [gemm_of] if isinstance(gemm_of, str) else []
     if op == "gemm" and isinstance(gemm_of, Candidate):
@@ -136,10 +136,10 @@ def _case(place, shape, op, variant, public=None):
 
 
 class _Build:
-    """Programs and operands of one layout, with what is added to the product.
+    """Builds programs and operands of one layout, with an optional bias or addend.
 
-    Programs take (a, b, addend): the addend is a bias, or an accumulator that is
-    donated and replaced by the result, or is not there.
+    Programs take (a, b), (a, b, bias) or (a, b, addend). An addend is donated: the
+    result replaces it.
     """
 
     def __init__(self, place: Place, shape: Shape, variant: str):
@@ -154,7 +154,7 @@ class _Build:
         return _Build(self.place, self.shape, self.layout)
 
     def specs(self):
-        """Rows over the ranks; in the wgrad, which sums over rows, columns of dy."""
+        """Shards rows over the ranks, or in wgrad (sum over rows) the columns of dy."""
         if self.layout == "tn":
             return [Spec(), Spec(None, AXIS)], Spec(None, AXIS)
         return [Spec(AXIS), Spec()], Spec(AXIS)
@@ -176,7 +176,7 @@ class _Build:
         return arrays
 
     def candidate(self, name: str, function: Callable[..., Any], way: str = ""):
-        """Jits `function(a, b, bias, addend)`."""
+        """Returns `function(a, b, bias, addend)`, jitted, with its operands."""
         in_specs, out_spec = self.specs()
         donated = (2,) if self.added == "add" else ()
 
@@ -197,14 +197,14 @@ class _Build:
         )
 
     def best(self) -> Candidate:
-        """XLA's dot, written and completed in the fastest way."""
+        """Returns the fastest XLA program: one of the dot variants or the naive one."""
         candidates = []
         for way in dots.ways(self.layout, self.place.dtype, self.place.ranks.platform):
             program = functools.partial(self._xla, way)
             candidates.append(self.candidate(cases.BEST, program, str(way)))
         as_written = self.candidate(cases.BEST, self.naive(), cases.AS_WRITTEN)
         candidates.append(as_written)
-        # What the trials accumulated is not what the others start from.
+        # Fresh operands: the trials have accumulated into the addend.
         return dataclasses.replace(fastest(candidates), operands=self.operands())
 
     def _xla(self, way, a, b, bias, addend):

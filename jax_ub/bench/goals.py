@@ -1,4 +1,4 @@
-"""The figures that the project set itself, and which of them a run reached."""
+"""Performance goals of the project, and which of them a run has reached."""
 
 import dataclasses
 import functools
@@ -15,18 +15,18 @@ _SEVERAL = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound on one figure of every group of results that it is for.
+    """A bound on one figure, checked for each group of results.
 
     Attributes:
-        ops: which ops.
+        ops: the ops that the goal applies to.
         measure: a key of `_MEASURES`.
-        bound: what must be reached.
-        dtypes: which dtypes; empty for all.
-        ranks: which P; empty for all.
-        worst: whether each single shape must reach it, not their geometric mean.
-        at_most: whether less is better.
-        variants: which variants; empty for all.
-        processes: over how many processes.
+        bound: the value to reach.
+        dtypes: the dtypes that it applies to; empty for all.
+        ranks: the P that it applies to; empty for all.
+        worst: whether every shape must reach the bound, not only the geometric mean.
+        at_most: whether the bound is an upper bound.
+        variants: the variants that it applies to; empty for all.
+        processes: the numbers of processes that it applies to.
     """
 
     ops: tuple[str, ...]
@@ -40,7 +40,7 @@ class Goal:
     processes: tuple[int, ...] = (1,)
 
     def concerns(self, result: Result) -> bool:
-        """Whether the goal is about this result."""
+        """Returns whether the goal applies to this result."""
         case = result.case
         return (
             case.op in self.ops
@@ -53,10 +53,11 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a group of results, all of one op, variant, dtype and P, made of a goal.
+    """The value that a group of results reached for a goal.
 
-    A speed-up's `limit` is what it would be if every call took no longer than its
-    operations at the machine's peak.
+    The results of a group share op, variant, dtype, P and number of processes. For a
+    speed-up, `limit` is the value it would have if every call ran at the machine's
+    peak FLOP/s.
     """
 
     op: str
@@ -74,12 +75,12 @@ class Verdict:
 
     @property
     def reached(self) -> bool:
-        """Whether the figure is on the right side of its bound."""
+        """Returns whether the value satisfies the bound."""
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
     @property
     def outcome(self) -> str:
-        """Whether the goal was reached, and if not, whether it could have been."""
+        """Returns whether the goal was reached, or is beyond this machine's peak."""
         if self.reached:
             return "reached"
         beyond = self.limit is not None and self.limit < self.bound
@@ -91,7 +92,7 @@ def _speed_up(result: Result, peers: Sequence[str]) -> float:
 
 
 def _limit(result: Result, goal: Goal) -> float | None:
-    """The speed-up of a call that takes its peak's share; None without either."""
+    """Returns the speed-up of a call at peak FLOP/s; None if it is not known."""
     peers = _PEERS.get(goal.measure, ())
     if not peers or cases.PEAK not in result.shares:
         return None
@@ -107,7 +108,7 @@ def _allocated(result: Result) -> float:
     return memory.own_bytes / memory.avoided_bytes if memory else 0.0
 
 
-# Whose times the speed-ups divide; of several, the fastest one's.
+# Peers that each speed-up is measured against; the fastest of several counts.
 _PEERS = {
     "speed-up over the fastest peer": (cases.BEST, cases.ONEDNN),
     "speed-up over xla_best": (cases.BEST,),
@@ -174,7 +175,7 @@ GOALS = (
 
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
-    """Holds every group of results against every goal that is about it."""
+    """Compares every group of results with every goal that applies to it."""
     verdicts = []
     for goal in GOALS:
         concerned = [result for result in results if goal.concerns(result)]
@@ -186,7 +187,7 @@ def judge(results: Sequence[Result]) -> list[Verdict]:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """A verdict in JSON's types."""
+    """Converts a verdict to JSON types."""
     found = dataclasses.asdict(verdict)
     return {**found, "reached": verdict.reached, "outcome": verdict.outcome}
 

@@ -1,4 +1,4 @@
-"""A benchmark in several processes: meshes, a common start, and whose time counts."""
+"""Benchmark jobs of several processes: meshes, barriers, times of the slowest one."""
 
 import contextlib
 import dataclasses
@@ -20,25 +20,25 @@ from jax_ub.bench.devices import AXIS, Ranks, Spec
 from jax_ub.bench.timing import Candidate, Rounds, RoundSelector
 from jax_ub.runtime import engine
 
-# A barrier needs no memory; this is the least that a communicator takes.
+# Barriers move no data; this is the smallest buffer of a communicator.
 _PAGE_BYTES = 4096
-# Rounds in which the fastest way is looked for. With two, gloo's 64 rows in bf16 came
-# out as people write them, which takes half as long again as the fastest way.
+# Rounds of the search for the fastest variant. With two rounds, gloo at 64 rows in bf16
+# selected the naive program, which takes 1.5 times as long as the fastest variant.
 _TRIALS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessMesh(Ranks):
-    """One device of each process as a mesh."""
+    """A mesh of one device of each process."""
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh over axis `AXIS`, in the order of processes."""
+        """Returns the mesh with the axis `AXIS`, ordered by process index."""
         first = [jax.local_devices(process)[0] for process in range(self.num_ranks)]
         return Mesh(np.array(first), (AXIS,))
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Puts a global array, the same in all processes, on the mesh."""
+        """Places a global array, which is equal in all processes, on the mesh."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(
@@ -48,19 +48,19 @@ class ProcessMesh(Ranks):
 
 @dataclasses.dataclass(frozen=True)
 class LocalMesh(Ranks):
-    """As many devices of this process."""
+    """A mesh of `num_ranks` devices of this process."""
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh over axis `AXIS`."""
+        """Returns the mesh with the axis `AXIS`."""
         return Mesh(np.array(jax.local_devices()[: self.num_ranks]), (AXIS,))
 
 
 class Job:
-    """The processes of a benchmark, of which process 0 also measures alone."""
+    """The processes of a benchmark. Process 0 also takes measurements alone."""
 
     def __init__(self) -> None:
-        """Joins the job that the launcher started."""
+        """Creates the mesh of all processes and waits for them."""
         self.num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
         self.ranks = ProcessMesh(self.num_processes)
@@ -72,31 +72,31 @@ class Job:
         self.meet()
 
     def meet(self) -> None:
-        """Returns when every process has come here."""
+        """Blocks until every process has called it (a barrier)."""
         jax.block_until_ready(self._meet(self._ones))
 
     def slowest(self, seconds: Sequence[float]) -> np.ndarray:
-        """The time of the slowest process, for each of the same measurements."""
+        """Returns the maximum over processes of each measurement in seconds."""
         return self._of_all(seconds).max(axis=0)
 
     def cpu_seconds(self) -> float:
-        """What all processes together have had of the cores."""
+        """Returns the CPU seconds that all processes together have used."""
         return float(self._of_all([time.process_time()]).sum())
 
     def _of_all(self, seconds):
-        """The measurements of every process, a row for each."""
+        """Returns the values of every process, shape [num_processes, len(seconds)]."""
         mine = np.asarray(seconds, np.float64).view(np.uint32)
         every = np.asarray(multihost_utils.process_allgather(mine))
         each = every.reshape(self.num_processes, -1).astype(np.uint32)
         return np.ascontiguousarray(each).view(np.float64)
 
     def choice(self, index: int) -> int:
-        """What process 0 chose."""
+        """Returns the index that process 0 passed, in every process."""
         chosen = np.asarray([index], np.int32)
         return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
     def fastest(self, ways: Sequence[Candidate]) -> Candidate:
-        """The fastest of several ways to write the same program, for all processes."""
+        """Returns the fastest of several variants; all processes agree on it."""
         if len(ways) == 1:
             return ways[0]
         seconds = []
@@ -119,10 +119,10 @@ class Job:
         """Times every candidate once in each round, as `timing.interleave` does.
 
         Args:
-            together: what all processes run; the slowest one's time counts.
-            alone: what process 0 runs, while the others wait.
-            rounds: how many are kept.
-            patience: how many times as many are run at most, by process 0's judgement.
+            together: programs that all processes run; the slowest process counts.
+            alone: programs that process 0 runs while the other processes wait.
+            rounds: the number of rounds to keep.
+            patience: at most `patience * rounds` rounds are run; process 0 decides.
         """
         others = BackgroundLoad(own_seconds=self.cpu_seconds)
         waiting = RoundSelector(rounds, patience)
@@ -131,7 +131,7 @@ class Job:
         while not self.choice(waiting.is_over):
             number = waiting.num_rounds
             times = [0.0] * len(together)
-            extra = [1.0] * len(alone)  # where nothing is measured
+            extra = [1.0] * len(alone)  # placeholder in other processes than 0
             places = range(len(together) + len(alone))
             for place in random.Random(number).sample(places, len(places)):
                 self.meet()
@@ -151,7 +151,7 @@ class Job:
         return waiting.keep(found)
 
     def barrier_s(self, count: int, batches: int) -> list[float]:
-        """Seconds of a barrier of all processes: one mean of `count` for each batch."""
+        """Returns the seconds per barrier of all processes, a mean for each batch."""
         with self._communicator() as communicator:
             communicator.barrier_seconds(count)
             times = [communicator.barrier_seconds(count) for _ in range(batches)]
@@ -159,7 +159,7 @@ class Job:
 
     @contextlib.contextmanager
     def _communicator(self) -> Iterator[Any]:
-        """One of its own, for devices that no call has: what is timed is not mixed."""
+        """Opens a separate communicator, so that no other call affects the timing."""
         cpu = engine.load()
         endpoint = cpu.endpoint()
         text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)
@@ -182,13 +182,13 @@ class Job:
         try:
             yield communicator
         finally:
-            self.meet()  # nobody leaves while another one is in a barrier
+            self.meet()  # no process may close while another is inside a barrier
             communicator.close()
 
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Lets the engine compute on every core, as it does in a process that is alone."""
+    """Lets the engine use every core, as a process that runs alone does."""
     cpu = engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     cpu.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""What one call costs that moves almost nothing."""
+"""Benchmark cases of the latency of calls that move almost no data."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
-# Programs of one call and of this many more are compared, so that the dispatch of the
-# program, which every op pays once a step, is not counted as the call's.
+# The dispatch of a program is a cost per step, not per call. It cancels in the
+# difference between programs of one call and of this many more.
 MORE_CALLS = 100
 _ROWS, _WIDTH = 16, 16
 SHAPE = Shape(_ROWS, _WIDTH, _WIDTH)
@@ -25,11 +25,11 @@ Call = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def latency(place: Place, shape: Shape) -> list[Case]:
-    """Chains of calls with 256 numbers a rank; `shape` has no part in it."""
+    """Returns cases of chained calls with 256 elements per rank; ignores `shape`."""
     if place.num_ranks == 1:
         return []
     calls = _calls(place.method, place.num_ranks)
-    if place.method == "auto":  # all_reduce takes no other
+    if place.method == "auto":  # all_reduce supports no other method here
         calls["all_reduce"] = (
             lambda x, w: ub.all_reduce(x, axis_name=AXIS),
             lambda x, w: peers.all_reduce(x),
@@ -38,7 +38,7 @@ def latency(place: Place, shape: Shape) -> list[Case]:
 
 
 def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
-    """Pairs of (jax_ub's call, XLA's), each x [rows, width] -> the same shape."""
+    """Returns pairs of (jax_ub's call, XLA's call). Each call keeps the shape of x."""
     where: dict[str, Any] = {"axis_name": AXIS, "method": method}
     rows = _ROWS // num_ranks
     return {
@@ -58,7 +58,7 @@ def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
 
 
 def _repeated(y, num_ranks):
-    """Scattered rows once for each rank, so that the next call has all of them."""
+    """Tiles the scattered rows, so that the next call has all rows again."""
     return jnp.tile(y, (num_ranks, 1))
 
 
@@ -76,7 +76,7 @@ def _case(place, variant, own, xla):
 
 
 def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
-    """Programs of many calls, and of one, of jax_ub and of XLA."""
+    """Returns jax_ub's and XLA's programs of `1 + MORE_CALLS` calls and of one call."""
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _ROWS, _WIDTH), dtype), Spec(AXIS)),
         ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
@@ -97,8 +97,8 @@ def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
 def chain(
     call: Call, x: jax.Array, w: jax.Array, calls: int, num_ranks: int
 ) -> jax.Array:
-    """Calls one after the other on nearly the same values."""
-    # Every call reads the one before it, and the scaled sum keeps the values near x.
+    """Chains calls, with nearly the same values as input of each."""
+    # Each call depends on the previous result. The scaled sum keeps values near x.
     w = lax.pcast(w, AXIS, to="varying")
     y = x
     for _ in range(calls):
