@@ -36,6 +36,7 @@ class ForwardOp:
         reductions: XLA collectives that reduce the product, by name. Empty if the op
             gathers x instead.
     """
+
     name: str
     public: Callable[..., jax.Array]
     in_specs: tuple[Spec, Spec]

@@ -33,6 +33,7 @@ class _Window:
         extra: "input" if there is an extra input (with the shape of `y`), "output" if
             there is an extra output (with the shape of `x`), or "".
     """
+
     variant: str
     make: Callable[[str | None], Sequence[ops.BasicOperation]]
     x: _Sized
