@@ -1,1 +1,1 @@
-"""What a process has once: its settings and its engine."""
+"""Per-process state: settings, engines, named overlaps and connections to peers."""

@@ -1,4 +1,4 @@
-"""JAX's backend: started, or the reason why it does not start in one line."""
+"""Starts JAX's backend, or raises a one-line error that says why it cannot start."""
 
 import jax
 
@@ -6,17 +6,17 @@ from jax_ub.errors import UnsupportedOverlapError, shown
 
 
 def start() -> list[jax.Device]:
-    """Starts it where it has not, as anything does that asks for devices.
+    """Starts JAX's default backend, unless it is running already.
 
     Returns:
         The devices of all processes.
 
     Raises:
-        UnsupportedOverlapError: if no platform that was asked for can be had.
+        UnsupportedOverlapError: if none of the requested platforms is available.
     """
     try:
         return jax.devices()
-    # An assertion of JAX's where it knows a platform, but nothing is installed for it.
+    # JAX raises AssertionError for a platform that it knows but has no plugin for.
     except (RuntimeError, AssertionError) as error:
         platforms = getattr(jax.config, "jax_platforms", None)
         asked = "" if platforms is None else f" on {shown(platforms)}"

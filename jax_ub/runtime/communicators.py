@@ -1,4 +1,7 @@
-"""The connections between processes: which groups of ranks have one, and why not."""
+"""Registry of the connections between processes, one per group of ranks.
+
+A group that cannot be connected is listed with the reason.
+"""
 
 import atexit
 import functools
@@ -15,23 +18,27 @@ from jax_ub.runtime.connection_attempt import Connection, ConnectionAttempt
 from jax_ub.runtime.device_groups import DeviceGroups, Group
 
 _CONNECTIONS: dict[Group, Connection] = {}
-_GENERATION = [0]  # the last that this process agreed on
-_HAS_SHARED_CORES = [False]  # whether the engine computes on its part of the cores only
+_GENERATION = [0]  # the last communicator generation that this process agreed on
+_HAS_SHARED_CORES = [False]  # whether the engine is limited to a share of the cores
 
 
 def connections() -> tuple[Connection, ...]:
-    """All groups that were initialised and share memory, or would if they could."""
+    """Returns the connections of all initialized groups.
+
+    A group that cannot share memory is included, with its `reason`.
+    """
     return tuple(_CONNECTIONS.values())
 
 
 def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
-    """Why the engine cannot serve a call; None if it can.
+    """Returns why the engine cannot run a call on these groups, or None if it can.
 
-    Every process comes to the same answer, since all take part in one program.
+    Every process gets the same answer: all processes lower the same program, so they
+    must all fall back or none.
 
     Args:
         groups: global device ids, `[groups, P]`.
-        processes: the process of each, `[groups, P]`.
+        processes: the process index of each device, `[groups, P]`.
     """
     for group, owners in zip(groups.tolist(), processes.tolist(), strict=True):
         connection = _CONNECTIONS.get(tuple(group))
@@ -49,20 +56,25 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 
 
 def generation(groups: np.ndarray) -> int:
-    """The generation of what connects the groups, `[groups, P]`; 0 where nothing does.
+    """Returns the communicator generation of the groups; 0 if none is connected.
 
-    A program serves the one that it was traced for: XLA's numbers of its launches, by
-    which processes find each other's calls, may differ after a failure.
+    A program is bound to the generation that it was lowered for. Processes match their
+    calls by XLA's launch numbers, which may differ between processes after a failure,
+    so a communicator rejects programs of an earlier generation.
+
+    Args:
+        groups: global device ids, `[groups, P]`.
     """
     found = (_CONNECTIONS.get(tuple(group)) for group in groups.tolist())
     return max((one.generation for one in found if one is not None), default=0)
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Refuses groups that another axis has connected, if they cannot serve this too.
+    """Checks that groups which another axis has connected can be reused.
 
     Raises:
-        ConfigurationError: names the devices: they have failed, or too little memory.
+        ConfigurationError: if their communicator has failed, or its shared memory is
+            too small for calls of this capacity. Names the devices.
     """
     for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
@@ -85,7 +97,10 @@ def check_shared(device_groups: DeviceGroups) -> None:
 
 
 def shared_groups(device_groups: DeviceGroups) -> str:
-    """Names those that are connected already: the processes must not differ in them."""
+    """Returns the groups that are connected already, as text.
+
+    The processes compare it, since they must agree on which groups to connect.
+    """
     return str(sorted(_connected(device_groups)))
 
 
@@ -99,23 +114,24 @@ def connect(
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
-    """Agrees with all processes of the mesh, and connects the groups that can be.
+    """Connects all groups that can be connected, or fails on every process of the mesh.
 
     Args:
-        device_groups: where the ranks lie.
-        agreement: with whom; two rounds, three where the processes differ.
-        agreed_settings: what must be the same everywhere, by name.
-        own_error: why this process cannot go on, or None.
+        device_groups: the groups of ranks, and the process of each device.
+        agreement: all-gathers values over the processes: in two rounds, or in three if
+            their settings differ.
+        agreed_settings: settings that must be equal in all processes, by name.
+        own_error: why this process cannot take part, or None.
 
     Raises:
-        CommunicatorError: if another process refused, differs, or could not connect;
-            the own refusal, if there is one.
-        TimeoutError: if processes were missing when the deadline passed.
+        CommunicatorError: if another process failed, has different settings, or could
+            not connect. If `own_error` is given, that is raised.
+        TimeoutError: if processes did not arrive before the deadline.
     """
     attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
     try:
         peer_info = attempt.agree(agreement, agreed_settings, own_error)
-    except BaseException:  # an interrupt too: nobody else knows what was made
+    except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
         attempt.close()
         raise
     finally:
@@ -126,10 +142,12 @@ def connect(
 
 
 def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of the only process of a mesh, as far as they need it.
+    """Connects the groups of a mesh whose devices all belong to this process.
+
+    On CPUs such groups need no connection.
 
     Raises:
-        CommunicatorError: if there is no memory for that.
+        CommunicatorError: if there is not enough memory.
     """
     attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
     error = attempt.connect_all({})
@@ -160,15 +178,15 @@ def _share_cores(device_groups, peer_info: Values):
 
 @functools.cache
 def _close_at_exit():
-    # The peers then hear a goodbye instead of finding a dead connection.
+    # So that peers receive a close message and do not report this process as lost.
     atexit.register(disconnect_all_but, ())
 
 
 def disconnect(groups: Sequence[Group]) -> None:
-    """Closes the connections of these groups; peers that are dead are no hindrance.
+    """Closes the connections of these groups. Does not wait for lost peers.
 
-    A group is forgotten once it is closed, so that whoever is interrupted can call this
-    again.
+    Each group is removed only after it has been closed, so that an interrupted call can
+    be repeated.
     """
     for group in groups:
         if group in _CONNECTIONS:
@@ -186,7 +204,7 @@ def disconnect_all_but(groups: Collection[Group]) -> None:
 
 
 def release_slots() -> None:
-    """Returns the slots that calls inside this process have used, if there are any."""
+    """Frees the slots of calls whose ranks are all in this process."""
     cpu = sys.modules.get("jax_ub._cpu")
     if cpu is not None:
         cpu.release_slots()
@@ -194,10 +212,10 @@ def release_slots() -> None:
 
 
 def check_communicators() -> None:
-    """Raises the first failure of ranks that `initialize_ub` has connected, if any.
+    """Raises the first failure of the groups that `initialize_ub` connected, if any.
 
-    A GPU's waits end on the device, and the host hears of it at the next call, or here:
-    after a failure the results of that call are NaN. Transformer Engine: none.
+    On GPUs a wait fails on the device: the results of that call are NaN, and the host
+    reports the failure at the next call, or here. Transformer Engine: none.
 
     Raises:
         TimeoutError: if a rank waited for its peers until its deadline.
@@ -209,7 +227,7 @@ def check_communicators() -> None:
 
 
 def failures() -> Iterator[tuple[Group, str]]:
-    """The connected groups that have failed, and why."""
+    """Yields each connected group that has failed, and the reason."""
     for connection in connections():
         failure = _failure_of(connection)
         if failure:
@@ -222,5 +240,6 @@ def _failure_of(connection):
 
 
 def _without_kind(failure):
-    # The engines name it, since XLA has no types for it; Python's error is of it.
+    # The engines write the error's type into the text, since XLA errors carry no type.
+    # In Python the exception has that type, so the prefix is redundant.
     return failure.removeprefix("CommunicatorError: ")

@@ -1,4 +1,4 @@
-"""One attempt of all processes to connect the groups of `initialize_ub`."""
+"""One attempt by all processes to connect the groups of `initialize_ub`."""
 
 import dataclasses
 import hashlib
@@ -19,47 +19,51 @@ from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
 from jax_ub.runtime.device_groups import DeviceGroups, Group
 from jax_ub.runtime.transports import transport_setup_of
 
-# A death is to be known within 2 s.
+# How long a process that failed to connect waits for the peers' results. The death of a
+# process must be reported within 2 s.
 _TOLD_WITHIN_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """One group of ranks that share memory, as all processes decided.
+    """The outcome of connecting one group of ranks; equal in all processes.
 
-    On a CPU those in several processes; on GPUs all that `initialize_ub` was given.
+    On CPUs only groups that span several processes have one. On GPUs all groups of
+    `initialize_ub` with more than one rank have one.
     """
 
     group: Group
     processes: tuple[int, ...]  # by rank
-    reason: str | None  # why it is not connected
-    communicator: Any = None  # the engine's, where a rank of the group lies here
-    generation: int = 0  # counts the communicators that its processes ever agreed on
-    call_bytes: int = 0  # what a rank has for one call
+    reason: str | None  # why the group is not connected; None if it is
+    communicator: Any = None  # set if a rank of the group is in this process
+    generation: int = 0  # number of the agreement of the processes that made it
+    call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:
-        """Ends it, where a rank of the group lies here."""
+        """Closes the communicator, if a rank of the group is in this process."""
         if self.communicator is not None:
             self.communicator.close()
 
 
 class ConnectionAttempt:
-    """What this process offers and makes until all have connected, or one has failed.
+    """Holds the endpoints and connections of this process during one attempt.
+
+    The attempt ends when all processes have connected, or one has failed.
 
     Attributes:
-        made: the groups that were connected, and those that cannot be.
-        generation: the last that this process agreed on.
+        made: the connections, including those of groups that cannot be connected.
+        generation: the last communicator generation that this process agreed on.
     """
 
     def __init__(
         self, device_groups: DeviceGroups, connected: Collection[Group], generation: int
     ):
-        """Begins.
+        """Selects the groups to connect.
 
         Args:
-            device_groups: where the ranks lie.
+            device_groups: the groups of ranks, and the process of each device.
             connected: the groups that are connected already.
-            generation: the last that this process agreed on.
+            generation: the last communicator generation that this process agreed on.
         """
         self.made: list[Connection] = []
         self.generation = generation
@@ -78,20 +82,21 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Agrees with all processes of the mesh, and connects the groups that can be.
+        """Connects all groups that can be connected, or fails on every process.
 
         Args:
-            agreement: with whom; two rounds, three where the processes differ.
-            agreed_settings: what must be the same everywhere, by name.
-            own_error: why this process cannot go on, or None.
+            agreement: all-gathers values over the processes: in two rounds, or in three
+                if their settings differ.
+            agreed_settings: settings that must be equal in all processes, by name.
+            own_error: why this process cannot take part, or None.
 
         Returns:
-            What each process said of itself.
+            The handshake values of each process, by process index.
 
         Raises:
-            CommunicatorError: if another process refused, differs, or could not
-                connect; the own refusal, if there is one.
-            TimeoutError: if processes were missing when the deadline passed.
+            CommunicatorError: if another process failed, has different settings, or
+                could not connect. If `own_error` is given, that is raised.
+            TimeoutError: if processes did not arrive before the deadline.
         """
         with agreement:
             if own_error is None:
@@ -113,7 +118,7 @@ class ConnectionAttempt:
     def _connect_and_tell(self, agreement, peer_info):
         error = self.connect_all(peer_info)
         outcome = {
-            # Others may wait in vain for a connection before they come here.
+            # Peers may spend a whole timeout on a failed connection before this round.
             "failed": None if error is None else str(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }
@@ -122,7 +127,11 @@ class ConnectionAttempt:
         return error or _first_failure(done)
 
     def close(self) -> None:
-        """Gives up what was offered and made: who keeps an error would keep both."""
+        """Closes all connections and endpoints of this attempt.
+
+        They are closed explicitly because the traceback of an error may keep this
+        object alive.
+        """
         for connection in self.made:
             connection.close()
         self.made.clear()
@@ -130,7 +139,7 @@ class ConnectionAttempt:
 
     def _offer(self):
         try:
-            # Needed wherever a call runs, so that all learn if it is missing.
+            # Every call needs it; checked here so that all processes get the error.
             engine.check_isa()
             for group in self._groups:
                 if self._place.spans_processes(group) and self._place.has_local_rank(
@@ -144,13 +153,14 @@ class ConnectionAttempt:
         return None
 
     def connect_all(self, peer_info: Values) -> Exception | None:
-        """Connects the groups, as far as that is possible.
+        """Connects all groups that can be connected.
 
         Args:
-            peer_info: what each process said of itself; empty for one alone.
+            peer_info: the handshake values by process; empty if there is only one
+                process.
 
         Returns:
-            Why it failed, or None.
+            The error, or None.
         """
         try:
             for group in self._groups:
@@ -160,7 +170,7 @@ class ConnectionAttempt:
         return None
 
     def _gave_up(self, error):
-        self._offered.clear()  # so that others find closed sockets instead of waiting
+        self._offered.clear()  # closes the sockets, so that peers fail at once
         return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
 
     def _introduction(self, agreed_settings, own_error):
@@ -202,7 +212,7 @@ class ConnectionAttempt:
         return Connection(group, processes, None, communicator, generation, size)
 
     def _take_reasons(self, done: Values):
-        """What some process found out about a group holds for all."""
+        """Closes every group that some process could not connect; keeps its reason."""
         reasons: dict[str, str] = {}
         for _, one in sorted(done.items()):
             reasons = {**one["reasons"], **reasons}
@@ -220,14 +230,15 @@ def _key(group):
 
 
 def _agreed_generation(peer_info: Values):
-    # Higher than any that one of them had; a process alone agrees on none.
+    # Each process proposes its last generation plus 1, so the maximum is new to all of
+    # them. A single process has no generation.
     return max((one["generation"] for one in peer_info.values()), default=0)
 
 
 def _patience_s(error):
-    """How long to wait for what the others say of their connections."""
+    """Returns how long to wait for the peers' connection results."""
     longest_s = 2 * settings.deadline_s()
-    # Those that live hear of an error soon; whom it names may be dead.
+    # Live peers learn of an error quickly; the peer that caused it may be lost.
     return longest_s if error is None else min(longest_s, _TOLD_WITHIN_S)
 
 

@@ -1,6 +1,6 @@
-"""The CUDA engine: loaded only where a CUDA device is used, or lowered for.
+"""Loads the CUDA engine `jax_ub._cuda`, checks that it can run, and registers it.
 
-Whether it is here, whether it can run, and how XLA gets to know it.
+It is loaded only when a CUDA device is used, or a program is lowered for one.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_ub.runtime import engine, settings
 
-# Pinned with csrc/transport/cuda: lines of flags in a heap.
+# Must equal the limit in csrc/transport/cuda: the number of flag lines in a heap.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"
@@ -32,10 +32,11 @@ Array = tuple[str, tuple[int, ...]]  # dtype and shape
 def load() -> types.ModuleType:
     """Imports `jax_ub._cuda` and checks it against the running jaxlib.
 
-    No driver is needed for that, and nothing is registered.
+    It needs no driver and registers no handlers.
 
     Raises:
-        ImportError: if it was not built, or for another FFI API; says what to do.
+        ImportError: if the engine was not built, or was built for an incompatible FFI
+            API. Says what to do.
     """
     try:
         cuda = importlib.import_module("jax_ub._cuda")
@@ -56,7 +57,7 @@ def load() -> types.ModuleType:
 
 
 def library_paths() -> list[str]:
-    """The directories in which NVIDIA's wheels have cuBLASLt, if they are installed."""
+    """Returns the directories of cuBLASLt in the installed wheels of NVIDIA."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
@@ -64,7 +65,7 @@ def library_paths() -> list[str]:
 
 
 def local_devices() -> list[jax.Device]:
-    """The CUDA devices of this process; none where jax has no such backend."""
+    """Returns the CUDA devices of this process; empty if jax has no CUDA backend."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -73,41 +74,48 @@ def local_devices() -> list[jax.Device]:
 
 
 def is_cuda(device: jax.Device) -> bool:
-    """Whether a device is NVIDIA's: AMD's are "gpu" to jax as well."""
+    """Returns whether a device is an NVIDIA GPU.
+
+    jax uses the platform "gpu" for AMD GPUs too.
+    """
     if device.platform == "gpu":
         return "cuda" in device.client.platform_version.lower()
     return device.platform == "cuda"
 
 
 def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """The numbers that the driver knows devices of this process by, by global id."""
+    """Returns the CUDA ordinals of devices of this process, by global device id."""
     return {device.id: device.local_hardware_id for device in devices}
 
 
 def platform_of(device: jax.Device) -> str:
-    """What a device is to a lowering rule: to jax all kinds of GPUs are "gpu"."""
+    """Returns the lowering platform of a device: "cuda", "rocm", "cpu", ...
+
+    `device.platform` is "gpu" for all kinds of GPUs.
+    """
     if is_cuda(device):
         return "cuda"
     return "rocm" if device.platform == "gpu" else device.platform
 
 
 def is_default() -> bool:
-    """Whether programs of this process run on CUDA devices, unless they say where."""
+    """Returns whether JAX's default backend has CUDA devices."""
     return jax.default_backend() in ("gpu", "cuda") and bool(local_devices())
 
 
 def is_traced_for() -> bool:
-    """Whether the program that is traced is for CUDA devices: those of the mesh.
+    """Returns whether the program that is being traced is for CUDA devices.
 
-    Without a mesh of devices it is for the default backend. A program that `jax.export`
-    lowers for another platform is traced for its mesh, too.
+    The devices of the current mesh decide, or the default backend if the mesh has no
+    devices. This also holds for programs that `jax.export` lowers for another platform.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return is_default()
     if device.platform != "gpu":
         return device.platform == "cuda"
-    # AMD's are "gpu", too. A topology's GPUs are no devices of this process.
+    # AMD GPUs have the platform "gpu" too. The mesh may be an ahead-of-time topology,
+    # whose GPUs are not devices of this process.
     return bool(local_devices()) or not _has_other_gpus()
 
 
@@ -119,9 +127,10 @@ def _has_other_gpus():
 
 
 def why_not() -> str | None:
-    """Why no call can run on the CUDA devices of this process; None if they can.
+    """Returns why the CUDA engine cannot run calls in this process, or None if it can.
 
-    Where there are no such devices, a program may still be lowered for others.
+    It is None for a process without CUDA devices if the engine can be loaded: such a
+    process may lower programs for the GPUs of other processes.
     """
     try:
         cuda = load()
@@ -137,18 +146,21 @@ def why_not() -> str | None:
 
 
 def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
-    """Why these devices of this process cannot reach each other; None if they can."""
+    """Returns why local devices cannot access each other's memory, or None."""
     ordinals = sorted({device.local_hardware_id for device in devices})
     return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
 
 
 def is_loaded() -> bool:
-    """Whether something of this process has used the engine."""
+    """Returns whether this process has imported the CUDA engine."""
     return "jax_ub._cuda" in sys.modules
 
 
 def usable_devices() -> list[dict[str, Any]]:
-    """What the driver says of this process's GPUs; none where it cannot use them."""
+    """Returns the driver's properties of this process's GPUs.
+
+    The list is empty if the CUDA engine cannot use them.
+    """
     own = {device.local_hardware_id for device in local_devices()}
     if not own or why_not() is not None:
         return []
@@ -156,21 +168,21 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Why communicators on GPUs have failed, by name."""
+    """Returns the failures of GPU communicators, by communicator name."""
     if is_loaded() and local_devices() and why_not() is None:
         return load().failures()
     return {}
 
 
 def release_in_process() -> None:
-    """Returns the heaps of calls inside this process that no program needs."""
+    """Frees the heaps of calls within this process that no program needs any more."""
     if is_loaded() and local_devices() and why_not() is None:
         load().release_in_process()
 
 
 @functools.cache
 def register_targets() -> None:
-    """Hands the engine's handlers to XLA, once, where jax has CUDA devices."""
+    """Registers the engine's handlers with XLA, once, if jax has CUDA devices."""
     devices = local_devices()
     if not devices:
         return
@@ -180,8 +192,8 @@ def register_targets() -> None:
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
     for name, handlers in cuda.targets().items():
-        # That calls may be captured is a trait of the handlers themselves: JAX's plugin
-        # for CUDA refuses any that is passed here.
+        # The handlers themselves declare that CUDA graphs may capture them. JAX's CUDA
+        # plugin rejects traits that are passed here.
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 
@@ -191,13 +203,13 @@ def workspace_bytes(
     operands: Sequence[Array],
     results: Sequence[Array],
 ) -> int:
-    """How large the last result of a call has to be.
+    """Returns the size in bytes of a call's workspace, which is its last result.
 
     Args:
-        target: of the call.
-        attributes: of the call.
-        operands: dtypes and shapes.
-        results: the same, without the workspace.
+        target: FFI target of the call, such as "jax_ub$all_gather_matmul".
+        attributes: FFI attributes of the call.
+        operands: dtype and shape of each operand.
+        results: dtype and shape of each result, without the workspace.
     """
     plain = {name: _plain(value) for name, value in attributes.items()}
     op = target.removeprefix("jax_ub$")

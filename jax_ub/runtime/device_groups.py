@@ -1,67 +1,73 @@
-"""Where the ranks of `initialize_ub` lie, and how much they may share."""
+"""The groups of ranks of one `initialize_ub`, and the memory that each rank shares."""
 
 import dataclasses
 from collections.abc import Mapping
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 
-# What a rank's share of a call needs at most, for each element of the capacity: f32
-# partial sums and f32 results; and room for the starts of slots to be aligned.
+# Upper bound of a rank's shared memory per element of the capacity: one f32 partial sum
+# and one f32 result. The constants below add room for aligning the slots.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
-# What a rank sends in an all-reduce of few tokens on GPUs, in one exchange: up to this
-# much to all peers together, where nothing was tuned. Two exchanges send 2 (P - 1) / P
-# of the sum's bytes, one P - 1 times those, and saves a handshake: 6 us, `handshake_s`
-# of the simulator, in which NVLink moves this much at 450 GB/s (H100). Neither was
-# measured here.
+# Upper bound of the bytes that a rank sends to all peers together in a one-shot
+# all-reduce on GPUs, unless a tuned choice applies. For a sum of S bytes, a reduce-
+# scatter and an all-gather send 2 S (P - 1) / P per rank in two exchanges; one-shot
+# sends S (P - 1) in one exchange and saves a handshake. A handshake takes 6 us
+# (`handshake_s` of the simulator), in which NVLink moves this many bytes at 450 GB/s
+# (H100). Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Room for the slots of a call, where the capacity is so many elements."""
+    """Returns the bytes that the slots of one call need at most, on one rank.
+
+    Args:
+        platform: platform of the devices, such as "cpu" or "cuda".
+        num_elements: capacity, the largest number of elements of a call.
+    """
     least = ONE_SHOT_BYTES if platform == "cuda" else 0
     return max(_BYTES_PER_ELEMENT * num_elements, least)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroups:
-    """Where the ranks of `initialize_ub` lie, as this process sees it."""
+    """The devices and processes of the ranks of one `initialize_ub`."""
 
     groups: tuple[Group, ...]
-    process_of: Mapping[int, int]  # by global device id
-    process: int
-    platform: str  # of the devices: "cpu", "cuda", ...
-    capacity: int  # elements of a call, at most
-    num_slots: int  # of a rank, at most
+    process_of: Mapping[int, int]  # process index by global device id
+    process: int  # index of this process
+    platform: str  # platform of the devices: "cpu", "cuda", ...
+    capacity: int  # largest number of elements of a call
+    num_slots: int  # largest number of slots of a rank
     name: str  # for errors
-    # By global device id, of GPUs in this process.
+    # CUDA ordinals of this process's GPUs, by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def processes(self) -> list[int]:
-        """All processes with a rank."""
+        """The processes that have at least one rank, ascending."""
         return sorted({self.process_of[i] for group in self.groups for i in group})
 
     @property
     def call_bytes(self) -> int:
-        """What a rank may share for one call."""
+        """Bytes of shared memory of a rank for one call."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
-        """The process of every rank."""
+        """Returns the process index of each rank of the group."""
         return tuple(self.process_of[device] for device in group)
 
     def has_local_rank(self, group: Group) -> bool:
-        """Whether a rank of the group lies in this process."""
+        """Returns whether a rank of the group is in this process."""
         return self.process in self.processes_of(group)
 
     def spans_processes(self, group: Group) -> bool:
-        """Whether the group lies in several processes."""
+        """Returns whether the ranks of the group are in several processes."""
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
-        """The ordinals of the group's own devices, in the order of the ranks."""
+        """Returns the CUDA ordinals of the group's local devices, in rank order."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]

@@ -1,4 +1,4 @@
-"""The compiled engine: checked at import, registered at the first lowering."""
+"""Loads the CPU engine `jax_ub._cpu`, and registers it at the first lowering."""
 
 import functools
 import importlib
@@ -19,12 +19,12 @@ _BUILD = "In a clone of jax_ub, build it with: pip install ."
 def load() -> types.ModuleType:
     """Imports `jax_ub._cpu` and checks it against the running jaxlib.
 
-    Nothing is registered and no backend is started: a handler that jaxlib refuses would
-    take the whole backend down with it.
+    It neither registers handlers nor starts a backend: if jaxlib rejects a handler, the
+    whole backend fails to start.
 
     Raises:
-        ImportError: if the engine was not built, or for another FFI API; says what to
-            install.
+        ImportError: if the engine was not built, or was built for an incompatible FFI
+            API. Says what to install.
     """
     try:
         cpu = importlib.import_module("jax_ub._cpu")
@@ -39,10 +39,15 @@ def load() -> types.ModuleType:
 def check_ffi_api(
     built: tuple[int, int], running: tuple[int, int], jax_version: str
 ) -> None:
-    """Checks that a jaxlib of API `running` takes handlers of API `built`.
+    """Checks that the installed jaxlib accepts handlers of an FFI API version.
+
+    Args:
+        built: FFI API version, (major, minor), that the engine was compiled for.
+        running: FFI API version of the installed jaxlib.
+        jax_version: version of jax, for the error.
 
     Raises:
-        ImportError: if it would refuse them.
+        ImportError: if jaxlib would reject the handlers.
     """
     if built[0] != running[0] or built[1] > running[1]:
         raise ImportError(
@@ -53,7 +58,10 @@ def check_ffi_api(
 
 
 def running_ffi_api() -> tuple[int, int]:
-    """The XLA FFI API version of the installed jaxlib, read from its own header."""
+    """Returns the XLA FFI API version of the installed jaxlib, as (major, minor).
+
+    It is read from the header that jaxlib installs.
+    """
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = header.read_text()
     return _defined(text, "XLA_FFI_API_MAJOR"), _defined(text, "XLA_FFI_API_MINOR")
@@ -64,7 +72,7 @@ def _defined(text, name):
 
 
 def local_devices() -> list[jax.Device]:
-    """The CPU devices of this process; none where jax has no such backend."""
+    """Returns the CPU devices of this process; empty if jax has no CPU backend."""
     try:
         return jax.local_devices(backend="cpu")
     except RuntimeError:
@@ -73,9 +81,8 @@ def local_devices() -> list[jax.Device]:
 
 @functools.cache
 def register_targets() -> None:
-    """Hands the engine's settings to it and its handlers to XLA, once."""
-    # Stateful targets that are registered before the backend exists would keep it from
-    # starting.
+    """Applies the settings to the engine and registers its handlers with XLA, once."""
+    # The backend does not start if stateful targets are registered before it.
     jax.devices()
     cpu = load()
     _configure(cpu)
@@ -88,10 +95,10 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Refuses a `JAX_UB_ISA` that the engine has no kernels for on this machine.
+    """Checks that the engine has kernels for `JAX_UB_ISA` on this machine.
 
     Raises:
-        ConfigurationError: names those that there are.
+        ConfigurationError: if it has none. Names the available instruction sets.
     """
     name, known = settings.isa(), load().isas()
     if name is not None and name not in known:

@@ -1,11 +1,11 @@
-"""What `jax.export` has to be told about the engines' calls."""
+"""Support for `jax.export`: safety checks to disable, and registration on loading."""
 
 from jax import export
 
 from jax_ub.runtime import cuda, engine
 
-# The targets by name: importing jax_ub loads no engine, so that doctor can say
-# what is missing.
+# Listed here rather than read from the engine: importing jax_ub must not load an
+# engine, so that `python -m jax_ub doctor` can report a missing one.
 _TARGETS = (
     "all_gather",
     "all_gather_matmul",
@@ -18,19 +18,20 @@ _TARGETS = (
     "reduce_scatter",
     "wgrad",
 )
-# For jax.export.export(f, disabled_checks=ub.export_safety_checks): jax does not know
-# that these calls are stable. A process that only loads what another one exported, or
-# compiled ahead of time, calls ub.register_targets() first.
+# For jax.export.export(f, disabled_checks=ub.export_safety_checks): jax rejects custom
+# calls that it does not know to be stable. A process that only loads an exported or
+# ahead-of-time compiled program must call ub.register_targets() first.
 export_safety_checks = tuple(
     export.DisabledSafetyCheck.custom_call(f"jax_ub${target}") for target in _TARGETS
 )
 
 
 def register_targets() -> None:
-    """Hands the handlers of every engine that this process has devices for to XLA.
+    """Registers the FFI handlers of the engines with XLA.
 
-    Every lowering does this. Only a process that runs programs which another one
-    exported or compiled calls it, before it loads them. Transformer Engine: none.
+    The CUDA engine's handlers are registered only if this process has CUDA devices.
+    Every lowering does this. Only a process that loads a program which another process
+    exported or compiled has to call it first. Transformer Engine: none.
     """
     engine.register_targets()
     if cuda.local_devices() and cuda.why_not() is None:

@@ -1,4 +1,4 @@
-"""Which processes share a host, and how many cores each of them has to itself."""
+"""Identifies the host of a process, and divides its cores among its processes."""
 
 import os
 import pathlib
@@ -10,9 +10,10 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity() -> str:
-    """What processes have in common that can share memory over abstract sockets.
+    """Returns a string that is equal in processes that can share memory.
 
-    The boot of the kernel and the network namespace; or `JAX_UB_HOST_ID`.
+    It holds the kernel's boot id and the network namespace, since processes connect by
+    abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
     """
     given = settings.host_id()
     if given is not None:
@@ -20,47 +21,48 @@ def identity() -> str:
     try:
         boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
     except OSError:
-        # Without /proc nothing says more than the name.
+        # Without /proc only the host name is available.
         return platform.node()
     return f"{platform.node()} {boot} {network}"
 
 
 def short_name(host: str) -> str:
-    """A host's name for texts."""
+    """Returns the host name, for messages."""
     return host.split(" ")[0]
 
 
 def cores() -> list[int]:
-    """The cores that this process may run on."""
+    """Returns the ids of the cores that this process may run on, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """How many threads a process should compute with.
+    """Returns how many threads this process should compute with.
 
     Args:
         own: the cores that this process may run on.
-        everyone: those of every process on the host, this one's too.
+        everyone: the cores of every process on the host, including this one.
 
     Returns:
-        At least one. A core that k processes may run on counts 1/k.
+        The number of threads, at least one. A core that k processes may run on counts
+        as 1/k of a thread.
     """
     share = sum(1 / sum(core in cores for cores in everyone) for core in own)
     return max(1, int(share + 1e-9))
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Which cores a process should compute on, so that no two of them choose the same.
+    """Returns the cores this process should compute on, disjoint between processes.
 
     Args:
         own: the cores that this process may run on.
-        everyone: those of every process on the host, this one's too.
-        index: which of them is this one's.
+        everyone: the cores of every process on the host, including this one.
+        index: index of this process in `everyone`.
 
     Returns:
-        All of its own where processes have different ones already; else its part of
-        them: a run of cores, or one that it has in common with others where they are
-        fewer than the processes.
+        `own` if the processes may run on different cores. Otherwise an equal,
+        contiguous share of `own`; if there are fewer cores than processes, one core,
+        which several processes then use.
     """
     if any(cores != own for cores in everyone):
         return own

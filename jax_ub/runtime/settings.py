@@ -1,12 +1,14 @@
-"""The environment variables of jax_ub; nothing else reads the environment."""
+"""Reads the environment variables of jax_ub. No other module reads the environment."""
 
 import os
 
 from jax_ub.errors import ConfigurationError, shown
 
-# The engine's clocks count nanoseconds in 64 bits: a longer wait would be over at once.
+# The engine counts nanoseconds in 64 bits. A longer timeout would overflow and expire
+# at once.
 _LONGEST_TIMEOUT_S = 1e9
-# Processes that run well may wait for a core for less than this.
+# A healthy process may wait almost this long for a core, so a shorter timeout would
+# report healthy processes as lost.
 _SHORTEST_TIMEOUT_S = 0.1
 _MOST_THREADS = 1 << 20
 DEFAULT_TIMEOUT_S = 120.0
@@ -19,63 +21,81 @@ NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
-    """`JAX_UB_METHOD`: the method of every call that names none."""
+    """Returns `JAX_UB_METHOD`: the method of calls that do not name one, or None."""
     return os.environ.get("JAX_UB_METHOD") or None
 
 
 def timeout_s() -> float | None:
-    """`JAX_UB_TIMEOUT_S`: how long a rank waits for its peers; default 120."""
+    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for its peers, or None.
+
+    The default is 120 s.
+    """
     return _timeout_s("JAX_UB_TIMEOUT_S")
 
 
 def first_call_timeout_s() -> float | None:
-    """`JAX_UB_FIRST_CALL_TIMEOUT_S`: the same at a call site's first call; default 600.
+    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`: the timeout of a call site's first call.
 
-    Processes do not compile equally fast. `JAX_UB_TIMEOUT_S` counts where it is longer.
+    The default is 600 s: it is longer than that of later calls because processes do not
+    compile equally fast. `JAX_UB_TIMEOUT_S` applies instead if it is longer.
     """
     return _timeout_s("JAX_UB_FIRST_CALL_TIMEOUT_S")
 
 
 def deadline_s() -> float:
-    """The same with its default, for what waits before the engine runs."""
+    """Returns `JAX_UB_TIMEOUT_S` or its default, for waits in Python code."""
     return timeout_s() or DEFAULT_TIMEOUT_S
 
 
 def num_threads() -> int | None:
-    """`JAX_UB_NUM_THREADS`: how many threads compute; None: as many as may run."""
+    """Returns `JAX_UB_NUM_THREADS`: how many threads compute at a time.
+
+    None means one thread per core that this process may use.
+    """
     return _threads("JAX_UB_NUM_THREADS")
 
 
 def isa() -> str | None:
-    """`JAX_UB_ISA`: the instruction set of the CPU kernels; default the best here."""
+    """Returns `JAX_UB_ISA`: the instruction set of the CPU kernels.
+
+    None means the fastest one that this machine supports.
+    """
     return os.environ.get("JAX_UB_ISA") or None
 
 
 def allow_tf32() -> bool:
-    """`JAX_UB_ALLOW_TF32`: whether a GPU may round f32 factors to TF32; default not."""
+    """Returns `JAX_UB_ALLOW_TF32`: whether GPUs may round f32 GEMM operands to TF32.
+
+    The default is False.
+    """
     return _switch("JAX_UB_ALLOW_TF32")
 
 
 def nvls() -> bool:
-    """`JAX_UB_NVLS`: whether NVLink switches may add up all-reduces; default not."""
+    """Returns `JAX_UB_NVLS`: whether NVLink switches may compute all-reduces.
+
+    The default is False.
+    """
     return _switch("JAX_UB_NVLS")
 
 
 def check() -> None:
-    """Reads all that only some values are right for.
+    """Checks the values of timeouts, thread counts and switches.
 
     Raises:
-        ConfigurationError: if one is not.
+        ConfigurationError: if a value is malformed or out of range.
     """
     for read in (timeout_s, first_call_timeout_s, num_threads, allow_tf32, nvls):
         read()
 
 
 def xla_memory_share() -> float:
-    """What XLA takes of each GPU's memory before any program runs: 0.75 of it.
+    """Returns the fraction of each GPU's memory that XLA preallocates; 0.75 by default.
 
-    `XLA_CLIENT_MEM_FRACTION` or its older name `XLA_PYTHON_CLIENT_MEM_FRACTION`, and
-    nothing with `XLA_PYTHON_CLIENT_PREALLOCATE=false` or the allocator "platform".
+    Reads `XLA_CLIENT_MEM_FRACTION`, else its older name
+    `XLA_PYTHON_CLIENT_MEM_FRACTION`. The fraction is 0 if
+    `XLA_PYTHON_CLIENT_PREALLOCATE` is false or `XLA_PYTHON_CLIENT_ALLOCATOR` is
+    "platform".
     """
     preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
     allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
@@ -86,48 +106,73 @@ def xla_memory_share() -> float:
     try:
         return min(float(text or 0.75), 1.0)
     except ValueError:
-        return 0.75  # XLA itself refuses it
+        return 0.75  # XLA itself reports the malformed value
 
 
 def runs_concurrently() -> bool:
-    """Whether `XLA_FLAGS` asks for captured calls in an order of XLA's own."""
+    """Returns whether `XLA_FLAGS` lets XLA reorder the calls of a captured CUDA graph.
+
+    The flag is `xla_gpu_command_buffer_scheduling_mode=CONCURRENT`.
+    """
     return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
 
 
 def tuned() -> str | None:
-    """`JAX_UB_TUNED`: a file of `python -m jax_ub tune`, whose choices "auto" takes."""
+    """Returns `JAX_UB_TUNED`: the path of the tuned file that "auto" reads, or None.
+
+    `python -m jax_ub tune` writes such files.
+    """
     return os.environ.get("JAX_UB_TUNED") or None
 
 
 def host_id() -> str | None:
-    """`JAX_UB_HOST_ID`: processes with different ones share no memory; for tests."""
+    """Returns `JAX_UB_HOST_ID`, which tests set to simulate several hosts, or None.
+
+    Processes with different values do not share memory.
+    """
     return os.environ.get("JAX_UB_HOST_ID") or None
 
 
 def bootstrap_dir() -> str | None:
-    """`JAX_UB_BOOTSTRAP_DIR`: where `bootstrap_backend="file"` leaves its notes."""
+    """Returns `JAX_UB_BOOTSTRAP_DIR`: the directory of `bootstrap_backend="file"`.
+
+    It is used if the argument does not name a directory itself.
+    """
     return os.environ.get("JAX_UB_BOOTSTRAP_DIR") or None
 
 
 def pool_threads() -> int | None:
-    """`NPROC`: how many threads jaxlib's pools have, read when its backend starts."""
+    """Returns `NPROC`: the size of jaxlib's thread pools, or None.
+
+    jaxlib reads it when its backend starts.
+    """
     return _threads("NPROC")
 
 
 def set_pool_threads(num_threads: int) -> None:
-    """Sets `NPROC` where the user has not; without effect once the backend started."""
+    """Sets `NPROC` unless the user has set it.
+
+    It has no effect once JAX's backend has started.
+    """
     os.environ.setdefault("NPROC", str(num_threads))
 
 
 def dump_compiled_programs(folder: str) -> None:
-    """Asks XLA to write what it compiles; without effect once the backend started."""
+    """Adds flags to `XLA_FLAGS` that make XLA write compiled programs to `folder`.
+
+    They have no effect once JAX's backend has started.
+    """
     flags = xla_flags()
     asked = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
 
 
 def version_of_file(path: str) -> tuple[int, ...] | None:
-    """Returns what differs where a file was rewritten or replaced; None without one."""
+    """Returns a value that changes when the file is rewritten or replaced.
+
+    Returns None if the file does not exist. The value is device, inode, size and
+    modification time.
+    """
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -135,7 +180,7 @@ def version_of_file(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# How a program adds flags to those that are set.
+# For error texts: the line of Python that appends a flag to `XLA_FLAGS`.
 ADDING_XLA_FLAGS = (
     'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
 )
@@ -147,12 +192,18 @@ def xla_flags() -> str:
 
 
 def ask_openmp_to_sleep() -> None:
-    """Keeps the threads of libraries that use OpenMP from spinning between calls."""
+    """Keeps the threads of OpenMP libraries from spinning between calls.
+
+    Sets `OMP_WAIT_POLICY` unless the user has set it.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def given() -> dict[str, str]:
-    """What is set of `NAMES`, and what looks like one of them, as it is."""
+    """Returns all environment variables that begin with "JAX_UB_", also unknown ones.
+
+    Callers compare them with `NAMES` to report misspelt variables.
+    """
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith("JAX_UB_")}
 
 

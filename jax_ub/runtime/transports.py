@@ -1,4 +1,4 @@
-"""How groups of ranks get shared memory: over CPU processes, and over GPUs."""
+"""Sets up the shared memory of a group of ranks, on CPUs and on GPUs."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -6,22 +6,23 @@ from typing import Any, Protocol
 from jax_ub.runtime import cuda, engine, hosts, settings
 from jax_ub.runtime.device_groups import DeviceGroups, Group
 
-# What each process told the others, and what it told them of one group.
+# Handshake values by process: `PeerInfo` for the process, `EndpointInfos` for its
+# endpoint of one group.
 PeerInfo = Mapping[int, Mapping[str, Any]]
 EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup(Protocol):
-    """What one kind of device needs to connect a group of ranks."""
+    """Connects groups of ranks on one kind of device."""
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
-        """The groups that are connected, in the same order in every process."""
+        """Returns the groups to connect, in the same order in every process."""
 
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
-        """Opens what the peers of a group in several processes connect to."""
+        """Opens the endpoint that the peers of a multi-process group connect to."""
 
     def endpoint_info(self, offered: Any) -> dict[str, Any]:
-        """What the peers need to know of it, in JSON's types."""
+        """Returns what the peers need to connect to an endpoint, as JSON values."""
 
     def why_not(
         self,
@@ -30,13 +31,15 @@ class TransportSetup(Protocol):
         peer_info: PeerInfo,
         endpoint_infos: EndpointInfos,
     ) -> str | None:
-        """Why a group cannot be connected, the same in every process; None if it can.
+        """Returns why a group cannot be connected, or None if it can.
+
+        The result is the same in every process.
 
         Args:
-            device_groups: where the ranks lie.
-            group: which of them.
-            peer_info: what each process said of itself.
-            endpoint_infos: what those with a rank of the group offered for it.
+            device_groups: all groups of ranks, and the process of each device.
+            group: the group to connect.
+            peer_info: handshake values, by process.
+            endpoint_infos: `endpoint_info` of each process with a rank of the group.
         """
 
     def connect(
@@ -47,25 +50,29 @@ class TransportSetup(Protocol):
         endpoint_infos: EndpointInfos,
         generation: int,
     ) -> Any:
-        """Makes the group's communicator.
+        """Creates the group's communicator.
 
         Args:
-            device_groups: where the ranks lie.
-            group: which of them.
-            offered: of this process; None where all ranks lie here.
-            endpoint_infos: what the processes of the group offered for it.
-            generation: of the communicator, the same in all of them.
+            device_groups: all groups of ranks, and the process of each device.
+            group: the group to connect.
+            offered: endpoint of this process; None if all ranks are in this process.
+            endpoint_infos: `endpoint_info` of each process with a rank of the group.
+            generation: communicator generation, the same in all processes.
 
         Raises:
-            NotImplementedError: if the devices cannot share memory after all.
+            NotImplementedError: if mapping the memory shows that the devices cannot
+                share it.
         """
 
 
 class CpuTransportSetup:
-    """Processes of one host map each other's memory; a group of one needs nothing."""
+    """Lets the processes of a group on one host map each other's memory.
+
+    Groups within one process need no connection.
+    """
 
     def groups(self, device_groups):
-        """Those in several processes."""
+        """Returns the groups that span several processes."""
         return [
             group
             for group in device_groups.groups
@@ -73,15 +80,15 @@ class CpuTransportSetup:
         ]
 
     def open_endpoint(self, device_groups, group):
-        """A socket."""
+        """Opens a listening socket."""
         return engine.load().endpoint()
 
     def endpoint_info(self, offered):
-        """Where it listens."""
+        """Returns the socket's address, and the token that peers must present."""
         return {"address": offered.address, "token": offered.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Memory is shared on one host only."""
+        """Rejects groups that span several hosts."""
         by_host: dict[str, list[int]] = {}
         for process in sorted(set(device_groups.processes_of(group))):
             by_host.setdefault(peer_info[process]["host"], []).append(process)
@@ -94,7 +101,7 @@ class CpuTransportSetup:
         return f"its ranks span the hosts {' and '.join(names)}"
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Maps the memory of all processes of the group."""
+        """Maps the shared memory of all processes of the group."""
         peers = {
             p: one for p, one in endpoint_infos.items() if p != device_groups.process
         }
@@ -113,23 +120,24 @@ class CpuTransportSetup:
 
 
 class CudaTransportSetup:
-    """Every group has a heap on each of its GPUs, which the devices of all reach."""
+    """Allocates a heap on each GPU of a group, and maps it on all GPUs of the group."""
 
     def groups(self, device_groups):
-        """All; a rank alone needs nothing."""
+        """Returns the groups of at least two ranks."""
         return [group for group in device_groups.groups if len(group) > 1]
 
     def open_endpoint(self, device_groups, group):
-        """The heaps of the own ranks, and what this process can share them by.
+        """Allocates the heaps of the local ranks.
 
-        Or in words, why it has no engine.
+        Returns:
+            The endpoint, or the reason as a string if the CUDA engine cannot run here.
         """
         return cuda.why_not() or cuda.load().endpoint(
             device_groups.ordinals_of(group), device_groups.call_bytes, hosts.identity()
         )
 
     def endpoint_info(self, offered):
-        """Where it listens, and the ways in which the heaps may be shared."""
+        """Returns the endpoint's address and token, and how its heaps can be shared."""
         if isinstance(offered, str):
             return {"why_not": offered}
         return {
@@ -140,7 +148,7 @@ class CudaTransportSetup:
         }
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """What the engine concludes from all offers."""
+        """Returns the reason that the engine derives from all capabilities."""
         if not device_groups.spans_processes(group):
             return cuda.why_not()
         for process, one in sorted(endpoint_infos.items()):
@@ -151,7 +159,7 @@ class CudaTransportSetup:
         return cuda.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Maps the heaps of all ranks on each own device."""
+        """Maps the heaps of all ranks on each local device."""
         if offered is None:
             return cuda.load().connect_in_process(
                 name=device_groups.name,
@@ -179,14 +187,14 @@ class CudaTransportSetup:
 
 
 class NoTransportSetup:
-    """A platform without an engine."""
+    """Rejects all groups, on a platform without an engine."""
 
     def __init__(self, platform: str):
-        """Remembers which, for the reason."""
+        """Stores the platform's name for the reason."""
         self._platform = platform
 
     def groups(self, device_groups):
-        """Those that an engine would have to connect."""
+        """Returns the groups that span several processes."""
         return [
             group
             for group in device_groups.groups
@@ -194,24 +202,24 @@ class NoTransportSetup:
         ]
 
     def open_endpoint(self, device_groups, group):
-        """Nothing."""
+        """Returns None: there is no endpoint."""
         return None
 
     def endpoint_info(self, offered):
-        """Nothing."""
+        """Returns an empty dictionary: peers cannot connect."""
         return {}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """There is no engine."""
+        """Returns that the platform has no engine."""
         return f"no engine for {self._platform}"
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Is never asked to."""
+        """Raises an error. It is never called, since `why_not` rejects every group."""
         raise NotImplementedError(f"no engine for {self._platform}")
 
 
 def transport_setup_of(platform: str) -> TransportSetup:
-    """What connects ranks on devices of a platform."""
+    """Returns the transport setup for the devices of a platform."""
     if platform == "cpu":
         return CpuTransportSetup()
     return CudaTransportSetup() if platform == "cuda" else NoTransportSetup(platform)

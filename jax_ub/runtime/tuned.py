@@ -1,4 +1,4 @@
-"""Which tuned choices hold in this process, and with what they must be made."""
+"""Finds the tuned method choices that apply in this process."""
 
 import functools
 import importlib.metadata
@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 @functools.cache
 def environment() -> Environment:
-    """The devices and libraries of this process."""
+    """Returns the device kind and library versions that a tuned file must match."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
     if cuda.is_cuda(device):
@@ -29,10 +29,13 @@ def environment() -> Environment:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
-    """The choices for "auto": of `initialize_ub` for this axis, else of the process.
+    """Returns the tuned choices that "auto" uses on a mesh axis.
+
+    They are those given to `initialize_ub` for this axis, else those of `JAX_UB_TUNED`.
 
     Raises:
-        ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
+        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
+            process's devices and libraries.
     """
     initialized_axis = overlaps.on_axis(axis_name, num_ranks)
     if initialized_axis is not None and initialized_axis.choices is not None:
@@ -41,13 +44,14 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 
 
 def on_no_axis() -> TunedTable | None:
-    """The choices for "auto" of calls that communicate nothing.
+    """Returns the tuned choices that "auto" uses for calls without communication.
 
-    Those of `initialize_ub`, if all axes that have any have the same, else those of the
-    process.
+    They are those given to `initialize_ub`, if all initialized axes that have choices
+    have equal ones, else those of `JAX_UB_TUNED`.
 
     Raises:
-        ConfigurationError: if `JAX_UB_TUNED` names a file that does not fit.
+        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
+            process's devices and libraries.
     """
     found = {
         initialized_axis.choices
@@ -58,21 +62,24 @@ def on_no_axis() -> TunedTable | None:
 
 
 def of_process() -> TunedTable | None:
-    """The choices of the file that `JAX_UB_TUNED` names.
+    """Returns the tuned choices of the file that `JAX_UB_TUNED` names, or None.
 
     Raises:
-        ConfigurationError: if it does not fit.
+        ConfigurationError: if the file has no choices for this process's devices and
+            libraries.
     """
     path = settings.tuned()
     return None if path is None else read(path)
 
 
 def read(path: str) -> TunedTable:
-    """Reads the choices of a file that fit this process, once for each of its versions.
+    """Returns the choices of a tuned file for this process's devices and libraries.
+
+    The result is cached until the file changes.
 
     Raises:
-        ConfigurationError: if it has none; says what it has.
-        UnknownNameError: if it names an unknown op or method.
+        ConfigurationError: if the file has no such choices. Names those it has.
+        UnknownNameError: if the file contains an unknown op or method.
     """
     return _read(path, settings.version_of_file(path))
 
@@ -83,7 +90,7 @@ def _read(path, version):
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, in words where it is none."""
+    """Returns a package's version, or "of a source tree" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
