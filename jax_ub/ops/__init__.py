@@ -1,4 +1,4 @@
-"""Fusible operations, by the names of Transformer Engine."""
+"""Fusible operations, with the names and semantics of Transformer Engine's `te.ops`."""
 
 from jax_ub.ops import fused as fused
 from jax_ub.ops.basic.activation import GEGLU as GEGLU

@@ -1,4 +1,4 @@
-"""Which extra output becomes which extra input."""
+"""Connects extra outputs to extra inputs by channel name."""
 
 import dataclasses
 import itertools
@@ -10,16 +10,16 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """The ways of the extra tensors of a list of basic operations.
+    """The connections between extra inputs and outputs of a list of basic operations.
 
-    Each of them is a *edge*, which has a number: an extra input of the caller's, or an
-    extra output of an operation.
+    An *edge* is a number for one extra tensor: an extra input that the caller passes,
+    or an extra output of an operation.
 
     Attributes:
         inputs: for each operation, the edges that are its extra inputs.
         outputs: for each operation, the edges that are its extra outputs.
-        from_caller: the edges that the caller passes, in order.
-        to_caller: the edges that the caller gets, in order.
+        from_caller: the edges that the caller passes, in argument order.
+        to_caller: the edges that are returned to the caller, in order.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -29,12 +29,12 @@ class ExtraTensorEdges:
 
 
 def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
-    """Connects the channels, and numbers the edges.
+    """Numbers the edges and connects each channel's producer to its consumers.
 
     Raises:
-        ShapeContractError: if two outputs have one name, or a consumer comes before its
-            producer.
-        UnknownNameError: if no output has a name.
+        ShapeContractError: if two outputs have the same channel, or an operation reads
+            a channel before its producer.
+        UnknownNameError: if a channel has no producer.
     """
     numbers = itertools.count()
     outputs = [tuple(itertools.islice(numbers, op.num_extra_outputs)) for op in ops]
@@ -61,10 +61,10 @@ def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
 
 
 def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
-    """By channel, the place of the operation that it comes from, and the edge."""
+    """Maps each channel to the index of its producer and its edge."""
     producers: dict[str, tuple[int, int]] = {}
     for place, op in enumerate(ops):
-        # Zipped to the shorter: without channels there is not one for each output.
+        # Not strict: extra_output_channels is empty if the operation has no channels.
         for edge, channel in zip(
             outputs[place], op.extra_output_channels, strict=False
         ):
@@ -84,7 +84,7 @@ def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
 
 
 def _source(ops, place, name, producers) -> int:
-    """The edge that a channel is."""
+    """Returns the edge of the channel that the operation at index `place` reads."""
     if name not in producers:
         known = nearest(name, producers) if producers else "There is none at all."
         raise UnknownNameError(
@@ -105,5 +105,5 @@ def _source(ops, place, name, producers) -> int:
 
 
 def operation_label(ops: Sequence[BasicOperation], place: int) -> str:
-    """How errors name one operation of a list."""
+    """Returns the name of one operation of a list in error messages."""
     return f"operation {place} ({ops[place].label})"

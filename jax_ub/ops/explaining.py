@@ -1,4 +1,7 @@
-"""What the fuser makes of a list: which linears are overlapped, and why others not."""
+"""Implements `Sequential.explain`.
+
+Reports which linears are overlapped after fusion, and why the others are not.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-Step = tuple[str, int, int]  # a target, its contracting size, its features
-# Targets that communicate nothing here.
+# A target with its contracting size and its number of output features.
+Step = tuple[str, int, int]
+# Targets without communication.
 _PRODUCTS = ("matmul", "wgrad")
 _REFUSED = (
     "a call is refused: overlapped are gathers and scatters of rows, with "
@@ -48,14 +52,16 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What times and bytes are predicted for, and what was measured.
+    """The sizes for which times and bytes are predicted, and the measured waits.
 
     Attributes:
-        tokens: of all ranks together; None predicts nothing.
-        num_ranks: of the tensor-parallel axes; None takes that of the mesh in reach.
-        dtype: of the activations.
+        tokens: number of tokens of all ranks together; None predicts nothing.
+        num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
+            scope.
+        dtype: dtype of the activations.
         hardware: a name or a machine of `jax_ub.simulate`.
-        waited: seconds that a rank waited in a call, by its label and target.
+        waited: measured seconds that a rank waited in a call, by the call's label and
+            target.
     """
 
     tokens: int | None
@@ -65,10 +71,10 @@ class Sizes:
     waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        """Checks the numbers.
+        """Checks `tokens` and `num_ranks`.
 
         Raises:
-            ShapeContractError: if one is no positive integer.
+            ShapeContractError: if either is neither None nor a positive integer.
         """
         for name in ("tokens", "num_ranks"):
             value = getattr(self, name)
@@ -80,14 +86,14 @@ class Sizes:
             )
 
     def ranks_on(self, axis_name: str) -> int | None:
-        """The size of an axis, as far as it is known."""
+        """Returns the size of a mesh axis, or None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
         domains = {d.axis_name: d.tp_size for d in overlaps.domains()}
         return known or domains.get(axis_tuple(axis_name))
 
 
 def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
-    """Makes the table of a fuser's linears and collectives; two rows for each."""
+    """Returns a table with two rows for each linear and collective of a fuser."""
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _refusals(fuser, name) for name in _PASSES}
@@ -113,12 +119,12 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """For each basic operation, where what computes it begins, and what that is."""
+    """Returns, for each basic operation, its window's first index and operation."""
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
 def _refusals(fuser, name) -> dict[int, list[str]]:
-    """Why fusions left operations alone, by their places."""
+    """Returns why fusions rejected operations, by index of the basic operation."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.steps(name):
         owner = getattr(fusion, "__self__", None)
@@ -175,7 +181,7 @@ def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
     axes = () if mode is None else axis_tuple(axis_name)
     method = dict(op.userbuffers_options or ()).get("method", op.method)
     like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
-    # What a name is configured with counts on an axis of known size only.
+    # The configuration of a name applies only if the size of the axis is known.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
         window_name, axes, ranks or 1, configured, method, like=like
@@ -184,7 +190,10 @@ def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
 
 
 def _backward_site(op, mode, call_config, sizes):
-    """As the gradients run; of a column linear as they were tuned for these sizes."""
+    """Returns the call configuration of the backward.
+
+    For a column-parallel linear it includes the method that was tuned for these sizes.
+    """
     call_config = call_config.dgrad
     if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
         return call_config
@@ -204,7 +213,7 @@ def _reason(call_config, is_on, reasons):
 
 
 def _forward_steps(op, mode, is_on) -> list[Step]:
-    """The targets that the forward of a linear runs, with their sizes."""
+    """Returns the targets that the forward of a linear runs, with their sizes."""
     k, n = op.in_features, op.out_features
     if is_on:
         return [(LIKE[mode], k, n)]
@@ -216,7 +225,7 @@ def _forward_steps(op, mode, is_on) -> list[Step]:
 
 
 def _backward_steps(op, mode, is_on, call_config) -> list[Step]:
-    """The same of its backward."""
+    """Returns the targets that the backward of a linear runs, with their sizes."""
     k, n = op.in_features, op.out_features
     if is_on and mode == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
@@ -269,7 +278,7 @@ def _predicted(row, steps, call_config, sizes, dtype, ranks) -> Row:
 
 def _notes(fuser, passes, reasons):
     for name in _PASSES:
-        shown = dict(passes[name])  # one for each window, by its first place
+        shown = dict(passes[name])  # one entry per window, by first index
         texts = [
             f"{first} {op.label}"
             if not isinstance(op, FusedOperation)

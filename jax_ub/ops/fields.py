@@ -1,4 +1,4 @@
-"""Checks of the fields of operations, and of what their initializers return."""
+"""Checks of the fields of operations and of the results of their initializers."""
 
 import dataclasses
 import re
@@ -14,7 +14,12 @@ from jax_ub.primitives import mesh
 
 @dataclasses.dataclass(frozen=True)
 class OutputChannel:
-    """Where an extra output goes besides, or instead of, to the caller."""
+    """The channel of an extra output.
+
+    Attributes:
+        name: the channel's name, by which later operations read the extra output.
+        output_to_caller: whether the extra output is also returned to the caller.
+    """
 
     name: str
     output_to_caller: bool = True
@@ -24,9 +29,8 @@ def check_fields(op: Any) -> None:
     """Checks the fields of a basic operation by their names.
 
     Raises:
-        ShapeContractError: if a field has another type, or does not hash.
-        UnknownNameError: if there is no such method, or a flag is neither true nor
-            false.
+        ShapeContractError: if a field has the wrong type or is not hashable.
+        UnknownNameError: if `method` is unknown, or a flag is not a bool.
     """
     fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
     arguments.check(op.label, **fields)
@@ -66,7 +70,11 @@ def _read_channels(label, field, channels, number, kind):
 
 
 def check_channel_name(label: str, name: Any) -> None:
-    """Rejects what is no name of a channel."""
+    """Checks that a channel name is a string without spaces.
+
+    Raises:
+        ShapeContractError: if it is not.
+    """
     if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
         raise ShapeContractError(
             f"{label}: {shown(name)} is not the name of a channel. Pass a string "
@@ -81,13 +89,14 @@ def initialize(
 
     Args:
         op: the operation.
-        name: the initializer's name, such as "kernel_init".
+        name: the name of the initializer field, such as "kernel_init".
         make: the initializer.
         key: PRNG key.
         shape: the global shape.
 
     Raises:
-        ShapeContractError: if `key` is no key, or the initializer returns no array.
+        ShapeContractError: if `key` is not a PRNG key, or the initializer does not
+            return an array of this shape.
     """
     shapes.check_key(op.label, "key", key)
     values = make(key, shape, op.param_dtype)

@@ -1,4 +1,4 @@
-"""Fuses a list of operations, and runs it."""
+"""Fuses a list of operations, and runs and differentiates the result."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -24,25 +24,26 @@ from jax_ub.rules.fused_group import fused_group
 
 
 class OperationFuser:
-    """A fixed list of operations, fused and differentiated.
+    """A fixed list of operations that is fused and differentiated.
 
-    Three passes over the list try every registered fusion: one of forward and backward
-    together, one of the forward and one of the backward. What they choose may depend on
-    the mesh, which is in reach inside `jax.shard_map` and under `jax.set_mesh`.
+    Three passes apply the registered fusions: the joint fusions of forward and
+    backward, then the forward fusions, then the backward fusions. Their result may
+    depend on the mesh that is in scope, inside `jax.shard_map` or under `jax.set_mesh`.
 
     Transformer Engine: `te.ops.OperationFuser`.
 
     Attributes:
-        ops: the operations, as they were given.
-        basic_ops: the basic operations that they stand for.
-        extra_edges: the ways of extra inputs and outputs.
+        ops: the operations that were passed to the constructor.
+        basic_ops: the basic operations that `ops` consist of.
+        extra_edges: how extra inputs and outputs are connected.
     """
 
     def __init__(self, ops: Iterable[Operation]):
         """Expands the operations and connects their channels.
 
         Raises:
-            ShapeContractError: if one is no operation, or channels do not fit.
+            ShapeContractError: if an entry is not an operation, two operations write
+                the same channel, or a channel is read before it is written.
             UnknownNameError: if a channel has no producer.
         """
         self.ops = tuple(ops)
@@ -57,22 +58,22 @@ class OperationFuser:
 
     @property
     def forward_ops(self) -> list[Op]:
-        """What computes the results, in forward order."""
+        """The operations that compute the results, in forward order."""
         return self.fused("forward")
 
     @property
     def backward_ops(self) -> list[Op]:
-        """What computes the gradients, in forward order too."""
+        """The operations that compute the gradients, listed in forward order."""
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
-        """Returns the list after the joint fusions and those of one direction.
+        """Returns the list after the joint fusions and the fusions of one direction.
 
         Args:
             direction: "forward" or "backward".
 
         Raises:
-            FusionError: if a fusion returns something that is not the same operations.
+            FusionError: if a fusion returns a list with different basic operations.
         """
         ops = self._given(direction)
         for _, _, after in self.steps(direction):
@@ -80,10 +81,10 @@ class OperationFuser:
         return ops
 
     def steps(self, direction: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Returns every fusion, the list that it saw and the one it returned.
+        """Yields each fusion with the list that it received and the list it returned.
 
         Raises:
-            FusionError: if a fusion returns something that is not the same operations.
+            FusionError: if a fusion returns a list with different basic operations.
         """
         ops = self._given(direction)
         for name in ("joint", direction):
@@ -96,8 +97,8 @@ class OperationFuser:
     def _given(self, direction) -> list[Op]:
         """Returns the operations before any fusion.
 
-        A fused operation that the caller constructed stays in the direction that it
-        overrides; elsewhere its basic operations take its place.
+        A fused operation that the caller constructed stays if it overrides `direction`.
+        Otherwise it is replaced by its basic operations.
         """
         ops: list[Op] = []
         for entry in (entry for op in self.ops for entry in op.entries):
@@ -129,7 +130,7 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """The runs of operations that are differentiated as one."""
+        """The groups of consecutive operations that are differentiated as one."""
         return make_groups(self.forward_ops, self.backward_ops, self.extra_edges)
 
     def __call__(
@@ -143,18 +144,20 @@ class OperationFuser:
         """Runs the operations.
 
         Args:
-            params: one entry for each operation, as `Sequential.init` makes them.
+            params: one entry for each operation, as `Sequential.init` creates them.
             x: the input; inside `jax.shard_map`, this rank's shard.
-            *extra_inputs: those of the operations that have no channel, in order.
-            key: PRNG key for operations that draw numbers.
-            deterministic: whether those pass x on instead, so that no key is needed.
+            *extra_inputs: the extra inputs that have no channel, in the order of the
+                operations.
+            key: PRNG key for operations that draw random numbers.
+            deterministic: whether operations that draw random numbers return x
+                unchanged; then no key is needed.
 
         Returns:
-            y; or a tuple of y and the extra outputs that go to the caller.
+            y, or a tuple of y and the extra outputs that are returned to the caller.
 
         Raises:
-            ShapeContractError: if parameters, inputs or shapes do not fit.
-            UnsupportedOverlapError: if a method that was named cannot run here.
+            ShapeContractError: if a parameter, an input or a shape is invalid.
+            UnsupportedOverlapError: if an explicitly requested method cannot run here.
         """
         dealt = self._split(params)
         shapes.check_array("OperationFuser", "x", x)
@@ -178,7 +181,7 @@ class OperationFuser:
         return (x, *public) if public else x
 
     def _split(self, params):
-        """Deals the parameters out to the basic operations, and checks their names."""
+        """Splits `params` into one dict per basic operation and checks the names."""
         if not isinstance(params, (tuple, list)) or len(params) != len(self.ops):
             is_list = isinstance(params, (tuple, list))
             found = f"{len(params)} entries" if is_list else "none"
@@ -203,7 +206,10 @@ class OperationFuser:
         return tuple(dealt)
 
     def _keys(self, key, deterministic):
-        """A key of its own, among its parameters, for each operation that draws."""
+        """Returns a dict for each basic operation, with a PRNG key if it needs one.
+
+        `__call__` merges the dicts into the parameters of the operations.
+        """
         takers = [place for place, op in enumerate(self.basic_ops) if op.takes_key]
         if takers and key is None and not deterministic:
             raise ShapeContractError(

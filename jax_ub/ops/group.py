@@ -1,4 +1,4 @@
-"""A run of basic operations that is differentiated as one."""
+"""A group of consecutive basic operations that is differentiated as one."""
 
 import contextlib
 import dataclasses
@@ -24,21 +24,21 @@ from jax_ub.rules.vjp import placeholder, residual_or_placeholder, save
 class OperationGroup:
     """Forward and backward windows over the same basic operations.
 
-    It is as short as it can be: where a forward window and a backward window end
-    together, the next group begins, so that JAX itself finds out which groups have a
-    gradient, and adds up what comes back from several consumers.
+    A group ends wherever a forward window and a backward window end together. With
+    groups this short, JAX itself determines which of them need gradients, and sums the
+    cotangents of an extra output that several groups read.
 
-    Operands are a dict of "x", of "params", a tuple of one dict for each operation, and
-    of "edges", the extra inputs that come from outside, by number. Results are y and
-    the extra outputs that are wanted outside, by number.
+    The operands are a dict: "x"; "params", a tuple with one dict for each operation;
+    and "wires", the extra inputs from outside the group by edge number. The results are
+    y and a dict of the extra outputs in `results` by edge number.
 
     Attributes:
-        forward_ops: what computes the results.
-        backward_ops: what computes the gradients.
-        first: the place of the first operation among those of the fuser.
+        forward_ops: the operations that compute the results.
+        backward_ops: the operations that compute the gradients.
+        first: index of the group's first basic operation in the fuser's list.
         inputs: for each operation, the edges that are its extra inputs.
         outputs: for each operation, the edges that are its extra outputs.
-        results: the edges that are wanted outside.
+        results: the edges that later groups or the caller read.
     """
 
     forward_ops: tuple[FusedOperation, ...]
@@ -50,17 +50,17 @@ class OperationGroup:
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """The operations, unfused."""
+        """The basic operations of the group, in forward order."""
         return expand(self.forward_ops)
 
     @property
     def taken(self) -> set[int]:
-        """The edges that come from outside."""
+        """The edges that come from outside the group."""
         made = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - made
 
     def forward(self, operands, cotangent_avals):
-        """Runs the forward windows, and keeps what the backward reads."""
+        """Runs the forward windows; returns the results and the residuals."""
         needs = self._needs(cotangent_avals)
         saves = self._saves(needs)
         xs, edges, residuals = self._run(self.forward_ops, operands, saves)
@@ -71,7 +71,12 @@ class OperationGroup:
         return (xs[-1], {edge: edges[edge] for edge in self.results}), kept
 
     def _run(self, ops, operands, saves):
-        """Runs windows: x before each and y behind, all edges, and the residuals."""
+        """Runs `ops` one after another.
+
+        Returns:
+            The input x of the first operation and the output of each, all edges, and
+            the residuals of each basic operation.
+        """
         x, edges = operands["x"], dict(operands["wires"])
         xs = [x]
         residuals: list[Residuals] = []
@@ -86,7 +91,11 @@ class OperationGroup:
         return xs, edges, residuals
 
     def _needs(self, cotangent_avals) -> tuple[RequestedGradients, ...]:
-        """What each operation has to compute so that the wanted gradients are there."""
+        """Returns the gradients that each operation must compute.
+
+        An operation computes dx if x has a cotangent or an earlier operation needs a
+        gradient.
+        """
         reached = cotangent_avals["x"] is not None
         edges = {
             edge: like is not None for edge, like in cotangent_avals["wires"].items()
@@ -105,7 +114,7 @@ class OperationGroup:
         return tuple(needs)
 
     def _saves(self, needs) -> tuple[frozenset[str], ...]:
-        """The residuals that each operation's backward reads, if any is needed."""
+        """Returns the names of the residuals that each operation's backward reads."""
         saves: list[frozenset[str]] = []
         for window, op in windows(self.backward_ops):
             own = needs[window]
@@ -113,13 +122,18 @@ class OperationGroup:
         return tuple(saves)
 
     def _kept(self, residuals, saves):
-        """The residuals that are read, and placeholders for what others would read."""
+        """Returns the residuals that the backward reads.
+
+        A residual that only other requests would read is a placeholder, so the tree
+        does not depend on the requested gradients.
+        """
         possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The fusions leave none, whatever is differentiated: there is no value
-                # that another use of the jaxpr would keep, or jax.vmap would map.
+                # The fused forward never produces this residual, whichever gradients
+                # are requested. So there is no value that another use of the jaxpr
+                # could keep, or that jax.vmap could map.
                 return placeholder()
             return residual_or_placeholder(
                 name in wanted, save(values[name], name, op.comm_name)
@@ -133,9 +147,10 @@ class OperationGroup:
         )
 
     def _likes(self, operands, needs):
-        """The types of the activations and edges that begin in the group.
+        """Returns the cotangent avals of the activations and edges inside the group.
 
-        A fused window never makes those inside it, so they are traced abstractly.
+        A fused window never materializes its inner activations. They are traced
+        abstractly, with the unfused operations.
         """
         if len(self.basic_ops) == 1:
             return (), {}
@@ -159,7 +174,7 @@ class OperationGroup:
         return x_likes, wire_likes
 
     def backward(self, residuals, cotangents, cotangent_avals):
-        """Runs the backward windows, the last one first."""
+        """Runs the backward windows, from the last to the first."""
         needs = self._needs(cotangent_avals)
         dy, d_results = cotangents
         d_wires = dict(d_results)
@@ -191,7 +206,7 @@ class OperationGroup:
 
     @contextlib.contextmanager
     def _named(self, window, op):
-        """Says in errors which of the operations they are about."""
+        """Prefixes errors with the index and the label of the operation that failed."""
         try:
             yield
         except UbError as error:
@@ -204,12 +219,12 @@ class OperationGroup:
 
 
 def _rows(arrays, rows):
-    """What lies on edges, in rows for each operation; None where nothing does."""
+    """Looks up the array of each edge in `rows`; None for an edge without one."""
     return tuple(tuple(arrays.get(edge) for edge in row) for row in rows)
 
 
 def _pairs(rows, arrays) -> Iterator[tuple[int, jax.Array | None]]:
-    """Each edge of some rows with what an operation gave for it."""
+    """Yields each edge in `rows` with the array at the same position in `arrays`."""
     return zip(itertools.chain(*rows), itertools.chain(*arrays), strict=True)
 
 
@@ -217,7 +232,8 @@ def _backward(op, residuals, dy, d_extras, needs):
     arrived = dy is not None or any(d is not None for row in d_extras for d in row)
     if any(needs) and arrived:
         return op.backward(residuals, dy, d_extras, needs)
-    # With nothing to compute, each basic operation says what it keeps.
+    # Nothing to compute: the base class returns the old values of overwritten parameters
+    # and None for all other gradients.
     return FusedOperation.backward(op, residuals, dy, d_extras, needs)
 
 

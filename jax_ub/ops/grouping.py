@@ -1,4 +1,4 @@
-"""Cuts fused lists into groups that are differentiated as one."""
+"""Divides fused lists into groups that are differentiated separately."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from jax_ub.ops.operation import FusedOperation, Op, windows
 def make_groups(
     forward_ops: Sequence[Op], backward_ops: Sequence[Op], extra_edges: ExtraTensorEdges
 ) -> tuple[OperationGroup, ...]:
-    """Cuts two lists over the same basic operations where windows of both end."""
+    """Divides two fused lists over the same basic operations into groups.
+
+    A group ends wherever a forward window and a backward window end together.
+    """
     forward, backward = _by_place(forward_ops), _by_place(backward_ops)
     cuts = sorted(set(forward) & set(backward))
     ends = [*cuts[1:], len(extra_edges.inputs)] if cuts else []
@@ -22,7 +25,10 @@ def make_groups(
 
 
 def _by_place(ops: Sequence[Op]) -> dict[int, FusedOperation]:
-    """Each operation by the place of its first basic one; those alone as windows."""
+    """Maps the index of each window's first basic operation to its fused operation.
+
+    A basic operation outside any window becomes a window of one.
+    """
     return {
         window.start: op
         if isinstance(op, FusedOperation)

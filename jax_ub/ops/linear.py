@@ -1,4 +1,4 @@
-"""A linear layer with its bias, as one entry of a Sequential."""
+"""A linear layer with its bias, as one entry of a `Sequential`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from jax_ub.ops.operation import Operation, check_params, constructor_call
 class Linear(Operation):
     """`x @ kernel + bias`: a `BasicLinear` and a `Bias`.
 
-    The bias of a row-parallel layer is added once, after the reduction, and is the same
-    on every rank; that of a column-parallel one is sharded as the columns are.
+    The bias of a row-parallel layer is replicated and added once, after the reduction.
+    The bias of a column-parallel layer is sharded like the kernel's columns.
 
-    Transformer Engine: `te.ops.Linear`, which has no `userbuffers_options`, and whose
-    row-parallel bias is the sum of one for each rank. Parameters: "kernel", "bias" and
-    "main_grad", where there is one, in one dict, as `flax.nnx.Linear` names them.
+    Transformer Engine: `te.ops.Linear`, which has no `userbuffers_options`, and which
+    sums one bias per rank in a row-parallel layer. Parameters, in one dict with the
+    names of `flax.nnx.Linear`: "kernel", "bias" and, if enabled, "main_grad".
 
     Attributes:
         in_features: the global number of input features.
@@ -31,11 +31,14 @@ class Linear(Operation):
         use_bias: whether a bias is added.
         tensor_parallel_mode: "column", "row" or None.
         axis_name: the mesh axis that the kernel is sharded over.
-        sequence_parallel: whether tokens are sharded outside a column-row pair.
-        userbuffers_options: `{"comm_name": name}` overlaps the layer.
-        accumulate_into_main_grad: whether "main_grad" takes the kernel's gradient.
-        method: how GEMM and communication run.
-        dtype: dtype of the computation; None is that of x.
+        sequence_parallel: whether the activations outside a column-row pair are sharded
+            along their tokens.
+        userbuffers_options: `{"comm_name": name}` overlaps the layer's communication
+            with its GEMMs.
+        accumulate_into_main_grad: whether the kernel's gradient is added to the
+            parameter "main_grad".
+        method: how the layer overlaps its GEMM with communication; see `BasicLinear`.
+        dtype: dtype of the computation; None takes the dtype of x.
         param_dtype: dtype of the parameters.
         kernel_init: initializer of the global kernel.
         bias_init: initializer of the global bias.
@@ -64,12 +67,12 @@ class Linear(Operation):
         object.__setattr__(self, "userbuffers_options", options)
 
     def __repr__(self) -> str:
-        """The constructor's call, without what is left at its default."""
+        """Returns the constructor call, without arguments that equal their default."""
         return constructor_call(self)
 
     @property
     def basic_ops(self):
-        """The linear map, and the bias."""
+        """The `BasicLinear` and, if enabled, the `Bias`."""
         linear = BasicLinear(
             self.in_features,
             self.out_features,
@@ -95,18 +98,18 @@ class Linear(Operation):
         return linear, bias
 
     def init(self, key):
-        """Creates the global parameters."""
+        """Creates the global parameters in one dict."""
         shapes.check_key("Linear", "key", key)
         keys = jax.random.split(key)
         parts = (op.init(k) for op, k in zip(self.basic_ops, keys, strict=False))
         return {name: value for part in parts for name, value in part.items()}
 
     def specs(self):
-        """The kernel's and the bias's."""
+        """Returns the `PartitionSpec` of each parameter by name."""
         return {k: v for op in self.basic_ops for k, v in op.specs().items()}
 
     def split(self, params):
-        """The kernel and its main_grad, and the bias."""
+        """Splits the dict into the parameters of `BasicLinear` and `Bias`."""
         check_params("Linear", params)
         if not self.use_bias:
             return (params,)

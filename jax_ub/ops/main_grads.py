@@ -1,4 +1,4 @@
-"""Accumulators of gradients, apart from the parameters that an optimizer updates."""
+"""Separates gradient accumulators (main_grad) from the weights that are trained."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ NAME = "main_grad"
 
 
 def split_main_grads(params: Any) -> tuple[Any, Any]:
-    """Parts the parameters of `init`, so that each can be differentiated for itself.
+    """Splits parameters into weights and main_grads, to differentiate each alone.
 
-    The cotangent of a "main_grad" is its new value, so a loop over microbatches carries
-    it from one to the next, while the weights stay:
+    The cotangent of a "main_grad" is its new value. A loop over microbatches passes it
+    from one microbatch to the next, while the weights stay constant:
 
         weights, main_grads = ops.split_main_grads(params)
         for x in microbatches:
@@ -19,11 +19,11 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
             main_grads = jax.grad(loss)(main_grads)
 
     Args:
-        params: what `Sequential.init` returns, or `specs()`.
+        params: the result of `Sequential.init`, or of `specs()`.
 
     Returns:
-        The weights, and the main_grads in the same tree; None stands in the place of
-        the others.
+        The weights and the main_grads, each in the tree of `params`. Leaves that belong
+        to the other tree are None.
     """
     is_main_grad = _is_main_grad(params)
     weights = jax.tree.map(lambda own, p: None if own else p, is_main_grad, params)
@@ -32,7 +32,7 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Puts weights and main_grads together again."""
+    """Merges weights and main_grads; the inverse of `split_main_grads`."""
     return jax.tree.map(
         lambda weight, main_grad: main_grad if weight is None else weight,
         weights,
@@ -42,11 +42,11 @@ def merge_main_grads(weights: Any, main_grads: Any) -> Any:
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Puts accumulated values in the places of their kernels' own gradients.
+    """Replaces kernel gradients by the accumulated main_grads.
 
     Args:
-        gradients: of the weights, as `split_main_grads` parts them. Zero for kernels
-            with a main_grad.
+        gradients: gradients of the weights, in the tree that `split_main_grads`
+            returns. They are zero for kernels with a main_grad.
         main_grads: the main_grads after the last microbatch.
 
     Returns:

@@ -1,13 +1,14 @@
-"""The contract of fusible operations.
+"""The interface of fusible operations.
 
-A *basic operation* is an immutable description of one function of an activation: what
-parameters it has, and its pure forward and backward. A *fused operation* covers a
-window of basic operations and computes the same, forward, backward or both, in another
-way. `OperationFuser` chooses the windows; `rules/fused_group.py` differentiates them.
+A *basic operation* is an immutable description of one function of an activation: its
+parameters, its pure forward and its pure backward. A *fused operation* replaces a
+window of consecutive basic operations and computes the same results in the forward, in
+the backward or in both, for example with fewer passes over memory. `OperationFuser`
+chooses the windows; `rules/fused_group.py` differentiates them.
 
-Between a forward and a backward lie only *residuals*: arrays by name, one dict for each
-basic operation, so that every backward, fused or not, can follow every forward. Their
-names and meanings belong to the basic operation.
+The forward passes only *residuals* to the backward: arrays by name, in one dict for
+each basic operation. The basic operation defines their names and meanings, so any
+backward, fused or not, works after any forward.
 """
 
 import dataclasses
@@ -24,49 +25,50 @@ from jax_ub.ops.fields import OutputChannel, check_channel_name, check_fields
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
-# Extra inputs or outputs of one operation, or their gradients (None: known to be zero).
+# Extra inputs or outputs of one operation, or their gradients. A gradient that is known
+# to be zero is None.
 Extras = tuple[jax.Array | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """Which gradients of one basic operation somebody asked for."""
+    """The gradients of one basic operation that the caller differentiates for."""
 
     x: bool = False
     params: frozenset[str] = frozenset()
     extra_inputs: tuple[bool, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any is wanted."""
+        """Returns whether any gradient is requested."""
         return self.x or bool(self.params) or any(self.extra_inputs)
 
 
 class Operation:
-    """What `Sequential` holds: a basic operation, or a composite of several."""
+    """An entry of `Sequential`: a basic operation, or a composite of several."""
 
     if TYPE_CHECKING:
         # At run time an inherited property would shadow the field of FusedOperation.
 
         @property
         def basic_ops(self) -> tuple["BasicOperation", ...]:
-            """The basic operations that this one stands for, in forward order."""
+            """The basic operations that this one consists of, in forward order."""
             raise NotImplementedError
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """The basic operations, and fused ones where the caller constructed them."""
+        """The basic operations and the fused operations of the caller, in order."""
         return self.basic_ops
 
     def init(self, key: jax.Array) -> Any:
-        """Creates the parameters: global arrays, in a plain pytree."""
+        """Creates the parameters as a pytree of global arrays."""
         raise NotImplementedError
 
     def specs(self) -> Any:
-        """The `PartitionSpec` of every parameter, in the same tree."""
+        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
         raise NotImplementedError
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Deals the parameters out: one dict for each basic operation."""
+        """Splits the parameters into one dict for each basic operation."""
         raise NotImplementedError
 
 
@@ -75,17 +77,17 @@ class BasicOperation(Operation):
     """One function of an activation, and its derivative.
 
     A subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True, repr=False)`)
-    whose fields hash. It runs inside `jax.shard_map` where it is parallel: parameters
-    and activations are then this rank's shards.
+    with hashable fields. A parallel operation is called inside `jax.shard_map`;
+    parameters and activations are then this rank's shards.
     """
 
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
-    # Whether `params["key"]` is a PRNG key in forward; it is absent in a deterministic
-    # run. Never a key of `init` or `specs`.
+    # Whether the forward takes a PRNG key as `params["key"]`. A deterministic call does
+    # not pass it. `init` and `specs` never contain this entry.
     takes_key: ClassVar[bool] = False
-    # Parameters whose cotangent is their new value, such as main_grad. Each is also the
-    # name of a residual, the old value.
+    # Names of the parameters whose cotangent is their new value, such as "main_grad".
+    # The residual with the same name holds the old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
 
     extra_input_channels: tuple[str | None, ...] = dataclasses.field(
@@ -96,48 +98,51 @@ class BasicOperation(Operation):
     )
 
     def __post_init__(self):
-        """Checks the fields by their names; subclasses call it for their own."""
+        """Checks the fields; subclasses that override this method call it."""
         check_fields(self)
 
     @property
     def basic_ops(self) -> tuple["BasicOperation", ...]:
-        """Itself."""
+        """A tuple of this operation alone."""
         return (self,)
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """The name of the operation in error messages."""
         return type(self).__name__
 
     @property
     def comm_name(self) -> str | None:
-        """The name of its overlap; None where it has none."""
+        """The name of the operation's overlap configuration, or None."""
         return None
 
     def __repr__(self) -> str:
-        """The constructor's call, without what is left at its default."""
+        """Returns the constructor call, without arguments that equal their default."""
         return constructor_call(self)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Creates the parameters, as global arrays; none by default."""
+        """Creates the parameters as global arrays by name; none by default."""
         return {}
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """How the parameters lie on the mesh, by name; none by default."""
+        """Returns the `PartitionSpec` of each parameter by name; none by default."""
         return {}
 
     def split(self, params: Params) -> tuple[Params, ...]:
-        """The parameters themselves."""
+        """Returns the parameters of this operation alone, in a tuple of one dict."""
         check_params(self.label, params)
         return (params,)
 
     def claim(self, params: Params) -> None:
-        """Sees the caller's own parameters, before the differentiated call begins."""
+        """Registers the caller's parameters with this call, before differentiation.
+
+        A linear uses it to reject a main_grad that another call has already.
+        """
 
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
-        """Names the residuals that `backward` reads for these needs.
+        """Returns the names of the residuals that `backward` reads for `needs`.
 
-        More needs never need fewer residuals.
+        Requesting more gradients never removes a name.
         """
         raise NotImplementedError
 
@@ -147,11 +152,11 @@ class BasicOperation(Operation):
         """Computes the result.
 
         Args:
-            params: this operation's parameters, in their own dtype.
+            params: the operation's parameters, in `param_dtype`.
             x: the activation.
             extra_inputs: `num_extra_inputs` arrays.
-            saves: the residuals that a backward will read. Others are dropped, so that
-                nothing has to be computed for them alone.
+            saves: names of the residuals that the backward reads. The caller drops all
+                others, so the forward need not compute them.
 
         Returns:
             y, the extra outputs, and the residuals by name.
@@ -165,29 +170,32 @@ class BasicOperation(Operation):
         d_extra_outputs: Extras,
         needs: RequestedGradients,
     ) -> tuple[jax.Array | None, Params, Extras]:
-        """Computes the gradients that are needed.
+        """Computes the requested gradients.
 
-        It is called only if something is needed, and if `dy` or one of
-        `d_extra_outputs` is not None. The caller casts the gradients to the dtypes of
-        their operands, and sums them over mesh axes that the operand does not vary over
-        (`jax.shard_map(check_vma=True)`).
+        Called only if a gradient is requested and if `dy` or one of `d_extra_outputs`
+        is not None. The caller casts each gradient to the dtype of its operand and,
+        inside `jax.shard_map(check_vma=True)`, sums it over the mesh axes over which
+        the operand does not vary.
 
         Args:
-            residuals: what `saved(needs)` names.
-            dy: gradient of y; None where it is known to be zero.
-            d_extra_outputs: gradients of the extra outputs, None likewise.
-            needs: what to compute. The rest may be None, or left out of the dict.
+            residuals: the residuals that `saved(needs)` names.
+            dy: gradient of y; None if it is known to be zero.
+            d_extra_outputs: gradients of the extra outputs; None for each that is known
+                to be zero.
+            needs: the gradients to compute. Others may be None, or absent in the dict.
 
         Returns:
-            dx, gradients of the parameters by name, and one of each extra input.
+            dx, the gradients of the parameters by name, and a tuple of the gradients of
+            the extra inputs.
         """
         raise NotImplementedError
 
     def with_extra_input_channel(self, index: int, name: str) -> "BasicOperation":
-        """A copy whose extra input `index` is the extra output named `name`.
+        """Returns a copy that reads extra input `index` from the channel `name`.
 
         Raises:
-            ShapeContractError: if there is no such extra input, or no such name.
+            ShapeContractError: if `index` is out of range, or `name` is not a string
+                without spaces.
         """
         self._check_channel("input", index, self.num_extra_inputs, name)
         channels = self.extra_input_channels or (None,) * self.num_extra_inputs
@@ -197,15 +205,17 @@ class BasicOperation(Operation):
     def with_extra_output_channel(
         self, index: int, name: str, output_to_caller: bool = True
     ) -> "BasicOperation":
-        """A copy whose extra output `index` later operations can take by `name`.
+        """Returns a copy that writes extra output `index` to the channel `name`.
 
         Args:
-            index: which extra output.
-            name: the channel, which has one producer and any number of consumers.
-            output_to_caller: whether the caller gets it too.
+            index: index of the extra output.
+            name: the channel. It has one producer; any number of later operations can
+                read it.
+            output_to_caller: whether the extra output is also returned to the caller.
 
         Raises:
-            ShapeContractError: if there is no such extra output, or no such name.
+            ShapeContractError: if `index` is out of range, or `name` is not a string
+                without spaces.
         """
         self._check_channel("output", index, self.num_extra_outputs, name)
         channels = self.extra_output_channels or (None,) * self.num_extra_outputs
@@ -224,34 +234,35 @@ class BasicOperation(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class FusedOperation(Operation):
-    """A window of basic operations that is computed in another way.
+    """A window of basic operations with a joint forward, backward or both.
 
-    A subclass overrides `forward`, `backward` or both; what it leaves is computed by
-    the basic operations, one after another. Extra inputs come from outside the window,
-    so no channel may begin and end in it.
+    A subclass overrides `forward`, `backward` or both. The methods of this class call
+    the basic operations one after another. Extra inputs come from outside the window,
+    so no channel may connect two operations of one window.
 
-    As an entry of `Sequential` or `OperationFuser` it runs as it is in the passes that
-    it overrides, and the registered fusions fuse its basic operations in the others.
-    Its parameters are a tuple with one entry for each basic operation.
+    A caller may also put a fused operation into `Sequential` or `OperationFuser`. It
+    then runs unchanged in the passes that it overrides; in the other pass, the
+    registered fusions see its basic operations. Its parameters are a tuple with one
+    entry for each basic operation.
     """
 
-    basic_ops: tuple[Any, ...]  # basic operations, whose types a subclass knows
+    basic_ops: tuple[Any, ...]  # basic operations; each subclass fixes their types
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """Itself."""
+        """A tuple of this operation alone."""
         return (self,)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters of the basic operations."""
+        """Creates the parameters: one entry for each basic operation."""
         return init_each(self.basic_ops, key)
 
     def specs(self) -> tuple[Any, ...]:
-        """The `PartitionSpec` of every parameter, in the tree of `init`."""
+        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
         return tuple(op.specs() for op in self.basic_ops)
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Deals the parameters out to the basic operations."""
+        """Splits the parameters into one dict for each basic operation."""
         return split_each(type(self).__name__, self.basic_ops, params)
 
     def overrides(self, name: str) -> bool:
@@ -260,26 +271,26 @@ class FusedOperation(Operation):
 
     @property
     def overlaps(self) -> bool:
-        """Whether what it communicates runs beside a GEMM, for `explain()`."""
+        """Whether its communication overlaps a GEMM. Reported by `explain()`."""
         return False
 
     @classmethod
     def refusals(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Says why a window that looks like this fusion's is none.
+        """Returns why this fusion rejects windows that resemble its pattern.
 
         Args:
-            ops: the list that `fuse_forward_ops` or `fuse_backward_ops` gets.
+            ops: the list that is passed to `fuse_forward_ops` or `fuse_backward_ops`.
 
         Returns:
-            The reasons by the index in `ops` of the operation that they are about (a
-            linear, where there is one), for `explain()`.
+            The reasons, reported by `explain()`. Keys are indices into `ops`: the index
+            of the window's linear if it has one.
         """
         return {}
 
     def saved(
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
-        """Names the residuals that `backward` reads, for each basic operation."""
+        """Returns the names of the residuals that `backward` reads, by operation."""
         return tuple(
             op.saved(need) if need else frozenset()
             for op, need in zip(self.basic_ops, needs, strict=True)
@@ -292,7 +303,7 @@ class FusedOperation(Operation):
         extra_inputs: tuple[Extras, ...],
         saves: tuple[frozenset[str], ...],
     ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """`BasicOperation.forward`, with one entry for each basic operation."""
+        """Runs the forward; arguments have one entry for each basic operation."""
         extra_outputs, residuals = [], []
         for i, op in enumerate(self.basic_ops):
             x, extras, saved = op.forward(params[i], x, extra_inputs[i], saves[i])
@@ -307,10 +318,10 @@ class FusedOperation(Operation):
         d_extra_outputs: tuple[Extras, ...],
         needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """`BasicOperation.backward`, with one entry for each basic operation.
+        """Runs the backward; arguments have one entry for each basic operation.
 
-        Any of the gradients may be None here, for example `dy`, where only an extra
-        output inside the window has one.
+        Unlike in `BasicOperation.backward`, every gradient may be None. For example,
+        `dy` is None if only an extra output inside the window has a gradient.
         """
         d_params: list[Params] = []
         d_extra_inputs: list[Extras] = []
@@ -324,7 +335,8 @@ class FusedOperation(Operation):
 
 Op = BasicOperation | FusedOperation
 AnyOp = TypeVar("AnyOp", bound=Op)
-# A fusion: takes a list of operations and returns one that expands to the same.
+# A fusion takes a list of operations and returns a list that consists of the same basic
+# operations.
 Fusion = Callable[[list[Op]], list[Op]]
 
 
@@ -335,11 +347,12 @@ def backward_of(
     d_extra_outputs: Extras,
     needs: RequestedGradients,
 ) -> tuple[jax.Array | None, Params, Extras]:
-    """Runs `op.backward`, unless nothing is needed or nothing arrives."""
+    """Runs `op.backward` if a gradient is requested and an output has a gradient."""
     arrived = dy is not None or any(d is not None for d in d_extra_outputs)
     if needs and arrived:
         return op.backward(residuals, dy, d_extra_outputs, needs)
-    # What is overwritten with its gradient keeps its value where there is none.
+    # The cotangent of an overwritten parameter is its new value. Without a gradient to
+    # add, this is the old value.
     kept = {name: residuals[name] for name in op.overwritten & needs.params}
     return None, kept, (None,) * op.num_extra_inputs
 
@@ -347,12 +360,12 @@ def backward_of(
 def fuse_windows(
     ops: Sequence[Op], match: Callable[[Sequence[Op]], FusedOperation | None]
 ) -> list[Op]:
-    """Replaces every window, from the front, for which `match` makes an operation.
+    """Replaces windows by fused operations, scanning the list from front to back.
 
     Args:
         ops: basic and fused operations, in forward order.
-        match: sees the rest of the list, and returns the operation that takes the place
-            of its first ones, basic or fused, or None.
+        match: takes the rest of the list. Returns a fused operation that replaces the
+            first operations of the rest, or None to keep the first one.
     """
     fused: list[Op] = []
     place = 0
@@ -367,7 +380,7 @@ def fuse_windows(
 
 
 def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
-    """The first operations of a list if they are of these kinds, in this order."""
+    """Returns the first operations of a list if they have these types, else None."""
     window = tuple(ops[: len(kinds)])
     if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
         return None
@@ -375,12 +388,15 @@ def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
 
 
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
-    """The basic operations that a fused list stands for."""
+    """Returns the basic operations of a list of basic and fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Each operation of a fused list with the places of its basic ones."""
+    """Returns each operation of a fused list with its range of basic operations.
+
+    The slices index the list of all basic operations.
+    """
     found: list[tuple[slice, AnyOp]] = []
     place = 0
     for op in ops:
@@ -390,7 +406,7 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
 
 
 def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
-    """Creates the parameters of several operations, each with a key of its own."""
+    """Creates the parameters of several operations, each with its own PRNG key."""
     shapes.check_key("init", "key", key)
     return tuple(
         op.init(jax.random.fold_in(key, place)) for place, op in enumerate(ops)
@@ -398,10 +414,10 @@ def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
 
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
-    """Deals the parameters of several operations out to their basic operations.
+    """Splits the parameters of several operations into one dict per basic operation.
 
     Raises:
-        ShapeContractError: if there is not one entry for each operation.
+        ShapeContractError: if `params` does not have one entry for each operation.
     """
     if not isinstance(params, (tuple, list)) or len(params) != len(ops):
         raise ShapeContractError(
@@ -413,7 +429,7 @@ def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Param
 
 
 def constructor_call(op) -> str:
-    """How the dataclass `op` can be made, without what is left at its default."""
+    """Returns the constructor call of a dataclass, without default arguments."""
     shown = [
         f"{field.name}={getattr(op, field.name)!r}"
         for field in dataclasses.fields(op)
@@ -423,10 +439,10 @@ def constructor_call(op) -> str:
 
 
 def check_params(label: str, params: Any) -> None:
-    """Refuses parameters of one operation that are not by name.
+    """Checks that the parameters of one operation are a dict of arrays by name.
 
     Raises:
-        ShapeContractError: if they are no dictionary of arrays.
+        ShapeContractError: if they are not.
     """
     if not isinstance(params, Mapping):
         raise ShapeContractError(
@@ -439,9 +455,10 @@ def check_params(label: str, params: Any) -> None:
 
 
 def num_ranks(axis_name: str | None) -> int | None:
-    """The size of a mesh axis, where a mesh is in reach; None where none is.
+    """Returns the size of a mesh axis, or None if no mesh is in scope.
 
-    A mesh is in reach inside `jax.shard_map` and under `jax.set_mesh`.
+    A mesh is in scope inside `jax.shard_map` and under `jax.set_mesh`. For an
+    `axis_name` of None the size is 1.
     """
     if axis_name is None:
         return 1
@@ -449,5 +466,5 @@ def num_ranks(axis_name: str | None) -> int | None:
 
 
 def compute_dtype(dtype: Any, x: jax.Array) -> np.dtype:
-    """What an operation computes in: its `dtype`, or that of its input."""
+    """Returns `dtype`, or the dtype of `x` if `dtype` is None."""
     return np.dtype(x.dtype if dtype is None else dtype)

@@ -1,4 +1,4 @@
-"""The fusions that `OperationFuser` tries, in order."""
+"""The registry of the fusions that `OperationFuser` applies, in order."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,49 +11,51 @@ _FUSIONS: dict[str, list[Fusion]] = {name: [] for name in PASSES}
 
 
 def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion of forward and backward together, which is tried first.
+    """Registers a fusion that replaces windows in forward and backward together.
+
+    Joint fusions run before the fusions of one direction.
 
     Args:
-        fusion: takes a list of operations in forward order, basic or fused, and returns
-            one that stands for the same basic operations: see
+        fusion: takes a list of basic and fused operations in forward order; returns a
+            list of the same basic operations, some of them fused. See
             `ops.operation.fuse_windows`.
-        prepend: whether it is tried before those of its pass that are registered.
+        prepend: whether the fusion runs before the other registered joint fusions.
 
     Raises:
-        FusionError: if it cannot be called.
+        FusionError: if `fusion` is not callable.
     """
     _register("joint", fusion, prepend)
 
 
 def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion of the forward; see `register_joint_fusion`."""
+    """Registers a fusion for the forward only; see `register_joint_fusion`."""
     _register("forward", fusion, prepend)
 
 
 def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion of the backward; see `register_joint_fusion`."""
+    """Registers a fusion for the backward only; see `register_joint_fusion`."""
     _register("backward", fusion, prepend)
 
 
 def unregister_fusion(fusion: Fusion) -> None:
-    """Takes a fusion out of every pass."""
+    """Removes a fusion from every pass in which it is registered."""
     for fusions in _FUSIONS.values():
         while fusion in fusions:
             fusions.remove(fusion)
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """The fusions of one pass: "joint", "forward" or "backward"."""
+    """Returns the fusions of one pass: "joint", "forward" or "backward"."""
     return tuple(_FUSIONS[name])
 
 
 @contextlib.contextmanager
 def without_fusions() -> Iterator[None]:
-    """Runs every basic operation that is traced in it by itself.
+    """Disables all registered fusions for calls that are traced inside the context.
 
-    To measure what fusing saves, or to see whether a fusion is at fault. Fused
-    operations that the caller constructed stay. A function
-    that was jitted and traced before keeps what it was traced with.
+    Use it to measure what fusion saves, or to find out whether a fusion causes an
+    error. Fused operations that the caller constructed still run. A jitted function
+    that was traced before is not traced again, so it keeps its fusions.
     """
     registered = {name: tuple(found) for name, found in _FUSIONS.items()}
     for found in _FUSIONS.values():
@@ -62,7 +64,7 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, before in registered.items():
-            # Those that were registered meanwhile stay, behind.
+            # Keep fusions that were registered inside the context, after the others.
             _FUSIONS[name][:] = dict.fromkeys([*before, *_FUSIONS[name]])
 
 

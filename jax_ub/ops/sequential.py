@@ -1,4 +1,4 @@
-"""A list of operations, called one after another."""
+"""A list of operations that runs as one function."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -22,25 +22,25 @@ from jax_ub.ops.operation import (
 
 
 class Sequential(Operation):
-    """A list of operations that are fused where that is possible.
+    """A list of operations that are called one after another, fused if possible.
 
         seq = ops.Sequential(ops.LayerNorm(512), ops.Linear(512, 2048), ops.GELU())
         params = seq.init(jax.random.key(0))
         y = seq(params, x)
 
-    With parallel operations it is called inside `jax.shard_map`, with the parameters
-    sharded as `seq.specs()` says. The operations themselves never change; the list
-    does, as a Python list, so a program that was traced before a change keeps the old
-    one. A Sequential may be an entry of another.
+    A Sequential with parallel operations is called inside `jax.shard_map`, with
+    `seq.specs()` as the `in_specs` of the parameters. The operations are immutable, but
+    the list can be changed like a Python list; a function that was traced before a
+    change keeps the old list. A Sequential may contain another one.
 
     Transformer Engine: `te.ops.Sequential`.
     """
 
     def __init__(self, *ops: Operation):
-        """Makes a list of `ops`.
+        """Initializes the list with `ops`.
 
         Raises:
-            ShapeContractError: if one is no operation.
+            ShapeContractError: if an entry is not an operation.
         """
         self._ops: list[Operation] = []
         self.extend(ops)
@@ -66,23 +66,24 @@ class Sequential(Operation):
         hardware: Any = None,
         trace: Any = None,
     ) -> Table:
-        """Says which linears are overlapped, which are not, and why; print it.
+        """Reports which linears are overlapped, and why the others are not.
 
         Args:
-            tokens: of all ranks together, to predict times and bytes for.
-            num_ranks: of the tensor-parallel axes; None takes that of the mesh in
-                reach, or of `initialize_ub`.
-            dtype: of the activations.
-            hardware: a name or a machine of `jax_ub.simulate`; None takes the devices'
-                own kind.
-            trace: what `ub.trace` recorded of it, or its files: adds how long ranks
-                waited.
+            tokens: number of tokens of all ranks together, for which times and bytes
+                are predicted; None predicts nothing.
+            num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
+                scope, or from `initialize_ub`.
+            dtype: dtype of the activations.
+            hardware: a name or a machine of `jax_ub.simulate`; None takes the kind of
+                the local devices.
+            trace: a recording of `ub.trace`, or its files. Adds the measured time that
+                ranks waited.
 
         Returns:
-            A table with a row for the forward and for the backward of every linear.
+            A printable table with two rows for every linear: forward and backward.
 
         Raises:
-            ShapeContractError: if `tokens` or `num_ranks` is no positive integer.
+            ShapeContractError: if `tokens` or `num_ranks` is not a positive integer.
         """
         chosen = hardware or machine()
         sizes = Sizes(tokens, num_ranks, dtype, chosen, exposed(trace))
@@ -92,62 +93,63 @@ class Sequential(Operation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """Those of all entries."""
+        """The basic operations of all entries, in forward order."""
         return tuple(basic for op in self._ops for basic in op.basic_ops)
 
     @property
     def entries(self) -> tuple[Op, ...]:
-        """Those of all entries of the list."""
+        """The basic operations and the fused operations of the caller, in order."""
         return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
         """Creates the parameters: a tuple with one entry for each operation.
 
         Args:
-            key: PRNG key; each operation is_batchable in its place.
+            key: PRNG key. Operation i gets `jax.random.fold_in(key, i)`.
 
         Returns:
-            Global arrays, in dicts by name, which are empty for operations without.
+            Global arrays in dicts by name. An operation without parameters has an empty
+            dict.
         """
         return init_each(self._ops, key)
 
     def specs(self) -> tuple[Any, ...]:
-        """The `PartitionSpec` of every parameter, in the tree of `init`."""
+        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
         return tuple(op.specs() for op in self)
 
     def split(self, params):
-        """Deals the parameters out to the basic operations."""
+        """Splits the parameters into one dict for each basic operation."""
         return split_each("Sequential", self._ops, params)
 
     def append(self, op: Operation) -> "Sequential":
-        """Adds an operation at the end; returns the list itself."""
+        """Adds an operation at the end; returns this Sequential."""
         return self.insert(len(self), op)
 
     def extend(self, ops: Iterable[Operation]) -> "Sequential":
-        """Adds operations at the end; returns the list itself."""
+        """Adds operations at the end; returns this Sequential."""
         for op in list(ops):
             self.append(op)
         return self
 
     def insert(self, index: int, op: Operation) -> "Sequential":
-        """Adds an operation before `index`; returns the list itself.
+        """Adds an operation before `index`; returns this Sequential.
 
         Raises:
-            ShapeContractError: if it is no operation.
+            ShapeContractError: if `op` is not an operation.
         """
         self._ops.insert(index, _checked(op))
         return self
 
     def pop(self, index: int = -1) -> Operation:
-        """Takes an operation out, and returns it."""
+        """Removes and returns the operation at `index`."""
         return self._ops.pop(index)
 
     def __len__(self) -> int:
-        """The number of entries."""
+        """Returns the number of entries."""
         return len(self._ops)
 
     def __iter__(self) -> Iterator[Operation]:
-        """The entries."""
+        """Iterates over the entries; changing the list meanwhile has no effect."""
         return iter(tuple(self._ops))
 
     @overload
@@ -156,38 +158,38 @@ class Sequential(Operation):
     def __getitem__(self, index: slice) -> "Sequential": ...
 
     def __getitem__(self, index):
-        """An entry, or a new Sequential of a slice."""
+        """Returns an entry, or a new Sequential for a slice."""
         found = self._ops[index]
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
-        """Replaces an entry."""
+        """Replaces the entry at `index`."""
         self._ops[index] = _checked(op)
 
     def __delitem__(self, index: int | slice) -> None:
-        """Takes an entry, or a slice, out."""
+        """Removes an entry or a slice of entries."""
         del self._ops[index]
 
     def __add__(self, other: Iterable[Operation]) -> "Sequential":
-        """A new Sequential with the entries of both."""
+        """Returns a new Sequential with the entries of both."""
         return Sequential(*self, *other)
 
     def __iadd__(self, other: Iterable[Operation]) -> "Sequential":
-        """Adds entries at the end."""
+        """Adds operations at the end, in place."""
         return self.extend(other)
 
     def __eq__(self, other) -> bool:
-        """Whether the entries are equal now."""
+        """Returns whether both have equal entries."""
         if not isinstance(other, Sequential):
             return NotImplemented
         return self._ops == other._ops
 
     def __hash__(self) -> int:
-        """That of the entries now, so that it can be a static argument of jax.jit."""
+        """Hashes the current entries; makes a Sequential a valid static argument."""
         return hash(tuple(self._ops))
 
     def __repr__(self) -> str:
-        """The entries, one a line."""
+        """Returns the entries, one per line."""
         lines = "".join(f"  ({i}): {op!r}\n" for i, op in enumerate(self))
         return f"Sequential(\n{lines})" if lines else "Sequential()"
 
