@@ -1,4 +1,4 @@
-// The Python module jax_ub._cpu: what jax_ub/_cpu.pyi says, and nothing else.
+// The Python module jax_ub._cpu. jax_ub/_cpu.pyi documents it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -119,7 +119,7 @@ nb::dict ReadTrace() {
   return dict;
 }
 
-// The name in `names` (of enumerators 0 .. count - 1) that is `wanted`.
+// Returns the enumerator (0 .. count - 1) whose name is `wanted`. Throws if there is none.
 template <typename Enum>
 Enum Named(const char* what,
            const std::string& wanted,
@@ -142,7 +142,8 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
-// Bulk ops communicate as the plain collectives do, beside their GEMM.
+// A bulk op has the same schedule as the plain collective; it only runs concurrently with a
+// GEMM.
 jax_ub::CollectiveKind PatternNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;
@@ -177,7 +178,7 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits, VariantNamed(variant));
 }
 
-// An endpoint until it is used up.
+// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it.
 struct Endpoint {
   std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
   jax_ub::PeerAddress address = endpoint->address();
@@ -189,12 +190,12 @@ class Communicator {
                std::shared_ptr<jax_ub::SharedMemoryCommunicator> ends)
       : conductor_(std::move(sequencer)), ends_(std::move(ends)) {}
   ~Communicator() {
-    // It waits for the thread that hears the peers.
+    // Close waits for the thread that receives messages of the peers.
     const nb::gil_scoped_release released;
     Close();
   }
 
-  // A child of fork() has no engine that knows the call sequencer.
+  // In a child of fork() there is no engine that the call sequencer has joined.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(conductor_);

@@ -1,4 +1,4 @@
-// What both Python modules are told of the ranks that connect.
+// Checks and converts the arguments of `connect`, for both Python modules.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,7 +12,8 @@
 
 namespace jax_ub {
 
-// Throws ValueError unless each rank has a device and one of the `others`.
+// Throws ValueError unless both counts are equal and positive, that is, one device and one
+// of the `others` per rank.
 inline void CheckOneOfEach(size_t num_devices,
                            size_t num_others,
                            const std::string& others) {
@@ -23,7 +24,8 @@ inline void CheckOneOfEach(size_t num_devices,
                                   .c_str());
 }
 
-// By process number. Throws ValueError for an address without a token.
+// Returns the addresses and tokens of the peers, by process index. Throws ValueError if an
+// address has no token.
 inline std::map<int, PeerAddress> PeersOf(const std::map<int, std::string>& addresses,
                                           const std::map<int, uint64_t>& tokens) {
   std::map<int, PeerAddress> peers;

@@ -1,4 +1,4 @@
-// The Python module jax_ub._cuda: what jax_ub/_cuda.pyi says, and nothing else.
+// The Python module jax_ub._cuda. jax_ub/_cuda.pyi documents it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -27,7 +27,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// Why no device can be used here; none if one can.
+// Returns the reason why no device can be used, or nullopt if devices can be used.
 std::optional<std::string> WhyNot() {
   try {
     const jax_ub::Driver& driver = jax_ub::SystemDriver();
@@ -41,7 +41,7 @@ std::optional<std::string> WhyNot() {
   }
 }
 
-// Of the CUDA that the driver is for: 13000 is 13.0.
+// Returns the CUDA version of the driver; 13000 is 13.0.
 int DriverVersion() {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   int version = 0;
@@ -78,7 +78,7 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
-    // A driver that is older than the attribute refuses it.
+    // No check: a driver that is older than the attribute returns an error.
     int has_multicast = 0;
     driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
                               device);
@@ -96,7 +96,7 @@ nb::dict CublasLtOfProcess() {
   return dict;
 }
 
-// [from][to]: whether a device can reach the memory of another.
+// Returns [from][to]: whether device `from` can access the memory of device `to`.
 std::vector<std::vector<bool>> Peers(const std::vector<int>& ordinals) {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   std::vector<CUdevice> devices(ordinals.size());
@@ -131,7 +131,7 @@ std::optional<std::string> WhyNoPeers(const std::vector<int>& ordinals) {
   return std::nullopt;
 }
 
-// Attributes while a program is lowered: the numbers and texts of a dictionary.
+// Attributes from a Python dictionary, which are read during lowering.
 class PythonAttributes : public jax_ub::AttributeSource {
  public:
   PythonAttributes(jax_ub::Op op, const nb::dict& dict) : op_(op), dict_(dict) {}
@@ -223,8 +223,9 @@ std::map<std::string, std::string> Failures() {
   return texts;
 }
 
-// An endpoint until it is used up. Not named as the CPU's: nanobind knows the types of both
-// modules by their names.
+// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it. The name
+// differs from the CPU module's class, because nanobind identifies the types of both modules
+// by their names.
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();
@@ -248,7 +249,7 @@ class HeapCommunicator {
     jax_ub::ProcessCudaEngine().Join(communicator_, devices);
   }
   ~HeapCommunicator() {
-    // It waits for the devices, and for the peers: other threads of Python go on.
+    // Releases the GIL, because Close waits for the devices and the peers.
     const nb::gil_scoped_release released;
     Close();
   }
@@ -311,7 +312,8 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // What cannot run here, but may run in another way, is no failure.
+  // A call that is not supported here may be supported by another method, so it is not a
+  // RuntimeError.
   nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
     try {
       std::rethrow_exception(failure);

@@ -1,4 +1,4 @@
-// What both Python modules do with their engine's handlers.
+// Exports the FFI handlers of an engine to Python, for both Python modules.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,7 @@
 
 namespace jax_ub {
 
-// {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}
+// Returns {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}.
 template <typename Targets>
 nanobind::dict HandlersOf(const Targets& targets) {
   nanobind::dict handlers;
@@ -33,7 +33,7 @@ inline nanobind::dict TypeOf(const CallSiteType& type) {
   return dict;
 }
 
-// Throws ValueError unless it is a time to wait.
+// Returns `timeout_s`, or throws ValueError unless it is positive.
 inline double CheckedTimeout(double timeout_s) {
   if (timeout_s > 0) return timeout_s;
   throw nanobind::value_error(

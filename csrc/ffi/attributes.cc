@@ -27,7 +27,7 @@ class Reader {
     return static_cast<int>(InRange(name, 1, 1 << 16));
   }
 
-  // Of Tuning: what is missing stays as it is.
+  // Reads an optional attribute of KernelOptions. `value` is unchanged if it is missing.
   void MayHave(const char* name, bool& value) const {
     if (source_.Has(name)) value = Flag(name);
   }
@@ -71,7 +71,7 @@ CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   at.ranks = source.Integers("ranks");
   if (source.Has("devices")) at.devices = source.Integers("devices");
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
-  // Programs that were stored before there were variants have none.
+  // Programs that were exported before variants existed have no such attribute.
   int variant = 0;
   read.MayHave("variant", 0, kNumVariants - 1, variant);
   at.variant = static_cast<Variant>(variant);
@@ -126,7 +126,7 @@ Tensor TensorOf(const CallAttributes& at,
   tensor.dtype = dtype;
   tensor.data = static_cast<std::byte*>(data);
   const size_t rank = dimensions.size();
-  if (at.op == Op::kAllReduce) {  // any shape: only the elements count
+  if (at.op == Op::kAllReduce) {  // the shape does not matter
     tensor.features = 1;
     for (const int64_t size : dimensions) tensor.features *= size;
     return tensor;

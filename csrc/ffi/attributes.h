@@ -1,5 +1,5 @@
-// What a custom call says of itself, wherever it is read from: XLA's dictionary in a
-// handler, or Python's while a program is lowered.
+// Reads the attributes of a custom call, from XLA's dictionary in an FFI handler or from a
+// Python dictionary during lowering.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace jax_ub {
 
-// Attributes by name; each throws std::invalid_argument where there is none of the type.
+// Gives access to attributes by name. The getters throw std::invalid_argument if the
+// attribute is missing or has another type.
 class AttributeSource {
  public:
   virtual ~AttributeSource() = default;
@@ -23,17 +24,18 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Throws std::invalid_argument for a number that is out of range. The attributes of
-// Tuning may be missing.
+// Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is out of
+// range or a required attribute is missing. The attributes of KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// An array of these dimensions, as the op sees it.
+// Converts an array with these dimensions to [batch, rows, features]. For an all-reduce, all
+// elements become features of one row, because the shape does not matter.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// "jax_ub.all_gather_matmul: attribute num_ranks: "
+// Returns the prefix of an error message: "jax_ub.all_gather_matmul: attribute num_ranks: ".
 std::string AttributeError(Op op, std::string_view name);
 
 }  // namespace jax_ub

@@ -1,4 +1,4 @@
-// From XLA's view of a call to the engine's.
+// Converts XLA's representation of a call to the engine's.
 #pragma once
 
 #include "engine/call.h"
@@ -6,18 +6,21 @@
 
 namespace jax_ub {
 
-// Throws std::invalid_argument that names the attribute.
+// Reads the attributes of `op`. Throws std::invalid_argument with the attribute's name if one
+// is missing or out of range.
 CallAttributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
 
-// Throws ShapeError for a dtype that no op has, and where the number of the partition is
-// missing. The last `num_workspaces` results are not the op's.
+// Converts operands and results to tensors. The last `num_workspaces` results are workspace,
+// not results of the op. Throws ShapeError if no op supports a dtype, or if the partition id
+// operand of an exported program is missing.
 RankCall DecodeCall(const CallAttributes& attributes,
                     const xla::ffi::RemainingArgs& operands,
                     const xla::ffi::RemainingRets& results,
                     size_t num_workspaces = 0);
 
-// The device that a call on a CPU stands for, as the attributes know it; `ordinal` is
-// XLA's. Throws ShapeError where the number of the partition is out of range.
+// Returns the id of the device that runs a call on the CPU: XLA's `ordinal`, or in an
+// exported program the device of its partition id. Throws ShapeError if the partition id is
+// out of range.
 int64_t DeviceOf(const CallAttributes& attributes,
                  const RankCall& call,
                  int32_t ordinal);

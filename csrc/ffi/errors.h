@@ -1,4 +1,4 @@
-// What the engine throws, as XLA reports it.
+// Converts exceptions of the engine to XLA errors.
 #pragma once
 
 #include <exception>
@@ -7,7 +7,7 @@
 
 namespace jax_ub {
 
-// The only place that knows both kinds of errors.
+// Maps each exception type of platform/error.h to an XLA error code and keeps its message.
 xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
 
 }  // namespace jax_ub

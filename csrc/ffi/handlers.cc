@@ -14,7 +14,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Made once per custom call of a compiled program, shared by the devices that run it.
+// XLA creates one per custom call of a compiled program. All devices that run the program
+// share it.
 struct CallSiteState {
   static ffi::TypeId id;
   CallSite site;
@@ -33,7 +34,7 @@ ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary 
   }
 }
 
-// Never waits: an XLA thread that blocked here could be the one that a peer needs.
+// Never blocks: a blocked XLA thread might be the one that would run the call of a peer.
 ffi::Future Execute(CallSiteState* state,
                     ffi::RunId run,
                     int32_t ordinal,

@@ -1,5 +1,5 @@
-// What XLA is told of an engine: its handlers, and the type of their state. No XLA
-// header is needed to pass it on.
+// What is registered with XLA for an engine: its FFI handlers and the type of their state.
+// This header does not need XLA's headers.
 #pragma once
 
 #include <array>
@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// Handlers as untyped pointers: what a PyCapsule holds. Stages that a platform does not
-// run are null.
+// One FFI target. Handlers are untyped pointers, for PyCapsules. A stage is null if the
+// platform does not use it.
 struct Target {
   std::string name;  // "jax_ub$all_gather_matmul"
   void* instantiate = nullptr;
@@ -19,7 +19,7 @@ struct Target {
   void* execute = nullptr;
 };
 
-// What `make.operator()<op>()` returns, of every op in their order.
+// Returns the results of `make.operator()<op>()` for all ops, indexed by Op.
 template <typename Make>
 std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   return [&]<int... op>(std::integer_sequence<int, op...>) {
@@ -27,15 +27,17 @@ std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   }(std::make_integer_sequence<int, kNumOps>());
 }
 
-// The state that an instantiated call has. To be registered under `name` before any
-// target, and after XLA's backend exists: older jaxlibs take queued targets first.
+// The type of the state of an instantiated call. It must be registered under `name` before
+// any target. The backend must exist by then, because older jaxlibs register queued targets
+// before queued types.
 struct CallSiteType {
   std::string name;  // "jax_ub$CallSite"
   void* type_id = nullptr;
   void* type_info = nullptr;
 };
 
-// Of the XLA headers that the handlers were compiled with.
+// Returns (major, minor) of the FFI API in the XLA headers that the handlers were compiled
+// with.
 std::pair<int, int> XlaFfiApiVersion();
 
 }  // namespace jax_ub

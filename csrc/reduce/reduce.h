@@ -1,4 +1,4 @@
-// Sums and copies of matrices that lie in the buffers of several ranks.
+// Sums and copies matrices that are stored in the buffers of several ranks.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace jax_ub {
 
-// One addend: rows of contiguous columns.
+// A read-only addend. The columns of a row are contiguous.
 struct ConstMatrix {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;  // in elements; 0 repeats one row
@@ -24,15 +24,15 @@ struct Matrix {
 
 // out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
 //
-// Added in f32 in the order of `chunks` (the ranks'), rounded once: the same bits whoever
-// computes it. `out` may be the memory of a chunk, exactly. Throws std::invalid_argument
-// without chunks.
+// Adds in f32, in the order of `chunks` (the order of the ranks), and rounds once, so every
+// rank computes the same bits. `out` may be exactly the memory of one chunk. Throws
+// std::invalid_argument if `chunks` is empty.
 void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t rows,
                int64_t columns,
                const Matrix& out);
 
-// Copies rows of `row_bytes` contiguous bytes; strides are in bytes.
+// Copies `rows` rows of `row_bytes` contiguous bytes. Strides are in bytes.
 void CopyRows(const std::byte* source,
               int64_t source_stride,
               std::byte* target,

@@ -54,7 +54,8 @@ DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& resu
           static_cast<int64_t>(last->size_bytes())};
 }
 
-// What it enqueues depends on attributes and addresses only, so that XLA may replay it.
+// The enqueued work depends only on the attributes and the addresses, so that XLA may
+// capture and replay it.
 ffi::Error Execute(CudaCallSiteState* state,
                    CUstream stream,
                    int32_t ordinal,

@@ -1,11 +1,12 @@
-// The FFI targets of the CUDA engine, for whoever registers them with XLA.
+// The FFI targets of the CUDA engine, and the engine that their handlers use. Stages:
 //
-//   instantiate   once per custom call of a compiled program: attributes
-//   initialize    before every run of it, per device: plans, kernels, the communicator;
-//                 the error record of earlier calls. Waits for no peer.
-//   execute       enqueues; or is captured once and then replayed by XLA
+//   instantiate   Runs once per custom call of a compiled program. Reads the attributes.
+//   initialize    Runs before every run of the program, on each device. Makes the plans,
+//                 loads the kernels, binds the communicator, and raises errors of earlier
+//                 calls. Waits for no peer.
+//   execute       Enqueues the call. XLA may capture this once in a graph and replay it.
 //
-// The last result of a call is its workspace, u8.
+// The last result of a call is its workspace, with element type u8.
 #pragma once
 
 #include <array>
@@ -18,28 +19,32 @@
 
 namespace jax_ub {
 
+// Returns the FFI targets, indexed by Op.
 std::array<Target, kNumOps> CudaTargets();
 
+// Returns the type of the state of an instantiated call.
 CallSiteType TheCudaCallSiteType();
 
-// The engine that all handlers of this process use, made by the first that asks. Throws
-// UnsupportedError where there is no driver or no cuBLASLt.
+// Returns the engine that all handlers of this process share, and creates it at the first
+// call. Throws UnsupportedError if the driver or cuBLASLt is missing.
 CudaEngine& ProcessCudaEngine();
 
-// The cuBLASLt that it uses; throws UnsupportedError where there is none.
+// Returns the cuBLASLt library that the engine uses, and loads it at the first call. Throws
+// UnsupportedError if it is missing.
 const CublasLt& ProcessCublasLt();
 
-// What the engine is made with; no effect once it is there. `directories`: where else
-// cuBLASLt is looked for.
+// Sets additional directories to search for cuBLASLt. Has no effect after the library has
+// been loaded.
 void SetLibraryPaths(std::vector<std::string> directories);
-// Of waits; also of the engine that is there.
+// Sets the timeout of waits, also for an existing engine.
 void SetCudaTimeout(double timeout_s);
 
-// Whether all-reduces may run by multicast; before the engine is there.
+// Sets whether all-reduces may use multicast (NVLink SHARP). Must be called before the engine
+// exists.
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 
-// For tests: takes the place of the process's engine, or gives it back (nullptr).
+// For tests: replaces the engine of this process. nullptr restores the original engine.
 void ReplaceCudaEngine(CudaEngine* engine);
 
 }  // namespace jax_ub

@@ -9,9 +9,9 @@ namespace jax_ub {
 
 namespace {
 
-// Handlers are plain functions, so what they share is the process's. It is never
-// destroyed: the driver may be gone before.
-std::mutex creation;  // guards all below
+// State that all handlers share. It is global because handlers are plain functions. It is
+// never destroyed, because the driver may shut down first.
+std::mutex creation;  // guards the variables below, except `engine`
 std::vector<std::string> library_paths;
 double timeout_of_waits_s = 120;
 bool wants_nvls = false;

@@ -21,7 +21,8 @@ void SumChunks(std::span<const ConstMatrix> chunks,
       std::all_of(chunks.begin(), chunks.end(), [&](const ConstMatrix& chunk) {
         return chunk.row_stride == columns;
       });
-  if (is_contiguous) {  // one row: a narrow one has less than a vector to add
+  // Treats contiguous matrices as one row, because a narrow row does not fill a vector.
+  if (is_contiguous) {
     columns *= rows;
     rows = 1;
   }

@@ -6,7 +6,8 @@ namespace jax_ub {
 
 namespace {
 
-// Rows are batches: few and large. More than these are cheaper for a kernel.
+// Usually a row is a batch, so rows are few and large. For more rows than this, one kernel is
+// cheaper than one copy per row.
 constexpr int64_t kMostBlocks = 64;
 
 void CopyBlock(const Driver& driver,
@@ -32,8 +33,8 @@ void EnqueueCopy(const Driver& driver,
     return CopyBlock(driver, stream, rows.to, rows.from,
                      rows.num_rows * rows.row_bytes);
   }
-  // A graph's copies take new addresses, as XLA gives them to captured calls, only where
-  // they have one dimension: cuMemcpy2DAsync would refuse the second run.
+  // Does not use cuMemcpy2DAsync: XLA updates the addresses in captured graphs, and CUDA
+  // supports this only for one-dimensional copies, so the second run would fail.
   if (rows.num_rows > kMostBlocks) {
     return sums.Copy(stream, rows, way.num_sm, way.cluster_size);
   }

@@ -1,4 +1,4 @@
-// Copies of rows on a GPU or to a peer's, by a copy engine or by multiprocessors.
+// Copies rows within a GPU or to a peer GPU, with a copy engine or with a kernel.
 #pragma once
 
 #include <cuda.h>
@@ -8,14 +8,14 @@
 
 namespace jax_ub {
 
-// Who copies.
+// Selects what copies the rows. The last two members apply to the copy kernel.
 struct CopyMethod {
-  bool use_ce = true;    // a copy engine; else the copy kernel:
-  int num_sm = 0;        // its blocks; 0: its own default
-  int cluster_size = 0;  // of them
+  bool use_ce = true;    // true: copy engine; false: copy kernel
+  int num_sm = 0;        // number of blocks; 0: the default of SumKernels::Copy
+  int cluster_size = 0;  // number of blocks in a cluster; 0: no clusters
 };
 
-// Enqueues it; nothing where there is nothing to copy.
+// Enqueues the copy on `stream`. Does nothing if there are no rows or no bytes.
 void EnqueueCopy(const Driver& driver,
                  const SumKernels& sums,
                  CUstream stream,

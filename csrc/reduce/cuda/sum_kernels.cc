@@ -10,14 +10,15 @@
 
 namespace jax_ub {
 
-// The image of sum_kernels.cu.
+// The fatbin of sum_kernels.cu.
 extern const unsigned char kSumKernels[];
 
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kElementsPerThread = 16;
-constexpr int64_t kSumBlocksPerSm = 7;  // as many as are resident
+constexpr int64_t kSumBlocksPerSm =
+    7;  // the number of blocks that fit on an SM at once
 constexpr int kDefaultCopyBlocks = 16;
 
 bool IsDense(const SumPart& part, int64_t columns) {
@@ -29,7 +30,7 @@ bool IsAligned(const SumPart& part, bool one_row) {
   return part.data % kVectorBytes == 0 && stride % kVectorBytes == 0;
 }
 
-// Rows that follow each other without a gap are one.
+// Merges rows without gaps between them into a single row.
 void Flatten(SumParams& params) {
   const std::span<const SumPart> parts(params.parts, params.num_parts);
   const auto dense = [&](const SumPart& part) { return IsDense(part, params.columns); };
@@ -51,7 +52,7 @@ uint32_t UnitOf(const CopyParams& params) {
   if (params.num_rows > 1) {
     all |= static_cast<uint64_t>(params.from_stride | params.to_stride);
   }
-  // Its lowest bit, 16 at most.
+  // The lowest set bit, at most 16.
   return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
 }
 

@@ -1,9 +1,9 @@
-// Sums and copies at the speed of the memory: grid-stride loops over 16-byte vectors.
+// Memory-bound kernels that sum and copy, as grid-stride loops over 16-byte accesses.
 //
-// A vector is eight elements of a row; each thread has kVectors of them in flight, part
-// by part, so that the loads of one part do not wait for each other. f32 additions in the
-// order of the parts are all the arithmetic there is: the bits are those of any other
-// order of threads, and of the CPU (but for subnormal f32, which the CPU flushes).
+// A vector is eight elements of a row. Each thread loads kVectors vectors of a part before
+// it uses the first, so that the loads overlap. Each element is summed in f32 in the order of
+// the parts, so the result does not depend on the threads, and has the same bits as on the
+// CPU, except that the CPU flushes subnormal f32 numbers to zero.
 
 #include "platform/cuda/instructions.cuh"
 #include "reduce/cuda/sum_params.h"
@@ -15,8 +15,8 @@ constexpr int kLanes = 8;
 constexpr int kVectors = 2;
 constexpr int kUnits = 4;
 
-// Walks over the cells of a grid of `columns`, by `step` cells each time, without a
-// division but for the first.
+// Iterates over the cells of a grid with `columns` columns, in row-major order with a stride
+// of `step` cells. Only the constructor divides.
 struct Walk {
   int64_t row;
   int64_t column;
@@ -80,7 +80,7 @@ __device__ void StoreVector(char* to, DType dtype, const float (&x)[kLanes]) {
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// What kCount vectors of a part hold. All loads come before the first use.
+// Loads kCount vectors of a part. All loads are issued before the first use.
 template <DType kDType, int kCount>
 __device__ void LoadVectors(const SumPart& part,
                             const int64_t (&rows)[kCount],
@@ -91,7 +91,8 @@ __device__ void LoadVectors(const SumPart& part,
   }
 }
 
-// The vectors at kCount places. The dtype of a part is looked at once for all of them.
+// Sums the vectors at kCount positions. The dtype of each part is tested once for all kCount
+// vectors.
 template <int kCount>
 __device__ void SumVectors(const SumParams& params,
                            const int64_t (&rows)[kCount],

@@ -1,4 +1,4 @@
-// Launches the kernels that sum and copy (sum_kernels.cu).
+// Launches the sum and copy kernels of sum_kernels.cu.
 #pragma once
 
 #include <cuda.h>
@@ -9,23 +9,24 @@
 
 namespace jax_ub {
 
-// Of the context that is current when it is made, and all loaded then. May be used by any
-// thread, with that context current.
+// The kernels of one device. The constructor loads them in the current context. Any thread
+// may use them while this context is current.
 class SumKernels {
  public:
   SumKernels(const Driver& driver, CUdevice device);
 
-  // Fills in is_aligned. Throws std::invalid_argument without parts or with more than
-  // kMaxParts.
+  // Enqueues a sum; sets params.is_aligned itself. Throws std::invalid_argument unless there
+  // are 1 to kMaxParts parts.
   void Sum(CUstream stream, SumParams params) const;
 
-  // With `num_blocks` blocks (0: 16), in clusters of `cluster_size` where the device has
-  // them (0 or 1: none; the blocks are rounded up to a multiple). Fills in unit_bytes.
+  // Enqueues a copy; sets params.unit_bytes itself. Uses `num_blocks` blocks (0: 16), in
+  // clusters of `cluster_size` if the device supports clusters (0 or 1: no clusters). The
+  // number of blocks is rounded up to a multiple of the cluster size.
   void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
  private:
   const Driver& driver_;
-  int num_sms_ = 0;  // of the device
+  int num_sms_ = 0;  // multiprocessors of the device
   bool has_clusters_ = false;
   Library library_;
   CUfunction sum_ = nullptr;

@@ -1,5 +1,5 @@
-// What the kernels that sum and copy are given: read by the kernels, their launcher and
-// their host twins (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr.
+// Parameters of the sum and copy kernels. Shared by the kernels, their launcher and their
+// host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr values.
 #pragma once
 
 #include <cstdint>
@@ -8,29 +8,32 @@
 
 namespace jax_ub {
 
-// Parts of 16 ranks, bias, residual, accumulator and one to spare.
+// 16 ranks, a bias, a residual, an accumulator, and one spare part.
 inline constexpr int kMaxParts = 20;
 
-// Rows of contiguous columns.
+// A matrix: an addend or the result. The columns of a row are contiguous.
 struct SumPart {
   uint64_t data;
-  int64_t row_stride;  // in elements; 0 repeats one row (not of the result)
+  int64_t row_stride;  // in elements; 0 repeats one row (not allowed for the result)
   DType dtype;
 };
 
-// jax_ub_sum: out[r, c] = round(((parts[0][r, c] + parts[1][r, c]) + parts[2][r, c]) ...)
-// in f32, rounded once to nearest even. `out` may be the memory of a part, exactly.
+// Parameters of the kernel jax_ub_sum:
+//
+//   out[r, c] = round(((parts[0][r, c] + parts[1][r, c]) + parts[2][r, c]) ...)
+//
+// It adds in f32 and rounds once to nearest even. `out` may be exactly the memory of a part.
 struct SumParams {
   uint32_t num_parts;
-  uint32_t is_aligned;  // addresses and strides are multiples of 16 bytes
+  uint32_t is_aligned;  // 1: all addresses and strides are multiples of 16 bytes
   int64_t rows;
   int64_t columns;
   SumPart out;
   SumPart parts[kMaxParts];
 };
 
-// jax_ub_copy: rows of contiguous bytes, by SMs instead of a copy engine. Strides are in
-// bytes. Also to a peer's memory.
+// Parameters of the kernel jax_ub_copy, which copies rows of contiguous bytes with SMs
+// instead of a copy engine, also to the memory of a peer. Strides are in bytes.
 struct CopyParams {
   uint64_t from;
   uint64_t to;
@@ -38,12 +41,12 @@ struct CopyParams {
   int64_t row_bytes;
   int64_t from_stride;
   int64_t to_stride;
-  uint32_t unit_bytes;  // 16, 8, 4, 2 or 1, of which all of these are multiples
+  uint32_t unit_bytes;  // 16, 8, 4, 2 or 1; divides all addresses, sizes and strides
 };
 
 inline constexpr char kSumKernel[] = "jax_ub_sum";
 inline constexpr char kCopyKernel[] = "jax_ub_copy";
-// Per block.
+// Threads per block.
 inline constexpr int kSumThreads = 128;
 inline constexpr int kCopyThreads = 512;
 
