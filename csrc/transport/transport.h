@@ -1,15 +1,16 @@
-// How pieces get from one rank to another: one end of a communicator, which belongs to
-// one rank and is used by one thread at a time.
+// The interface through which a rank exchanges chunks with its peers. A Transport
+// belongs to one rank of a communicator and is used by one thread at a time.
 //
-// Every rank has the same slots. A slot is filled by one put and emptied by one release
-// per call, or not used by it, on all ranks alike; so both sides know its epoch, the
-// number of calls that used it. The epochs live with the buffers and only grow; they
-// are compared by signed difference and may wrap around.
+// Every rank has the same number of slots of the same size. In each call, a slot is
+// either unused on all ranks, or it is filled by one put (Write and Signal) and emptied
+// by one Release. Sender and receiver can therefore both count the slot's epoch: the
+// number of calls that have used it. Epochs are stored next to the slots. They only
+// grow, are compared by signed difference, and may wrap around.
 //
-// Memory order: what a rank wrote before Signal is visible to the peer after its Wait,
-// and what the peer read before Release happens before WaitFree returns. Every wait ends:
-// with its condition, with CommunicatorError when some rank failed (at once, with that
-// rank's reason), or with DeadlineError.
+// Memory order: data that a rank writes before Signal is visible to the peer after the
+// peer's Wait, and the peer's reads before Release happen before WaitFree returns.
+// Every wait ends in one of three ways: its condition holds; CommunicatorError as soon
+// as a rank fails, with that rank's reason; or DeadlineError.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@
 
 namespace jax_ub {
 
-// Rows of contiguous bytes, which arrive packed.
+// A strided matrix of bytes to send. Each row is contiguous; the receiver gets the rows
+// packed, without the gaps between them.
 struct Rows {
   const std::byte* data = nullptr;
   int64_t num_rows = 0;
@@ -27,12 +29,13 @@ struct Rows {
   int64_t stride_bytes = 0;
 };
 
-// What a wait says when it fails.
+// Describes a wait in the error that it raises, and sets its timeout.
 struct WaitReason {
   const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
-  int chunk = 0;
+  int chunk = 0;             // -1: all rows, rather than one chunk
   double timeout_s = 0;
-  std::string_view setting = "JAX_UB_TIMEOUT_S";  // of the timeout
+  // The environment variable that sets the timeout.
+  std::string_view setting = "JAX_UB_TIMEOUT_S";
 };
 
 class Transport {
@@ -42,19 +45,23 @@ class Transport {
   virtual int rank() const = 0;
   virtual int num_ranks() const = 0;
 
-  // The own slot's memory: to be read between Wait and Release.
+  // Returns the memory of this rank's slot. Readable between Wait and Release.
   virtual const std::byte* slot(int index) const = 0;
 
-  // Only after WaitFree. `rows` lie one behind the other in the peer's slot.
+  // Copies `rows`, packed, into the peer's slot. Requires a preceding WaitFree.
   virtual void Write(int peer, int slot, const Rows& rows) = 0;
-  // Tells the peer that its slot is filled.
+  // Notifies the peer that its slot is filled.
   virtual void Signal(int peer, int slot) = 0;
 
+  // Waits until `peer` has filled this rank's slot.
   virtual void Wait(int peer, int slot, const WaitReason& reason) = 0;
+  // Allows the sender to overwrite this rank's slot.
   virtual void Release(int slot) = 0;
+  // Waits until the peer's slot may be overwritten.
   virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
 
-  // Behind the last step of a call.
+  // Ends the call: advances the epochs of the slots that it used. Called after the last
+  // step of each call.
   virtual void EndCall() = 0;
 };
 

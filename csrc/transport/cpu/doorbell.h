@@ -1,5 +1,6 @@
-// How a thread waits for what another one stores, in its own process or in one that
-// maps the same memory: looks a little, then sleeps on its own doorbell.
+// Waiting for an atomic that another thread stores, in this process or in a process
+// that maps the same memory. A waiting thread spins briefly, then sleeps on a futex,
+// its doorbell, which the storing thread rings.
 #pragma once
 
 #include <atomic>
@@ -11,19 +12,23 @@
 
 namespace jax_ub {
 
-// Where a rank, or a process, sleeps. On a cache line of its own: whoever stores what
-// it waits for reads it each time.
+// The futex on which one rank, or one process, sleeps. It occupies a separate cache
+// line because every thread that stores an awaited value reads `num_sleepers`
+// afterwards.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
-  // Left too high by a sleeper that was killed: then some rings are for nobody.
+  // A process that is killed while it sleeps leaves this count too high. The only
+  // effect is a few unnecessary system calls.
   std::atomic<uint32_t> num_sleepers{0};
 };
 
-// Behind the store that the sleeper waits for. That store comes before `num_sleepers`
-// is looked at here; in Await, `num_sleepers` is raised before the stored value is
-// looked at again. All four are sequentially consistent, so one of the two sees the
-// other: this rings, or the sleeper does not go to sleep. A ring in between changes the
-// word that the sleeper hands to the kernel, and it does not sleep either.
+// Wakes the threads that sleep on `doorbell`. Call it after storing the awaited value.
+//
+// No wakeup is lost: the caller stores the value and then loads `num_sleepers`; Await
+// increments `num_sleepers` and then loads the value again. All four operations are
+// sequentially consistent, so either the caller sees the sleeper and rings, or the
+// sleeper sees the value and does not sleep. A ring between the sleeper's check and its
+// system call changes the futex word, so that the system call returns at once.
 inline void Ring(Doorbell& doorbell) {
   if (doorbell.num_sleepers.load() == 0) return;
   doorbell.rings.fetch_add(1);
@@ -38,13 +43,14 @@ inline void Pause() {
 #endif
 }
 
-// Until `ready()`, which loads with sequential consistency; false: only up to the
-// deadline.
+// Waits until `ready()` holds, for at most `timeout_s`. Returns whether it holds.
+// `ready` must load with sequential consistency.
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
-  // A peer on another core answers within a few hundred looks; one that needs this core
-  // gets it by the yields. Beyond a few of them, those who wait on one core only hand it
-  // to each other, while the one with work waits for its turn: sleeping costs less.
+  // A peer that runs on another core usually answers within a few hundred spins. A peer
+  // that needs this core gets it through a yield. Further yields would only pass the
+  // core between waiting threads and delay the thread that has work, so sleeping costs
+  // less.
   constexpr int kSpins = 200;
   constexpr int kYields = 5;
   for (int i = 0; i < kSpins; ++i) {

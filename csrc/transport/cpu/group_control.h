@@ -1,6 +1,6 @@
-// How processes keep together, through the headers of their shared memory: the order of
-// the calls, what each says about a call, barriers. Knows nothing of how the memory
-// came to be shared.
+// Coordinates the processes of a group through the control blocks in their shared
+// memory: the call log, the call signatures and the barriers. Independent of how the
+// memory was shared.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@
 
 namespace jax_ub {
 
-// What a process said about a call.
+// What a process publishes about a call, so that its peers can check that they make the
+// same call.
 struct CallSignature {
   uint64_t signature = 0;
   std::string text;
@@ -25,19 +26,20 @@ struct CallSignature {
 
 class GroupControl {
  public:
-  // `headers` [process]; process 0 is the leader. Only `own` is written here.
+  // `headers` is indexed by process; process 0 is the leader. Writes only to
+  // `headers[own]`, except for ringing the peers' doorbells.
   GroupControl(std::vector<ProcessControlBlock*> headers,
                int own,
                const PeerStatus& peer_status);
 
-  // SharedMemoryCommunicator's header says what these do.
+  // Documented at the methods of the same names of SharedMemoryCommunicator.
   void AppendToCallLog(const CallLogEntry& order);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // Makes this process look at its fate again.
+  // Wakes this process's waits so that they check the peer status again.
   void WakeLocalWaits() { Ring(headers_[own_]->doorbell); }
 
  private:
@@ -54,7 +56,9 @@ class GroupControl {
   const int own_;
   const PeerStatus& peer_status_;
 
-  std::mutex order_mutex_;  // guards what follows, and the own orders
+  // Guards `unposted_`, and the writes to the call log if this process is the leader.
+  std::mutex order_mutex_;
+  // Entries that do not fit into the call log yet.
   std::deque<CallLogEntry> unposted_;
 };
 

@@ -1,4 +1,5 @@
-// Ranks that are threads of one process: the areas are plain memory.
+// A communicator whose ranks are all threads of one process. Its slots are in ordinary
+// process memory.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ namespace jax_ub {
 
 class InProcessCommunicator {
  public:
-  // `first_epoch` is where the epochs begin; tests let them wrap around.
+  // `first_epoch` is the initial epoch of every slot. Tests set it so that epochs wrap
+  // around.
   InProcessCommunicator(int num_ranks,
                         int num_slots,
                         int64_t slot_bytes,
@@ -27,10 +29,11 @@ class InProcessCommunicator {
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t size_bytes() const { return num_ranks() * num_slots_ * slot_bytes_; }
 
-  // The end of a rank; lives as long as the communicator.
+  // Returns the transport of a rank. Valid as long as the communicator.
   Transport& rank(int rank) { return *ends_[rank]; }
 
-  // Fails every wait of every rank from now on; the first reason holds.
+  // Makes every pending and future wait of every rank fail with `reason`. Only the
+  // first call takes effect.
   void Poison(const std::exception_ptr& reason);
 
  private:

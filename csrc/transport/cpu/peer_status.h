@@ -1,5 +1,5 @@
-// What has become of a communicator and its processes, as far as this process knows;
-// and waits, which end by that.
+// Records whether a communicator has failed and which of its processes are lost, as far
+// as this process knows. Waits end with an error when either prevents their condition.
 #pragma once
 
 #include <sys/types.h>
@@ -16,10 +16,10 @@
 
 namespace jax_ub {
 
-// What a wait that fails says: "rank 0 waited 3 s for chunk 2 of rank 1".
+// The parts of the error of a failed wait: "<who> waited 3 s for <what>".
 struct WaitDescription {
-  std::string who;
-  std::string what;
+  std::string who;   // "rank 0"
+  std::string what;  // "chunk 2 of rank 1"
 };
 
 class PeerStatus {
@@ -28,29 +28,33 @@ class PeerStatus {
 
   struct PeerName {
     std::string name;  // "rank 2 (process 1, pid 123)"
-    pid_t pid = 0;     // as seen from here; 0: it is not
+    pid_t pid = 0;     // in this process's pid namespace; 0: not visible in it
   };
 
   explicit PeerStatus(std::vector<PeerName> peers);
 
-  // Fails all waits from now on. The first reason holds.
+  // Makes every future wait fail with `reason`. The caller must wake sleeping waits.
+  // Only the first call takes effect.
   void Poison(const std::exception_ptr& reason);
   void ThrowIfPoisoned() const;
 
-  // How a process was lost: "died"; or "", it closed in order. What comes first holds.
+  // Records that a process is lost. `how` is, for example, "died", or empty if the
+  // process closed its communicator in order. Only the first call for a process takes
+  // effect.
   void SetLost(int process, const std::string& how);
   bool IsLost(int process) const { return lost_[process].load() != nullptr; }
 
   const std::string& name(int process) const { return peers_[process].name; }
-  // " (it is stopped)" or nothing: for the messages of a wait.
+  // Returns " (it is stopped)" if the process is stopped, and otherwise "". Used in the
+  // errors of waits.
   std::string DescribeState(int process) const;
 
-  // Waits until `reached()`. Otherwise throws the poison; or CommunicatorError, when
-  // `gone()` is a process that has gone and is waited for, not kNoProcess; or
-  // DeadlineError.
+  // Waits until `reached()` holds. Throws the poison if there is one, CommunicatorError
+  // if `lost()` returns a lost process that this wait depends on (kNoProcess: none),
+  // and DeadlineError after the timeout.
   //
-  // What has come is looked at again behind the reason to give up: a process that did
-  // its part and then left has done its part.
+  // `reached()` is evaluated again after a reason to fail was found: a peer may store
+  // the awaited value and exit before this thread wakes. Such a wait succeeds.
   template <typename Reached, typename Lost, typename Describe>
   void Await(Doorbell& own,
              const WaitReason& reason,
@@ -65,20 +69,21 @@ class PeerStatus {
   }
 
  private:
-  // "rank 2 (process 1, pid 123) died".
+  // Returns, for example, "rank 2 (process 1, pid 123) died".
   std::string DescribeLoss(int process) const;
   [[noreturn]] void Throw(int lost,
                           const WaitReason& reason,
                           const WaitDescription& waiting) const;
 
-  const std::vector<PeerName> peers_;  // [process]
-  std::unique_ptr<std::atomic<const std::string*>[]>
-      lost_;  // [process]: how, in loss_reasons_
+  const std::vector<PeerName> peers_;  // indexed by process
+  // Indexed by process: nullptr, or how the process was lost (owned by loss_reasons_).
+  std::unique_ptr<std::atomic<const std::string*>[]> lost_;
   std::atomic<bool> poisoned_{false};
 
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr poison_;
   std::vector<std::unique_ptr<const std::string>> loss_reasons_;
+  // The first process that was lost without closing its communicator in order.
   int first_lost_ = kNoProcess;
 };
 

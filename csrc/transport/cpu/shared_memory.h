@@ -1,24 +1,27 @@
-// Ranks in several processes of one host: symmetric memory, and what the processes say
-// to each other through it.
+// A communicator whose ranks belong to several processes of one host. The processes
+// share symmetric memory and coordinate their calls through it.
 //
-// Each process has one anonymous mapping with a header and, per rank of its own, an
-// area: slot flags and two *buffers* of buffer_bytes. Every process maps all of them. Call
-// n uses the buffers n % 2, and Barrier(n, 0) says that this process has ended call
-// n - 1. So whatever a process writes into a buffer before Barrier(n, 0) meets no reader
-// of the call before, and what it wrote before a barrier is visible behind it.
+// Each process creates one anonymous mapping with a control block and, for each of its
+// ranks, slot flags and two buffers of `buffer_bytes` (layout.h). Every process maps
+// the memory of all processes. Call n uses the buffers n % 2. A process arrives at
+// Barrier(n, 0) only after it has finished call n - 1. Data that a process stages in
+// its buffer n % 2 before Barrier(n, 0) therefore never overwrites data that a peer
+// still reads in call n - 1, which uses the other buffer. Writes before a barrier are
+// visible to all processes after it.
 //
-//   leader (process of rank 0)              others
-//   AppendToCallLog(order)                        order = WaitForLogEntry(n)
-//   stage into buffer(own, n); PublishSignature(n)    the same
-//   Barrier(n, 0)                           Barrier(n, 0)
-//   announcement(p, n) of all p agree?      the same
-//   read buffer(any, n), store into it ...    the same
-//   Barrier(n, 1) ...                       Barrier(n, 1) ...
+//   leader (process of rank 0)                      other processes
+//   AppendToCallLog(order)                          order = WaitForLogEntry(n)
+//   stage into buffer(own, n); PublishSignature(n)  the same
+//   Barrier(n, 0)                                   Barrier(n, 0)
+//   compare call_signature(p, n) of all p           the same
+//   read and write buffer(any rank, n)              the same
+//   Barrier(n, 1) ...                               Barrier(n, 1) ...
 //
-// A process whose connection closes without a goodbye has died: waits for it fail at
-// once, all other waits go on, so that a peer that did its part and exited does no
-// harm. Poison fails every wait of every process, with the first reason. Waits look for
-// their condition first: one whose condition holds never fails.
+// A process whose connection closes without a close message has died. Waits that depend
+// on it fail at once; all other waits continue, so a peer that finished its part of a
+// call and exited causes no error. Poison makes every wait in every process fail with
+// the first reason. A wait checks its condition before it checks for failure, so a
+// satisfied wait never fails.
 #pragma once
 
 #include <cstddef>
@@ -41,12 +44,13 @@ namespace jax_ub {
 
 class SharedMemoryCommunicator {
  public:
-  // A call may have this many slots; flags for them lie in each area.
+  // The largest number of slots of a call.
   static constexpr int kMaxSlots = RankHeader::kMaxSlots;
 
-  // Exchanges memory with every other process of the group. `peers` by process number;
-  // the own one may be left out. Throws DeadlineError, which names the processes that
-  // are missing, and CommunicatorError when one of them refused or died.
+  // Connects to all other processes of the group and maps their memory. `peers` is
+  // keyed by process number and need not contain this process. Throws DeadlineError,
+  // which names the missing processes, and CommunicatorError if a process refuses or
+  // dies.
   static std::shared_ptr<SharedMemoryCommunicator> Connect(
       std::unique_ptr<Endpoint> endpoint,
       GroupMembership membership,
@@ -54,62 +58,71 @@ class SharedMemoryCommunicator {
       int64_t buffer_bytes,
       double timeout_s);
 
-  ~SharedMemoryCommunicator();  // Close, then gives the memory back
+  ~SharedMemoryCommunicator();  // calls Close, then unmaps the memory
   SharedMemoryCommunicator(const SharedMemoryCommunicator&) = delete;
   SharedMemoryCommunicator& operator=(const SharedMemoryCommunicator&) = delete;
 
   const std::string& name() const;
   int num_ranks() const;
   const std::vector<int>& local_ranks() const;
-  // The processes' numbers in the order of their lowest ranks. Below, `process` is a
-  // place in this order: 0 is the leader.
+  // Returns the process numbers, ordered by each process's lowest rank. All other
+  // methods identify a process by its index in this vector; index 0 is the leader.
   const std::vector<int>& processes() const;
   int num_processes() const;
   int process() const;
   int process_of_rank(int rank) const;
   bool is_leader() const;
-  // "rank 2 (process 1, pid 123)", "ranks 2, 3 (process 1, pid 123)".
+  // Returns, for example, "ranks 2, 3 (process 1, pid 123)".
   std::string DescribeProcess(int process) const;
 
-  // Of any rank. Aligned to a page. Valid while this object lives, whoever has died.
+  // Returns the buffer that `call` uses, of any rank of the group. Aligned to a page.
+  // Valid as long as this object, even if the rank's process has died.
   std::byte* buffer(int rank, int64_t call) const;
-  int64_t buffer_bytes() const;  // as asked for, rounded up to a page
-  int64_t size_bytes() const;  // memory of this process: all buffers, flags and header
+  // Returns the size of one buffer: the requested size, rounded up to whole pages.
+  int64_t buffer_bytes() const;
+  // Returns the size of this process's mapping: its buffers, flags and control block.
+  int64_t size_bytes() const;
 
-  // The leader's calls, in the order in which all shall run them, from any thread, any
-  // number ahead. Call numbers count from 0 on.
+  // Appends a call to the log that sets the order of calls in all processes. Called by
+  // the leader only, from any thread. Never blocks: entries that do not fit into the
+  // shared log are queued. The n-th entry is call n, counted from 0.
   void AppendToCallLog(const CallLogEntry& order);
-  // The others: what the leader posted as this call.
+  // Waits for the log entry of `call` and returns it. Called by all processes except
+  // the leader.
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
 
-  // What peers shall compare, before Barrier(call, 0); readable from there to the next
-  // call's Barrier(call + 1, 0). Texts longer than SignatureRecord's are cut.
+  // Publishes this process's signature of a call. Called before Barrier(call, 0). Peers
+  // may read it from Barrier(call, 0) until they arrive at Barrier(call + 1, 0).
+  // Truncates `text` to SignatureRecord::kMaxBytes.
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
 
-  // Returns when every process has come here. One thread at a time, calls and phases
-  // (0 to 15) in ascending order; a phase may be left out if all leave it out. Throws
-  // without having come when there is poison.
+  // Waits until every process has arrived at this barrier. Called by one thread at a
+  // time, in ascending order of call and phase (0 to 15). A phase may be skipped if all
+  // processes skip it. If the communicator is poisoned, throws without arriving.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // The end of a rank of this process, with slots in the buffers of this call: behind
-  // Barrier(call, 0), until the next call's. Throws UnsupportedError when they do not
-  // fit.
+  // Returns the transport of a local rank, with its slots in the buffers of `call`.
+  // Usable from Barrier(call, 0) until the next call's barrier 0. Throws
+  // UnsupportedError if the slots do not fit.
   Transport& rank(int local_rank, int64_t call, int num_slots, int64_t slot_bytes);
 
-  // Fails every wait in every process from now on; the first reason holds. Keeps its
-  // text and, for DeadlineError, its type.
+  // Makes every pending and future wait in every process fail with `reason`. Only the
+  // first reason takes effect. Peers get its text and, for DeadlineError, its type.
   void Poison(const std::exception_ptr& reason);
-  // Why this communicator is of no more use: poison, a process that died, Close. A peer
-  // that closed in order is none, though waits for it fail.
+  // Returns why this communicator can no longer be used, or nullptr: the poison, the
+  // death of a process, or Close. A peer that closed in order is not a failure,
+  // although waits for it fail.
   std::exception_ptr poison() const;
-  // Called once, when poison() begins to be something, from the thread that noticed;
-  // at once if it is already; from a peer's message not after Close. It may not call
-  // Close, nor hold the last reference to this object.
+  // Sets the callback that is called once, when poison() becomes non-null, by the
+  // thread that noticed the failure. Called immediately if poison() is already
+  // non-null. Not called for a peer's message after Close. The callback must neither
+  // call Close nor hold the last reference to this object.
   void OnPoison(std::function<void(const std::exception_ptr&)> callback);
 
-  // Says goodbye to the peers and fails the own waits that are left. Never blocks on a
-  // peer, dead, stopped or alive. The memory stays until the destructor. Idempotent.
+  // Sends the close message to the peers and fails the pending waits of this process.
+  // Never blocks on a peer, even if the peer is stopped or dead. The memory stays
+  // mapped until the destructor runs. Idempotent.
   void Close();
 
  private:

@@ -1,5 +1,6 @@
-// Slots in rank areas: the one transport of the CPU, wherever the areas' memory comes
-// from.
+// The Transport of the CPU: slots in memory that all ranks can access. It serves
+// threads of one process (in_process.h) and processes that share memory
+// (shared_memory.h).
 #pragma once
 
 #include <atomic>
@@ -13,40 +14,45 @@
 
 namespace jax_ub {
 
-// The epochs of one slot. On a cache line of its own: a rank spins on it while another
-// one writes its own.
+// The epochs of one slot: the last call whose data arrived in it, and the last call
+// that released it. Each slot's flags occupy a separate cache line, because a rank
+// spins on them while other ranks write the flags of other slots.
 struct alignas(64) SlotFlags {
   std::atomic<uint32_t> arrived{0};
   std::atomic<uint32_t> released{0};
 };
 
-// What all ranks see of one.
+// The addresses, in this process, of the memory of one rank.
 struct RankMemory {
   Doorbell* doorbell = nullptr;
-  SlotFlags* flags = nullptr;   // [slot]
-  std::byte* memory = nullptr;  // what the slots' offsets count from
+  SlotFlags* flags = nullptr;  // indexed by slot
+  std::byte* memory =
+      nullptr;  // the offset in SlotTransport::Place is relative to this
   int process = 0;
   std::string name;  // "rank 1 (process 0, pid 12)"
 };
 
-// A rank's end of a communicator. Its epochs count on from call to call.
+// The Transport of one rank. It is reused for all calls, so that the epochs of its
+// slots continue from call to call.
 class SlotTransport : public Transport {
  public:
-  // `areas` [rank] and `fate` outlive it.
+  // `areas` is indexed by rank. `areas` and `peer_status` must outlive the transport.
   SlotTransport(int rank,
                 const std::vector<RankMemory>& areas,
                 const PeerStatus& peer_status,
                 uint32_t first_epoch);
 
-  // What a slot takes: slots begin on cache lines of their own.
+  // Returns the distance between slots of `slot_bytes`: the size rounded up to whole
+  // cache lines, so that no two slots share one.
   static int64_t StrideOf(int64_t slot_bytes) {
     constexpr int64_t kAlignment = 64;
     return (slot_bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // Where the slots lie from now on, in every rank's memory: num_slots of slot_bytes
-  // each, a stride, behind `offset`. All ranks agree. Epochs belong to slot numbers, not
-  // places.
+  // Sets the location of the slots for the following calls: slot i starts at `offset +
+  // i * slot_bytes` in every rank's memory. `slot_bytes` is a result of StrideOf. All
+  // ranks must pass the same values. An epoch belongs to a slot's index, not to its
+  // address, so slots may be moved between calls.
   void Place(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }
@@ -62,9 +68,9 @@ class SlotTransport : public Transport {
 
  private:
   struct SlotUse {
-    uint32_t epoch = 0;     // calls that used this slot number
-    bool put = false;       // in this call: a peer's
-    bool received = false;  // in this call: the own
+    uint32_t epoch = 0;     // the number of calls that used this slot index
+    bool put = false;       // this rank filled a peer's slot in this call
+    bool received = false;  // this rank's slot was filled or released in this call
   };
 
   std::byte* SlotOf(int rank, int index) const {
@@ -84,7 +90,7 @@ class SlotTransport : public Transport {
   const std::vector<RankMemory>& areas_;
   const PeerStatus& peer_status_;
   const uint32_t first_epoch_;
-  std::vector<SlotUse> uses_;  // [slot]
+  std::vector<SlotUse> uses_;  // indexed by slot
   int64_t offset_ = 0;
   int64_t slot_bytes_ = 0;
 };

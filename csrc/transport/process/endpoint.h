@@ -1,4 +1,5 @@
-// Where a process is found by the others of its group.
+// The address at which a process accepts connections from the other processes of a
+// group.
 #pragma once
 
 #include "platform/file_descriptor.h"
@@ -6,8 +7,9 @@
 
 namespace jax_ub {
 
-// A listening socket in the abstract namespace, under a random name: no file. Whoever
-// connects must be of the same user and know the token.
+// A listening Unix socket with a random name in the abstract namespace, so that it
+// leaves no file behind. It accepts processes of the same user that send the right
+// token.
 class Endpoint {
  public:
   Endpoint();

@@ -1,8 +1,8 @@
-// Why the processes of a communicator are of no more use to each other: the first reason,
-// and how it travels between them.
+// Records the first failure of a communicator and propagates it between the processes.
 //
-// Everybody is told before any own wait ends, whoever noticed first: so whoever leaves
-// because of a failure has said why before, and no peer takes its leaving for the reason.
+// A process sends the reason to all peers before it fails its own waits. A peer that
+// then sees the process exit already knows the reason, and does not report the exit
+// instead.
 #pragma once
 
 #include <sys/types.h>
@@ -26,42 +26,54 @@ namespace jax_ub {
 
 class GroupFailure {
  public:
-  // What its owner does of it. The two that end waits are called with locks held, so that
-  // whoever has seen its wait fail finds the reason: they do not come back here.
+  // Callbacks of the communicator. `fail_waits` and `set_lost` are called with locks
+  // held, so that a thread whose wait has failed finds the reason in reason(). They
+  // must not call methods of GroupFailure.
   struct Hooks {
-    // Ends all own waits that have not ended.
+    // Makes all pending and future waits of this process fail.
     std::function<void(const std::exception_ptr& poison)> fail_waits;
-    // That a process was lost: "died"; or closed in order: "". Once of each.
+    // Records that a process is lost. `how` is, for example, "died", or empty if the
+    // process closed in order. Called at most once for each process.
     std::function<void(int process, const std::string& how)> set_lost;
-    // Of MessageKind::kSignature; may be none.
+    // Handles a message of kind MessageKind::kSignature. May be empty.
     std::function<void(const PeerEvent&)> on_signature;
   };
 
-  GroupFailure(const ProcessGroup& group, Hooks hooks);  // which outlives it
-  ~GroupFailure();  // in a copy, by fork, tells nobody
+  // `group` must outlive the object.
+  GroupFailure(const ProcessGroup& group, Hooks hooks);
+  ~GroupFailure();  // in a forked child, sends no message
 
-  // Once, and before anything else, with [process] of a handshake, whose connections it
-  // takes. Hooks are called from here on. Throws as Peers::Watch.
+  // Takes the connections out of `connected_peers` (indexed by process; the result of
+  // Handshake::Run) and starts to watch them. Called once, before all other methods.
+  // Hooks may be called from here on. Throws as PeerConnections::Watch does.
   void Watch(std::vector<ConnectedPeer>& connected_peers);
 
-  // Tells all peers and ends all own waits; the first poison holds.
+  // Sends the reason to all peers, then fails all waits of this process. Only the first
+  // call takes effect.
   void Poison(const std::exception_ptr& reason);
 
-  // Poison, a process that died, Close: what came first, or nullptr. Cheap.
+  // Returns the first failure, or nullptr. A failure is a poison, the death of a
+  // process, or Close. Cheap: without a failure it only loads an atomic.
   std::exception_ptr reason() const;
-  // Called once, without a lock, when there begins to be a reason; at once if there is.
+  // Sets the callback that is called once, without locks held, when reason() becomes
+  // non-null. Called immediately if it is already non-null.
   void OnReason(std::function<void(const std::exception_ptr&)> callback);
 
-  // To all peers.
+  // Sends a message to all peers.
   void Broadcast(MessageKind kind, std::string_view body) {
     peers_->Broadcast(kind, body);
   }
-  void SendClose();  // once
-  // Says goodbye, ends the own waits that are left, hears no more. Idempotent.
+  // Sends the close message to all peers, once.
+  void SendClose();
+  // Sends the close message, fails the remaining waits of this process, and stops
+  // receiving messages. Idempotent.
   void Close();
+  // Returns the error of calls after this process's Close.
   CommunicatorError OwnClose() const;
 
-  // In a child of fork, which has no part in this: its parent goes on.
+  // Returns whether this process is a forked child of the one that created the object.
+  // A child must not send messages, because its parent continues to use the
+  // communicator.
   bool IsForkedChild() const;
 
  private:
@@ -73,21 +85,25 @@ class GroupFailure {
 
   const ProcessGroup& group_;
   const Hooks hooks_;
-  const pid_t owner_;
-  std::vector<std::string> names_;  // [process]
-  std::vector<bool> is_lost_;       // [process]; belongs to the thread of peers_
+  const pid_t owner_;               // the process that created this object
+  std::vector<std::string> names_;  // indexed by process
+  // Indexed by process. After Watch, used only by the thread of peers_.
+  std::vector<bool> is_lost_;
   std::atomic<bool> has_sent_close_{false};
   std::atomic<bool> is_closed_{false};
 
-  std::mutex broadcast_mutex_;  // held from what peers are told to what follows from it
-  bool is_poisoned_ = false;    // guarded by it
+  // Held from sending a failure to the peers until this process's waits have failed.
+  // Guards is_poisoned_.
+  std::mutex broadcast_mutex_;
+  bool is_poisoned_ = false;
 
-  mutable std::mutex mutex_;  // guards the three below
+  mutable std::mutex mutex_;  // guards the three members below
   std::exception_ptr reason_;
-  std::atomic<bool> has_reason_{false};  // read without
+  std::atomic<bool> has_reason_{false};  // written under mutex_, read without it
   std::function<void(const std::exception_ptr&)> on_reason_;
 
-  std::unique_ptr<PeerConnections> peers_;  // the last: its thread uses what is above
+  // Destroyed first, because its thread uses the members above.
+  std::unique_ptr<PeerConnections> peers_;
 };
 
 }  // namespace jax_ub

@@ -1,15 +1,18 @@
-// How the processes of a group find each other: each one dials those before it, and may
-// pass the descriptor of its memory on.
+// Connects the processes of a group pairwise. Each process dials the processes with
+// lower indices. The two sides of a connection may pass each other the descriptor of
+// their memory.
 //
-//   dialer                                   listener
-//   connect                                  accept; of the same user?
-//   Hello(listener's token), memory  ----->  its own token, its own setup?
-//   its own token, its own setup?    <-----  Hello(dialer's token), memory
+//   dialer                                     listener
+//   connect                                    accept; check that the user is the same
+//   send Hello(listener's token), memory  -->  check that token and setup are its own
+//   check that token and setup are its own <-- send Hello(dialer's token), memory
 //
-// Each one also dials those behind it, and says nothing: the kernel closes such a
-// *liveness socket* when the endpoint there closes, so that a process that died before it
-// connected is not waited for. Whoever fails tells all before its endpoint closes, those
-// on its lifelines after a Hello; so who loses a process hears first if anyone said why.
+// Each process also dials the processes with higher indices, but sends nothing on these
+// connections. The kernel closes such a *liveness socket* when the endpoint that it was
+// dialed to closes, so that the process does not wait for a peer that died before it
+// connected. A process that fails sends the reason to all peers before its endpoint
+// closes; on a liveness socket it first sends a Hello to identify itself. A peer that
+// loses the process therefore receives the reason, if there is one, before the loss.
 #pragma once
 
 #include <sys/types.h>
@@ -28,22 +31,26 @@
 
 namespace jax_ub {
 
+// The result of the handshake for one process.
 struct ConnectedPeer {
   FileDescriptor connection;
-  int pid = 0;                         // as it knows itself, for messages
-  pid_t seen_pid = 0;                  // as seen from here; 0: it is not
-  bool has_closed = false;             // said goodbye already
-  std::deque<Message> early_messages;  // what notes it has sent already
+  int pid = 0;              // in the peer's own pid namespace, for error messages
+  pid_t seen_pid = 0;       // in this process's pid namespace; 0: not visible in it
+  bool has_closed = false;  // whether the peer has already sent its close message
+  // Setup messages that the peer sent before this process finished its handshake.
+  std::deque<Message> early_messages;
 };
 
 class Handshake {
  public:
-  // Is called with each process's memory, if it passed any; what it throws is told to all.
+  // Receives the memory of each peer when it connects; `memory` is empty if the peer
+  // passed none. An exception that it throws fails the handshake on all processes.
   using Take =
       std::function<void(int place, const ConnectedPeer&, FileDescriptor memory)>;
 
-  // `peers` by process number: who has no address there is left out. `setup` must be the
-  // same everywhere. All but that outlive it.
+  // `peers` is keyed by process number; processes without an entry are not connected.
+  // `setup` must be equal in all processes. `memory` may be empty. All reference
+  // arguments must outlive the object.
   Handshake(const Endpoint& endpoint,
             const ProcessGroup& group,
             const std::map<int, PeerAddress>& peers,
@@ -51,13 +58,16 @@ class Handshake {
             const FileDescriptor& memory,
             Take take);
 
-  // Returns [place], the own one and those left out without a connection. Throws
-  // CommunicatorError and DeadlineError.
+  // Connects to all peers and returns them, indexed by process index. This process and
+  // processes without an address have no connection. Throws CommunicatorError if a
+  // process refuses or fails, and DeadlineError after the timeout.
   std::vector<ConnectedPeer> Run(double timeout_s);
 
  private:
-  // Lower places are dialed and then greeted; higher ones have a liveness socket until they
-  // dial. All end as connected, or one is lost.
+  // The progress of one peer. A peer with a lower index is dialed and then sent a Hello
+  // (kUndialed, kHelloSent, kConnected). A peer with a higher index has a liveness
+  // socket until it dials this process (kUndialed, kLivenessSocket, kHelloSent,
+  // kConnected). The handshake ends when all peers are connected or one is lost.
   enum class Stage { kUndialed, kLivenessSocket, kHelloSent, kConnected, kLost };
 
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
@@ -75,7 +85,8 @@ class Handshake {
   bool IsWaited(int place) const {
     return IsReached(place) && stages_[place] != Stage::kConnected;
   }
-  // The process there is gone without a word, as far as one has been heard.
+  // Records that a process was lost, if it sent no reason before. RunUntil reports it
+  // only after it has read all pending messages, which may contain the reason.
   void MarkLost(int place, const std::string& how);
   void BroadcastFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
@@ -87,11 +98,12 @@ class Handshake {
   const std::string setup_;
   const FileDescriptor& memory_;
   const Take take_;
-  std::vector<Stage> stages_;                   // [place]
-  std::vector<ConnectedPeer> connected_peers_;  // [place]
-  std::vector<FileDescriptor> unidentified_;    // accepted, have said nothing yet
-  std::string loss_;                            // of the first that was lost
-  int num_refused_ = 0;
+  std::vector<Stage> stages_;                   // indexed by process index
+  std::vector<ConnectedPeer> connected_peers_;  // indexed by process index
+  // Accepted connections on which no message has arrived yet.
+  std::vector<FileDescriptor> unidentified_;
+  std::string loss_;     // describes the first process that was lost; or ""
+  int num_refused_ = 0;  // connections from unknown processes that were closed
 };
 
 }  // namespace jax_ub

@@ -1,6 +1,6 @@
-// The open connections to the other processes of a communicator. The kernel closes a
-// process's end when it dies, in whatever way: a thread watches for that, and for what
-// the peers say.
+// The open connections to the other processes of a communicator. A thread watches them
+// for messages and for the death of a peer: when a process dies, for any reason, the
+// kernel closes its end of the connection.
 #pragma once
 
 #include <sys/types.h>
@@ -22,58 +22,63 @@
 namespace jax_ub {
 
 struct Peer {
-  int process = 0;  // its place
+  int process = 0;  // the process index
   FileDescriptor connection;
-  pid_t pid = 0;  // as seen from here; 0: it is not
+  pid_t pid = 0;  // in this process's pid namespace; 0: not visible in it
 };
 
+// A message of a peer, or the news that a process was lost.
 struct PeerEvent {
-  int process = 0;  // who says it, or of whom it is an death notice
+  int process = 0;  // the sender; for kDeathNotice, the process that was lost
   MessageKind kind = MessageKind::kDeathNotice;
-  std::string text;  // of an death notice: how it was lost
+  std::string text;  // the message's body; for kDeathNotice, how the process was lost
 };
 
 class PeerConnections {
  public:
   explicit PeerConnections(std::vector<Peer> peers);
-  ~PeerConnections();  // Close
+  ~PeerConnections();  // calls Close
 
-  // Once, and before anything else. `tell` is called from the watching thread; of a death
-  // it may hear from several. Throws CommunicatorError, as the peers are told, where the
-  // system lends no thread or descriptor.
+  // Starts the thread, which calls `tell` for each event. Called once, before all other
+  // methods. `tell` may be called several times for the same death: once for the closed
+  // connection, and once for each peer's death notice. If the system provides no thread
+  // or descriptor, sends the reason to the peers and throws it as CommunicatorError.
   void Watch(const ProcessGroup& group, std::function<void(const PeerEvent&)> tell);
 
-  // To every peer, in the order in which it is said; never blocks. What a peer does not
-  // read yet is kept for it.
+  // Sends a message to every peer. Never blocks: messages for a peer whose socket
+  // buffer is full are queued. Each peer receives messages in the order of the calls.
   void Broadcast(MessageKind kind, std::string_view body);
 
-  // Ends the watching and the connections; what is still kept is lost. Not from `tell`.
-  // Idempotent.
+  // Stops the thread and closes the connections. Queued messages are discarded. Must
+  // not be called from `tell`. Idempotent.
   void Close();
 
-  // In a child of fork: closes the descriptors; the thread is the parent's.
+  // Closes the descriptors in a forked child, where the thread does not exist.
   void DetachAfterFork();
 
  private:
   struct Watched {
     int process = 0;
     FileDescriptor connection;
-    FileDescriptor life;      // readable when the process has died; may be none
-    bool has_closed = false;  // belongs to the thread
-    std::deque<std::pair<MessageKind, std::string>> unsent;  // the connection is full
+    FileDescriptor life;      // becomes readable when the process dies; may be empty
+    bool has_closed = false;  // closed or died; used by the watching thread only
+    // Messages that wait until the connection's buffer has room.
+    std::deque<std::pair<MessageKind, std::string>> unsent;
   };
 
   void Run() noexcept;
   void RunUntilStopped();
   void FlushUnsent(Watched& peer);
-  // Passes on what has come.
+  // Reads all pending messages of a peer and passes them to tell_.
   void Hear(Watched& peer, bool has_died);
   void SetLost(Watched& peer, const char* why) noexcept;
   void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
   std::function<void(const PeerEvent&)> tell_;
-  FileDescriptor wake_;  // the thread looks again
-  std::mutex mutex_;  // guards is_closed_, Watched::unsent and the connections' lives
+  // An event that wakes the thread after is_closed_ or Watched::unsent has changed.
+  FileDescriptor wake_;
+  // Guards is_closed_, Watched::unsent, and the lifetime of the connections.
+  std::mutex mutex_;
   bool is_closed_ = false;
   std::vector<Watched> watched_;
   std::unique_ptr<Thread> thread_;

@@ -1,5 +1,6 @@
-// What the processes of a group tell each other in turn, over the connections of a
-// handshake, before Peers watches these.
+// All-gathers messages between the processes of a group while they set up a
+// communicator. Uses the connections of the handshake, before PeerConnections watches
+// them.
 #pragma once
 
 #include <string>
@@ -13,30 +14,34 @@
 namespace jax_ub {
 
 struct SetupMessage {
-  std::string text;  // up to 8 KiB
-  std::vector<FileDescriptor> passed;
+  std::string text;                    // up to 8 KiB
+  std::vector<FileDescriptor> passed;  // descriptors to pass to the peers
 };
 
 class SetupExchange {
  public:
-  // `connected peers` [place]; those without a connection are left out. Both outlive it.
+  // `connected_peers` is indexed by process index; processes without a connection do
+  // not take part. Both arguments must outlive the object.
   SetupExchange(const ProcessGroup& group, std::vector<ConnectedPeer>& connected_peers);
 
-  // Returns everybody's [place], the own one among them, empty for those left out. All
-  // processes exchange equally often. Throws CommunicatorError, what a peer said if it
-  // failed, and DeadlineError.
+  // Sends `own` to all connected peers and returns the messages of all processes,
+  // indexed by process index. The result includes `own`, and an empty message for each
+  // process that is not connected. All processes must make the same number of calls.
+  // Throws a failed peer's reason, CommunicatorError if a peer dies or closes, and
+  // DeadlineError.
   std::vector<SetupMessage> Exchange(SetupMessage own, const Deadline& deadline);
 
-  // To all connected peers, so that none waits for this process.
+  // Sends a failure to all connected peers, so that they do not wait for this process.
   void BroadcastFailure(const std::exception_ptr& reason) const;
 
  private:
-  // In place of the number of descriptors that a note lacks: the note itself has not come.
+  // The value of `num_missing` while the message itself has not arrived. Afterwards it
+  // is the number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
   void Send(int place, const SetupMessage& note) const;
   bool IsReached(int place) const;
-  // Takes what has come.
+  // Reads what has arrived from a peer, up to the end of one message.
   void Hear(int place, SetupMessage& note, int& num_missing);
   void Take(int place, Message message, SetupMessage& note, int& num_missing) const;
   [[noreturn]] void Fail(const std::string& text) const;
