@@ -1,4 +1,4 @@
-// What one rank asks for: the op's attributes, which every rank shares, and its own
+// The call of one rank: the attributes of the op, which all ranks share, and the rank's
 // operands and results.
 #pragma once
 
@@ -27,62 +27,70 @@ enum class Op : uint8_t {
 };
 inline constexpr int kNumOps = 10;
 
-// "all_gather_matmul"; the FFI target is "jax_ub$" and this.
+// Returns the name of the op, such as "all_gather_matmul". The FFI target is "jax_ub$"
+// plus this name.
 std::string_view OpName(Op op);
 
-// Which operand of a weight gradient is gathered over its tokens.
+// The operand of a weight gradient that is all-gathered over its tokens.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
-// How a device that has streams runs a call; the CPU ignores it. The same on every rank.
+// Options for devices with streams; the CPU ignores them. All ranks must pass the same.
 struct KernelOptions {
-  bool use_ce = true;  // copy engines move what is sent, not kernels
-  int num_sm = 0;      // of the kernels that move it otherwise; 0: the engine chooses
-  int cga_size = 0;    // their cluster size; 0: none
-  int sm_margin = 0;   // multiprocessors that products leave free
-  int num_lanes = 2;   // products that may run beside each other
+  bool use_ce = true;  // copy engines move the data instead of kernels
+  int num_sm =
+      // Thread blocks of the copy kernels, which run if `use_ce` is false; 0: the
+      // engine chooses.
+      0;
+  int cga_size = 0;   // cluster size of the copy kernels; 0: no clusters
+  int sm_margin = 0;  // multiprocessors that GEMMs leave free
+  int num_lanes = 2;  // GEMMs that may run concurrently
   bool allow_tf32 = false;
-  int gemm_algorithm = 0;  // of those that cuBLASLt proposes for a product, best first
-  // Of streams, in CUDA's numbers (less is more urgent); 0: the most urgent for
-  // communication, the least for products.
+  // Index into the algorithms that cuBLASLt proposes for a GEMM, best first.
+  int gemm_algorithm = 0;
+  // Stream priorities in CUDA's numbering: lower values are more urgent. 0 selects the
+  // most urgent priority for communication and the least urgent one for GEMMs.
   int comm_priority = 0;
   int gemm_priority = 0;
 
   bool operator==(const KernelOptions&) const = default;
 };
 
-// The static part of a call site. Counts that an op does not have are as below.
+// The static part of a call site. Attributes that an op does not have keep the defaults
+// below.
 struct CallAttributes {
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
   int num_ranks = 1;
-  std::vector<int64_t> ranks;  // device ids, [group][rank]; empty: no communication
-  // The same ids by XLA's number of the partition, where the last operand is that, of
-  // programs that were lowered for export; empty: there is no such operand, and a device
-  // is the one that has its id.
+  std::vector<int64_t> ranks;  // device ids [group][rank]; empty: no communication
+  // For programs that are lowered for export: the same ids, indexed by XLA's partition
+  // id, which is then passed as the last operand. Otherwise empty, and each device is
+  // identified by its own id.
   std::vector<int64_t> devices;
-  int64_t num_splits = 0;             // pieces of a shard; 0: the engine chooses
-  Variant variant = Variant::kPlain;  // of the schedule, where that has it
-  std::string label;                  // begins every error text
-  // Names the call site in every process; empty where no group spans processes.
+  int64_t num_splits = 0;  // splits of a chunk; 0: the engine chooses
+  Variant variant =
+      // Variant of the schedule; ignored if the schedule does not have it.
+      Variant::kPlain;
+  std::string label;  // prefix of every error message
+  // Identifies the call site in every process. Empty if no group spans processes.
   std::string channel;
-  int generation = 0;  // of the communicator that it was lowered for; 0: of any
+  int generation = 0;  // of the communicator that the call was lowered for; 0: any
 
-  int num_kernels = 1;  // kernels, pairs or outputs of the op
+  int num_kernels = 1;  // number of kernels, (x, w) pairs or outputs of the op
   bool rhs_transposed = false;
   bool has_bias = false;
   bool has_residual = false;
   bool return_gathered = false;
   bool accumulate = false;
-  float scale = 1;  // of the product, before anything is added to it
+  float scale = 1;  // factor of the GEMM's result, applied before anything is added
   Gather gather = Gather::kNone;
   KernelOptions kernel_options;
 };
 
-// Where each device is: its id -> group * P + rank. Throws std::invalid_argument for
-// attributes that no op has.
+// Returns a map from device id to group * P + rank. Throws std::invalid_argument if the
+// attributes are invalid for every op.
 std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& attributes);
 
-// A dense row-major array [batch, rows, features] of a rank. A vector is one row.
+// A dense row-major array [batch, rows, features] of one rank. A vector has one row.
 struct Tensor {
   DType dtype = DType::kF32;
   int64_t batch = 1;
@@ -93,39 +101,41 @@ struct Tensor {
   int64_t num_elements() const { return batch * rows * features; }
   int64_t size_bytes() const { return num_elements() * SizeOf(dtype); }
 
-  // Row `row` of batch `b`.
+  // Returns the address of row `row` of batch `b`.
   std::byte* At(int64_t b, int64_t row) const {
     return data + ((b * rows + row) * features) * SizeOf(dtype);
   }
 };
 
-// "bf16[2, 128, 512]"
+// Returns dtype and shape, such as "bf16[2, 128, 512]".
 std::string Describe(const Tensor& tensor);
 
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
-  // XLA's number of the partition that runs it, in the memory of the device, where
-  // Attributes::devices are given.
+  // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
+  // empty.
   const uint32_t* partition = nullptr;
-  int64_t submitted_ns = 0;  // when it arrived, where that is traced
+  int64_t submitted_ns = 0;  // time of arrival, if tracing is enabled
 };
 
-// Where the residuals begin: behind the biases.
+// Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);
 
-// Checks that operands and results are those of the op and fit each other; throws
-// ShapeError with the numbers, since a result of another size would be overrun.
+// Checks the number, shapes and dtypes of operands and results. Throws ShapeError with
+// the values: a result of the wrong size would be overrun.
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
-// What all ranks must have in common, as a number and in words: "all_gather_matmul by
-// direct of bf16[4, 8], bf16[8, 16] to bf16[8, 16], num_kernels 1".
+// Signature returns a hash of everything that all ranks of a call must agree on.
+// DescribeCall returns the same as text: "all_gather_matmul by direct of bf16[4, 8],
+// bf16[8, 16] to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
-// What is not as it is by default: ", use_ce 0, num_sm 4".
+// Returns the options that differ from the defaults: ", use_ce 0, num_sm 4".
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 
-// The same shapes and dtypes on two ranks; describes the first difference, or is empty.
+// Returns a description of the first difference in shape or dtype between the calls of
+// two ranks, or an empty string.
 std::string DescribeMismatch(const RankCall& left, const RankCall& right);
 
 }  // namespace jax_ub

@@ -1,4 +1,5 @@
-// What a call communicates, and where the pieces of a schedule lie in a rank's tensors.
+// Maps a call to the tensors that it communicates, and the chunks and splits of a
+// schedule to rows of those tensors.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +22,17 @@ struct RowSlice {
 
   int64_t num_rows() const { return end - begin; }
   int64_t row_bytes() const { return tensor.features * SizeOf(tensor.dtype); }
-  // Of all batches, packed.
+  // Size of the slice over all batches, without gaps.
   int64_t size_bytes() const { return tensor.batch * num_rows() * row_bytes(); }
-  // One block of contiguous bytes per batch.
+  // The slice as strided blocks: one contiguous block of bytes per batch.
   Rows rows() const {
     return {tensor.At(0, begin), tensor.batch, num_rows() * row_bytes(),
             tensor.rows * row_bytes()};
   }
 };
 
-// A packed piece, as a tensor of its own.
+// Returns a slice of the shape of `like` whose batches are stored contiguously at
+// `data`, as they are in a slot.
 inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   Tensor tensor = like.tensor;
   tensor.rows = like.num_rows();
@@ -42,34 +44,40 @@ CollectiveKind CollectiveKindOf(const CallAttributes& attributes);
 
 bool IsBulk(Op op);
 
-// The tensors of one pass of a schedule.
+// A tensor that is communicated by one pass of a schedule.
 struct CommunicatedTensor {
-  Tensor operand;        // the own shard; or what is summed, when there is no product
-  Tensor gathered;       // where copies go; no data: nowhere
-  Tensor result;         // where sums go
-  int64_t num_rows = 0;  // that the chunks share
+  // Gather: this rank's shard. Reduction: the addend, if the op has no GEMM.
+  Tensor operand;
+  Tensor gathered;       // gathered copy; null data: not stored
+  Tensor result;         // result of a reduction
+  int64_t num_rows = 0;  // rows of all chunks together
 };
 
-// One per tensor that is communicated: several only for the gradients of a wgrad.
+// Returns one entry per communicated tensor. Only the weight gradient with gathered
+// `dy` has several, one per `dy_i`.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
 
-// y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r] for the rows r
-// of all pieces x, one behind the other, of every kernel; none for no rows.
+// Returns one GEMM per kernel i, or none if `x` has no rows:
+//
+//   y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r]
+//
+// Row r counts through all slices of `x`, concatenated along the rows.
 std::vector<GemmProblem> GatherProducts(const CallAttributes& attributes,
                                         const RankCall& call,
                                         std::span<const RowSlice> x,
                                         int64_t row);
 
-// Rows [begin, end) of the rank's partial sum over its pairs; none for no rows.
+// Returns the GEMM that computes rows [begin, end) of this rank's partial sum over its
+// pairs (x_i, w_i), or none if there are no rows.
 std::vector<GemmProblem> PartialProducts(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Tensor& partial,
                                          int64_t begin,
                                          int64_t end);
 
-// Bias and residual of the rank behind the parts of a sum of its products, for rows from
-// `row` of batch `b` on.
+// Appends this rank's bias and residual to `parts`, the addends of a sum of partial
+// sums, for the rows of batch `b` that start at `row`.
 void AddBiasAndResidual(const CallAttributes& attributes,
                         const RankCall& call,
                         int64_t b,

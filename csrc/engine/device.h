@@ -1,10 +1,10 @@
-// Where a rank computes. Its work is put on lanes: what is put on one lane is done in
-// that order, lanes run beside each other. A device may do everything at once (the
-// CPU's) or only enqueue it (streams); marks order the lanes of one that enqueues.
+// A device executes the work of one rank. Work is enqueued on lanes: each lane executes
+// its work in order, and lanes run concurrently. The CPU device executes work before
+// the function returns. Stream devices only enqueue it, and events order their lanes.
 //
-// The transport's steps belong to the communication lane: a put or a signal comes behind
-// all that lane was given before, and what arrived may be read behind a mark recorded
-// after the wait for it.
+// The transport's operations run on the communication lane: a put or a signal executes
+// after all work that was enqueued on that lane before. Received data may be read after
+// an event that was recorded after the wait for it.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,9 @@
 namespace jax_ub {
 
 using Lane = int;
-inline constexpr Lane kCommunicationLane = 0;  // lanes of products follow
+inline constexpr Lane kCommunicationLane = 0;  // lanes 1, 2, ... run GEMMs
 
-// A point of a lane: everything that it was given until then.
+// A point of a lane: all work that was enqueued on it before.
 using EventId = int;
 inline constexpr EventId kNoEvent = -1;
 
@@ -31,30 +31,31 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Lanes 1 ... num_product_lanes().
+  // GEMMs run on lanes 1 to num_product_lanes().
   virtual int num_product_lanes() const = 0;
-  // False where a function returns when its work is done: marks say nothing then, and
-  // products that run beside the schedule are the caller's.
+  // Returns whether functions only enqueue work. If false, they return when the work is
+  // done, events have no effect, and the caller runs GEMMs that overlap with the
+  // schedule.
   virtual bool enqueues() const = 0;
 
-  // In what partial sums are kept and sent.
+  // Returns the dtype in which partial sums are stored and sent.
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
-  // Pieces of a chunk where the caller leaves it to the engine.
+  // Returns the number of splits per chunk if the caller does not choose one.
   virtual int DefaultSplits(CollectiveKind pattern) const = 0;
 
-  // Memory of the call, until its end.
+  // Allocates memory that is valid until the end of the call.
   virtual Tensor Allocate(DType dtype,
                           int64_t batch,
                           int64_t rows,
                           int64_t features) = 0;
 
-  // `step`: of which step of the schedule the products are.
+  // `step` is the schedule's step that the GEMMs belong to, for the trace.
   virtual void Multiply(Lane lane,
                         std::vector<GemmProblem> problems,
                         const Step& step) = 0;
   virtual void Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) = 0;
-  // SumChunks of reduce/reduce.h.
+  // Computes SumChunks of reduce/reduce.h.
   virtual void Sum(Lane lane,
                    std::span<const ConstMatrix> parts,
                    int64_t rows,
@@ -62,7 +63,7 @@ class Device {
                    const Matrix& out) = 0;
 
   virtual EventId Record(Lane lane) = 0;
-  // What `lane` is given from now on begins after the mark.
+  // Work that is enqueued on `lane` from now on starts after `event`.
   virtual void Await(Lane lane, EventId event) = 0;
 };
 

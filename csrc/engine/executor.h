@@ -1,5 +1,5 @@
-// Runs a rank's schedule on a transport and a device: the methods that send pieces
-// through slots.
+// Executes a rank's schedule on a transport and a device. Used by all methods except
+// direct: they send data through slots.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,16 @@
 
 namespace jax_ub {
 
-// Whether nothing is communicated.
+// Returns whether the call communicates nothing.
 bool IsLocalCall(const CallAttributes& attributes);
 
-// False for those, and for the method direct.
+// Returns whether the call sends data through slots: false for local calls and for the
+// method direct.
 bool UsesSlots(const CallAttributes& attributes);
 
-// Takes the rank's part in the call, from a thread that may wait where the transport
-// waits. On a device that does everything at once the products of bulk ops are left out:
-// the caller runs them beside.
+// Executes the rank's schedule. The calling thread must be allowed to block, because
+// the transport may. On a device that does not enqueue, the GEMMs of bulk ops are
+// skipped: the caller runs them concurrently.
 void ExecuteRank(const CallAttributes& attributes,
                  const RankCall& call,
                  const SlotRequirements& plan,
@@ -30,7 +31,7 @@ void ExecuteRank(const CallAttributes& attributes,
                  Device& device,
                  const TraceContext& trace);
 
-// The products of a call that communicates nothing.
+// Executes the GEMMs of a call that communicates nothing.
 void ExecuteLocal(const CallAttributes& attributes,
                   const RankCall& call,
                   Device& device);

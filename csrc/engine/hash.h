@@ -1,4 +1,5 @@
-// Numbers that stand for what processes know a call by: the same in all of them.
+// FNV-1a hashes that identify call sites and calls. All processes compute the same
+// values.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +7,13 @@
 
 namespace jax_ub {
 
-// FNV-1a over whole numbers.
+// Initial value and step of the FNV-1a hash over integers.
 inline constexpr uint64_t kHashBegin = 0xcbf29ce484222325u;
 constexpr uint64_t Mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x100000001b3u;
 }
 
-// Over a text's bytes.
+// Hashes the bytes of `text`.
 constexpr uint64_t Mix(uint64_t hash, std::string_view text) {
   for (const char c : text) hash = Mix(hash, static_cast<unsigned char>(c));
   return hash;

@@ -1,4 +1,5 @@
-// Orders the lanes of a device, and leaves out every wait that others imply.
+// Orders the lanes of a device with events. Omits each wait that earlier waits imply,
+// which a vector clock per lane detects.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +9,8 @@
 
 namespace jax_ub {
 
-// A point of a lane; none where there is nothing to await.
+// A recorded point of a lane, as an index into `dependencies_`. kNone: nothing to wait
+// for.
 struct Dependency {
   int index = kNone;
 };
@@ -20,7 +22,7 @@ class LaneDependencies {
         known_(1 + device.num_product_lanes(),
                Clock(1 + device.num_product_lanes(), 0)) {}
 
-  // Product lanes in turn.
+  // Returns the GEMM lanes round-robin.
   Lane NextProduct() { return 1 + next_++ % device_.num_product_lanes(); }
 
   Dependency Record(Lane lane) {
@@ -42,7 +44,8 @@ class LaneDependencies {
   }
 
  private:
-  // [lane]: up to which of its points everything is done before.
+  // Vector clock. Entry i counts the recorded points of lane i that are known to be
+  // complete.
   using Clock = std::vector<int>;
   struct Recorded {
     Lane lane;
@@ -52,7 +55,9 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  std::vector<Clock> known_;  // [lane]: before what it is given next
+  // [lane]: the points that complete before any work that is enqueued on this lane from
+  // now on.
+  std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };
 

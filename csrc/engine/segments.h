@@ -1,4 +1,4 @@
-// Writes down which parts of which tensors are an operand or a result of a GEMM.
+// Builds the segmented views of GEMM operands and results from tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,32 @@
 
 namespace jax_ub {
 
-// Where a segment begins in a tensor, and how to walk it.
+// Address of a segment's first element, and its strides in elements.
 struct StridedPointer {
   std::byte* data = nullptr;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
-// Rows survive the product, features are contracted: x of y = x w, and any result.
+// View with the rows as the outer dimension and the features contracted: x in y = x w,
+// and any result.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// Features survive, rows (tokens) are contracted: both operands of dw = x^T dy.
+// View with the features as the outer dimension and the rows (tokens) contracted: both
+// operands of dw = x^T dy.
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
 
-// A kernel [in, out], or [out, in] when transposed; `in` is contracted.
+// View of a kernel [in, out], or [out, in] if `transposed`. `in` is contracted.
 inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
 
-// Sizes are added in the order of the segments; segments are appended row-major.
+// Builds an OperandView. Add the sizes in the order of the segments, and append the
+// segments row-major: [outer segment][inner segment].
 class OperandSegments {
  public:
   explicit OperandSegments(DType dtype) : view_{dtype, {0}, {0}, {}} {}

@@ -1,5 +1,5 @@
-// What the slot-based methods plan once for a call site: it depends on shapes and on the
-// method, not on addresses.
+// Slot plans: what the methods that use slots compute once per call site. They depend
+// on shapes and on the method, not on addresses.
 #pragma once
 
 #include <memory>
@@ -12,10 +12,11 @@
 
 namespace jax_ub {
 
-// The schedules of one call, each made when its rank first asks for it. Thread-safe.
+// The schedules of one call, one per rank. Each is built when its rank first needs it.
+// Thread-safe.
 class Schedules {
  public:
-  // `first` is rank 0's.
+  // `first` is the schedule of rank 0.
   explicit Schedules(Schedule first);
 
   const Schedule& Of(int rank);
@@ -25,35 +26,37 @@ class Schedules {
   std::vector<std::unique_ptr<const Schedule>> made_;  // [rank]; guarded by mutex_
 };
 
-// What a call needs of a communicator.
+// The slots that a call needs from a communicator, and how it uses them.
 struct SlotRequirements {
   CollectiveKind pattern = CollectiveKind::kAllGather;
   Variant variant = Variant::kPlain;
   int num_splits = 1;
   int num_slots = 0;
   int64_t slot_bytes = 0;
-  DType partial_dtype = DType::kF32;  // of sums of products that are sent
+  DType partial_dtype = DType::kF32;  // of partial sums of the GEMM that are sent
   std::shared_ptr<Schedules> schedules;
 };
 
-// Throws UnsupportedError when the op does not run by that method.
+// Computes the slot plan of a call. Throws UnsupportedError if the op does not support
+// the method.
 SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Device& device);
 
-// Keeps the slot plan of a call site. Thread-safe: several launches may be in flight.
+// Caches the slot plan of a call site. Thread-safe: several launches may be in flight.
 class SlotPlans {
  public:
-  // The plan of a call of these shapes. `attributes` and what `device` answers are the
-  // same in every call; the shapes are, too, in a program of XLA.
+  // Returns the slot plan for the shapes of `call`, computed anew only if they differ
+  // from the previous call's, which does not happen within one XLA program.
+  // `attributes` and the properties of `device` must be the same in every call.
   SlotRequirements Find(const CallAttributes& attributes,
                         const RankCall& call,
                         const Device& device);
 
  private:
-  std::mutex mutex_;       // guards the two below
-  RankCall like_;          // shapes and dtypes that plan_ is for
-  SlotRequirements plan_;  // without schedules: none yet
+  std::mutex mutex_;       // guards `like_` and `plan_`
+  RankCall like_;          // shapes and dtypes for which `plan_` was computed
+  SlotRequirements plan_;  // null schedules: not computed yet
 };
 
 }  // namespace jax_ub

@@ -1,9 +1,9 @@
-// What this process did when: spans of time in fixed memory, one buffer a thread.
+// Records spans of time of this process in fixed memory, with one buffer per thread.
 //
-// Off, a call costs one relaxed load. On, a span costs two readings of the monotonic
-// clock, which all processes of a host share, and a write to the thread's own buffer;
-// no lock is taken but once a call, to name it. A full buffer drops what comes behind,
-// and counts it.
+// Disabled, a call costs one relaxed load. Enabled, a span costs two reads of the
+// monotonic clock, which all processes of a host share, and a write to the buffer of
+// its thread. A lock is taken only once per call, to register it. A full buffer drops
+// and counts further events.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace jax_ub {
 
-// The steps of a schedule, by their numbers there; and what is around them.
+// The kinds of schedule steps, with the values of StepKind, and the spans around them.
 enum class TraceKind : uint8_t {
   kMultiply,
   kCopy,
@@ -28,10 +28,10 @@ enum class TraceKind : uint8_t {
   kWait,
   kRelease,
   kWaitFree,
-  kCall,     // a rank's call, from its arrival to its completion
-  kGather,   // a rank's wait for the others' calls
+  kCall,     // a rank's call, from arrival to completion
+  kGather,   // a rank's wait for the calls of the other local ranks
   kBarrier,  // a wait for other processes
-  kUnit,     // a part of a GEMM, as threads share it
+  kUnit,     // a work unit of a GEMM
 };
 inline constexpr int kNumTraceKinds = 12;
 
@@ -40,8 +40,8 @@ std::string_view TraceKindName(TraceKind kind);
 struct TraceEvent {
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
-  int32_t call = -1;     // which of the trace's calls
-  int16_t rank = kNone;  // in the group; kNone: for all of them
+  int32_t call = -1;     // index into Trace::calls
+  int16_t rank = kNone;  // in the group; kNone: all ranks
   int16_t chunk = kAllChunks;
   int16_t split = 0;
   int16_t peer = kNone;
@@ -57,9 +57,9 @@ struct TraceCall {
   Method method = Method::kDirect;
   Variant variant = Variant::kPlain;
   int num_ranks = 1;
-  int num_splits = 0;            // as asked for
+  int num_splits = 0;            // as requested; 0: the engine chooses
   std::vector<int64_t> devices;  // [rank]; empty for a local call
-  std::string operands;          // of one rank, "bf16[2, 128, 512] ..."
+  std::string operands;  // shapes of one rank's operands: "bf16[2, 128, 512] ..."
 };
 
 struct TraceThread {
@@ -69,7 +69,7 @@ struct TraceThread {
 
 struct Trace {
   std::vector<TraceCall> calls;
-  std::vector<TraceThread> threads;  // only those that did anything
+  std::vector<TraceThread> threads;  // only threads with events
   int64_t num_dropped_calls = 0;
 };
 
@@ -85,17 +85,18 @@ class Tracer {
 
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
-  // Forgets what was recorded. Each thread that does anything gets room for
-  // `events_per_thread`.
+  // Discards all events and starts recording. Each thread that records anything gets
+  // memory for `events_per_thread` events.
   void Start(int64_t events_per_thread);
   void Stop() { enabled_.store(false, std::memory_order_relaxed); }
 
-  // What was recorded since Start.
+  // Returns the events that were recorded since Start.
   Trace Read() const;
 
-  // Whose spans those of the call are: nobody's, where no more calls are recorded.
+  // Registers a call and returns the context for its spans. If kMaxCalls are registered
+  // already, returns an empty context, whose spans are not recorded.
   TraceContext BeginCall(TraceCall call);
-  // Nothing, if the call began before the last Start.
+  // Records an event. Ignored if its call began before the last Start.
   void Record(int64_t generation, const TraceEvent& event);
 
  private:
@@ -106,34 +107,35 @@ class Tracer {
   std::atomic<bool> enabled_{false};
   std::atomic<int64_t> generation_{0};
   std::atomic<int64_t> events_per_thread_{0};
-  // By a hash of the thread's id; a thread that ended leaves its place to the next one
-  // of that id.
+  // Open-addressing hash table, keyed by thread id. Buffers are not removed when a
+  // thread exits: a later thread with the same id reuses the buffer.
   std::array<std::atomic<Buffer*>, kNumThreads> buffers_ = {};
-  std::atomic<int64_t> num_unbuffered_{0};  // events of more threads than that
+  // Events of threads that found no free buffer.
+  std::atomic<int64_t> num_unbuffered_{0};
 
-  mutable std::mutex mutex_;  // guards the two below
+  mutable std::mutex mutex_;  // guards `calls_` and `num_dropped_calls_`
   std::vector<TraceCall> calls_;
   int64_t num_dropped_calls_ = 0;
 };
 
-// Whose spans: nobody's, where the tracer is off.
+// Identifies the call and the rank that spans belong to. A null tracer records nothing.
 struct TraceContext {
   Tracer* tracer = nullptr;
-  int64_t generation = 0;  // which of its traces
+  int64_t generation = 0;  // value of Tracer::generation_ when the call began
   int32_t call = -1;
   int16_t rank = kNone;
 
   TraceContext OfRank(int which) const {
     return {tracer, generation, call, static_cast<int16_t>(which)};
   }
-  // A span from `begin_ns` to now; nothing for begin_ns = 0.
+  // Records a span from `begin_ns` to now, or nothing if `begin_ns` is 0.
   void Since(int64_t begin_ns, TraceKind kind) const;
 };
 
-// Now, on the clock of all traces; 0 where the tracer is off.
+// Returns the current time on the trace clock, or 0 if the tracer is disabled.
 int64_t TraceNow(const Tracer* tracer);
 
-// A span from here to the end of the block.
+// Records a span from construction to destruction.
 class TraceScope {
  public:
   TraceScope(const TraceContext& context, TraceKind kind)

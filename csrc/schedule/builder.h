@@ -1,4 +1,4 @@
-// Writes the steps of one rank.
+// Appends steps to the schedule of one rank.
 #pragma once
 
 #include "schedule/schedule.h"
@@ -13,17 +13,17 @@ class ScheduleBuilder {
   int num_ranks() const { return schedule_.num_ranks; }
   int num_splits() const { return schedule_.num_splits; }
 
-  // The rank `distance` further on the ring, or back.
+  // Returns the rank `distance` after this one on the ring, or before it.
   int Ahead(int distance) const { return (rank() + distance) % num_ranks(); }
   int Behind(int distance) const {
     return (rank() + num_ranks() - distance) % num_ranks();
   }
 
-  // The slot that holds what the rank `distance` behind its owner has sent.
+  // Returns the slot for data from the rank that is `distance` behind the slot's owner.
   int SlotOf(int distance, int split) const {
     return first_slot_ + (distance - 1) * num_splits() + split;
   }
-  // Later steps use slots of their own.
+  // Starts a stage: its steps use new slots.
   void BeginStage() {
     first_slot_ = schedule_.num_slots;
     schedule_.num_slots += (num_ranks() - 1) * num_splits();
@@ -37,14 +37,15 @@ class ScheduleBuilder {
            int slot = kNone) {
     schedule_.steps.push_back({kind, payload, chunk, split, peer, slot});
   }
-  // The product of `num_chunks` chunks, in slots one behind the other.
+  // Adds the GEMM of `num_chunks` consecutive chunks, in consecutive slots.
   void Multiply(int chunk, int slot, int num_chunks) {
     schedule_.steps.push_back(
         {StepKind::kMultiply, Payload::kOperand, chunk, 0, kNone, slot, num_chunks});
   }
   void MultiplyAll() { Add(StepKind::kMultiply, Payload::kOperand, kAllChunks, 0); }
 
-  // A put waits for its slot, whoever filled it in an earlier call.
+  // Adds a put that first waits until the peer has released the slot, whichever rank
+  // filled it in an earlier call.
   void Send(StepKind kind, Payload payload, int chunk, int split, int peer, int slot) {
     Add(StepKind::kWaitFree, payload, chunk, split, peer, slot);
     Add(kind, payload, chunk, split, peer, slot);
@@ -55,7 +56,8 @@ class ScheduleBuilder {
   int first_slot_ = 0;
 };
 
-// Stages; `consume` is what happens to each piece: kMultiply or kCopy.
+// Each function appends one stage. `consume` is the step for each received split:
+// kMultiply or kCopy.
 void AppendAllGather(ScheduleBuilder& builder,
                      Method method,
                      Payload payload,

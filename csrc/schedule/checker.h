@@ -1,10 +1,10 @@
-// Proves schedules by executing them symbolically, all ranks together.
+// Verifies schedules by executing them symbolically, on all ranks together.
 //
-// One execution is enough: steps wait on epochs that only grow, so what can happen next
-// never depends on timing, and a vector clock per rank shows whether two accesses to a
-// slot are ordered by the waits themselves or only happened to come in that order. A
-// slot that is written while its old contents may still be read is reported in either
-// case.
+// One execution suffices. Steps wait for epochs, which only grow, so the steps that can
+// execute next never depend on timing. A vector clock per rank shows whether the waits
+// themselves order two accesses to a slot, or whether they only happened to execute in
+// that order. Overwriting a slot whose old contents may still be read is reported in
+// both cases.
 #pragma once
 
 #include <string>
@@ -23,16 +23,17 @@ RankSchedules MakeRankSchedules(CollectiveKind pattern,
                                 int num_splits,
                                 Variant variant = Variant::kPlain);
 
-// Executes the calls in a row on the same slots; no rank waits for another between
-// them. Returns what is wrong, at most a few of each kind; empty: proven. That is:
-//   every piece is multiplied, copied or reduced exactly once, and after it arrived;
-//   every wait meets the put that it means, and every put is waited for;
-//   no slot is written before its contents were released, nor used twice in a call;
-//   every slot is released, and no rank waits for ever.
+// Executes the calls one after another on the same slots, without a barrier between
+// them. Returns the violations found, at most 20, or an empty vector if the schedules
+// are correct:
+//   every split is multiplied, copied or reduced exactly once, and after it arrived;
+//   every wait receives the put that it expects, and every put is waited for;
+//   no slot is overwritten before its release, or used twice in a call;
+//   every slot is released, and no rank waits forever.
 std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls);
 
-// The same for the collective alone, twice, and before and after every other pattern,
-// method and variant.
+// Checks the collective called twice in a row, and before and after every other
+// pattern, method and variant.
 std::vector<std::string> CheckSchedule(CollectiveKind pattern,
                                        Method method,
                                        int num_ranks,

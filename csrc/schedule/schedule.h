@@ -1,10 +1,11 @@
-// A schedule is data: the list of steps that one rank takes, computed by a pure
-// function of (pattern, method, rank, P, splits). The executor runs it, the checker
-// proves it for all ranks together, Python draws it.
+// A schedule is data: the list of steps that one rank executes. It is a pure function
+// of (pattern, method, rank, P, splits). The executor runs it, the checker verifies it
+// for all ranks together, and Python draws it.
 //
-// A *chunk* is one rank's share of the rows; `split` is a piece of it. Every rank has
-// the same slots, buffers that peers put chunks into. A slot is used at most once per
-// call, and on every rank or on none: so all ranks know its epoch without being told.
+// A *chunk* is the rows of one rank. A *split* is a part of a chunk: what one put
+// moves. Every rank has the same slots, buffers into which peers put splits. A slot is
+// used at most once per call, and either on every rank or on none, so all ranks know
+// its epoch without communication.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +19,19 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
-// What a method does in another way, where it is asked for.
+// Variations of a method, used on request.
 enum class Variant : uint8_t {
   kPlain,
-  kAggregate,         // AG+GEMM by ring_exchange, even P: products of two ranks' chunks
-  kOverlapFirstGemm,  // GEMM+RS and +AR by pipeline: puts behind the next product
-  kOneShot,  // AR by ring_exchange: all rows to all ranks, each of which adds them
+  kAggregate,         // AG+GEMM by ring_exchange, even P: GEMMs over two chunks
+  kOverlapFirstGemm,  // GEMM+RS and +AR by pipeline: each put after the next GEMM
+  kOneShot,  // AR by ring_exchange: all rows are sent to and added by every rank
 };
 inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 
-// What the ranks do together. Those without "Matmul" only communicate: on their own, or
-// beside a GEMM that has nothing to do with it (bulk).
+// The collective pattern. Patterns without "Matmul" only communicate, either alone or
+// concurrently with an independent GEMM (bulk).
 enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,
@@ -43,27 +44,27 @@ inline constexpr int kNumCollectiveKinds = 6;
 
 std::string_view CollectiveKindName(CollectiveKind pattern);
 
-// Operands travel; partial sums do otherwise.
+// Returns whether ranks send operands. Otherwise they send partial sums.
 bool IsGather(CollectiveKind pattern);
-// All ranks get all sums, not each those of its rows.
+// Returns whether every rank receives all sums, not only those of its own rows.
 bool IsAllReduce(CollectiveKind pattern);
 bool HasProduct(CollectiveKind pattern);
 
 enum class StepKind : uint8_t {
-  kMultiply,  // the GEMM of a piece, or of everything (chunk kAllChunks)
-  kCopy,      // a piece, own or from a slot, into the gathered result
-  kReduce,    // own partial sum and those in slots, in rank order, into the result
-  kPut,       // a piece into the peer's slot
+  kMultiply,  // the GEMM of a split, or of all rows (chunk kAllChunks)
+  kCopy,      // a split, local or from a slot, into the gathered result
+  kReduce,    // adds own and received partial sums in rank order into the result
+  kPut,       // writes a split into the peer's slot
   kPublish,   // the peer may read this rank's operands in place; no bytes move
-  kWait,      // until the peer's put or publish into the own slot is there
-  kRelease,   // the own slot may be overwritten
-  kWaitFree,  // until the peer has released its slot
+  kWait,      // waits for the peer's put or publish into the own slot
+  kRelease,   // allows peers to overwrite the own slot
+  kWaitFree,  // waits until the peer has released its slot
 };
 inline constexpr int kNumStepKinds = 8;
 
 std::string_view StepKindName(StepKind kind);
 
-// What a piece is made of.
+// The contents of a split.
 enum class Payload : uint8_t { kOperand, kPartial, kSum };
 
 std::string_view PayloadName(Payload payload);
@@ -78,13 +79,13 @@ struct Step {
   int split = 0;
   int peer = kNone;
   int slot = kNone;
-  // Of a product: so many chunks, out of as many slots, one behind the other.
+  // For a GEMM: the number of consecutive chunks, which are in consecutive slots.
   int num_chunks = 1;
 
   bool operator==(const Step&) const = default;
 };
 
-// The same step for one of its chunks.
+// Returns the step for chunk `index` of a step over several chunks.
 inline Step ChunkOf(Step step, int index) {
   step.chunk += index;
   if (step.slot != kNone) step.slot += index;
@@ -99,18 +100,20 @@ struct Schedule {
   int rank = 0;
   int num_ranks = 1;
   int num_splits =
-      1;  // pieces of a chunk: what was asked for, or 1 if the method has none
-  int num_slots = 0;  // on every rank
+      // Splits per chunk: as requested, or 1 if the method does not split chunks.
+      1;
+  int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;
 };
 
-// False for the methods that a pattern does not have: a product cannot run beside
-// itself (bulk), and direct has nothing to send without one.
+// Returns whether the pattern has the method. A pattern with a GEMM has no bulk
+// schedule, because a GEMM cannot overlap with itself. A pattern without a GEMM has no
+// direct schedule, because direct sends nothing.
 bool HasSchedule(CollectiveKind pattern, Method method);
-// Of a schedule that there is.
+// Returns whether the schedule has the variant. Requires HasSchedule(pattern, method).
 bool HasVariant(CollectiveKind pattern, Method method, int num_ranks, Variant variant);
 
-// Calls function(pattern, method, variant) for every schedule of so many ranks.
+// Calls function(pattern, method, variant) for every schedule of `num_ranks` ranks.
 template <typename Function>
 void ForEachSchedule(int num_ranks, const Function& function) {
   for (int p = 0; p < kNumCollectiveKinds; ++p) {
@@ -128,8 +131,8 @@ void ForEachSchedule(int num_ranks, const Function& function) {
   }
 }
 
-// Throws std::invalid_argument when there is no such schedule or a number is out of
-// range.
+// Returns the schedule of one rank. Throws std::invalid_argument if it does not exist
+// or a number is out of range.
 Schedule MakeSchedule(CollectiveKind pattern,
                       Method method,
                       int rank,
@@ -137,8 +140,9 @@ Schedule MakeSchedule(CollectiveKind pattern,
                       int num_splits,
                       Variant variant = Variant::kPlain);
 
-// Rows [begin, end) of a piece, of `num_rows` rows that all ranks share; uneven where P
-// or the splits do not divide them, possibly empty.
+// SplitRows returns rows [begin, end) of a split, out of `num_rows` rows that all ranks
+// share. Sizes are uneven if P or the number of splits does not divide the rows; a
+// split may be empty.
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;

@@ -1,4 +1,4 @@
-// The symbolic execution behind schedule/checker.h.
+// Symbolic execution of schedules; see schedule/checker.h.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ class SymbolicExecution {
  public:
   explicit SymbolicExecution(const std::vector<RankSchedules>& calls);
 
-  // Lets ranks take steps in this order, one each or (greedy) as many as they can,
-  // until all are done or none can go on.
+  // Executes the ranks in this order, one step each or (greedy) as many as they can,
+  // until all are done or none can continue.
   void Run(const std::vector<int>& order, bool greedy);
 
   const std::vector<std::string>& violations() const { return violations_; }
 
  private:
-  // [rank]: how many of that rank's steps are known to have happened.
+  // [rank]: number of that rank's steps that are known to have happened.
   using Clock = std::vector<int64_t>;
 
   struct Piece {
@@ -34,32 +34,36 @@ class SymbolicExecution {
     bool operator==(const Piece&) const = default;
   };
 
-  // A slot: what is in it, and the flags that ranks wait on, each with the knowledge
-  // that whoever sees it gets.
+  // The contents of a slot, and the counters that ranks wait on. Each counter carries
+  // the clock that a waiting rank learns.
   struct Slot {
     int64_t arrived = 0;
     int64_t released = 0;
     Clock arrived_clock;
     Clock released_clock;
     Piece piece;
-    bool full = false;    // arrived and not released
-    bool waited = false;  // its owner has seen that it arrived
+    bool full = false;    // has arrived and is not released
+    bool waited = false;  // its owner has waited for it
     int last_writer = kNone;
-    int64_t written_at = 0;    // on the writer's clock
-    int64_t last_read_at = 0;  // on the owner's clock
+    int64_t written_at = 0;    // in steps of the writer
+    int64_t last_read_at = 0;  // in steps of the owner
   };
 
   struct Rank {
     size_t call = 0;
     size_t step = 0;
     Clock clock;
-    std::vector<int64_t> epochs;     // [slot]: calls that used it
-    std::vector<bool> was_put;       // [slot]: into a peer's, in this call
-    std::vector<bool> saw_released;  // [slot]: what it put in this call
-    std::vector<bool> was_used;      // [slot]: own or a peer's, in this call
-    std::map<std::pair<int, int>, int> multiplied;  // by (chunk, split), in this call
+    std::vector<int64_t> epochs;  // [slot]: number of calls that used it
+    std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
+    std::vector<bool>
+        // [slot]: this rank has waited for the release of what it put in this call
+        saw_released;
+    std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
+    std::map<std::pair<int, int>, int>
+        // [(chunk, split)]: number of times in this call
+        multiplied;
     std::map<std::pair<int, int>, int> copied;
-    std::map<int, int> reduced;  // by split
+    std::map<int, int> reduced;  // [split]
   };
 
   const Schedule& ScheduleOf(int rank) const;
@@ -76,7 +80,7 @@ class SymbolicExecution {
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
   bool HasMultiplied(int rank, int chunk, int split) const;
-  // The piece is in the rank's hands: its own, or in a slot that it waited for.
+  // Returns whether the rank has the split: its own, or in a slot that it waited for.
   bool Holds(int rank, const Piece& piece, int slot);
   bool ReadSlot(int rank, int slot);
   bool HasSource(int rank, const Step& step);

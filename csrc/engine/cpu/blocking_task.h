@@ -1,4 +1,5 @@
-// What a thread of the pool may block in: a rank's schedule, the rest of an XLA program.
+// A task that may block a thread of the pool: a rank's schedule, or the continuation of
+// an XLA program.
 #pragma once
 
 #include <functional>
@@ -11,7 +12,7 @@ namespace jax_ub {
 class BlockingTask : public Queued<BlockingTask> {
  public:
   virtual ~BlockingTask() = default;
-  // Must not throw: no call is known here that could fail.
+  // Must not throw: the pool has no call to report the exception to.
   virtual void Execute() = 0;
 };
 

@@ -1,19 +1,21 @@
-// Calls of a group whose ranks lie in several processes.
+// The call sequencer: runs the calls of a group whose ranks are in several processes.
 //
-// XLA runs independent calls in any order, another one in each process. So calls run one
-// after another, in the order in which they become complete (all local ranks arrived) in
-// the process of rank 0, the leader: it writes them into its order log; the others take
-// call n from the log, wait until their own collective call of that call is complete, and run it.
-// The leader's order respects how calls depend on each other, which is the same
-// everywhere, so nobody waits in a circle.
+// XLA runs independent calls in any order, and in a different order in each process.
+// The sequencer runs the calls of a group one after another, in the order in which they
+// become complete (all local ranks arrived) in the process of rank 0, the leader. The
+// leader appends them to its call log. The other processes take call n from the log,
+// wait until their own collective call for it is complete, and run it. The leader's
+// order respects the dependencies between calls, which are the same in every process,
+// so there is no deadlock.
 //
-// Which collective call is which: a call site has the same name in every process ("channel", from
-// the lowered module, and how many sites of the compiled program have that channel); its
-// executions are told apart by the run id and by how often the device was here in the
-// run. XLA's run id is a hash of the program and its devices plus the number of its
-// launches: the same in all processes, except where one loaded the program from a cache
-// that another compiled. Then the distance between both is learned at the first call of
-// the site, and holds for all later ones.
+// Identifying calls across processes: a call site has the same name in every process
+// (the channel from the lowered module, plus the number of earlier call sites with that
+// channel in the compiled program). Its executions are distinguished by the run id and
+// by the number of earlier executions on the device in the run. XLA's run id is a hash
+// of the program and its devices plus the number of its launches. It is the same in all
+// processes, unless one of them loaded the program from a cache that another one
+// compiled. In that case the difference between the run ids is learned at the first
+// call of the call site and holds for all later calls.
 #pragma once
 
 #include <atomic>
@@ -34,11 +36,12 @@
 
 namespace jax_ub {
 
-// The collective call of a call, among those that are complete here.
+// Maps the leader's run ids to this process's run ids, by call site.
 class RunIdOffsets {
  public:
-  // The collective call that the leader's order means; nullptr: not here yet. Throws
-  // CommunicatorError where it cannot be told which one is meant.
+  // Returns the complete collective call that matches the leader's log entry `order`,
+  // or nullptr if it has not arrived yet. Throws CommunicatorError if the match is
+  // ambiguous.
   std::shared_ptr<CollectiveCall> Find(
       const CallLogEntry& order,
       const std::deque<std::shared_ptr<CollectiveCall>>& complete);
@@ -46,7 +49,7 @@ class RunIdOffsets {
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
 
  private:
-  // Call site -> the own run id minus the leader's.
+  // Call site id -> this process's run id minus the leader's.
   std::unordered_map<uint64_t, uint32_t> offsets_;
 };
 
@@ -54,13 +57,14 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
  public:
   struct Hooks {
     std::function<Timeouts()> timeouts;
-    // Something failed for good: whatever of this group waits elsewhere fails too.
+    // Called after a permanent failure. Must fail the calls of the group that are still
+    // pending in the rendezvous.
     std::function<void(const CallSequencer&, const std::exception_ptr& reason)>
         on_failure;
   };
 
-  // `devices` of the group, in the order of its ranks. A later communicator of the same
-  // devices has a higher generation, the same in every process.
+  // `devices` are the group's devices in the order of its ranks. A later communicator
+  // of the same devices has a higher generation, which is the same in every process.
   static std::shared_ptr<CallSequencer> Make(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
@@ -70,31 +74,32 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Whether a call was lowered for this communicator. XLA numbers the launches of a
-  // program for as long as the process lives, and where one failed, the processes may have
-  // launched it unequally often: with an earlier one's numbers they would pair different
-  // calls.
+  // Returns whether a call was lowered for this communicator. XLA numbers the launches
+  // of a program for the lifetime of the process. If a launch failed, the processes may
+  // have launched the program unequally often; with the numbers of an earlier
+  // communicator they would match different calls.
   bool MatchesGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation == generation_;
   }
   const std::vector<int>& local_ranks() const { return communicator_->local_ranks(); }
   const SharedMemoryCommunicator& communicator() const { return *communicator_; }
 
-  // A collective call whose local ranks have all arrived. Never waits.
+  // Queues a collective call whose local ranks have all arrived. Never blocks.
   void Enqueue(std::shared_ptr<CollectiveCall> collective);
 
-  // Fails what is pending here and in every other process, and whatever comes.
+  // Fails all pending and future calls, here and in every other process.
   void Fail(const std::exception_ptr& reason) noexcept;
-  // Why there are no more calls, or nullptr.
+  // Returns the reason of a permanent failure, or nullptr.
   std::exception_ptr failure() const;
-  // A reason as the failure of a call: what is said of the communicator itself ("...
-  // died") is said of the call; what names a call already stays.
+  // Returns `reason` as the failure of the call `label`. A message about the
+  // communicator ("... died") gets the call's label; a message that already names a
+  // call is unchanged.
   std::exception_ptr WithLabel(const std::string& label,
                                const std::exception_ptr& reason) const noexcept;
-  // Says goodbye to the peers. Safe with calls in flight: they fail.
+  // Sends the close message to the peers. Calls in flight fail.
   void Close();
 
-  int64_t num_calls() const;  // that were begun
+  int64_t num_calls() const;  // number of calls that have begun
 
  private:
   CallSequencer(std::shared_ptr<SharedMemoryCommunicator> communicator,
@@ -127,13 +132,13 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   ThreadPool& pool_;
   const Hooks hooks_;
 
-  // Of the thread that conducts.
+  // Used only by the thread in RunCalls.
   RunIdOffsets run_id_offsets_;
-  std::unordered_map<uint64_t, std::string> texts_;  // by signature
+  std::unordered_map<uint64_t, std::string> texts_;  // [signature]: text of the call
 
   std::atomic<std::thread::id> closing_thread_;
 
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::deque<std::shared_ptr<CollectiveCall>> complete_;
   bool is_running_ = false;

@@ -1,11 +1,12 @@
-// Matching the calls of one process: which ranks' calls belong together. Where a group
-// spans processes, its call sequencer matches the collective calls of the processes.
+// Matches the calls of the ranks of one process into collective calls. If a group spans
+// processes, its call sequencer matches the collective calls of the processes.
 //
 // A call site is one custom call of one compiled program. Its executions on the devices
-// of a launch share a run id, and a device that is there several times (a loop) comes
-// in the same order as its peers. So calls match by (call site, run id, group, how
-// often this device was here in this run). The attributes alone would not do: two calls
-// may have the same ones, and then ran together silently with wrong numbers.
+// of a launch share a run id. A device that executes it several times (a loop) does so
+// in the same order as its peers. Calls therefore match by (call site, run id, group,
+// number of earlier executions on this device in this run). The attributes are not
+// sufficient: two different calls with equal attributes would be combined and silently
+// produce wrong results.
 #pragma once
 
 #include <algorithm>
@@ -31,57 +32,58 @@ namespace jax_ub {
 
 class CallSequencer;
 
-// How long a call waits for its peers.
+// Timeouts of the wait for the other ranks of a call.
 struct Timeouts {
   double call_s = 0;
-  // The first call of a call site waits at least this long for other processes, which
-  // may still compile the program.
+  // The first call of a call site waits for other processes at least this long, because
+  // they may still be compiling the program.
   double first_call_s = 0;
 
   double Of(bool is_first_call) const {
     return is_first_call ? std::max(call_s, first_call_s) : call_s;
   }
-  // The environment variable that sets it.
+  // Returns the environment variable that sets the timeout.
   std::string_view SettingOf(bool is_first_call) const {
     return is_first_call && first_call_s > call_s ? "JAX_UB_FIRST_CALL_TIMEOUT_S"
                                                   : "JAX_UB_TIMEOUT_S";
   }
 };
 
-// The calls of all ranks of a group that belong together; where the group spans
-// processes, of the ranks in this one.
+// The matching calls of all ranks of a group. If the group spans processes, only the
+// calls of the local ranks.
 struct CollectiveCall {
-  const CallAttributes* attributes = nullptr;  // lives while a call of it is pending
-  SlotPlans* slot_plans = nullptr;             // the same
+  const CallAttributes* attributes =
+      nullptr;                      // outlives all pending calls of the call site
+  SlotPlans* slot_plans = nullptr;  // same lifetime as `attributes`
   int64_t run_id = 0;
   int group = 0;
-  uint64_t group_key = 0;       // the same for this set of devices in every call site
-  int64_t count = 0;            // which execution of the call site within the run
-  bool is_first = false;        // the first call of the call site in this group
-  std::vector<RankCall> calls;  // [rank], of a call sequencer [local rank]
-  std::vector<Completion> completions;  // the same; empty: has not arrived
+  uint64_t group_key = 0;  // identifies the set of devices in every call site
+  int64_t count = 0;       // index of the execution within the run
+  bool is_first = false;   // whether this is the call site's first call in this group
+  std::vector<RankCall> calls;          // [rank]; with a call sequencer [local rank]
+  std::vector<Completion> completions;  // indexed like calls; empty: not arrived
   int num_arrived = 0;
   TraceContext trace;
   Deadline deadline = Deadline::After(0);
   std::string_view deadline_setting;
 
-  // Where the group spans processes:
+  // Set only if the group spans processes:
   std::shared_ptr<CallSequencer> sequencer;
-  uint64_t call_site_key = 0;  // of call site and group, the same in every process
-  uint64_t call_site_id = 0;   // of this process
+  uint64_t call_site_key = 0;  // identifies call site and group in every process
+  uint64_t call_site_id = 0;   // identifies the call site within this process
 
-  // The rank of the group that calls[i] is of.
+  // Returns the rank that made calls[i].
   int RankOf(size_t i) const;
 };
 
-// Throws CommunicatorError when the ranks brought different shapes or dtypes.
+// Throws CommunicatorError if the ranks passed different shapes or dtypes.
 void CheckEqualShapes(const CollectiveCall& collective);
 
-// Executions of one call site.
+// A call site and its incomplete collective calls.
 class CallSite {
  public:
-  // `ordinal`: how many sites of the same program have the same channel. Throws
-  // std::invalid_argument for attributes that no op has.
+  // `ordinal` counts the earlier call sites with the same channel in the same program.
+  // Throws std::invalid_argument if the attributes are invalid for every op.
   explicit CallSite(CallAttributes attributes, uint64_t ordinal = 0);
 
   const CallAttributes& attributes() const { return attributes_; }
@@ -92,12 +94,13 @@ class CallSite {
 
   struct Launch {
     int64_t run_id = 0;
-    std::vector<int64_t> counts;  // [group * P + rank]
+    std::vector<int64_t> counts;  // [group * P + rank]: executions so far
     std::vector<std::shared_ptr<CollectiveCall>> open;
   };
 
   Launch& FindLaunch(int64_t run_id);
-  // The collective call of the count-th execution; made where its first rank asks for it.
+  // Returns the collective call of the count-th execution. Creates it for the first
+  // rank that arrives.
   std::shared_ptr<CollectiveCall> FindCall(
       Launch& launch,
       int group,
@@ -106,29 +109,30 @@ class CallSite {
   bool IsGroup(int group, const std::vector<int64_t>& devices) const;
 
   const CallAttributes attributes_;
-  const uint64_t id_;   // no other site of this process had it
-  const uint64_t key_;  // channel and ordinal
+  const uint64_t id_;   // unique within this process, never reused
+  const uint64_t key_;  // hash of channel and ordinal
   const std::unordered_map<int64_t, size_t>
-      flat_ranks_;  // FlatRankOfDevice the attributes
+      flat_ranks_;  // FlatRankOfDevice(attributes_)
   std::vector<uint64_t> group_keys_;
-  std::vector<bool> has_begun_;  // [group], guarded by rendezvous table::mutex_
+  std::vector<bool> has_begun_;  // [group]; guarded by Rendezvous::mutex_
   SlotPlans slot_plans_;
-  std::deque<Launch> launches_;  // guarded by rendezvous table::mutex_; newest last
+  std::deque<Launch> launches_;  // guarded by Rendezvous::mutex_; newest last
 };
 
-// Where calls meet. A watchdog fails collective calls that stay incomplete until their deadline,
-// and a failure of one rank fails its group for the rest of that run: the others would
-// only wait for it.
+// Rendezvous table: collects the calls of all ranks until their collective call is
+// complete. A watchdog fails collective calls that are incomplete at their deadline. If
+// one rank fails, all calls of its group in that run fail, because the other ranks
+// would wait for it.
 class Rendezvous {
  public:
-  // `start` runs a completion on a thread of its own, and does not throw.
+  // `start` runs a completion on another thread and must not throw.
   Rendezvous(std::function<void(std::shared_ptr<BlockingTask>)> start,
              Timeouts timeouts);
-  ~Rendezvous() = delete;  // its watchdog never ends
+  ~Rendezvous() = delete;  // its watchdog thread never exits
 
-  // Adds a rank's call. Returns the collective call to the last of its ranks, whose index in it is
-  // `*last_rank`, nullptr to the others. Throws CommunicatorError when the group failed
-  // in this run.
+  // Adds a rank's call. For the last rank to arrive, returns the collective call and
+  // sets `*last_rank` to the rank's index in it; returns nullptr for the other ranks.
+  // Throws CommunicatorError if the group has already failed in this run.
   std::shared_ptr<CollectiveCall> Arrive(CallSite& site,
                                          int64_t run_id,
                                          int64_t device,
@@ -136,27 +140,28 @@ class Rendezvous {
                                          Completion done,
                                          int* last_rank);
 
-  // Groups of these devices are the call sequencer's from now on, until it leaves. Throws
-  // CommunicatorError when they are another one's.
+  // Assigns groups of the sequencer's devices to the sequencer, until Leave. Throws
+  // CommunicatorError if these devices already have a sequencer.
   void Join(const std::shared_ptr<CallSequencer>& sequencer);
   void Leave(const CallSequencer& sequencer);
-  // Fails what such groups have incomplete.
+  // Fails the incomplete collective calls of such groups.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
 
-  // The devices of this process; until they are set, all count as its own.
+  // Sets the device ids of this process. Until then, all devices count as local.
   void set_local_devices(std::vector<int64_t> devices);
 
-  // How many sites of the program that is being compiled had this channel; it begins
-  // with a program's lowering.
+  // NextOrdinal returns the number of earlier call sites with this channel in the
+  // program that is being compiled. BeginProgram resets the count when the lowering of
+  // a program begins.
   uint64_t NextOrdinal(const std::string& channel);
   void BeginProgram(const std::string& channel);
 
-  // Fails what the group has pending in this run, and what it still calls in it.
+  // Fails all pending and future calls of the group in this run.
   void Poison(int64_t run_id,
               uint64_t group_key,
               const std::exception_ptr& reason) noexcept;
-  // The same for a rank whose call was refused before it arrived.
+  // The same for a rank whose call was rejected before it arrived.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
@@ -170,7 +175,8 @@ class Rendezvous {
  private:
   struct FailedLaunch {
     int64_t run_id = 0;
-    std::unordered_map<uint64_t, std::exception_ptr> reasons;  // the first, by group
+    std::unordered_map<uint64_t, std::exception_ptr>
+        reasons;  // [group key]: the first failure
   };
 
   void Watch();
@@ -181,18 +187,19 @@ class Rendezvous {
                    const std::exception_ptr& reason) noexcept;
   void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<CallSequencer> FindSequencer(const CallSite& site, int group) const;
-  // Throws CommunicatorError where the group's call sequencer failed, is missing, or is not
-  // the one that the call was lowered for; nullptr where all its ranks are in this
-  // process.
+  // Returns the group's call sequencer, or nullptr if all its ranks are in this
+  // process. Throws CommunicatorError if the sequencer has failed, is missing, or
+  // belongs to another generation than the call was lowered for.
   std::shared_ptr<CallSequencer> SequencerOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  mutable std::mutex mutex_;  // guards all below, and CallSite::runs_
+  mutable std::mutex
+      mutex_;  // guards the members below and those of CallSite that say so
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;
-  std::deque<FailedLaunch> failed_launches_;  // the newest kMaxLaunches
+  std::deque<FailedLaunch> failed_launches_;  // the kMaxLaunches newest
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<CallSequencer>> sequencers_;
   std::unordered_set<int64_t> local_devices_;

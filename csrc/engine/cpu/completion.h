@@ -1,4 +1,4 @@
-// How a call tells that it has ended.
+// The callback that reports the end of a rank's call.
 #pragma once
 
 #include <concepts>
@@ -12,9 +12,9 @@
 
 namespace jax_ub {
 
-// Called once, with nullptr or with why the call failed, from a thread that no other one
-// waits for: it may run the rest of the rank's program. The memory for that is there from
-// the beginning, so that a call can always be ended.
+// Invoked once, with nullptr or with the error of the call. It may run the rest of the
+// rank's program, so it must run on a thread that no other thread waits for. Its memory
+// is allocated on construction, so that completing a call never fails.
 class Completion {
  public:
   Completion() = default;
@@ -27,7 +27,7 @@ class Completion {
 
   void operator()(const std::exception_ptr& failure) const { state_->done(failure); }
 
-  // The same as a run of the thread pool.
+  // Returns a task for the thread pool that invokes the callback with `failure`.
   std::shared_ptr<BlockingTask> AsTask(
       const std::exception_ptr& failure) const noexcept {
     state_->failure = failure;

@@ -1,12 +1,13 @@
 // Keeps the computing threads of a thread pool on different cores.
 //
-// Linux wakes a thread on a busy core when no core is idle at that moment, moves one that
-// computes beside another when a third wakes up, and takes many milliseconds to spread
-// two busy threads again: a job of twenty milliseconds would be over on one core, and one
-// of two before the second thread ran at all. So whoever wakes a thread to compute first
-// keeps it off the cores where others do; and where the thread pool computes on all its cores,
-// its threads stay on theirs. With fewer threads than cores they may move: other
-// processes, whose cores nobody here knows, have the rest.
+// Linux places a woken thread on a busy core if no core is idle at that moment. When a
+// third thread wakes up, Linux moves a thread onto a core where another one computes,
+// and then it takes many milliseconds to separate two busy threads. A job of 20 ms
+// would finish on one core, and a job of 2 ms before its second thread ran at all.
+// Therefore a thread that wakes another one to compute first restricts it to cores
+// where no thread computes. If the pool has at least as many threads as cores, its
+// computing threads are pinned. With fewer threads they may migrate: other processes
+// use the remaining cores, and which ones these are is unknown here.
 #pragma once
 
 #include <sched.h>
@@ -19,24 +20,25 @@
 
 namespace jax_ub {
 
-// How many cores the calling thread may run on: a CPU set, of a task or a container, has
-// fewer than the machine. A quota of processor time (docker --cpus) does not count here.
+// Returns the number of cores that the calling thread may run on. The CPU set of a task
+// or a container reduces it; a CPU-time quota (docker --cpus) does not.
 int NumAllowedCores();
 
-// How many threads compute unless the user says otherwise: no more than the quota of
-// processor time, rounded up, and than the cores; at least one.
+// Returns the default number of computing threads: the smaller of the number of cores
+// and the CPU-time quota rounded up, at least one.
 int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota);
 
 class CoreAffinity {
  public:
   enum class Who { kCaller, kWorker };
 
-  // The thread pool computes on these alone, as far as its threads may run there; none: on all.
-  // Other processes are to compute on the others.
+  // Restricts the thread pool to these cores, as far as its threads may run there.
+  // Empty: all cores. Other processes should compute on the remaining cores.
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;
 
-  // A thread of the thread pool; made by itself. It runs on the cores of those that it helps.
+  // A worker of the thread pool. The worker constructs it. It inherits the CPU set of
+  // the thread that called the pool last.
   class Thread {
    public:
     explicit Thread(CoreAffinity& cores);
@@ -44,24 +46,25 @@ class CoreAffinity {
    private:
     friend class CoreAffinity;
     const pid_t id_;
-    std::mutex mutex_;  // guards the two below
+    std::mutex mutex_;  // guards `is_idle_` and `assigned_`
     bool is_idle_ = true;
-    std::optional<cpu_set_t> assigned_;  // where it is kept
+    std::optional<cpu_set_t> assigned_;  // the cores that it is restricted to
   };
 
-  // An idle thread, asleep or not, will run where nobody computes, if there is such a
-  // core; until Release, so that the next call finds it where it should be. No effect on
-  // a thread that has begun something by itself.
+  // Restricts an idle worker, asleep or spinning, to cores where no thread computes, if
+  // there are any. The restriction holds until Release, so that the next call finds the
+  // worker on the right core. Does nothing if the worker has already begun other work.
   void AssignIdleCores(Thread& thread);
-  // What the thread says of itself: it computes, does something else and may run
-  // anywhere, or is idle again.
+  // Called by the worker itself: it computes; it runs another task and may run on any
+  // core; it is idle again.
   void SetBusy(Thread& thread);
   void Release(Thread& thread);
   void SetIdle(Thread& thread);
 
-  // The calling thread's core while it computes, as one of num_threads. It moves first
-  // where another one computes on that core, and does not leave it where the threads are
-  // as many as the cores. Where every core is taken it goes where it likes.
+  // Reserves a core for the calling thread while it computes as one of `num_threads`
+  // threads. If another thread computes on its core, the thread first moves to a free
+  // core. It is pinned if there are at least as many threads as cores. If all cores are
+  // taken, the scheduler places it.
   class ScopedCore {
    public:
     ScopedCore(CoreAffinity& cores, Who who, int num_threads);
@@ -75,22 +78,24 @@ class CoreAffinity {
     CoreAffinity& core_affinity_;
     int core_;
     bool stays_ = false;
-    cpu_set_t allowed_;  // before it stayed
+    cpu_set_t allowed_;  // the CPU set before the thread was pinned
   };
 
  private:
-  // Those of `allowed` that the thread pool computes on.
+  // Returns the cores of `allowed` that belong to the pool's CPU set, or `allowed` if
+  // none do.
   cpu_set_t CpuSetOf(const cpu_set_t& allowed) const;
-  // Those of them that nobody has.
+  // Returns the cores of CpuSetOf(allowed) on which no thread computes.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
   void Take(int core);
   void GiveBack(int core);
 
-  mutable std::mutex mutex_;  // guards all below; no system call is made under it
+  mutable std::mutex
+      mutex_;  // guards the members below; no system call is made while it is held
   std::optional<cpu_set_t> cpu_set_;
-  std::array<int, CPU_SETSIZE> num_on_core_ = {};  // that compute
-  cpu_set_t busy_ = {};                            // where that is not 0
-  std::optional<cpu_set_t> allowed_;  // to the last one who called the thread pool
+  std::array<int, CPU_SETSIZE> num_on_core_ = {};  // [core]: threads that compute there
+  cpu_set_t busy_ = {};                            // cores with num_on_core_ > 0
+  std::optional<cpu_set_t> allowed_;  // CPU set of the last caller of the pool
 };
 
 }  // namespace jax_ub

@@ -1,4 +1,5 @@
-// The CPU as a device: everything is done when a function returns, products by the thread pool.
+// The CPU device. Every function returns when its work is done. The thread pool
+// computes the GEMMs.
 #pragma once
 
 #include <atomic>
@@ -46,7 +47,7 @@ class CpuDevice : public Device {
   std::vector<std::unique_ptr<std::byte[]>> memory_;
 };
 
-// Work as a job that its rank waits for.
+// A work list as a job that its rank waits for.
 class WorkListJob : public WaitedJob {
  public:
   explicit WorkListJob(WorkList work)
@@ -58,19 +59,20 @@ class WorkListJob : public WaitedJob {
   const WorkList work_;
 };
 
-// Returns when the work is done; from a thread that may wait.
+// Runs the work and waits for it. The calling thread must be allowed to block.
 void RunWork(WorkList work, ThreadPool& pool);
 
-// Work that a run does beside what the caller does, who may wait.
+// Runs work concurrently with the calling thread, which must be allowed to block in
+// Wait.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
-  ~ConcurrentWork();  // Wait, whatever a unit threw
+  ~ConcurrentWork();  // waits; ignores exceptions of the units
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Returns when it is done, by this thread where no other one has come for it: at the
-  // system's limit of threads none does. Throws what a unit threw.
+  // Waits for the work. If no other thread has begun it, as at the system's limit of
+  // threads, the calling thread runs it. Rethrows the exception of a unit.
   void Wait();
 
  private:

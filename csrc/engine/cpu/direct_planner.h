@@ -1,5 +1,5 @@
-// The method "direct": every operand is read and every result written where it lies, by
-// one cooperative computation over the buffers of all ranks. Nothing is sent.
+// The method "direct": one cooperative computation over the buffers of all ranks. It
+// reads every operand and writes every result in place; nothing is sent.
 #pragma once
 
 #include <cstddef>
@@ -12,39 +12,42 @@
 
 namespace jax_ub {
 
-// Whose operands are read, and whose results are written. In one process that is all
-// ranks; where a group spans processes, each writes the results of its own.
+// The ranks whose operands are read, and the ranks whose results are written. In one
+// process both are all ranks. If a group spans processes, each process writes the
+// results of its local ranks.
 struct RankCalls {
-  // [rank]; of ranks elsewhere, only the operands that are communicated.
+  // [rank]. For ranks of other processes only the communicated operands are set.
   const std::vector<RankCall>& all;
   const std::vector<RankCall>& own;
-  const std::vector<int>* own_ranks = nullptr;  // ascending; null: all
+  const std::vector<int>* own_ranks =
+      nullptr;  // ranks of `own`, ascending; null: all ranks
 
   int64_t RankOf(size_t i) const {
     return own_ranks == nullptr ? static_cast<int64_t>(i) : (*own_ranks)[i];
   }
 };
 
-// The whole work of a call, already checked. Products that are summed over ranks
-// (matmul_reduce_scatter, matmul_all_reduce) only where all ranks are own ones.
+// Returns all the work of a call that CheckCall has accepted. Ops that sum GEMMs over
+// ranks (matmul_reduce_scatter, matmul_all_reduce) require that all ranks are local.
 WorkList PlanDirect(const CallAttributes& attributes,
                     const RankCalls& calls,
                     const Workers& workers);
 
-// What a rank multiplies for itself: a matmul, the dx or the dw_i of a bulk op, or those of
-// a wgrad whose operands are gathered already.
+// Returns the GEMMs of one rank that need no data of other ranks: a matmul, the dx or
+// the dw_i of a bulk op, or the weight gradients whose operands have been gathered.
 std::vector<GemmProblem> LocalProducts(const CallAttributes& attributes,
                                        const RankCall& call);
 
-// These of all the calls.
+// Returns the LocalProducts of all calls as one work list.
 WorkList PlanProducts(const CallAttributes& attributes,
                       const std::vector<RankCall>& calls,
                       const Workers& workers);
 
-// Only what a bulk op communicates, or a collective.
+// Returns only the communication of a bulk op or of a plain collective.
 WorkList PlanCommunication(const CallAttributes& attributes, const RankCalls& calls);
 
-// scale * sum of x w over the pairs and over these ranks, into `to` [batch x rows, N].
+// Returns the GEMM to = scale * sum of x_i w_i over the pairs i and over the ranks of
+// `calls`; `to` is [batch x rows, N].
 GemmProblem PartialProduct(const CallAttributes& attributes,
                            const std::vector<RankCall>& calls,
                            ResultSegments to);

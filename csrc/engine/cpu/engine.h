@@ -1,5 +1,5 @@
-// Runs calls: matches the ranks, chooses how the method is carried out, tells each rank
-// when its results are there.
+// The CPU engine: matches the calls of the ranks, executes them by their method, and
+// completes each rank when its results are written.
 #pragma once
 
 #include <array>
@@ -19,34 +19,35 @@
 namespace jax_ub {
 
 struct Counters {
-  std::array<int64_t, kNumOps> calls = {};  // of ranks, per op
+  std::array<int64_t, kNumOps> calls = {};  // rank calls per op
   int64_t failed_calls = 0;
-  int64_t scratch_bytes = 0;    // memory that threads pack into
-  int64_t slot_bytes = 0;       // memory of slots
-  int64_t peak_slot_bytes = 0;  // the most there ever was
+  int64_t scratch_bytes = 0;    // memory into which threads pack GEMM operands
+  int64_t slot_bytes = 0;       // memory of all slots
+  int64_t peak_slot_bytes = 0;  // maximum of slot_bytes so far
 };
 
 class Engine {
  public:
   Engine(int num_threads, Timeouts timeouts);
-  ~Engine() = delete;  // its threads never end
+  ~Engine() = delete;  // its threads never exit
 
-  // Takes a rank's call and returns at once. `done` is called when the results are
-  // written and no peer will touch this rank's buffers any more; by this very call, if
-  // it is the last of its ranks and small. Throws when the call is refused.
+  // Submits a rank's call and returns without waiting for its peers. Invokes `done`
+  // when the results are written and no peer accesses this rank's buffers any more. If
+  // the call is small and this is its last rank, Submit itself computes it and invokes
+  // `done`. Throws if the call is rejected.
   void Submit(
       CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
 
-  // Carries out the calls of these devices from now on, which are the communicator's
-  // ranks. Throws CommunicatorError when they are another one's.
+  // Assigns the calls of groups of these devices, the communicator's ranks, to a new
+  // call sequencer. Throws CommunicatorError if the devices already have one.
   std::shared_ptr<CallSequencer> Join(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
       int generation = 1);
-  // Says goodbye; calls that are pending fail.
+  // Unregisters the sequencer and closes its communicator. Pending calls fail.
   void Leave(const std::shared_ptr<CallSequencer>& sequencer);
 
-  // Returns the memory of slots that no call uses.
+  // Frees the slots that no call uses.
   void ReleaseSlots() { slots_.ReleaseFree(); }
 
   ThreadPool& pool() { return *pool_; }
@@ -55,8 +56,8 @@ class Engine {
   Counters counters() const;
 
  private:
-  class CollectiveJob;  // a collective call as one cooperative computation
-  struct SlotRun;       // a collective call whose ranks run schedules
+  class CollectiveJob;  // one cooperative computation
+  struct SlotRun;       // every rank executes its schedule
 
   void Execute(std::shared_ptr<CollectiveCall> collective,
                int last_rank,

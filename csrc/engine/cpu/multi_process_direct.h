@@ -1,19 +1,24 @@
-// The method "direct" where the ranks of a group lie in several processes: what peers
-// need is put where they can read it, in the buffers of the call; the rest is the
-// products and sums of direct.h, over the results of the own ranks.
+// The method "direct" for a group that spans processes. Each process copies the data
+// that peers need into the shared-memory buffers of the call. The remaining GEMMs and
+// sums are those of direct_planner.h, over the results of the local ranks.
 //
-// all_gather kinds: the shards of the own ranks are copied into the own buffers; behind
-// the arrival barrier they are read there, wherever they are needed.
-// reduce_scatter kinds without a product: the same, and whoever owns a block sums it.
-// matmul_reduce_scatter: a process stores its partial sum, contracted over its own
-// ranks, into the buffers of the ranks that own the rows; behind the barrier the owners
-// add the parts in the order of the processes, then bias and residual, and round once.
+// all_gather kinds: each process copies the shards of its local ranks into their
+// buffers. After the arrival barrier, all processes read them there.
+//
+// reduce_scatter kinds without a GEMM: the same, and the process that owns a block sums
+// it.
+//
+// matmul_reduce_scatter: a process stores its partial sum, contracted over its local
+// ranks, into the buffers of the ranks that own the rows. After the barrier, the owners
+// add the partial sums in the order of the processes, then bias and residual, and round
+// once.
 //
 //   buffer of rank q | rows of q by process 0 | by process 1 | ...   f32 [batch, m, N]
 //
-// all_reduce kinds: the same for shares of rows, one a process; its sums lie behind the
-// parts, where a second barrier makes them visible. Small ones skip that: every process
-// gets all parts of everything, and adds for itself.
+// all_reduce kinds: the same, with one share of the rows per process. The sums follow
+// the partial sums in the buffer, and a second barrier makes them visible. Small
+// all-reduces skip the second barrier: every process receives all partial sums of all
+// rows and adds them itself.
 #pragma once
 
 #include <cstdint>
@@ -27,21 +32,22 @@
 
 namespace jax_ub {
 
-// What a call needs of each buffer, in bytes.
+// Returns the bytes that a call needs in each rank's buffer.
 int64_t DirectBufferBytes(const CallAttributes& attributes,
                           const RankCall& call,
                           int num_processes);
 
 struct MultiProcessCall {
   const CallAttributes& attributes;
-  const std::vector<RankCall>& own;  // of the local ranks, already checked
-  int64_t number = 0;                // of the communicator's calls
+  const std::vector<RankCall>& own;  // of the local ranks, checked by CheckCall
+  int64_t number = 0;                // index of the call in the communicator
   double timeout_s = 0;
   TraceContext trace;
 };
 
-// Takes this process's part in a call, from a thread that may wait. `meet` is the
-// arrival barrier, Barrier(number, 0): it throws when the processes do not agree.
+// Executes this process's part of a call. The calling thread must be allowed to block.
+// `meet` waits at the arrival barrier, Barrier(number, 0), and throws if the processes
+// passed different signatures.
 void ExecuteMultiProcess(const MultiProcessCall& call,
                          SharedMemoryCommunicator& communicator,
                          ThreadPool& pool,

@@ -1,4 +1,4 @@
-// The most that the threads of a thread pool reach together.
+// Measures the peak arithmetic throughput of a thread pool.
 #pragma once
 
 #include "engine/cpu/thread_pool.h"
@@ -6,10 +6,11 @@
 
 namespace jax_ub {
 
-// Operations a second of tiles that stay in the first cache (see gemm/cpu/peak.h), of two
-// operands of that dtype, on all threads at once, measured for that long. Time in which
-// other processes have the cores does not count; more threads than cores count as the
-// cores. Throws std::invalid_argument unless 0 < duration_s <= 60.
+// Returns the operations per second of GEMM tiles that stay in the L1 cache (see
+// gemm/cpu/peak.h), with two operands of `dtype`, on all threads at once, measured for
+// `duration_s`. Time that the cores spend on other processes is not counted. If there
+// are more threads than cores, the result is the throughput of the cores. Throws
+// std::invalid_argument unless 0 < duration_s <= 60.
 double MeasurePeak(ThreadPool& pool, DType dtype, double duration_s);
 
 }  // namespace jax_ub

@@ -1,5 +1,5 @@
-// A queue of objects that have room for their place in it: nothing here allocates memory,
-// so that what has to be passed on cannot be lost for want of it.
+// An intrusive queue. It allocates no memory, so that queueing a task cannot fail when
+// memory is exhausted.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_ub {
 
-// What T derives from. An object is in one queue at a time.
+// Base class of T. An object is in at most one queue at a time.
 template <typename T>
 class Queued {
  private:
@@ -24,7 +24,8 @@ class Queue {
   Queue(Queue&& other) noexcept { Append(std::move(other)); }
   Queue& operator=(Queue&&) = delete;
   ~Queue() {
-    while (!empty()) Pop();  // or a long queue would be destroyed recursively
+    while (!empty())
+      Pop();  // the default destructor would recurse through a long queue
   }
 
   bool empty() const { return first_ == nullptr; }
@@ -62,7 +63,7 @@ class Queue {
     --size_;
   }
 
-  // The first one of which `is_meant` is true, or nullptr.
+  // Returns the first object for which `is_meant` is true, or nullptr.
   template <typename Predicate>
   std::shared_ptr<T> Find(const Predicate& is_meant) const {
     const std::shared_ptr<T>* at = &first_;

@@ -1,5 +1,5 @@
-// Communicators between calls: slots are allocated once and used by whatever call
-// comes.
+// Pool of in-process communicators. Slots are allocated once and reused by later calls
+// of any call site.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace jax_ub {
 
 class SlotPool {
  public:
-  // Counts the memory that it gives back.
+  // Deleter that subtracts the freed memory from `size_bytes_`.
   struct Delete {
     SlotPool* pool = nullptr;
     void operator()(InProcessCommunicator* communicator) const;
@@ -22,24 +22,25 @@ class SlotPool {
 
   SlotPool();
 
-  // One that has at least this many slots of at least this size, for one call at a
-  // time.
+  // Returns a communicator with at least `num_slots` slots of at least `slot_bytes`,
+  // for the exclusive use of one call.
   PooledCommunicator Acquire(int num_ranks, int num_slots, int64_t slot_bytes);
-  // Takes it back when all ranks have ended the call, unless one failed: then its
-  // epochs no longer agree, and it is to be destroyed instead.
+  // Returns a communicator to the pool after all ranks have completed the call. If a
+  // rank failed, destroy the communicator instead: its epochs no longer agree.
   void Release(PooledCommunicator communicator) noexcept;
 
-  // Returns the memory of those that no call uses.
+  // Frees the communicators that no call uses.
   void ReleaseFree();
 
-  int64_t size_bytes() const;  // of those that exist
-  int64_t peak_bytes() const;  // most there ever was
+  int64_t size_bytes() const;  // of all communicators that exist
+  int64_t peak_bytes() const;  // maximum of size_bytes() so far
 
  private:
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards the members below
   int64_t size_bytes_ = 0;
   int64_t peak_bytes_ = 0;
-  std::vector<PooledCommunicator> free_;  // the last: destroying them counts
+  // Declared last, because destroying the communicators updates the counters above.
+  std::vector<PooledCommunicator> free_;
 };
 
 }  // namespace jax_ub

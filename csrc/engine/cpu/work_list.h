@@ -1,4 +1,5 @@
-// The units of one collective call: matrix products, copies and sums, in one parallel job.
+// The work units of one collective call: GEMMs, copies and sums, run as one parallel
+// job.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,15 @@
 
 namespace jax_ub {
 
-// A block of bytes that is copied as it is.
+// A contiguous block of bytes to copy.
 struct Copy {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
   int64_t size_bytes = 0;
 };
 
-// to[i] = round(sum of sources[i], in their order, in f32), the same in every `to`.
+// to[j][i] = round(sources[0][i] + sources[1][i] + ...), added in f32 in this order.
+// All destinations j get the same values.
 struct Sum {
   DType source_dtype = DType::kF32;
   DType to_dtype = DType::kF32;
@@ -27,7 +29,7 @@ struct Sum {
   int64_t num_elements = 0;
 };
 
-// out[r, c] = round(sum of parts[r, c], in their order, in f32).
+// out[r, c] = round(parts[0][r, c] + parts[1][r, c] + ...), added in f32 in this order.
 struct MatrixSum {
   std::vector<ConstMatrix> parts;
   Matrix out;
@@ -42,29 +44,32 @@ class WorkList {
   void Add(const Sum& sum);
   void Add(const MatrixSum& matrix_sum);
 
-  // Units are independent: any thread, any order.
+  // Units are independent. They may run on any thread and in any order.
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
-  // Whose spans the units are, and of which step.
+  // Sets the call and the schedule step to which the trace assigns the units.
   void set_trace(const TraceContext& context, const Step& step) {
     trace_ = context;
     step_ = step;
   }
 
-  // Rough, for one thread: only decides whether waking others is worth it.
+  // Rough estimate of the run time on one thread. It only decides whether it is worth
+  // waking other threads.
   double estimated_us() const { return estimated_us_; }
 
  private:
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  std::vector<int64_t> plan_ends_;  // plan i has units [ends[i - 1], ends[i])
-  // Units behind those of the plans hold blocks [ends[i - 1], ends[i]) of these.
+  std::vector<int64_t>
+      plan_ends_;  // plan i has units [plan_ends_[i - 1], plan_ends_[i])
+  // The units after those of the plans. Copy unit i has copies [copy_ends_[i - 1],
+  // copy_ends_[i]); sums likewise.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
   std::vector<size_t> sum_ends_;
-  std::vector<MatrixSum> matrix_sums_;  // a unit each
-  int64_t copy_unit_bytes_ = 0;         // of the last unit
+  std::vector<MatrixSum> matrix_sums_;  // one unit per entry
+  int64_t copy_unit_bytes_ = 0;         // size of the last copy unit so far
   int64_t sum_unit_elements_ = 0;
   double estimated_us_ = 0;
   TraceContext trace_;

@@ -1,4 +1,4 @@
-// What all devices that stand for a GPU have in common, and the memory of a call there.
+// Base class of the GPU devices, and the layout of a call's workspace.
 #pragma once
 
 #include <cuda.h>
@@ -15,8 +15,8 @@ struct DeviceBytes {
   int64_t size_bytes = 0;
 };
 
-// How a call divides its workspace: scratch of each lane's products, then the tensors in
-// the order of their allocation.
+// Layout of a call's workspace: the scratch memory of each lane's GEMMs, then the
+// tensors in the order of their allocation.
 struct WorkspacePlan {
   static constexpr int64_t kAlignment = 256;
   static constexpr int64_t Align(int64_t bytes) {
@@ -27,7 +27,7 @@ struct WorkspacePlan {
   int64_t tensor_bytes = 0;
   int num_events = 0;
 
-  // To be asked for: XLA may place it anywhere.
+  // Returns the bytes to request from XLA, including padding for alignment.
   int64_t size_bytes() const;
 };
 
@@ -35,12 +35,13 @@ class CudaDevice : public Device {
  public:
   bool enqueues() const override { return true; }
 
-  // That of x for a single product, whose rounding the sum over ranks hardly notices; f32
-  // where several pairs are summed, or where nothing is sent.
+  // Returns x's dtype for a single GEMM, because rounding its partial sums hardly
+  // affects the sum over the ranks. Returns f32 if several GEMMs are summed or nothing
+  // is sent.
   DType PartialDType(const CallAttributes& attributes,
                      const RankCall& call) const override;
 
-  // A gather's pieces of a chunk would cost the products more than they hide.
+  // Returns 1 for gathers: smaller GEMMs would lose more time than more overlap saves.
   int DefaultSplits(CollectiveKind pattern) const override;
 };
 

@@ -1,8 +1,8 @@
-// Calls on GPUs. XLA asks for each on its device's launch thread, in the same order on
-// every rank: so ranks need no matching on the host. Where several host threads launch
-// programs in different orders, the waits of the calls fail (cuda_slots.h). Initialize
-// comes before every run of a program, Execute enqueues a call, or is captured once and
-// then replayed without it.
+// The CUDA engine. XLA calls it on the launch thread of each device, in the same order
+// on every rank, so the host does not match the ranks' calls. If several host threads
+// launch programs in different orders, the waits of the calls fail (cuda_slots.h).
+// Initialize runs before every run of a program. Execute enqueues a call, or is
+// captured once into a graph that is then replayed without Execute.
 #pragma once
 
 #include <cuda.h>
@@ -29,11 +29,11 @@
 
 namespace jax_ub {
 
-// Executions of one custom call of one compiled program, on all devices of this process.
+// One custom call of one compiled program, on all devices of this process.
 class CudaCallSite {
  public:
-  // Throws std::invalid_argument for attributes that no op has, UnsupportedError for what
-  // does not run on GPUs.
+  // Throws std::invalid_argument if the attributes are invalid for every op, and
+  // UnsupportedError if GPUs do not support them.
   explicit CudaCallSite(CallAttributes attributes);
 
   const CallAttributes& attributes() const { return attributes_; }
@@ -45,86 +45,92 @@ class CudaCallSite {
     int group = 0;
     int rank = 0;
     bool has_peers = false;
-    uint32_t partition = 0;  // where Attributes::devices are given
+    uint32_t partition = 0;  // only if CallAttributes::devices is set
   };
-  // What Initialize found out for a device.
+  // The result of Initialize for one device.
   struct Preparation {
     Place place;
-    std::vector<int> alignments;  // of the tensors that the products were planned for
-    uint32_t tag = 0;             // GpuCallSignature::tag, where it has peers
+    std::vector<int>
+        alignments;    // alignments of the tensors for which the GEMMs were planned
+    uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    std::optional<WorkspacePlan> by_multicast;  // where it may reduce so
+    std::optional<WorkspacePlan>
+        by_multicast;  // plan of a multicast reduction, if it is possible
     GemmOptions options;
     Gpu* gpu = nullptr;
   };
-  // The communicator of a group. Captured graphs hold its addresses, so that another one
-  // may take its place only while nothing has been captured.
+  // The communicator of a group. Captured graphs contain its addresses, so it may be
+  // replaced only while nothing has been captured.
   struct Binding {
     std::shared_ptr<CudaCommunicator> communicator;
-    uint32_t number = 0;  // of the call site, there
+    uint32_t number = 0;  // the communicator's number of the call site
     bool captured = false;
-    // Why it could not be made, for the ranks that have not heard it yet.
+    // The error of the last attempt to create it. `who_heard` are the ranks that have
+    // already raised it.
     std::exception_ptr refusal;
     std::set<int> who_heard;
   };
 
   const CallAttributes attributes_;
   const std::unordered_map<int64_t, size_t>
-      flat_ranks_;    // FlatRankOfDevice the attributes
-  std::mutex mutex_;  // guards all below
-  std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by ordinal
+      flat_ranks_;    // FlatRankOfDevice(attributes_)
+  std::mutex mutex_;  // guards the members below
+  std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
-  std::map<int, std::weak_ptr<CudaCommunicator>> declared_;  // to whom, by ordinal
-  std::string name_;  // the same in every process that knows the call site
+  std::map<int, std::weak_ptr<CudaCommunicator>>
+      declared_;      // by ordinal: the communicator that has the signature
+  std::string name_;  // the same in every process that runs the call site
 };
 
 struct CudaCounters {
   std::array<int64_t, kNumOps> calls = {};  // enqueued or captured
-  int64_t failed_calls = 0;                 // that were refused on the host
-  int64_t heap_bytes = 0;                   // of communicators that exist
+  int64_t failed_calls = 0;                 // calls that were rejected on the host
+  int64_t heap_bytes = 0;                   // of all communicators that exist
 };
 
 class CudaEngine {
  public:
-  // Both outlive it. Touches no device.
+  // `driver` and `library` must outlive the engine. Does not access any device.
   CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s);
 
-  // What Python asks for while it lowers a call, whose tensors have no data: the largest
-  // need of any rank. Needs no device.
+  // Returns the workspace size of a call: the maximum over all ranks. Python calls it
+  // when it lowers a call, with tensors that have no data. Needs no device.
   static int64_t WorkspaceBytes(const CallAttributes& attributes, const RankCall& call);
 
-  // Finds or makes the communicator, plans products, loads kernels; cheap when nothing
-  // has changed. Throws what failed in an earlier call of the communicator. The first time
-  // it says to the peers what this rank means by the call, or why it refuses it: where
-  // they contradict each other, the communicator fails. Waits for no peer.
+  // Finds or creates the communicator, plans the GEMMs and loads the kernels. Cheap if
+  // nothing has changed. Rethrows the error of an earlier call of the communicator. On
+  // first use it declares this rank's signature of the call to the peers, or the reason
+  // why this rank rejects the call; the communicator fails if the signatures differ.
+  // Does not wait for peers.
   void Initialize(CudaCallSite& site, int ordinal, const RankCall& call);
-  // Enqueues the call: allocates no device memory and waits for nothing. The host cannot
-  // read what `call.partition` will be when the call runs: the device checks that it is
-  // that of the rank's device, and fails the call for all ranks where it is not.
+  // Enqueues the call. Allocates no device memory and does not wait. The host cannot
+  // read the value that `call.partition` will have when the call runs, so the device
+  // checks that it is the partition id of the rank's device. If it is not, the call
+  // fails on all ranks.
   void Execute(CudaCallSite& site,
                int ordinal,
                CUstream stream,
                const RankCall& call,
                const DeviceBytes& workspace);
 
-  // Ids of the devices of this process, by ordinal; until they are set, the ordinals.
+  // Sets the ids of this process's devices, by ordinal. Until then, ids equal ordinals.
   void set_local_devices(std::map<int, int64_t> devices);
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
-  // All-reduces by multicast, where a communicator has it. Before any device is used, and
-  // the same in all processes.
+  // Enables all-reduces by multicast where a communicator supports it. Must be called
+  // before any device is used, with the same value in all processes.
   void set_nvls(bool nvls) { nvls_ = nvls; }
 
-  // The communicator of the group of these devices [rank], until it leaves; then it is
-  // closed. Throws CommunicatorError when the group has one already.
+  // Registers the communicator of the group of these devices [rank], until Leave closes
+  // it. Throws CommunicatorError if the group already has one.
   void Join(std::shared_ptr<CudaCommunicator> communicator,
             std::vector<int64_t> devices);
   void Leave(const std::shared_ptr<CudaCommunicator>& communicator);
 
-  // Forgets the communicators that were made for groups within this process: what no
-  // call site holds is destroyed.
+  // Drops the communicators that were created for groups within this process. Those
+  // that no call site holds are destroyed.
   void ReleaseInProcess();
 
-  // Why communicators failed that still exist, by name.
+  // Returns the failures of existing communicators, by communicator name.
   std::map<std::string, std::exception_ptr> Failures();
 
   CudaCounters counters();
@@ -143,19 +149,20 @@ class CudaEngine {
                            const Place& place,
                            const RankCall& call);
   Place PlaceOf(const CudaCallSite& site, int ordinal);
-  // What is known already, or what is known without the device.
+  // Returns the Preparation of the device. If it must be recomputed, returns only the
+  // part that needs no device, without `gpu`.
   std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
                                           int ordinal,
                                           const Place& place,
                                           const RankCall& call);
-  // The rest of it.
+  // Completes `planned` with the part that needs the device, and stores it.
   void Load(CudaCallSite& site,
             int ordinal,
             const Preparation& planned,
             const RankCall& call);
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
-  // What a rank says of the call when it is ready for it.
+  // Returns the signature that the rank declares for the call.
   GpuCallSignature StatementOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
@@ -166,7 +173,7 @@ class CudaEngine {
   std::shared_ptr<CudaCommunicator> FindCommunicator(const CallAttributes& attributes,
                                                      int group,
                                                      const SlotRequirements& slots);
-  // Of devices that all are this process's.
+  // Returns the ordinals of `devices`, which must all belong to this process.
   std::vector<int> OrdinalsOf(const CallAttributes& attributes,
                               const std::vector<int64_t>& devices);
   void Enqueue(CudaCallSite& site,
@@ -187,7 +194,7 @@ class CudaEngine {
 
   Gpu& GpuOf(int ordinal);
   int64_t DeviceOf(int ordinal);
-  // With the lock held. OrdinalOf is -1 for a device of another process.
+  // Both require `mutex_`. OrdinalOf returns -1 for a device of another process.
   Gpu& GpuOfLocked(int ordinal);
   int OrdinalOf(int64_t device) const;
 
@@ -197,16 +204,16 @@ class CudaEngine {
   std::atomic<bool> nvls_{false};
   std::array<std::atomic<int64_t>, kNumOps> num_calls_ = {};
   std::atomic<int64_t> num_failed_{0};
-  std::atomic<int64_t> num_sites_{0};  // without a channel
+  std::atomic<int64_t> num_sites_{0};  // call sites without a channel
 
-  std::mutex making_mutex_;  // held while a heap is made; comes before `mutex_`
-  std::mutex mutex_;         // guards all below
+  std::mutex making_mutex_;  // held while a heap is created; locked before `mutex_`
+  std::mutex mutex_;         // guards the members below
   std::map<int, int64_t> local_devices_;
   std::map<int, std::unique_ptr<Gpu>> gpus_;
   std::vector<Joined> joined_;
-  // The newest of each group, by ordinals [rank].
+  // The newest communicator of each group within this process, by ordinals [rank].
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> in_process_;
-  std::vector<std::weak_ptr<CudaCommunicator>> all_;  // that still exist, and others
+  std::vector<std::weak_ptr<CudaCommunicator>> all_;  // may contain expired pointers
 };
 
 }  // namespace jax_ub

@@ -1,4 +1,5 @@
-// A device that does nothing: what a call will need, by running its executor.
+// A device that executes nothing. Running the executor on it determines the resources
+// that a call needs.
 #pragma once
 
 #include <functional>
@@ -11,7 +12,7 @@ namespace jax_ub {
 
 class DryRunDevice : public CudaDevice {
  public:
-  // Called with every product, in its order.
+  // Called with every GEMM, in the order of enqueueing.
   using Visit = std::function<void(Lane, const GemmProblem&)>;
 
   explicit DryRunDevice(int num_product_lanes, Visit visit = nullptr);
@@ -38,7 +39,7 @@ class DryRunDevice : public CudaDevice {
   WorkspacePlan plan_;
 };
 
-// A rank's end of nothing: to measure, and for ranks without peers.
+// A transport that does nothing, for dry runs and for ranks without peers.
 class NullTransport : public Transport {
  public:
   NullTransport(int rank, int num_ranks, int64_t slot_bytes)
@@ -46,7 +47,7 @@ class NullTransport : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
-  // An address that nothing has.
+  // Returns a fake address.
   const std::byte* slot(int index) const override;
   void Write(int peer, int slot, const Rows& rows) override {}
   void Signal(int peer, int slot) override {}
@@ -61,8 +62,8 @@ class NullTransport : public Transport {
   const int64_t slot_bytes_;
 };
 
-// What a rank's call needs, of slots and of workspace; `visit` sees its products. Tensors
-// without data get addresses of their own.
+// The slots and the workspace that a rank's call needs. PlanCall computes them and
+// passes the rank's GEMMs to `visit`. Tensors without data get distinct fake addresses.
 struct CallPlan {
   SlotRequirements slots;
   WorkspacePlan workspace;
@@ -72,14 +73,15 @@ CallPlan PlanCall(const CallAttributes& attributes,
                   int rank,
                   const DryRunDevice::Visit& visit = nullptr);
 
-// What the same call needs where it reduces by multicast: alike on all ranks. `slots`: of
-// its schedule, which fit such a reduction.
+// Returns the workspace for the same call as a multicast reduction, which is equal on
+// all ranks. `slots` is the slot plan of the call's schedule; see ReducesByMulticast.
 WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const RankCall& call,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit);
 
-// Throws UnsupportedError for what does not run on CUDA: "direct".
+// Throws UnsupportedError for calls that GPUs do not support: the method direct, and
+// more than kMaxRanks ranks.
 void CheckRunsOnCuda(const CallAttributes& attributes);
 
 }  // namespace jax_ub

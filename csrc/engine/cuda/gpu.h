@@ -1,4 +1,4 @@
-// What the engine has on one GPU: its context, kernels, plans of products and streams.
+// The resources of the engine on one GPU: context, kernels, GEMM plans and streams.
 #pragma once
 
 #include <memory>
@@ -17,15 +17,16 @@
 
 namespace jax_ub {
 
-// Whether products must not run beside each other. Many kernels of cuBLAS 12.8 to 13.1
-// free their tensor memory more than once on devices of compute capability 10 and 11, and
-// then corrupt what runs on another stream: JAX's plugin warns of it.
+// Returns whether GEMMs must not run concurrently. Many kernels of cuBLAS 12.8 to 13.1
+// free their tensor memory more than once on devices of compute capability 10 and 11,
+// which corrupts kernels on other streams. JAX's CUDA plugin warns about it.
 bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context);
 
 class Gpu {
  public:
-  // All kernels are loaded here: what is loaded while a wait kernel of this device spins
-  // would wait for it. Those for multicast with `nvls`, where the device has it.
+  // Loads all kernels: loading one later would wait for a wait kernel that is spinning
+  // on this device. Loads the multicast kernels if `nvls` is set and the device
+  // supports multicast.
   Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls = false);
 
   CUcontext context() const { return context_.get(); }
@@ -39,7 +40,7 @@ class Gpu {
   StreamResources kit() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
 
-  // Held while a call enqueues: lanes are one call's at a time.
+  // Held while a call enqueues its work: only one call at a time uses the lanes.
   std::mutex& mutex() { return mutex_; }
   LanePool& lanes() { return loaded_->lanes; }  // guarded by mutex()
 
@@ -61,7 +62,7 @@ class Gpu {
 
   const Context context_;
   const int num_sms_;
-  std::unique_ptr<Loaded> loaded_;  // made while the context is current
+  std::unique_ptr<Loaded> loaded_;  // constructed while the context is current
   std::mutex mutex_;
 };
 

@@ -1,20 +1,21 @@
-// GEMM+AR and all-reduce by multicast, in place of their schedules: each rank leaves its
-// partial sums in its own slots, and has the switch add a share of them for all.
+// GEMM+AR and all-reduce by multicast, used instead of a schedule. Each rank stores its
+// partial sums in its own slots. Then each rank sums one share of the rows for all
+// ranks, in the NVLink switch.
 //
-//   rank r, for each piece of the rows; slots are those of the schedule's two stages
-//     product            own slots, all rows of the piece
-//     signal, wait       by all peers: their partial sums are there
-//     sum                share r: loaded from all ranks at once, addends, stored at all
-//     signal, wait       by all peers: their shares are there
+//   rank r, for each split of the rows; slots are those of the schedule's two stages
+//     GEMM               into own slots, all rows of the split
+//     signal, wait       all peers: their partial sums are stored
+//     sum                share r: multimem load, add bias and residual, multimem store
+//     signal, wait       all peers: their shares are stored
 //     copy               own slots to the result
 //
-// The rank that owns a share adds bias and residual to it, so that all ranks get the same
-// bits. Sums of 16 bits are rounded by the switch, and once more where something is added.
+// The rank that owns a share adds bias and residual to it, so all ranks get the same
+// bits. The switch rounds 16-bit sums; they are rounded again if something is added.
 //
-// A peer is signalled when it has ended its previous call, as by a schedule: its flags may
-// have been another rank's there, whose signal would come behind this one and undo it. The
-// own slots need no such wait: all that peers put there, or read by their sums, was waited
-// for in the call that did it.
+// As in a schedule, a rank signals a peer only after the peer has completed its
+// previous call. In that call, another rank may have used the same flag of the peer;
+// its late signal would overwrite this one. The own slots need no such wait: the call
+// in which peers wrote or summed them waited for these accesses.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,14 @@
 
 namespace jax_ub {
 
-// Whether a call runs so where its slots have a multicast address; the same on all ranks.
-// `plan` is that of its schedule.
+// Returns whether a call is reduced by multicast if its slots have a multicast address.
+// The result is the same on all ranks. `plan` is the slot plan of the call's schedule.
 bool ReducesByMulticast(const CallAttributes& attributes,
                         const RankCall& call,
                         const SlotRequirements& plan);
 
-// Takes the rank's part. `sum` is CudaSlots::SumByMulticast, or nothing to measure.
+// Executes the rank's part of the call. `sum` is CudaSlots::SumByMulticast, or does
+// nothing in a dry run.
 void ReduceByMulticast(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -1,10 +1,11 @@
-// Enqueues a rank's call on the streams of its GPU. Nothing is done yet when a function
-// returns; all of it can be captured, and none of it is counted on the host.
+// Enqueues a rank's call on the streams of its GPU. Functions return before the work is
+// done. All of it can be captured in a graph, because no state of a call is kept on the
+// host.
 //
 //   XLA's stream ---begin-----------------------------------------------end--->
 //   lane 0            +--put--signal--wait--put--signal--wait---------+--+
-//   lane 1            +--product-------------------product------------+
-//   lane 2            +-----------------product-----------------------+
+//   lane 1            +--GEMM-------------------GEMM------------------+
+//   lane 2            +-----------------GEMM--------------------------+
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +21,7 @@
 
 namespace jax_ub {
 
-// What a device enqueues with; all of it outlives the call.
+// The resources that a device enqueues with. They outlive the call.
 struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
@@ -29,10 +30,12 @@ struct StreamResources {
 
 CopyMethod CopyWayOf(const KernelOptions& kernel_options);
 
-// One call. The context is current while it exists, and nobody else uses the lanes.
+// The device for one call. While it exists, its context is current and no other call
+// uses its lanes.
 class StreamDevice : public CudaDevice {
  public:
-  // The lanes begin behind what `stream` has been given. `workspace` has room for `plan`.
+  // The lanes start after all work that is on `stream` so far. `workspace` must have
+  // room for `plan`.
   StreamDevice(const StreamResources& kit,
                CUstream stream,
                StreamLanes& lanes,
@@ -40,7 +43,7 @@ class StreamDevice : public CudaDevice {
                const GemmOptions& options,
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
-  // All lanes are `stream` itself: for calls that communicate nothing.
+  // Uses `stream` itself for all lanes. For calls that communicate nothing.
   StreamDevice(const StreamResources& kit,
                CUstream stream,
                const KernelOptions& kernel_options,
@@ -48,7 +51,7 @@ class StreamDevice : public CudaDevice {
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
 
-  // Events that a call of this plan uses.
+  // Returns the number of events that a call of this plan uses.
   static int NumEvents(const WorkspacePlan& plan, const StreamLanes& lanes) {
     return 2 + plan.num_events + lanes.num_product_lanes();
   }
@@ -56,10 +59,11 @@ class StreamDevice : public CudaDevice {
   CopyMethod copies() const { return CopyWayOf(tuning_); }
   CUstream stream(Lane lane) const { return lanes_ ? lanes_->stream(lane) : stream_; }
 
-  // The communication lane comes behind all others.
+  // Makes the communication lane wait for all other lanes.
   void Gather();
-  // XLA's stream comes behind the communication lane; Gather comes before it. Where
-  // enqueueing failed buffer way, too: a capture does not end with lanes that are left over.
+  // Makes XLA's stream wait for the communication lane. Call Gather first. Required
+  // even if enqueueing failed partway: a capture cannot end while it has lanes that are
+  // not joined.
   void Join();
 
   int num_product_lanes() const override {
@@ -87,8 +91,8 @@ class StreamDevice : public CudaDevice {
   const KernelOptions tuning_;
   const GemmOptions options_;
   std::vector<GemmWorkspace> scratch_;  // [lane]
-  DeviceBytes free_;                    // of the workspace
-  int num_events_ = 0;                  // of the lanes, that the call has used
+  DeviceBytes free_;                    // unused tensor memory of the workspace
+  int num_events_ = 0;                  // events of the lanes that the call has used
 };
 
 }  // namespace jax_ub

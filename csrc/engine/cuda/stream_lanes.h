@@ -1,5 +1,5 @@
-// A device's streams: one for communication, some for products, and the events that order
-// them. They belong to nobody's call; calls use them one after another.
+// The streams of a device, one for communication and some for GEMMs, and the events
+// that order them. Calls use them one after another.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +20,8 @@ namespace jax_ub {
 
 class StreamLanes {
  public:
-  // In the context that is current. `in_turn`: all lanes of products are one stream.
+  // Creates the streams in the current context. `in_turn`: all GEMM lanes share one
+  // stream.
   StreamLanes(const Driver& driver,
               const KernelOptions& kernel_options,
               bool in_turn = false);
@@ -30,13 +31,13 @@ class StreamLanes {
     return streams_[std::min<size_t>(lane, streams_.size() - 1)].get();
   }
 
-  // Event `index` of the call; each is made when it is first needed.
+  // Returns event `index` of the call. Events are created on first use.
   CUevent event(int index);
   void ReserveEvents(int count) {
     if (count > 0) event(count - 1);
   }
 
-  // Whether a capture has taken these streams along and has not ended yet.
+  // Returns whether these streams are part of a graph capture that has not ended.
   bool IsCapturing() const;
 
  private:
@@ -46,15 +47,15 @@ class StreamLanes {
   std::vector<Event> events_;
 };
 
-// All lanes of a device. A capture keeps the streams that it came across until it ends,
-// so that other calls of that time need others.
+// All lanes of a device. Streams that take part in a graph capture stay in it until it
+// ends, so other calls need other streams meanwhile.
 class LanePool {
  public:
   explicit LanePool(const Driver& driver, bool in_turn = false)
       : driver_(driver), in_turn_(in_turn) {}
 
-  // Free ones, with as many lanes and of such priorities as asked for. The caller sees to
-  // it that one call enqueues at a time.
+  // Returns lanes that are not being captured, with the requested number and
+  // priorities. The caller must ensure that only one call enqueues at a time.
   StreamLanes& Find(const KernelOptions& kernel_options);
 
  private:
