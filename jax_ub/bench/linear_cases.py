@@ -1,4 +1,4 @@
-"""A column then a row linear, one MLP without its activation; and their backward."""
+"""Benchmark cases of an MLP's column- and row-parallel linears and their backward."""
 
 import dataclasses
 import functools
@@ -24,19 +24,21 @@ _GRADIENTS = (_ROWS, _COLUMNS, _ROWS)
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-    """What is computed, in each candidate's way.
+    """A computation, and how each candidate writes it.
 
     Attributes:
-        name: on the command line.
-        num_gemms: all of the same size.
-        sizes: the global shapes of the operands.
-        in_specs: how they are sharded.
-        out_specs: how the results are.
-        own: method -> jax_ub's program.
-        collectives: XLA's, with the keywords `dots` and `moved`, the dtype of sums.
-        naive: XLA's, as people write it.
-        ring: with the keyword `dots`.
-        plain: on one device; with the keyword `gemm`, the engine's by layout.
+        name: name on the command line.
+        num_gemms: number of GEMMs, all of the same size.
+        sizes: returns the global shapes of the operands.
+        in_specs: shardings of the operands.
+        out_specs: shardings of the results.
+        own: returns jax_ub's program for a method.
+        collectives: XLA's program from collectives and dots. Takes the keyword
+            arguments `dots` and `moved`, the dtype of the reduced partial sums.
+        naive: XLA's program as most users write it.
+        ring: XLA's program from ppermute rings; takes the keyword argument `dots`.
+        plain: the GEMMs on one device; takes the keyword argument `gemm`, a mapping
+            from layout to jax_ub's GEMM.
     """
 
     name: str
@@ -52,12 +54,12 @@ class _Op:
 
 
 def linear_pair(place: Place, shape: Shape) -> list[Case]:
-    """Six GEMMs, two gathers and two reductions, of which each peer makes the best."""
+    """Times forward and backward: six GEMMs, two gathers and two reduce-scatters."""
     return [_case(_PAIR, place, shape)]
 
 
 def linear_backward(place: Place, shape: Shape) -> list[Case]:
-    """The backward of both: four GEMMs, two gathers and a reduction."""
+    """Times the backward pass only: four GEMMs, two gathers and a reduce-scatter."""
     return [_case(_BACKWARD, place, shape)]
 
 
@@ -101,7 +103,7 @@ def _case(op: _Op, place: Place, shape: Shape) -> Case:
 
 
 def _plain(op, place, shape):
-    """The GEMMs of the same total sizes in the same engine, on one device."""
+    """Returns GEMMs of the same global sizes in the same engine, on one device."""
     gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
     in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
     operands = Ranks(1).draw(place.dtype, op.sizes(shape), in_specs)
@@ -129,7 +131,7 @@ def _own_backward(method: str) -> Callable[..., tuple]:
     column, row = (functools.partial(linear, parallel=p) for p in ("column", "row"))
 
     def program(x, w1, hidden, w2, dy):
-        # The forward calls have no use here, and XLA leaves them out.
+        # XLA removes the forward calls, because their results are not used.
         d_hidden, dw2 = jax.vjp(row, hidden, w2)[1](dy)
         return (*jax.vjp(column, x, w1)[1](d_hidden), dw2)
 
@@ -137,7 +139,7 @@ def _own_backward(method: str) -> Callable[..., tuple]:
 
 
 def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], moved: str):
-    """XLA's collectives around its best dots; x and dy are gathered once each."""
+    """Uses XLA's collectives and fastest dots; gathers x and dy once each."""
     dtype = x.dtype
     rows = peers.gather(x)
     hidden = dots["column_nn"](rows, w1, dtype)
@@ -160,7 +162,7 @@ def _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved):
 
 
 def _ring_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot]):
-    """The same with rings; what the wgrads read is gathered by one too."""
+    """Uses ppermute rings, also to gather the operands of the wgrads."""
     hidden = peers.ring_gather_dot(x, w1, dots["column_nn"])
     y = peers.ring_dot_scatter(hidden, w2, dots["row_nn"])
     return (y, *_ring_backward(x, w1, hidden, w2, dy, dots=dots))

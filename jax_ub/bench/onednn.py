@@ -1,4 +1,4 @@
-"""oneDNN's GEMM as a peer, where its library is installed (Debian: libdnnl2)."""
+"""oneDNN's GEMM as a peer, if the library is installed (Debian: libdnnl2)."""
 
 import ctypes
 import ctypes.util
@@ -14,17 +14,17 @@ _FUNCTIONS = {"float32": "dnnl_sgemm", "bfloat16": "dnnl_gemm_bf16bf16f32"}
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """`y = a b + addend` in place of the result, row-major, with an f32 result.
+    """oneDNN's GEMM `y = a b + beta y` of row-major matrices, with f32 `y`.
 
-    oneDNN fuses no rounding to bf16 into this call, so a bf16 product is left in f32,
-    which is to its advantage.
+    This call cannot round its result to bf16. The bf16 product stays in f32, which
+    favors oneDNN in the comparison.
     """
 
     function: Any
     layout: str
 
     def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
-        """Computes into `y`; returns oneDNN's status, 0 for success."""
+        """Writes the result into `y` and returns oneDNN's status, 0 for success."""
         transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
         contracting = a.shape[0 if self.layout == "tn" else 1]
         return self.function(
@@ -39,7 +39,7 @@ class Gemm:
 
 
 def find(dtype: str, layout: str) -> Gemm | str:
-    """Returns the GEMM for a dtype and a layout, or why there is none."""
+    """Returns the GEMM for a dtype and a layout, or the reason why there is none."""
     library = _library()
     if library is None:
         return "oneDNN is not installed (Debian: apt install libdnnl2)"

@@ -1,4 +1,4 @@
-"""The peak of a machine: what the engine's kernels reach where no memory is read."""
+"""Peak FLOP/s of a machine: the rate of the engine's kernels without memory reads."""
 
 import dataclasses
 
@@ -8,25 +8,25 @@ from jax_ub.bench.timing import Candidate
 from jax_ub.runtime import engine
 
 _ENGINE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
-# Twenty times as long as a second thread may take to wake: the rest is on all cores.
+# 20 times the wake-up time of a thread, so all cores compute nearly all the time.
 _DURATION_S = 0.005
-# The best rate of this process so far, in GF/s, by the engine's dtype. A machine that
-# reaches less has lost the rest: to a neighbour on the same core, or to its clock.
+# The best rate of this process so far in GFLOP/s, by the engine's dtype. A lower rate
+# means that a process on the same core or a lower clock frequency has slowed the run.
 _best: dict[str, float] = {}
 
 
 @dataclasses.dataclass
 class AtPeak(Candidate):
-    """So many operations at the peak, which is measured anew by each call.
+    """A limit: `flops` operations at the peak rate, which each call measures again.
 
     Attributes:
-        flops: how many.
+        flops: number of operations.
     """
 
     flops: int = 0
 
     def seconds(self) -> float:
-        """What the operations take, however long the measurement was."""
+        """Returns the time of `flops` operations at the rate that is measured now."""
         rate, dtype = self(), self.operands[0]
         _best[dtype] = max(rate, _best.get(dtype, rate))
         self.lost = 1 - rate / _best[dtype]
@@ -34,7 +34,7 @@ class AtPeak(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """The operations of a call as a limit; none on GPUs, or of a call without any."""
+    """Returns the peak as a limit; nothing on GPUs or for a call without FLOPs."""
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [_ENGINE_NAMES[dtype], _DURATION_S]

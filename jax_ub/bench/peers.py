@@ -1,7 +1,7 @@
-"""What XLA is compared as: its collectives around its dots, and a ppermute ring.
+"""Programs that jax_ub is compared with: XLA's collectives and dots, ppermute rings.
 
-Every function is per device, inside `jax.shard_map`. A `dot` multiplies two operands
-into a third of the dtype that it is asked for, see `dots.Way`.
+Every function is per device, inside `jax.shard_map`. A `dot` takes two operands and
+the dtype of the result, see `dots.DotVariant`.
 """
 
 from collections.abc import Callable
@@ -15,34 +15,34 @@ from jax_ub.bench.dots import Dot, naive
 
 
 def gather(x: jax.Array) -> jax.Array:
-    """XLA's all-gather of rows."""
+    """Gathers rows with XLA's all-gather."""
     return lax.all_gather(x, AXIS, axis=0, tiled=True)
 
 
 def scatter(x: jax.Array) -> jax.Array:
-    """XLA's reduce-scatter of rows."""
+    """Sums and scatters rows with XLA's reduce-scatter."""
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 
 def scatter_and_gather(x: jax.Array) -> jax.Array:
-    """An all-reduce out of XLA's other two collectives."""
+    """Computes an all-reduce as a reduce-scatter followed by an all-gather."""
     return gather(scatter(x))
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """XLA's all-reduce."""
+    """Sums over all ranks with XLA's all-reduce."""
     return lax.psum(x, AXIS)
 
 
 def sum_dtypes(dtype: str) -> tuple[str, ...]:
-    """In which dtypes partial sums may travel: in that of the operands, or in f32."""
+    """Returns the dtypes to reduce partial sums in: the operands' dtype and f32."""
     return tuple(dict.fromkeys((dtype, "float32")))
 
 
 def reduced(
     collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`collective(dot)`, moving partial sums of the dtype `moved`."""
+    """Returns `collective(dot(x, w))`, with partial sums of the dtype `moved`."""
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         return collective(dot(x, w, moved)).astype(x.dtype)
@@ -51,22 +51,22 @@ def reduced(
 
 
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
-    """AG+GEMM as people write it."""
+    """Computes AG+GEMM as most users write it."""
     return gather(x) @ w
 
 
 def naive_row(x: jax.Array, w: jax.Array) -> jax.Array:
-    """GEMM+RS as people write it."""
+    """Computes GEMM+RS as most users write it."""
     return scatter(x @ w)
 
 
 def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
-    """GEMM+AR as people write it."""
+    """Computes GEMM+AR as most users write it."""
     return all_reduce(x @ w)
 
 
 def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Multiplies one shard while the next travels: the AG+GEMM ring.
+    """Computes AG+GEMM as a ring: multiplies one shard while the next one is sent.
 
     Shards move to the lower rank, so in step s rank r multiplies shard (r + s) mod P:
 
@@ -89,10 +89,10 @@ def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
 
 def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Adds the own product to a travelling sum: the GEMM+RS ring.
+    """Computes GEMM+RS as a ring: each rank adds its product to a partial sum.
 
-    Sums move to the higher rank, so in step s rank r adds what belongs to rank
-    (r - 1 - s) mod P, and the last one is its own.
+    Partial sums move to the higher rank. In step s, rank r adds its product for the
+    rows of rank (r - 1 - s) mod P; in the last step, these are its own rows.
     """
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
     rows = x.shape[0] // num_ranks
@@ -108,17 +108,17 @@ def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
 
 def ring_gather(x: jax.Array) -> jax.Array:
-    """The all-gather as a ring."""
+    """Computes the all-gather as a ppermute ring."""
     return ring_gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
 
 
 def ring_dot_all_reduce(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """The GEMM+AR ring: the sums are scattered, then gathered."""
+    """Computes GEMM+AR as two rings: a reduce-scatter, then an all-gather."""
     return ring_gather(ring_dot_scatter(x, w, dot))
 
 
 def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tuple:
-    """A column then a row linear, forward and backward, as people write it."""
+    """Computes a column and a row linear, forward and backward, as most users do."""
 
     def forward(x, w1, w2):
         return naive_row(naive_column(x, w1), w2)
@@ -130,7 +130,7 @@ def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tup
 def naive_backward(
     x: jax.Array, w1: jax.Array, hidden: jax.Array, w2: jax.Array, dy: jax.Array
 ) -> tuple:
-    """The backward of both, from what their forward has left."""
+    """Computes the gradients of both linears from the saved operands."""
     d_hidden, dw2 = jax.vjp(naive_row, hidden, w2)[1](dy)
     return (*jax.vjp(naive_column, x, w1)[1](d_hidden), dw2)
 
@@ -138,7 +138,7 @@ def naive_backward(
 def naive_gemm(
     a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
 ) -> jax.Array:
-    """A GEMM with what is added to it, as people write it."""
+    """Computes a GEMM plus addends as most users write it."""
     y = naive(a, b, layout)
     for addend in addends:
         y = addend + y.astype(jnp.promote_types(addend.dtype, y.dtype))

@@ -1,4 +1,4 @@
-"""The picture of a run: speed-up over XLA, and share of the plain GEMM."""
+"""Plots a benchmark run: speed-up over XLA and share of the plain GEMM's speed."""
 
 import pathlib
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ _SERIES = {
 
 
 def load_pyplot() -> Any:
-    """Imports matplotlib, or says how to install it."""
+    """Imports matplotlib, or raises an error that says how to install it."""
     return pictures.load_pyplot("bench: --plot")
 
 
 def check(ops: Sequence[str]) -> None:
-    """Sees that there will be a picture, before anything is timed.
+    """Checks before anything is timed that there will be something to plot.
 
     Raises:
-        UnsupportedOverlapError: if there is nothing to draw, or nothing that draws.
+        UnsupportedOverlapError: if no chosen op is plotted or matplotlib is missing.
     """
     load_pyplot()
     if set(ops) <= {"latency"}:
@@ -38,9 +38,9 @@ def check(ops: Sequence[str]) -> None:
 
 
 def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
-    """Writes a PNG with a panel for every dtype, a group of bars for every op and P.
+    """Writes a PNG with one panel per dtype and one group of bars per op and P.
 
-    A bar is the geometric mean over shapes; the dots on it are the single shapes.
+    The height of a bar is the geometric mean over shapes; each dot is one shape.
     """
     pyplot = load_pyplot()
     shown = [result for result in results if result.case.op != "latency"]

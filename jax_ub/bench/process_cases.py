@@ -1,8 +1,8 @@
-"""The forward ops over one device of each process, against XLA with gloo.
+"""Benchmark cases of one device in each of several processes, against XLA with gloo.
 
-In the same run process 0 computes the same op on as many devices of its own, the plain
-GEMM and the peak, with all cores, while the other processes wait: what crossing a
-process costs is a ratio of neighbours in time as well.
+In the same rounds, process 0 also runs the op on as many of its own devices, the plain
+GEMM and the peak, using all cores while the other processes wait. The overhead of
+several processes is therefore a ratio of times measured shortly after each other.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ _BARRIERS, _BATCHES = 500, 15
 
 
 class Bench:
-    """Makes, checks and times the cases of a job."""
+    """Builds, checks and times the benchmark cases of a multi-process job."""
 
     def __init__(self, job: Job, method: str, rounds: int, patience: int):
-        """Measures with `rounds` rounds each, of `patience` times as many at most."""
+        """Keeps `rounds` rounds of each case and runs at most `patience` times that."""
         self._job = job
         self._method = method
         self._rounds = rounds
@@ -39,7 +39,7 @@ class Bench:
         self._dots = FastestDots()
 
     def forward(self, name: str, dtype: str, column: Shape) -> Result:
-        """One op at one size; the row linear after the column linear of that size."""
+        """Times one op; `column` is the shape of the column linear of the MLP."""
         op, job = FORWARD_OPS[name], self._job
         shape = op.shape(column)
         dot = self._fastest_dot(op, dtype, shape)
@@ -77,14 +77,14 @@ class Bench:
         return self._timed(case, together, alone)
 
     def barrier(self) -> Result:
-        """The engine's barrier alone."""
+        """Times the engine's barrier."""
         case = self._case("barrier", "", Shape(1, 1, 1), 0)
         times = self._job.barrier_s(_BARRIERS, _BATCHES)
         own = summarize([1e6 * seconds for seconds in times])
         return Result(case, {cases.OWN: own}, {}, {}, 0.0)
 
     def latency(self) -> Result:
-        """A call that moves 256 numbers, from a chain of 101 calls less one of 1."""
+        """Times an all-reduce of 256 elements per rank, from chains of 101 and 1."""
         together = latency_cases.chains(
             self._job.ranks,
             "float32",
@@ -118,7 +118,7 @@ class Bench:
         )
 
     def _fastest_dot(self, op, dtype, shape):
-        """Measured by process 0 on as many devices of its own, while others wait."""
+        """Returns the fastest dot; process 0 measures it on its own devices."""
         num = self._job.num_processes
         every = dots.ways("nn", dtype)
         index = 0
@@ -146,6 +146,6 @@ def _here(array):
 
 
 def capacity(shapes: Sequence[Shape]) -> tuple[int, int]:
-    """`shape` of `initialize_ub` for these sizes."""
+    """Returns the argument `shape` of `initialize_ub` that fits all of these shapes."""
     tokens = max(shape.M for shape in shapes)
     return tokens, max(max(shape.K, shape.N) for shape in shapes)

@@ -1,4 +1,4 @@
-"""`python -m jax_ub bench --processes 2,4`: starts jobs, prints what they found."""
+"""`python -m jax_ub bench --processes 2,4`: starts jobs and prints their results."""
 
 import argparse
 import json
@@ -24,22 +24,22 @@ _OPS = (*process_cases.OPS, "latency", "barrier")
 
 
 class JobError(UbError, RuntimeError):
-    """The processes of a benchmark failed."""
+    """Raised when a process of a benchmark fails."""
 
 
 def options(
     given: argparse.Namespace, dtypes, shapes, times: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What each job is told, in JSON's types.
+    """Returns the options of a job as JSON types.
 
     Args:
-        given: the command line.
-        dtypes: of the operands.
-        shapes: the sizes of the column linears.
-        times: "rounds", and "patience" with them.
+        given: the parsed command line.
+        dtypes: dtypes of the operands.
+        shapes: shapes of the column linears.
+        times: the numbers "rounds" and "patience".
 
     Raises:
-        JobError: if none of the ops that were chosen runs in several processes.
+        JobError: if none of the chosen ops can run in several processes.
     """
     ops = [op for op in _OPS if given.ops is None or op in given.ops]
     if not ops:
@@ -57,12 +57,12 @@ def options(
 
 
 def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None) -> int:
-    """Measures in one number of processes after the other, and prints the tables.
+    """Runs one job per number of processes, one after the other, and prints tables.
 
     Args:
-        numbers: of processes.
-        told: see `options`.
-        path: where all figures go, or None.
+        numbers: the numbers of processes.
+        told: the options of the jobs, see `options`.
+        path: the JSON file for all figures, or None.
 
     Raises:
         JobError: if a process failed.
@@ -95,12 +95,12 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
 
 
 def _job(number, told):
-    """Starts a job under the launcher; its process 0 writes what was found."""
+    """Runs a job under the launcher and returns the results that process 0 writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "found.json")
         part = json.dumps({**told, "path": str(path)})
-        # Each process has as many devices as there are ranks: process 0 computes with
-        # its own what all compute together.
+        # Each process has as many devices as there are ranks, because process 0 also
+        # runs every op on its own devices alone.
         status = run_parts(
             ["bench", "--part", part],
             num_processes=number,
@@ -117,7 +117,7 @@ def _job(number, told):
 
 
 def part(text: str) -> int:
-    """What every process of a job does."""
+    """Runs the part of one process of a job. The launcher starts it in each process."""
     with exit_on_failure():
         _take_part(json.loads(text))
     return 0

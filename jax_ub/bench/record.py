@@ -1,4 +1,4 @@
-"""Where and with what a run was made, so that its figures can be read later."""
+"""Records the environment of a run: versions, machine and engine settings."""
 
 import datetime
 import importlib.metadata
@@ -16,7 +16,7 @@ _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 
 
 def record() -> dict[str, Any]:
-    """Date, commit, versions, machine and engine."""
+    """Returns the date, commit, versions, machine and engine settings."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -27,7 +27,7 @@ def record() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Python and the packages that matter; None where one is not installed."""
+    """Returns versions of Python and relevant packages; None if not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -38,7 +38,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, load, devices."""
+    """Returns the processor, usable cores, memory, load average and devices."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -51,13 +51,13 @@ def machine() -> dict[str, Any]:
 
 
 def engine_settings() -> dict[str, Any]:
-    """The instruction set and the threads that the engine computes with."""
+    """Returns the engine's instruction set and number of threads."""
     cpu = engine.load()
     return {"isa": cpu.isa(), "threads": cpu.num_threads()}
 
 
 def commit() -> str | None:
-    """The git commit of this source, marked where files differ from it."""
+    """Returns the git commit of this source, with "-dirty" if files differ from it."""
     here = pathlib.Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -1,4 +1,4 @@
-"""A case after it was timed: what is printed, drawn, judged and written as JSON."""
+"""Results of a timed case, as they are printed, plotted, judged and written as JSON."""
 
 import dataclasses
 from typing import Any
@@ -12,18 +12,17 @@ from jax_ub.bench.workloads import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One case's figures.
+    """The results of one case.
 
     Attributes:
-        case: what was compared.
-        times_us: each candidate's time.
-        speedups: how many times as fast as each peer jax_ub is.
-        shares: each limit's time over jax_ub's: 1 is as fast as the limit; the plain
-            GEMM's also without what launching takes, where that was timed.
-        elsewhere: the part of the machine that others had, in the worst round.
-        threads: how many threads the engine computed with, where several counts are
-            compared.
-        over_first: jax_ub's time over its time with the first of these counts.
+        case: the benchmark case.
+        times_us: time of each candidate.
+        speedups: each peer's time divided by jax_ub's.
+        shares: each limit's time divided by jax_ub's; 1 is as fast as the limit. The
+            plain GEMM also has a share after subtracting launch times, if measured.
+        elsewhere: CPU share of other processes in the worst of the kept rounds.
+        threads: number of the engine's threads, if several numbers are compared.
+        over_first: jax_ub's time divided by its time with the first of these numbers.
     """
 
     case: Case
@@ -36,16 +35,16 @@ class Result:
 
     @property
     def own(self) -> Summary:
-        """jax_ub's time in microseconds."""
+        """Returns jax_ub's time in microseconds."""
         return self.times_us[cases.OWN]
 
     @property
     def gflops(self) -> float:
-        """Billion operations a second of jax_ub, 0 where none are counted."""
+        """Returns jax_ub's rate in GFLOP/s, or 0 if the case counts no FLOPs."""
         return self.case.flops / self.own.median / 1e3
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in JSON's types."""
+        """Returns all figures as JSON types."""
         case = self.case
         return {
             "op": case.op,
@@ -68,7 +67,7 @@ class Result:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Result":
-        """What another process wrote, without the programs."""
+        """Restores a result that another process wrote, without its programs."""
         case = Case(
             op=found["op"],
             variant=found["variant"],
@@ -88,7 +87,7 @@ class Result:
 
 
 def evaluate(case: Case, rounds: Rounds) -> Result:
-    """Draws a case's figures from the seconds of its rounds."""
+    """Computes the figures of a case from the seconds of each round."""
     each = each_call(case, rounds.seconds)
     own = each[cases.OWN]
     return Result(
@@ -104,7 +103,7 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
 
 
 def each_call(case: Case, times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """The seconds of one call, also where programs chain several."""
+    """Returns the seconds per call; divides the times of programs that chain calls."""
     if case.calls == 1:
         return times
     each = dict(times)
@@ -118,15 +117,15 @@ def _shares(each):
     own = each[cases.OWN]
     shares = {name: ratio(each[name], own) for name in cases.LIMITS if name in each}
     if cases.LAUNCH in each:
-        # One device is launched sooner than several.
+        # Launching on one device takes less time than on several.
         plain = _beyond(each[cases.PLAIN], each[cases.LAUNCH_ONE])
         shares[cases.PLAIN_APART] = ratio(plain, _beyond(own, each[cases.LAUNCH]))
     return shares
 
 
 def _beyond(seconds, base):
-    # A round in which the longer program was not slower was disturbed; the smallest
-    # positive time keeps the quotients defined.
+    # If noise makes the longer program the faster one in a round, the difference would
+    # not be positive. A tiny positive time keeps the quotients defined.
     return [max(more - less, 1e-9) for more, less in zip(seconds, base, strict=True)]
 
 

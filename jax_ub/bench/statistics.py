@@ -1,4 +1,4 @@
-"""What is said about a series of times: median, spread, ratio, geometric mean."""
+"""Statistics of a series of times: median, spread, ratio and geometric mean."""
 
 import dataclasses
 import math
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A series in three numbers.
+    """Median, spread and best value of a series.
 
-    `spread` is the interquartile range over the median: half of all values lie within
-    it, and a single interrupted round does not move it.
+    `spread` is the interquartile range divided by the median, so a single outlier
+    hardly changes it.
     """
 
     median: float
@@ -20,7 +20,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Summarizes a series of times; the best is the smallest."""
+    """Summarizes a series of times; `best` is the smallest."""
     if not values:
         raise ValueError("summarize: an empty series has no median. Run a round more.")
     middle = statistics.median(values)
@@ -28,11 +28,11 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def ratio(peer: Sequence[float], own: Sequence[float]) -> Summary:
-    """How many times as fast as `peer` `own` is, round by round.
+    """Summarizes the quotients `peer / own` of each round, the speed-up of `own`.
 
-    Both series come from the same rounds, so that what slows the machine down for a
-    while slows both, and the median of the quotients is steadier than the quotient of
-    the medians.
+    Both series must come from the same rounds. A slow phase of the machine then affects
+    both, and the median of the quotients is more stable than the quotient of the
+    medians. `best` is the largest quotient.
     """
     if len(peer) != len(own):
         raise ValueError(
@@ -44,7 +44,7 @@ def ratio(peer: Sequence[float], own: Sequence[float]) -> Summary:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """The geometric mean, which treats twice as fast and half as fast alike."""
+    """Returns the geometric mean, where speed-ups of 2 and 1/2 average to 1."""
     logs = [math.log(value) for value in values]
     if not logs:
         raise ValueError("geomean: there are no values. Run at least one case.")

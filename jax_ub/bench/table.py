@@ -1,4 +1,4 @@
-"""The tables that a run prints, in Markdown, so that they can be kept as they are."""
+"""Tables of benchmark results in Markdown."""
 
 from collections.abc import Sequence
 
@@ -72,19 +72,19 @@ _MEMORY_COLUMNS = (
     ("not allocated", 46),
 )
 
-# The title of what `disturbed` finds.
+# Title of the section with the lines that `disturbed` returns.
 DISTURBED = "Disturbed by others, judge with care"
-# Where others had more of the machine than this in a round, a case is marked.
+# A case is marked if the CPU share of other processes exceeded this in a round.
 _DISTURBED_SHARE = 0.1
 
 
 def result_head() -> str:
-    """The first two lines of the table of results."""
+    """Returns the header of the table of results: names and separator."""
     return _head(_RESULT_COLUMNS)
 
 
 def result_line(result: Result) -> str:
-    """One case: time, speed-up over each peer, share of each limit."""
+    """Returns a case's row: time, speed-up over each peer, share of each limit."""
     case = result.case
     speedups = [_speedup(result.speedups.get(name)) for name in cases.PEERS]
     limits = (cases.PLAIN, cases.COPY, cases.PEAK)
@@ -103,12 +103,12 @@ def result_line(result: Result) -> str:
 
 
 def threads_head() -> str:
-    """The first two lines of the table of thread counts."""
+    """Returns the header of the table of thread counts."""
     return _head(_THREADS_COLUMNS)
 
 
 def threads_line(result: Result) -> str:
-    """One case with one thread count: time, and time over that of the first count."""
+    """Returns the row of a case and thread count: time, ratio to the first count."""
     case = result.case
     return _line(
         _THREADS_COLUMNS,
@@ -126,12 +126,12 @@ def threads_line(result: Result) -> str:
 
 
 def process_head() -> str:
-    """The first two lines of the table of results over processes."""
+    """Returns the header of the table of multi-process results."""
     return _head(_PROCESS_COLUMNS)
 
 
 def process_line(result: Result) -> str:
-    """One case: time, speed-up over XLA with gloo, share of what one process does."""
+    """Returns a case's row: time, speed-up over XLA with gloo, share of the limits."""
     case = result.case
     limits = (cases.IN_PROCESS, cases.PLAIN, cases.PEAK)
     return _line(
@@ -149,7 +149,7 @@ def process_line(result: Result) -> str:
 
 
 def memory_table(results: Sequence[Result]) -> list[str]:
-    """What the programs allocate beside operands and results, on each device."""
+    """Returns the table of memory per device beyond operands and results."""
     lines = [_head(_MEMORY_COLUMNS)]
     for result in results:
         case, memory = result.case, result.case.memory
@@ -171,12 +171,12 @@ def memory_table(results: Sequence[Result]) -> list[str]:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Every figure beside its limit and its goal."""
+    """Returns the table of goals: value, limit of the machine, bound, outcome."""
     return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
 
 
 def disturbed(results: Sequence[Result]) -> list[str]:
-    """The cases that no patience found calm rounds for."""
+    """Returns a line for each case that had no rounds without background load."""
     return [
         f"{result.case.title}: {result.elsewhere:.0%} of the machine"
         for result in results
@@ -185,14 +185,14 @@ def disturbed(results: Sequence[Result]) -> list[str]:
 
 
 def duration(microseconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Formats a time with three significant digits and its unit."""
     if microseconds >= 1e3:
         return f"{microseconds / 1e3:.3g} ms"
     return f"{microseconds:.3g} us"
 
 
 def size(num_bytes: int) -> str:
-    """A size with its unit."""
+    """Formats a number of bytes with its unit."""
     if num_bytes >= 1 << 20:
         return f"{num_bytes / (1 << 20):.1f} MiB"
     return (

@@ -1,4 +1,4 @@
-"""`--threads`: the same calls with several numbers of threads, in the same rounds."""
+"""`--threads`: times the same calls with several thread counts in the same rounds."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,13 @@ from jax_ub.bench.statistics import ratio
 from jax_ub.bench.timing import Candidate, Rounds
 from jax_ub.runtime import engine
 
-# jax_ub's programs; a chain of calls has two.
+# The names of jax_ub's programs; cases that chain calls have two.
 _OWN = (cases.OWN, f"{cases.OWN}_once")
 
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Gives the engine back the number of threads that it has on entry."""
+    """Restores the engine's number of threads and cores on exit."""
     cpu = engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     try:
@@ -27,10 +27,10 @@ def restored() -> Iterator[None]:
 
 
 def candidates(case: Case, counts: Sequence[int]) -> list[Candidate]:
-    """The candidates of a case, with jax_ub's programs once for each thread count.
+    """Returns the candidates, with a copy of jax_ub's programs per thread count.
 
-    All others run with the first count, so that limits which the engine computes
-    belong to the reference.
+    All other candidates run with the first count. They include limits that the engine
+    computes, which must stay comparable between the counts.
     """
     first, *others = counts
     found = [dataclasses.replace(c, threads=first) for c in case.candidates]
@@ -44,7 +44,7 @@ def candidates(case: Case, counts: Sequence[int]) -> list[Candidate]:
 
 
 def evaluate_each(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[Result]:
-    """A case's figures for each thread count, the first of which is the reference."""
+    """Returns the results of each thread count, relative to the first count."""
     every = [_with_count(rounds.seconds, count) for count in counts[1:]]
     every.insert(0, {name: s for name, s in rounds.seconds.items() if "@" not in name})
     own = [each_call(case, seconds)[cases.OWN] for seconds in every]
@@ -63,7 +63,7 @@ def _name(name, count):
 
 
 def _with_count(seconds, count):
-    """The rounds as if jax_ub had only run with `count` threads."""
+    """Selects the times of jax_ub's programs with `count` threads."""
     found = {name: every for name, every in seconds.items() if "@" not in name}
     for name in _OWN:
         if name in found:

@@ -1,4 +1,4 @@
-"""Runs programs in turn and times each call."""
+"""Times interleaved calls of several programs."""
 
 import dataclasses
 import random
@@ -11,29 +11,28 @@ import jax
 from jax_ub.bench.background_load import BackgroundLoad
 from jax_ub.runtime import engine
 
-# A way that is this much slower than the best one after a single call is not tried on.
+# Candidates this many times slower than the fastest after one call are dropped.
 _HOPELESS = 1.5
-# The rounds of the others.
+# Number of rounds for the remaining candidates.
 _TRIALS = 4
-# A round is disturbed where others had more of the machine than this.
+# A round is calm if the CPU share of other processes does not exceed this.
 _CALM = 0.05
 
 
 @dataclasses.dataclass
 class Candidate:
-    """One program of a comparison, with the operands that it is called with.
+    """A program to time, with its operands.
 
     Attributes:
-        name: the column in which it is shown.
-        program: a jitted function of the operands, or any other function.
-        operands: what it is called with.
-        way: how it is written, where there was a choice.
-        carry: the operand that the result replaces after each call, because the program
-            takes it donated; None for the usual program.
-        lost: the part of the machine's speed that was missing in the last timed call,
-            of a program that can tell.
-        threads: how many threads the engine may compute with, or None to leave that
-            as it is.
+        name: column of the table that shows it.
+        program: a jitted or other function of the operands.
+        operands: arguments of each call.
+        way: describes how the program is written, if variants were tried.
+        carry: index of a donated operand, which the result replaces after each call;
+            None if no operand is donated.
+        lost: share of the machine's peak that was missing in the last timed call; only
+            `peak.AtPeak` sets it.
+        threads: number of threads for the engine; None leaves it unchanged.
     """
 
     name: str
@@ -52,9 +51,9 @@ class Candidate:
         return result
 
     def seconds(self) -> float:
-        """Times one call, dispatch included."""
+        """Returns the seconds of one call, including its dispatch."""
         if self.threads is not None:
-            # The threads of another count may still be spinning: one call goes first.
+            # Threads of the previous count may still be spinning, so warm up first.
             engine.load().set_num_threads(self.threads)
             self()
         start = time.perf_counter()
@@ -64,37 +63,37 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The seconds of every candidate in each round, and who else was computing."""
+    """Seconds of every candidate in each round, and the load by other processes."""
 
     seconds: dict[str, list[float]]
-    elsewhere: float  # the largest part of the machine that others had in one round
+    elsewhere: float  # the largest CPU share of other processes in a kept round
 
 
 class RoundSelector:
-    """Decides how many rounds are run, and which are kept: the calmest."""
+    """Decides how many rounds to run, and keeps those with least background load."""
 
     def __init__(self, rounds: int, patience: int):
-        """Keeps `rounds` of at most `patience` times as many."""
+        """Keeps `rounds` rounds and runs at most `rounds * patience`."""
         self._rounds, self._most = rounds, rounds * patience
         self._shares: list[float] = []
 
     def add(self, share: float) -> None:
-        """Takes note of a round, and of the part of the machine that others had."""
+        """Adds a round with this CPU share of other processes."""
         self._shares.append(share)
 
     @property
     def num_rounds(self) -> int:
-        """How many were run."""
+        """Returns the number of rounds that were run."""
         return len(self._shares)
 
     @property
     def is_over(self) -> bool:
-        """Whether there are enough calm rounds, or no more to be run."""
+        """Returns whether enough rounds were calm or the maximum is reached."""
         calm = sum(share <= _CALM for share in self._shares)
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """The calmest rounds, of the seconds of every candidate in all of them."""
+        """Returns the times of the calmest rounds, given the times of all rounds."""
         numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
         kept = numbers[: self._rounds]
         return Rounds(
@@ -106,15 +105,15 @@ class RoundSelector:
 def interleave(
     candidates: Sequence[Candidate], rounds: int, patience: int = 1
 ) -> Rounds:
-    """Times every candidate once in each round.
+    """Times every candidate once per round.
 
-    Each round has an order of its own, the same in every run, so that none always meets
-    the caches, the clock frequency or the spinning threads of the same neighbour.
+    Each round has a different random order, seeded by its number. No candidate always
+    follows the same one and its effects on caches, clock frequency and threads.
 
     Args:
-        candidates: what is timed.
-        rounds: how many rounds are kept.
-        patience: how many times as many rounds are run at most, to find calm ones.
+        candidates: the programs to time.
+        rounds: the number of rounds to keep.
+        patience: at most `patience * rounds` rounds are run to find calm ones.
     """
     others = BackgroundLoad()
     waiting = RoundSelector(rounds, patience)
@@ -128,10 +127,10 @@ def interleave(
 
 
 def fastest(ways: Sequence[Candidate]) -> Candidate:
-    """Finds the fastest of several ways to write the same program.
+    """Returns the fastest of several variants of a program.
 
-    The order in which they are named decides between equals. Each is called once to
-    compile and once to see whether it is hopeless; the rest run interleaved.
+    Each variant is called once to compile and once to drop slow ones. The rest is timed
+    interleaved. Of equally fast variants, the first is returned.
     """
     if len(ways) == 1:
         return ways[0]

@@ -1,4 +1,4 @@
-"""The sizes that are compared, and how they are written on the command line."""
+"""Shapes of the benchmarks, and how the command line writes them."""
 
 import dataclasses
 import re
@@ -17,38 +17,38 @@ class Shape:
     N: int
 
     def __str__(self) -> str:
-        """Writes the sizes as they are read from the command line."""
+        """Returns the sizes in the format that `parse_shape` reads."""
         return f"{self.M}x{self.K}x{self.N}"
 
     @property
     def flops(self) -> int:
-        """Operations of one GEMM."""
+        """Returns the floating-point operations of one GEMM."""
         return 2 * self.M * self.K * self.N
 
     @property
     def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The shapes of x and w."""
+        """Returns the shapes of x and w."""
         return (self.M, self.K), (self.K, self.N)
 
     @property
     def row(self) -> "Shape":
-        """The GEMM of the row linear that follows this column linear in an MLP."""
+        """Returns the row linear's shape after this column linear in an MLP."""
         return Shape(self.M, self.N, self.K)
 
     def bytes(self, itemsize: int) -> int:
-        """Bytes of both operands and the result."""
+        """Returns the bytes of both operands and the result."""
         return itemsize * (self.M * self.K + self.K * self.N + self.M * self.N)
 
     def divides(self, num_ranks: int) -> bool:
-        """Whether every op can shard these sizes over that many ranks."""
+        """Returns whether every op can shard these sizes over `num_ranks` ranks."""
         return not (self.M % num_ranks or self.K % num_ranks or self.N % num_ranks)
 
 
 def parse_shape(text: str) -> Shape:
-    """Reads `MxKxN`.
+    """Parses `MxKxN`.
 
     Raises:
-        ShapeContractError: if the text is something else or a size is 0.
+        ShapeContractError: if the text has another format or a size is 0.
     """
     match = _TEXT.fullmatch(text.strip())
     sizes = [int(size) for size in match.groups()] if match else [0]
@@ -60,10 +60,10 @@ def parse_shape(text: str) -> Shape:
     return Shape(*sizes)
 
 
-# Llama 2 7B has K = 4096 and N = 11008 in its MLP: the first two are about a third and
-# a quarter of that in both directions. The third is the fused kernel of queries, keys
-# and values with fewer key heads; the fourth has few rows, as in decoding. In bf16 two
-# cores take 1 to 20 ms for them, older ones 2 to 80.
+# The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
+# about a third and a quarter. The third is a fused query, key and value kernel with
+# fewer key heads; the fourth has few rows, as in decoding. In bf16 they take 1 to 20 ms
+# on two recent cores, 2 to 80 ms on older ones.
 DEFAULT = (
     Shape(1536, 1280, 3840),
     Shape(512, 1024, 2816),

@@ -1,4 +1,4 @@
-"""The simulator of schedules: how long a call takes on a machine that is not here."""
+"""Simulator of schedules: predicts the time of a call on other hardware."""
 
 from jax_ub.simulate.hardware import HARDWARE as HARDWARE
 from jax_ub.simulate.hardware import Hardware as Hardware

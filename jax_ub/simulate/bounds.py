@@ -1,7 +1,7 @@
-"""What no schedule can beat, and what is there without one.
+"""Lower bounds of a call's time, and its time without overlap.
 
-M tokens, K contracting, N output, P ranks; F flops a second, B bytes a second on the
-wire, one direction:
+M tokens, K contracting, N output, P ranks; F FLOP/s and B bytes/s per wire direction,
+for bf16:
 
     gemm    2 M N K / P / F
     wire    (P - 1) / P M K 2 / B for a gather, with N for K for a scatter; twice that
@@ -19,7 +19,7 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The four times, and the parts of the serial one, in seconds."""
+    """Times of the parts of a call in seconds."""
 
     gemm_s: float
     wire_s: float
@@ -28,17 +28,17 @@ class Bounds:
 
     @property
     def ideal_s(self) -> float:
-        """The speed of light: everything hidden behind the longer of the two."""
+        """Returns the lower bound: the shorter part is completely hidden."""
         return max(self.gemm_s, self.wire_s)
 
     @property
     def serial_s(self) -> float:
-        """One after the other."""
+        """Returns the time of the library's GEMM followed by the collective."""
         return self.library_gemm_s + self.collective_s
 
 
 def bounds(workload: Workload, hardware: Hardware) -> Bounds:
-    """Computes them for one rank, with every rank doing the same."""
+    """Computes the bounds of one rank, where all ranks run the same workload."""
     part = hardware.shared_by(workload.num_ranks)
     wire = workload.moved_bytes / part.wire_bytes_per_s
     product = workload.has_product

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Prints one line for every layer of the model, their sum, and variants."""
+    """Prints a line for each layer of the model, their sum, and kernel variants."""
     machine = _machine(given)
     model = models.find(given.model)
     _check(given, model)
@@ -102,7 +102,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def describe(machine: Hardware) -> list[str]:
-    """The parameters, in words: nothing of it was measured on that machine."""
+    """Describes the machine's parameters in words."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
     handshake, launch, collective = _us(
         machine.handshake_s, machine.launch_s, machine.collective_s
@@ -122,7 +122,7 @@ def describe(machine: Hardware) -> list[str]:
 
 
 def table(rows: list[tables.LayerRow]) -> list[str]:
-    """The lines, Markdown as the other tables of the project."""
+    """Returns the lines of the table of layers in Markdown."""
     lines = _head(_COLUMNS)
     for row in rows:
         limits = row.bounds
@@ -155,7 +155,7 @@ def table(rows: list[tables.LayerRow]) -> list[str]:
 
 
 def variant_table(rows: list[variants.VariantRow]) -> list[str]:
-    """The lines, as those of `table`."""
+    """Returns the lines of the table of variants in Markdown."""
     lines = _head(_VARIANT_COLUMNS)
     for row in rows:
         cells = [
