@@ -1,9 +1,10 @@
-"""What the cost model knows of a machine: rates and latencies, none of them hidden.
+"""Hardware parameters of the cost model: rates and latencies.
 
-Measured are, on one H200: 788 TFLOP/s for a dense bf16 GEMM of 8192^3 on random data
-(power-limited), and 4.3 TB/s read and written together by a copy. Other GPUs take the
-same shares of their datasheet's peaks. Efficiencies of wires and collectives, and the
-latencies, are assumptions; `jax_ub simulate` prints them with every table.
+Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
+(power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
+assumed to reach the same shares of their datasheet's peaks. The efficiencies of wires
+and collectives and the latencies are assumptions, too. `jax_ub simulate` prints all
+parameters with every table.
 """
 
 import dataclasses
@@ -11,31 +12,32 @@ from collections.abc import Mapping
 
 from jax_ub.errors import UnknownNameError, nearest, shown
 
-# H200: 788 of 989.4 TFLOP/s, 4.3 of 4.8 TB/s.
+# The H200 reaches 788 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s.
 _GEMM_SHARE = 788 / 989.4
 _MEMORY_SHARE = 4.3 / 4.8
-# Dense rates over that of bf16: f32 runs as TF32.
+# Dense rates relative to bf16, by bytes per element; f32 runs as TF32.
 _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One machine; all rates are of one rank's GPU, or of a host that all ranks share.
+    """Parameters of one machine. Rates are per GPU, or of a host that all ranks share.
 
     Attributes:
-        name: as on the command line.
-        flops_per_s: of a large dense bf16 GEMM.
-        wire_bytes_per_s: to the peers, one direction.
-        memory_bytes_per_s: read and written together.
-        processors: multiprocessors that run one tile each; 0 for a host whose ranks
-            share its cores, and where a rank does one thing at a time.
-        wire_share: part of the wire that a copy engine reaches.
-        collective_share: part of the wire that the vendor's collectives reach.
-        handshake_s: one signal across the wire.
-        launch_s: begin of a kernel.
-        collective_s: begin of a collective of the vendor's library.
-        reserved_processors: kept free of GEMM tiles while something is communicated.
-        flops_f32_per_s: of an f32 GEMM, where that is known apart.
+        name: name on the command line.
+        flops_per_s: rate of a large dense bf16 GEMM.
+        wire_bytes_per_s: bandwidth to the peers in one direction.
+        memory_bytes_per_s: memory bandwidth, counting reads and writes.
+        processors: number of multiprocessors, each of which runs one tile at a time. 0
+            for a host, whose ranks share its cores and run one step at a time.
+        wire_share: share of the wire's bandwidth that a copy engine reaches.
+        collective_share: share that the vendor's collectives reach.
+        handshake_s: latency of a signal across the wire.
+        launch_s: latency of launching a kernel.
+        collective_s: latency of starting a collective of the vendor's library.
+        reserved_processors: number of multiprocessors without GEMM tiles during
+            communication.
+        flops_f32_per_s: rate of an f32 GEMM, or None to derive it from `flops_per_s`.
     """
 
     name: str
@@ -53,22 +55,22 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether the ranks share the cores of one host."""
+        """Returns whether the ranks share the cores of one host."""
         return self.processors == 0
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """What one rank's puts reach."""
+        """Returns the bandwidth of one rank's puts."""
         return self.wire_bytes_per_s * self.wire_share
 
     def flops_of(self, itemsize: int) -> float:
-        """GEMM rate of one rank for operands of that size."""
+        """Returns one rank's GEMM rate for elements of `itemsize` bytes."""
         if itemsize == 4 and self.flops_f32_per_s is not None:
             return self.flops_f32_per_s
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
 
     def shared_by(self, num_ranks: int) -> "Hardware":
-        """What one of the ranks has: a GPU of its own, or its part of the host."""
+        """Returns one rank's resources: a whole GPU, or 1 / num_ranks of the host."""
         if not self.is_host:
             return self
         f32 = self.flops_f32_per_s
@@ -97,18 +99,18 @@ def host(
     flops_f32_per_s: float | None = None,
     name: str = "cpu",
 ) -> Hardware:
-    """A host whose ranks share its cores, with figures that were measured on it.
+    """Returns a host whose ranks share its cores, with rates that were measured on it.
 
     Args:
-        flops_per_s: of all cores together, in a bf16 GEMM.
-        copy_bytes_per_s: bytes read and written together, all cores.
-        flops_f32_per_s: the same as `flops_per_s` for f32.
-        name: how it is called in tables.
+        flops_per_s: bf16 GEMM rate of all cores together.
+        copy_bytes_per_s: copy bandwidth of all cores, counting reads and writes.
+        flops_f32_per_s: f32 GEMM rate of all cores together.
+        name: name in tables.
     """
     return Hardware(
         name,
         flops_per_s,
-        # A put reads and writes memory.
+        # A put reads and writes memory, so half the copy bandwidth remains.
         wire_bytes_per_s=copy_bytes_per_s / 2,
         memory_bytes_per_s=copy_bytes_per_s,
         processors=0,
@@ -128,17 +130,17 @@ HARDWARE: Mapping[str, Hardware] = {
         _gpu("h100", 989.4e12, 450e9, 3.35e12, 132),
         _gpu("h200", 989.4e12, 450e9, 4.8e12, 132),
         _gpu("b200", 2250e12, 900e9, 8.0e12, 148),
-        # Two cores with AVX2, as docs/bench measured them; give your own with --gflops.
+        # Two cores with AVX2, measured in docs/bench. --gflops sets another rate.
         host(170e9, 20e9, 172e9),
     )
 }
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Finds a machine by its name.
+    """Returns the machine of this name.
 
     Raises:
-        UnknownNameError: if there is none of that name; names the nearest.
+        UnknownNameError: if no machine has this name; suggests the nearest name.
     """
     if isinstance(name, Hardware):
         return name

@@ -1,4 +1,4 @@
-"""Which chunks a GPU multiplies in one kernel."""
+"""Groups the chunks that a GPU multiplies in one kernel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a product multiplies, or a part of that."""
+    """One split of a chunk that a product multiplies."""
 
     payload: str
     chunk: int
@@ -19,12 +19,12 @@ class Piece:
 def kernels_of(
     own: int, steps: Sequence[Step], workload: Workload, aggregate: int
 ) -> dict[int, list[Piece] | None]:
-    """Which products each step's kernel computes; None where another one's does.
+    """Returns the products that each step's kernel computes, by the step's index.
 
-    Up to `aggregate` chunks of the peers, next to each other in the schedule, are one
-    kernel. It is issued where the last of them has come (a gather), or with the first
-    (partial sums, which are sent when it is done). The own chunk is a kernel of its
-    own.
+    Up to `aggregate` consecutive chunks of peers form one kernel; the rank's own chunk
+    is a separate kernel. A gather launches the kernel at the last of its chunks, which
+    has to arrive first. For partial sums, the kernel is launched at the first of them,
+    and they are sent when it has finished. The value of the other steps is None.
     """
     kernels: dict[int, list[Piece] | None] = {}
     group: list[int] = []

@@ -1,4 +1,4 @@
-"""The linear layers of transformers that the tables are about."""
+"""Linear layers of transformer models, as the simulator's tables show them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from jax_ub.errors import UnknownNameError, nearest, shown
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One linear layer: which op its forward is, and its global sizes."""
+    """A linear layer: the op of its forward pass and its global sizes."""
 
     name: str
     op: str
@@ -17,22 +17,22 @@ class Layer:
 
     @property
     def short_op(self) -> str:
-        """The communication, as tables write it."""
+        """Returns the abbreviation of the collective in tables, "ag" or "rs"."""
         return "ag" if self.op == "all_gather_matmul" else "rs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The four linear layers of one transformer layer, in the order of the forward."""
+    """The four linear layers of a transformer layer, in order of the forward pass."""
 
     name: str
     layers: tuple[Layer, ...]
 
     def layer(self, name: str) -> Layer:
-        """Finds a layer by its name.
+        """Returns the layer of this name.
 
         Raises:
-            UnknownNameError: if there is none of that name.
+            UnknownNameError: if no layer has this name.
         """
         names = [layer.name for layer in self.layers]
         if name not in names:
@@ -44,14 +44,14 @@ class Model:
 
 
 def transformer(name: str, hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> Model:
-    """The layers of a block.
+    """Returns the linear layers of a transformer layer.
 
     Args:
-        name: of the model.
-        hidden: features of the residual stream.
-        qkv: features of queries, keys and values together.
-        ffn_in: output features of the first MLP layer, gate included.
-        ffn_out: input features of the second.
+        name: name of the model.
+        hidden: number of features of the residual stream.
+        qkv: number of features of queries, keys and values together.
+        ffn_in: number of output features of the first MLP layer, including the gate.
+        ffn_out: number of input features of the second MLP layer.
     """
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
     return Model(
@@ -76,10 +76,10 @@ MODELS: Mapping[str, Model] = {
 
 
 def find(name: str) -> Model:
-    """Finds a model by its name.
+    """Returns the model of this name.
 
     Raises:
-        UnknownNameError: if there is none of that name; names the nearest.
+        UnknownNameError: if no model has this name; suggests the nearest name.
     """
     if name not in MODELS:
         raise UnknownNameError(

@@ -1,4 +1,4 @@
-"""The best that a method can do: its schedule with the fastest knobs."""
+"""Searches the options of a method's schedule for the fastest replay."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from jax_ub.simulate.replay import PlanOptions, replay
 from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 
-# The schedule that a GPU runs: all-pull in ring order; partial sums in row blocks.
+# Default schedules on GPUs: rings for gathers, row blocks for partial sums.
 _METHODS = {
     "all_gather_matmul": "ring_exchange",
     "matmul_reduce_scatter": "pipeline",
@@ -20,13 +20,13 @@ _METHODS = {
 }
 _SPLITS = (1, 2, 4)
 _STREAMS = (1, 2, 3)
-# Fewer rows than this are less than a tile.
+# Splits of fewer rows would be smaller than a tile.
 MIN_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A schedule and its knobs, and how long the replay took."""
+    """A schedule with its options, and the seconds that its replay takes."""
 
     method: str
     knobs: PlanOptions
@@ -35,18 +35,18 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """The knobs as in tables: b row blocks, a chunks a kernel, s streams."""
+        """Returns the options as in tables: b row blocks, a chunks, s streams."""
         blocks = "" if self.method == "ring_exchange" else f"b{self.knobs.num_splits}"
         return f"{blocks}a{self.knobs.aggregate}s{self.knobs.streams}"
 
 
 def default_method(op: str, hardware: Hardware) -> str:
-    """What "auto" is: reading the peers in place on a host, copy engines on a GPU."""
+    """Returns the method of "auto": in-place reads on a host, copy engines on GPUs."""
     return "direct" if hardware.is_host else _METHODS.get(op, "pipeline")
 
 
 def in_one_exchange(workload: Workload, hardware: Hardware) -> bool:
-    """Whether "auto" sums so: few tokens, on a GPU."""
+    """Returns whether "auto" uses a one-shot all-reduce: few tokens, on a GPU."""
     sums = workload.op.endswith("all_reduce") and workload.num_ranks > 1
     few = workload.one_shot_bytes <= ONE_SHOT_BYTES
     return sums and few and not hardware.is_host
@@ -58,14 +58,15 @@ def best(
     method: str | None = None,
     variant: Variant | None = None,
 ) -> Plan:
-    """Tries all knobs that make sense and keeps the fastest.
+    """Replays all reasonable options and returns the fastest plan.
 
     Args:
-        workload: the op.
+        workload: the op and its sizes.
         hardware: the machine.
-        method: the schedule; None takes the one that suits the machine.
-        variant: of the schedule, as the engine runs it: a kernel for each product. None
-            is the plain one, with as many chunks in a kernel as is best.
+        method: the method; None selects the machine's default.
+        variant: the variant of the schedule, with one kernel per product as the engine
+            runs it. None selects the plain variant with the best number of chunks per
+            kernel.
 
     Raises:
         ValueError: if the method has no such variant for the op and the ranks.
@@ -93,7 +94,7 @@ def timeline(
     every_rank: bool = False,
     variant: Variant = Variant.PLAIN,
 ) -> Timeline:
-    """Replays the schedule of one rank, which stands for all, or of every rank."""
+    """Replays the schedule of rank 0, which represents all ranks, or of every rank."""
     which = schedules.every_rank if every_rank else schedules.first_rank
     ranks, splits = workload.num_ranks, knobs.num_splits
     steps = which(workload.op, method, ranks, splits, variant.value)
@@ -109,7 +110,7 @@ def _choices(workload, hardware, method) -> Iterator[PlanOptions]:
     peers = workload.num_ranks - 1
     aggregates = [a for a in (1, 2, 4, peers) if a <= peers] if several else [1]
     if several and workload.op == "matmul_all_reduce":
-        aggregates = [max(1, peers)]  # every further kernel delays the second half
+        aggregates = [max(1, peers)]  # more kernels would delay the all-gather
     streams = _STREAMS if several else (1,)
     for num_splits, aggregate, lanes in itertools.product(
         splits, aggregates or [1], streams

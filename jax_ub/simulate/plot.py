@@ -1,4 +1,4 @@
-"""The picture of a simulation: bars for the layers, the schedule of one as lanes."""
+"""Plots a simulation: bars for all layers, and the timeline of one layer."""
 
 import pathlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _US = 1e6
 def draw(
     rows: Sequence[LayerRow], shown: LayerRow, machine: Hardware, path: pathlib.Path
 ) -> None:
-    """Writes a PNG: what each layer gains, and when rank 0 does what in `shown`."""
+    """Writes a PNG with the times of all layers and rank 0's timeline in `shown`."""
     pyplot = pictures.load_pyplot("simulate: --png")
     figure, (bars, lanes) = pyplot.subplots(
         2,
@@ -113,7 +113,7 @@ def _lanes(axes: Any, row: LayerRow, times: Timeline) -> None:
     for span in times.spans:
         place, height = 1.0 + names.index(span.lane), 0.62
         if span.lane == "gemm" and row.plan.knobs.streams > 1:
-            # Kernels of several streams are on the processors at the same time.
+            # Kernels of several streams run at the same time.
             height /= row.plan.knobs.streams
             stream = issued % row.plan.knobs.streams
             place += (stream - (row.plan.knobs.streams - 1) / 2) * height

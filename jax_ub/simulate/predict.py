@@ -1,4 +1,4 @@
-"""How long one call of the library takes, by the cost model."""
+"""Predicts the time of one call with the cost model."""
 
 import dataclasses
 
@@ -15,31 +15,32 @@ from jax_ub.simulate.tiles import library_seconds
 from jax_ub.simulate.workload import PRODUCTS, Workload
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# What a product of its own runs beside, or behind: the communication of the layer's x.
+# Ops with a local GEMM and an independent collective of the layer's x, by op.
 _COMPANIONS = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
     "wgrad": "all_gather",
 }
-# Nobody says how it is to run, without and with a product.
+# Methods that let the engine choose a schedule, for ops without and with a GEMM.
 _CHOOSING = {False: (Method.AUTO, Method.DIRECT), True: (Method.AUTO,)}
 OPS = (*PRODUCTS, *_COLLECTIVES, *_COMPANIONS, "matmul")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the model says of one call; times in seconds, for one rank.
+    """The model's prediction for one call; times in seconds, for one rank.
 
     Attributes:
         op: the op.
-        method: "auto" resolved.
-        knobs: what the schedule's best run chose, such as "b4a1s2"; empty for "xla".
-        seconds: the whole call.
-        gemm_s: its product alone, at the machine's full rate.
-        wire_s: its bytes alone, at the wire's full rate.
-        serial_s: the library's GEMM, then the vendor's collective.
-        moved_bytes: what each rank sends, and receives.
-        variant: of the schedule: "one_shot" where "auto" sums few tokens so on a GPU.
+        method: the method; "auto" is resolved.
+        knobs: options of the fastest schedule, such as "b4a1s2"; empty for "xla".
+        seconds: time of the call.
+        gemm_s: time of its GEMM alone, at the machine's full rate.
+        wire_s: time of its transfers alone, at the wire's full bandwidth.
+        serial_s: time of the library's GEMM followed by the vendor's collective.
+        moved_bytes: bytes that each rank sends, and also receives.
+        variant: variant of the schedule: "one_shot" if "auto" selects it for an
+            all-reduce of few tokens on a GPU.
     """
 
     op: str
@@ -54,7 +55,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        """What the call takes longer than its product."""
+        """Returns the time of the call minus the time of its GEMM."""
         return self.seconds - self.gemm_s
 
 
@@ -71,16 +72,16 @@ def predict(
     """Predicts the seconds of one call.
 
     Args:
-        op: the FFI target's name without "jax_ub$", such as "all_gather_matmul".
-        method: as everywhere; "auto" takes the best schedule for the machine, "xla" is
+        op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
+        method: name of a method; "auto" selects the machine's best schedule, "xla" is
             the library's GEMM and the vendor's collective one after the other.
-        M: tokens over all ranks.
-        K: contracting size over all ranks; for collectives, bulk ops and a wgrad the
-            features of what is communicated.
-        N: output features over all ranks; not looked at for collectives.
-        P: ranks.
-        dtype: of the operands.
-        hardware: "a100", "h100", "h200", "b200", "cpu", or a machine of your own.
+        M: number of tokens, summed over all ranks.
+        K: global contracting size; for collectives, bulk ops and wgrad, the number of
+            features of the communicated tensor.
+        N: global number of output features; ignored for collectives.
+        P: number of ranks.
+        dtype: dtype of the operands.
+        hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
 
     Raises:
         UnknownNameError: if op, method or hardware are not known.
@@ -99,7 +100,7 @@ def estimate(
     dtype,
     hardware: str | Hardware = "h200",
 ) -> Prediction:
-    """The same as `predict`, with the parts of the time and the bytes."""
+    """Predicts one call as `predict` does, with the parts of its time and its bytes."""
     if op not in OPS:
         raise UnknownNameError(
             f"simulate: op {shown(op)} is not known. {nearest(op, OPS)}"
@@ -120,7 +121,7 @@ def estimate(
 
 
 def _workload(op, sizes, itemsize, machine):
-    # A host's partial sums are f32 in its slots, a GPU's are rounded for the wire.
+    # A host keeps partial sums as f32 in its slots; a GPU rounds them before sending.
     with_product = op in PRODUCTS and op != "all_gather_matmul"
     partial = 4 if machine.is_host and with_product else itemsize
     M, K, N, P = sizes
@@ -162,12 +163,12 @@ def _schedule_name(work, method, machine):
     if not work.has_product and name == "direct" and not machine.is_host:
         return Method.BULK.value
     if work.has_product and name == "bulk":
-        return Method.RING_EXCHANGE.value  # what a layer of that method runs forward
+        return Method.RING_EXCHANGE.value  # "bulk" uses it in the forward pass
     return name
 
 
 def _beside(op, method, sizes, itemsize, machine):
-    """A local product, and communication that it does not depend on."""
+    """Predicts a local GEMM with a collective that does not depend on it."""
     M, K, N, P = sizes
     local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
     part = machine.shared_by(P)
@@ -183,7 +184,7 @@ def _beside(op, method, sizes, itemsize, machine):
     hidden = method is not Method.XLA and op != "wgrad" and not machine.is_host
     seconds = max(library_s, sent.seconds) if hidden else library_s + sent.seconds
     if machine.is_host and op == "wgrad" and method in (Method.AUTO, Method.DIRECT):
-        seconds = library_s  # the packing reads the peers
+        seconds = library_s  # packing reads the peers' operands in place
     return Prediction(
         op=op,
         method=sent.method,

@@ -1,12 +1,13 @@
-"""Replays the engine's schedules with a cost model: when every step begins and ends.
+"""Replays the engine's schedules with a cost model, which times every step.
 
-On a GPU a rank has lanes: multiprocessors, a copy engine, and a kernel that sums. A
-step begins when what it needs is there and its lane is free; a wait blocks nobody but
-the steps that need what comes. On a host a rank is one thread, which takes one step
-after the other, and whose waits block it.
+A GPU rank has several lanes: its multiprocessors, a copy engine, and a kernel that
+sums. A step starts as soon as its inputs are available and its lane is free. A wait
+only delays the steps that need the data. A host rank is one thread, which runs one step
+after the other and blocks in waits.
 
-For AG+GEMM in a ring and GEMM+RS this is the closed form, with c the time of a chunk on
-the wire, g that of its GEMM, t0 the begin of the first put and R the sum:
+For AG+GEMM in a ring and GEMM+RS, the replay equals a closed form, where c is the wire
+time of a chunk, g the time of its GEMM, t0 the start of the first put and R the time of
+the sum:
 
     AG  T = max(P g, t0 + c + (P - 1) g, t0 + (P - 1) c + g)
     RS  T = max(P g, (P - 1) g + c, g + (P - 1) c) + handshake + R
@@ -25,12 +26,12 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """What a plan may choose.
+    """Options that a plan chooses.
 
     Attributes:
-        num_splits: pieces of a rank's rows, `num_splits` of the schedule.
-        aggregate: chunks that one kernel multiplies.
-        streams: streams that kernels are issued on in turn.
+        num_splits: number of splits of a rank's rows, as in the schedule.
+        aggregate: number of chunks that one kernel multiplies.
+        streams: number of streams; kernels are launched on them in turn.
     """
 
     num_splits: int = 1
@@ -44,18 +45,18 @@ def replay(
     hardware: Hardware,
     knobs: PlanOptions,
 ) -> Timeline:
-    """Runs schedules until every rank is done.
+    """Runs the schedules until every rank has finished.
 
     Args:
-        schedules: the steps of every rank; or those of one rank, which then stands for
-            all: what its peer sends it comes when it sends the same to its other peer.
-        workload: the sizes.
-        hardware: what every rank has.
-        knobs: `num_splits` is the one that the schedules were made with.
+        schedules: the steps of every rank. The steps of a single rank represent all
+            ranks: data arrives from a peer when this rank sends the same data.
+        workload: the op and its sizes.
+        hardware: the machine.
+        knobs: the plan's options; the schedules must have the same `num_splits`.
 
     Raises:
-        ArithmeticError: if the ranks wait for each other, which the engine's schedules
-            are proven not to do.
+        ArithmeticError: if the schedules deadlock. The engine's schedules are proven
+            not to.
     """
     flags = _Flags(mirrored=len(schedules) == 1)
     part = hardware.shared_by(workload.num_ranks)
@@ -70,7 +71,7 @@ def replay(
 
 
 class _Flags:
-    """When slots were filled and released: by (kind, owner, slot)."""
+    """Times at which slots were filled and released, by (kind, owner, slot)."""
 
     def __init__(self, *, mirrored: bool):
         self._mirrored = mirrored
@@ -84,7 +85,7 @@ class _Flags:
 
 
 class _Rank:
-    """One rank on its way through its schedule."""
+    """The state of one rank in its schedule."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _Rank:
         self._hardware = hardware
         self._rows = workload.piece_rows(knobs.num_splits)
         self._flags = flags
-        self._clock = 0.0  # of a host's rank
+        self._clock = 0.0  # seconds; used on hosts only
         self._processors = (
             None
             if hardware.is_host
@@ -112,8 +113,8 @@ class _Rank:
         self._kernels = kernels_of(rank, self._steps, workload, knobs.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
         self._published: set[int] = set()  # slots
-        # When a piece was there, by (payload, chunk or sender, split), and when a
-        # product, a sum or a copy was done.
+        # Time at which received data arrived, by (payload, chunk or sender, split).
+        # Below: times at which products, sums and copies were finished.
         self._here: dict[tuple[str, int, int], float] = {}
         self._multiplied: dict[tuple[int, int], float] = {}
         self._summed: dict[int, float] = {}
@@ -124,7 +125,7 @@ class _Rank:
         return self._next < len(self._steps)
 
     def advance(self) -> bool:
-        """Takes steps until one has to wait; returns whether any was taken."""
+        """Runs steps until one has to wait; returns whether any step was run."""
         before = self._next
         while self.pending and self._take(self._next, self._steps[self._next]):
             self._next += 1
@@ -142,8 +143,8 @@ class _Rank:
         return True
 
     def _wait_free(self, step):
-        # The first call of a slot finds it free, except where operands are read in
-        # place: those may change when the peer has released them.
+        # All slots are free at the start of a call. Only operands that peers read in
+        # place must not change before the peer has released them.
         if step.slot not in self._published:
             return True
         released = self._flags.time("released", step.peer, step.slot)
@@ -197,7 +198,7 @@ class _Rank:
         return self._workload.M if step.chunk == ALL_CHUNKS else self._rows
 
     def _first_put_s(self):
-        # A GPU copies its shard into memory that peers can read, and says so.
+        # A GPU first copies its shard into memory that peers can read, and signals it.
         if self._hardware.is_host:
             return 0.0
         shard = self._workload.wire_bytes(
@@ -224,7 +225,7 @@ class _Rank:
             ]
         at_least = 0.0
         if self._published and not self._hardware.is_host:
-            # Read in place: the peers' part comes over the wire meanwhile.
+            # Operands are read in place, so the GEMM includes the wire time.
             at_least = self._workload.moved_bytes / self._hardware.copy_bytes_per_s
         end = self._run(step, kernel, gemm, max(needed, default=0.0), at_least)
         for part in kernel:
@@ -266,7 +267,7 @@ class _Rank:
         self._summed[step.split] = end
 
     def _copy(self, step):
-        # A copy engine writes where the result is; a host copies out of the slot.
+        # On a GPU, copy engines write into the result. A host copies out of the slot.
         if self._hardware.is_host:
             num_bytes = 2 * self._workload.wire_bytes(step.payload, self._rows)
             duration = num_bytes / self._hardware.memory_bytes_per_s

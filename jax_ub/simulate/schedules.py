@@ -1,4 +1,4 @@
-"""The engine's own schedules, and what a plan may change about the order of steps."""
+"""The engine's schedules, and a change of their order on GPUs."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ ALL_CHUNKS = -1
 
 
 class Step(Protocol):
-    """A step as `jax_ub._cpu` shows it."""
+    """A step of a schedule, as `jax_ub._cpu` returns it."""
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -37,7 +37,7 @@ def steps_of(
     num_splits: int,
     variant: str = "plain",
 ) -> tuple[Step, ...]:
-    """What a rank does, as the engine would do it."""
+    """Returns a rank's steps in the engine's schedule."""
     schedule = engine.load().schedule
     return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
 
@@ -45,7 +45,7 @@ def steps_of(
 def every_rank(
     op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
-    """What all ranks do."""
+    """Returns the steps of all ranks, indexed by rank."""
     return [
         steps_of(op, method, rank, num_ranks, num_splits, variant)
         for rank in range(num_ranks)
@@ -55,15 +55,16 @@ def every_rank(
 def first_rank(
     op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
-    """What rank 0 does, where it stands for all."""
+    """Returns the steps of rank 0 only, which represents all ranks."""
     return [steps_of(op, method, 0, num_ranks, num_splits, variant)]
 
 
 def sums_at_once(steps: Sequence[Step]) -> list[Step]:
-    """Puts each sum on the wire when it is made, not when all sums are.
+    """Moves the puts of each sum directly behind the step that computes it.
 
-    A rank that does one step at a time gains nothing by it, one with a copy engine of
-    its own does: the sums of one block travel while the next one is multiplied.
+    The engine's schedule puts all sums at the end, because a rank that runs one step at
+    a time gains nothing from the other order. With a copy engine, the sums of one block
+    are sent while the next block is multiplied.
     """
     sums = [step for step in steps if step.kind == "put" and step.payload == "sum"]
     own = [step for step in sums if step.chunk == _owner(sums)]

@@ -1,4 +1,4 @@
-"""Tables of the model: layers, and whole transformer layers."""
+"""Rows of the simulator's tables: linear layers and their totals."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """One linear layer's forward on P ranks; seconds."""
+    """The forward pass of one linear layer on P ranks; times in seconds."""
 
     model: str
     layer: Layer
@@ -24,32 +24,32 @@ class LayerRow:
 
     @property
     def plan_s(self) -> float:
-        """The best schedule; power bounds it as it bounds the library."""
+        """Returns the plan's time, at least the GEMM's time at the power limit."""
         return max(self.plan.seconds, self.bounds.gemm_s)
 
     @property
     def speedup(self) -> float:
-        """The schedule over the library's GEMM and collective in turn."""
+        """Returns the speed-up over the library's GEMM followed by the collective."""
         return self.bounds.serial_s / self.plan_s
 
     @property
     def limit(self) -> float:
-        """The speed-up that no schedule exceeds."""
+        """Returns the largest possible speed-up of any schedule."""
         return self.bounds.serial_s / self.bounds.ideal_s
 
     @property
     def share_of_ideal(self) -> float:
-        """How near the schedule comes to that."""
+        """Returns the ideal time divided by the plan's time, at most 1."""
         return self.bounds.ideal_s / self.plan_s
 
     @property
     def hidden(self) -> float:
-        """The part of the collective's time that the schedule saves."""
+        """Returns the share of the collective's time that the plan hides."""
         saved = self.bounds.serial_s - self.plan_s
         return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Everything, in JSON's types; microseconds."""
+        """Returns all figures as JSON types, with times in microseconds."""
         return {
             "model": self.model,
             "layer": self.layer.name,
@@ -73,14 +73,14 @@ class LayerRow:
 
 
 def workload_of(layer: Layer, M: int, num_ranks: int) -> Workload:
-    """A layer's forward in bf16."""
+    """Returns the forward pass of a layer in bf16."""
     return Workload(layer.op, M, layer.K, layer.N, num_ranks)
 
 
 def layer_row(
     model: Model, layer: Layer, M: int, num_ranks: int, machine: Hardware
 ) -> LayerRow:
-    """Bounds and best plan of one layer."""
+    """Computes the bounds and the best plan of one layer."""
     workload = workload_of(layer, M, num_ranks)
     return LayerRow(
         model.name,
@@ -94,7 +94,7 @@ def layer_row(
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """The layers of a transformer layer one after the other; seconds."""
+    """Total times of the linear layers of a transformer layer in seconds."""
 
     serial_s: float
     ideal_s: float
@@ -102,7 +102,7 @@ class Total:
 
 
 def total(rows: Iterable[LayerRow]) -> Total:
-    """Adds layers up."""
+    """Sums the times of all rows."""
     rows = list(rows)
     return Total(
         sum(row.bounds.serial_s for row in rows),

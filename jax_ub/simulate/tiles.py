@@ -1,7 +1,8 @@
-"""How long a GEMM takes on a GPU: its tiles, scheduled on the multiprocessors.
+"""Time of a GEMM on a GPU: its tiles, scheduled on the multiprocessors.
 
 A kernel of t tiles on s multiprocessors takes ceil(t / s) waves. Kernels of several
-streams share the multiprocessors: a tile of a later kernel begins where one is free.
+streams share the multiprocessors: a tile of a later kernel starts as soon as a
+multiprocessor is free.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import math
 
 from jax_ub.simulate.hardware import Hardware
 
-# Rows, columns and relative efficiency of the tiles that a library chooses from. The
+# Tiles that a library chooses from: rows, columns and relative efficiency. The
 # efficiencies are assumptions.
 _TILES = (
     (128, 256, 1.00),
@@ -23,9 +24,9 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-# The GEMM whose rate `Hardware.flops_per_s` is.
+# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192.
 _ANCHOR = 8192
-# A kernel of more waves than this is scheduled in coarser pieces.
+# Kernels of more waves are scheduled in groups of tiles to save simulation time.
 _WAVES = 24
 
 
@@ -39,13 +40,13 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Operations."""
+        """Returns the number of floating-point operations."""
         return 2.0 * self.m * self.n * self.k
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The fastest tiles for a product on its own."""
+    """The tile size that is the fastest for a product that runs alone."""
 
     seconds: float
     num_tiles: int
@@ -53,7 +54,7 @@ class Tiling:
 
 
 def processor_flops(hardware: Hardware, itemsize: int) -> float:
-    """The rate of one multiprocessor at full tiles, so that 8192^3 has its rate."""
+    """Returns the FLOP/s of a multiprocessor; 8192^3 then takes its measured time."""
     tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
     waves = math.ceil(tiles / hardware.processors)
     filled = tiles / (waves * hardware.processors)
@@ -62,7 +63,7 @@ def processor_flops(hardware: Hardware, itemsize: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> Tiling:
-    """Chooses tiles: fewest seconds for the product alone on `processors`."""
+    """Returns the fastest tiling of a product that runs alone on `processors`."""
     rate = processor_flops(hardware, itemsize)
     candidates = []
     for rows, columns, efficiency in _TILES:
@@ -73,7 +74,7 @@ def tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> Tili
 
 
 def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
-    """One GEMM of the vendor's library, alone; power bounds the long ones."""
+    """Returns the time of the library's GEMM, at least its time at the power limit."""
     if hardware.is_host:
         return gemm.flops / hardware.flops_of(itemsize)
     whole = tile(hardware, gemm, hardware.processors, itemsize).seconds
@@ -81,12 +82,12 @@ def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
 
 
 class Processors:
-    """The multiprocessors of one rank, and the streams that kernels are issued on."""
+    """The multiprocessors of one rank, and the streams that kernels are launched on."""
 
     def __init__(
         self, hardware: Hardware, streams: int, itemsize: int, count: int | None = None
     ):
-        """Everything is free at time 0; `count` defaults to those not reserved."""
+        """Starts idle at time 0. `count` defaults to all but the reserved ones."""
         self._hardware = hardware
         self._itemsize = itemsize
         own = hardware.processors - hardware.reserved_processors
@@ -96,7 +97,7 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Issues a kernel on the next stream; returns when it begins and ends."""
+        """Launches a kernel on the next stream; returns its start and end times."""
         stream = self._issued % len(self._streams)
         self._issued += 1
         start = max(available, self._streams[stream]) + self._hardware.launch_s

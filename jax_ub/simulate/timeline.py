@@ -1,14 +1,14 @@
-"""What a replay finds: when every rank took every step."""
+"""Result of a replay: the start and end of every step on every rank."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """When a rank took a step, in seconds from the begin of the call.
+    """A step of a rank, with its times in seconds since the start of the call.
 
-    `lane` is "gemm", "wire" or "sum" on a GPU, and "rank" on a host, where a "wait" is
-    a span as well. `chunks` names what a kernel multiplies.
+    `lane` is "gemm", "wire" or "sum" on a GPU. On a host, it is "rank", and waits are
+    spans, too. `chunks` are the chunks that a kernel multiplies.
     """
 
     rank: int
@@ -23,11 +23,11 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """All ranks' spans."""
+    """The spans of all ranks."""
 
     spans: tuple[Span, ...]
 
     @property
     def seconds(self) -> float:
-        """When the last rank was done."""
+        """Returns the time at which the last rank has finished."""
         return max((span.end_s for span in self.spans), default=0.0)

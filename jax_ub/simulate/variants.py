@@ -1,4 +1,4 @@
-"""Variants of schedules beside the plain ones, for the layers that have them."""
+"""Rows of the simulator's table of schedule variants."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from jax_ub.simulate.models import Layer, Model
 from jax_ub.simulate.tables import workload_of
 from jax_ub.simulate.workload import Workload
 
-# Of each rank: one exchange is for few.
+# Tokens per rank of the one-shot all-reduces, which suit few tokens.
 _TOKENS = (1, 4, 16, 64, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantRow:
-    """A layer by a method in two ways, as the engine runs it; seconds."""
+    """Times of a layer's plain schedule and of a variant in seconds."""
 
     layer: Layer
     op: str
@@ -25,20 +25,20 @@ class VariantRow:
     variant: Variant
     plain_s: float
     variant_s: float
-    is_auto: bool  # "auto" takes the variant
+    is_auto: bool  # whether "auto" selects the variant
 
     @property
     def short_op(self) -> str:
-        """The communication, as tables write it."""
+        """Returns the abbreviation of the collective in tables: "ag", "rs" or "ar"."""
         return self.layer.short_op if self.variant is not Variant.ONE_SHOT else "ar"
 
     @property
     def speedup(self) -> float:
-        """The plain schedule over the variant."""
+        """Returns the speed-up of the variant over the plain schedule."""
         return self.plain_s / self.variant_s
 
     def as_json(self) -> dict[str, object]:
-        """Everything, in JSON's types; microseconds."""
+        """Returns all figures as JSON types, with times in microseconds."""
         return {
             "layer": self.layer.name,
             "op": self.op,
@@ -53,7 +53,7 @@ class VariantRow:
 
 
 def rows(model: Model, M: int, num_ranks: int, machine: Hardware) -> list[VariantRow]:
-    """What there is to choose between; all-reduces of row layers for few tokens."""
+    """Returns the layers' variants; row layers include all-reduces of few tokens."""
     return [row for layer in model.layers for row in _of(layer, M, num_ranks, machine)]
 
 

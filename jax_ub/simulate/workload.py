@@ -1,4 +1,4 @@
-"""What the steps of a schedule cost: the sizes behind a chunk."""
+"""Sizes of an op: the GEMM and the bytes behind each step of a schedule."""
 
 import dataclasses
 
@@ -10,16 +10,16 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One op at global sizes, as every rank sees it.
+    """One op at global sizes.
 
     Attributes:
-        op: the name of the pattern, as the engine's schedules know it.
-        M: tokens.
-        K: contracting size, over all ranks.
-        N: output features, over all ranks.
-        num_ranks: P.
-        itemsize: bytes of an element of the operands and results.
-        partial_itemsize: bytes of an element of a partial sum on the wire.
+        op: name of the op in the engine's schedules.
+        M: number of tokens.
+        K: global contracting size.
+        N: global number of output features.
+        num_ranks: number of ranks P.
+        itemsize: bytes per element of the operands and results.
+        partial_itemsize: bytes per element of a partial sum on the wire.
     """
 
     op: str
@@ -32,52 +32,52 @@ class Workload:
 
     @property
     def gathers(self) -> bool:
-        """Whether operands travel; partial sums do otherwise."""
+        """Returns whether operands are communicated, not partial sums."""
         return self.op in GATHERS
 
     @property
     def has_product(self) -> bool:
-        """Whether there is a GEMM in it."""
+        """Returns whether the op contains a GEMM."""
         return self.op in PRODUCTS
 
     @property
     def gemm(self) -> Gemm:
-        """A rank's whole product."""
+        """Returns the complete GEMM of one rank."""
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)
 
     def gemm_of(self, num_rows: int) -> Gemm:
-        """A rank's product of some of the rows."""
+        """Returns the GEMM of one rank, restricted to `num_rows` rows."""
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def piece_rows(self, num_splits: int) -> int:
-        """Rows of one of the pieces of a rank's share of the rows."""
+        """Returns the number of rows in one split of a rank's chunk."""
         return self.M // self.num_ranks // num_splits
 
     @property
     def features(self) -> int:
-        """Width of what travels."""
+        """Returns the number of columns of the communicated tensor."""
         return self.K if self.gathers else self.N
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
-        """Bytes of a put."""
+        """Returns the bytes of a put of `num_rows` rows."""
         size = self.partial_itemsize if payload == "partial" else self.itemsize
         return num_rows * self.features * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Bytes that the sum of all ranks' parts reads and writes."""
+        """Returns the bytes read and written to sum the partial sums of all ranks."""
         parts = self.num_ranks * self.partial_itemsize + self.itemsize
         return num_rows * self.N * parts
 
     @property
     def one_shot_bytes(self) -> int:
-        """What a rank sends in an all-reduce in one exchange: all to each peer."""
+        """Returns the bytes a rank sends in a one-shot all-reduce: all to each peer."""
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     @property
     def moved_bytes(self) -> float:
-        """What a rank sends, and receives, at the least."""
+        """Returns the least number of bytes that a rank sends, and also receives."""
         share = (self.num_ranks - 1) / self.num_ranks
         once = share * self.M * self.features * self.itemsize
         return 2 * once if self.op.endswith("all_reduce") else once

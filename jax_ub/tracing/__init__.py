@@ -1,1 +1,1 @@
-"""What every rank did when: recorded, merged over processes, drawn."""
+"""Records, merges and draws the time of every step on every rank."""

@@ -1,7 +1,7 @@
-"""Traces as files: the JSON that Perfetto (ui.perfetto.dev) and Chrome open.
+"""Trace files: the JSON format of Perfetto (ui.perfetto.dev) and Chrome.
 
-Every process is a process there, every rank and every thread of the engine a track.
-What a rank waits for is joined by an arrow to the put that brings it.
+Every process is a process in the file. Every rank and every thread of the engine is a
+track. An arrow connects each wait with the put that it waits for.
 """
 
 import dataclasses
@@ -15,30 +15,30 @@ from jax_ub.outputs import InputError, write_json
 from jax_ub.tracing.spans import UNIT, Call, Span, Trace, merged
 
 _CATEGORY = "jax_ub"
-# Tracks of ranks are numbered by device, those of threads from here on.
+# Track ids below this are device ids; thread n has the track id `_FIRST_THREAD + n`.
 _FIRST_THREAD = 100_000
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes one file.
+    """Writes a trace to a file.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     write_json(path, as_json(trace), indent=None)
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
-    """Reads files of several processes and puts them on one clock.
+    """Reads the files of several processes and merges them on one clock.
 
     Raises:
-        UnknownNameError: if one of them is not a trace of jax_ub.
+        UnknownNameError: if a file is not a trace of jax_ub.
     """
     return merged([_read(path) for path in paths])
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """The document; `calls` are ours, the rest is the format's."""
+    """Returns the JSON document. The key "jax_ub" is not part of Chrome's format."""
     return {
         "displayTimeUnit": "ns",
         "traceEvents": [*_names(trace), *_events(trace), *_arrows(trace)],

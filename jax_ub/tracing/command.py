@@ -1,8 +1,8 @@
 """Records what every rank does: `python -m jax_ub trace`.
 
-Of a program of yours (`trace [options] script.py ...`), of one op on its own (`trace
---op all_gather_matmul --method ring_exchange --tp 4`), in one process or in several
-(`--processes`); or reads what `ub.trace` has written (`trace --merge step.*.json`).
+The trace is recorded from a program (`trace [options] script.py ...`) or from a single
+op (`trace --op all_gather_matmul --method ring_exchange --tp 4`), in one process or in
+several (`--processes`). `trace --merge step.*.json` reads files that `ub.trace` wrote.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _DTYPES = tuple(map(str, shapes.FLOATS))
 
 
 class TraceArgumentError(UbError, ValueError):
-    """The command line of `trace` cannot be meant."""
+    """Raised when the arguments of `trace` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
     add("--png", type=picture_path, help="draw the typical call (matplotlib)")
     add("--label", help="draw the typical call of this label instead")
-    # Of one of several processes: where it writes, before its number is put in.
+    # Internal, in each process of --processes: output path without the process index.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     add(
         "program",
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Records or reads a trace, writes what was asked for, says what is in it."""
-    # Python before 3.13 leaves the "--" there that ends the options of trace.
+    """Records or reads a trace, writes the requested files and prints a summary."""
+    # Before Python 3.13, argparse keeps the "--" that ends the options of trace.
     given.program = given.program[given.program[:1] == ["--"] :]
     _check(given)
     if given.png is not None:
@@ -86,7 +86,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """A line for every label: calls, median time, average wait of a rank."""
+    """Returns a line per label: calls, median time, average wait of a rank."""
     lines = [f"{'calls':>6} {'median us':>10} {'waits us':>10}  call"]
     exposed = trace.exposed_s()
     for label in dict.fromkeys(call.label for call in trace.calls):
@@ -168,7 +168,7 @@ def _check_op(given):
 
 
 def _here(given):
-    """The trace of what runs in this process, and a script's exit status."""
+    """Records a trace in this process; returns it and the script's exit status."""
     status = 0
     if given.op:
         repeat = _demonstration(given).prepare()
@@ -186,7 +186,7 @@ def _demonstration(given):
     if given.part is not None:
         jax.distributed.initialize()
     elif getattr(jax.config, "jax_num_cpu_devices", 0) < given.tp:
-        # Where jax has started already, its devices are what there is.
+        # If JAX has already started, its number of devices cannot be changed.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", given.tp)
     return Demonstration(

@@ -1,4 +1,4 @@
-"""One op on its own, to be traced: `python -m jax_ub trace --op ...`."""
+"""A single op to trace: `python -m jax_ub trace --op ...`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _WARM = 2
 
 _Spec = PartitionSpec
 _ROWS, _COLUMNS = _Spec(_AXIS), _Spec(None, _AXIS)
-# The op, how x [M, K], w [K, N] and the result [M, N] are sharded.
+# By op: its function and the shardings of x [M, K], w [K, N] and the result [M, N].
 _OPS: dict[str, tuple[Callable[..., Any], tuple[_Spec, _Spec], _Spec]] = {
     "all_gather_matmul": (all_gather_matmul, (_ROWS, _COLUMNS), _COLUMNS),
     "matmul_reduce_scatter": (matmul_reduce_scatter, (_COLUMNS, _ROWS), _ROWS),
@@ -31,7 +31,7 @@ OPS = tuple(_OPS)
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """One op at one size."""
+    """A single op at one size."""
 
     op: str
     method: str
@@ -43,7 +43,7 @@ class Demonstration:
     repeats: int
 
     def prepare(self) -> Callable[[], None]:
-        """Compiles it, runs it until it is warm, and returns what runs it again."""
+        """Compiles the op, warms it up, and returns a function that repeats it."""
         function, in_specs, out_spec = _OPS[self.op]
         mesh = Mesh(np.array(self._devices()), (_AXIS,))
         if jax.process_count() > 1:
