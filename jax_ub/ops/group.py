@@ -232,8 +232,8 @@ def _backward(op, residuals, dy, d_extras, needs):
     arrived = dy is not None or any(d is not None for row in d_extras for d in row)
     if any(needs) and arrived:
         return op.backward(residuals, dy, d_extras, needs)
-    # Nothing to compute: the base class returns the old values of overwritten parameters
-    # and None for all other gradients.
+    # Nothing to compute: the base class returns the old values of overwritten
+    # parameters, and None for all other gradients.
     return FusedOperation.backward(op, residuals, dy, d_extras, needs)
 
 

@@ -1,1 +1,1 @@
-"""Basic operations, one a file."""
+"""Basic operations, one per file."""

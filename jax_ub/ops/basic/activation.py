@@ -1,4 +1,4 @@
-"""Functions of each element, or of each pair of features."""
+"""Elementwise and gated activation functions."""
 
 import dataclasses
 
@@ -12,38 +12,40 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Activation(BasicOperation):
-    """A function of an activation, in f32, rounded once to the dtype of x.
+    """An activation function, computed in f32 and rounded once to the dtype of x.
 
-    No parameters. Residual: "x", the input, from which the backward computes the
-    derivative anew.
+    No parameters. Residual: "x", the input. The backward recomputes the derivative
+    from it.
     """
 
     def function(self, x: jax.Array) -> jax.Array:
-        """The function, of an f32 array."""
+        """Computes the activation function of an f32 array."""
         raise NotImplementedError
 
     def saved(self, needs):
-        """The input."""
+        """Returns the input's name: every gradient needs it."""
         return frozenset({"x"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """The function of x."""
+        """Computes the function in f32 and rounds the result to the dtype of x."""
         shapes.check_float(self.label, x=x)
         return self.function(x.astype(jnp.float32)).astype(x.dtype), (), {"x": x}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """The derivative at x, times dy."""
+        """Computes dx in f32 and rounds it to the dtype of dy."""
         return self.gradient(residuals["x"], dy).astype(dy.dtype), {}, ()
 
     def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """The gradient of the input, in f32."""
+        """Returns the gradient of the input, in f32."""
         _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
         return transposed(dy.astype(jnp.float32))[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GELU(Activation):
-    """`x * Phi(x)`, by the tanh formula unless `approximate` is False.
+    """`x * Phi(x)` with the normal distribution function Phi.
+
+    Uses the tanh approximation unless `approximate` is False.
 
     Transformer Engine: `te.ops.GELU`.
     """
@@ -52,7 +54,7 @@ class GELU(Activation):
     approximate: bool = True
 
     def function(self, x):
-        """As `jax.nn.gelu`."""
+        """Computes `jax.nn.gelu`."""
         return jax.nn.gelu(x, approximate=self.approximate)
 
 
@@ -64,7 +66,7 @@ class ReLU(Activation):
     """
 
     def function(self, x):
-        """As `jax.nn.relu`."""
+        """Computes `jax.nn.relu`."""
         return jax.nn.relu(x)
 
 
@@ -76,7 +78,7 @@ class SiLU(Activation):
     """
 
     def function(self, x):
-        """As `jax.nn.silu`."""
+        """Computes `jax.nn.silu`."""
         return jax.nn.silu(x)
 
 
@@ -84,10 +86,10 @@ class SiLU(Activation):
 class GatedActivation(Activation):
     """`activation(gate) * up` of two halves of the features: `[..., 2H] -> [..., H]`.
 
-    The halves are this rank's: after a column-parallel linear of `[gate | up]`, rank 0
-    would hold gates only. Where models must not depend on the number of ranks, lay gate
-    and up out in blocks of `glu_interleave_size` features, of which each rank has whole
-    pairs.
+    Each rank splits its own shard of the features. If the global features of a
+    column-parallel linear were `[gate | up]`, rank 0 would have only gate features. For
+    a result that does not depend on the number of ranks, interleave gate and up in
+    blocks of `glu_interleave_size` features, such that each rank has whole pairs.
 
     Attributes:
         glu_interleave_size: None for `[gate | up]`; b for blocks of b features,
@@ -98,10 +100,10 @@ class GatedActivation(Activation):
     glu_interleave_size: int | None = None
 
     def __post_init__(self):
-        """Checks the size of the blocks.
+        """Checks `glu_interleave_size`.
 
         Raises:
-            ShapeContractError: if it is no positive integer.
+            ShapeContractError: if it is neither None nor a positive integer.
         """
         super().__post_init__()
         size = self.glu_interleave_size
@@ -112,11 +114,11 @@ class GatedActivation(Activation):
             )
 
     def activation(self, gate: jax.Array) -> jax.Array:
-        """The function of the gate."""
+        """Computes the activation function of the gate."""
         raise NotImplementedError
 
     def forward(self, params, x, extra_inputs, saves):
-        """The gated activation of x.
+        """Computes `activation(gate) * up`.
 
         Raises:
             ShapeContractError: if the features do not form whole pairs of blocks.
@@ -132,7 +134,7 @@ class GatedActivation(Activation):
         return super().forward(params, x, extra_inputs, saves)
 
     def function(self, x):
-        """`activation(gate) * up`."""
+        """Computes `activation(gate) * up` of an f32 array."""
         block = self.glu_interleave_size
         if block is None:
             gate, up = jnp.split(x, 2, axis=-1)
@@ -150,17 +152,17 @@ class SwiGLU(GatedActivation):
     """
 
     def activation(self, gate):
-        """As `jax.nn.silu`."""
+        """Computes `jax.nn.silu`."""
         return jax.nn.silu(gate)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GEGLU(GatedActivation):
-    """`gelu(gate) * up`, by the tanh formula.
+    """`gelu(gate) * up`, with the tanh approximation.
 
     Transformer Engine: `te.ops.GEGLU`.
     """
 
     def activation(self, gate):
-        """As `jax.nn.gelu`."""
+        """Computes `jax.nn.gelu` with the tanh approximation."""
         return jax.nn.gelu(gate)

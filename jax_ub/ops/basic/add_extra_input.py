@@ -1,4 +1,4 @@
-"""The sum with an activation from elsewhere."""
+"""Addition of an extra input."""
 
 import dataclasses
 
@@ -15,10 +15,10 @@ class AddExtraInput(BasicOperation):
     Transformer Engine: `te.ops.AddExtraInput`. No parameters, no residuals.
 
     Attributes:
-        in_place: whether the sum may be written into the extra input's buffer: lets
-            `ops.fused.ForwardLinearBiasAdd` and `ForwardLinearScaleAdd` make it in the
-            GEMM. JAX copies first where that is needed elsewhere: no array of the
-            caller's ever changes.
+        in_place: whether the sum may reuse the buffer of the extra input. If True,
+            `ops.fused.ForwardLinearBiasAdd` and `ForwardLinearScaleAdd` compute the sum
+            in the GEMM. XLA copies the buffer first if it is still read, so the
+            caller's arrays never change.
     """
 
     num_extra_inputs = 1
@@ -27,27 +27,27 @@ class AddExtraInput(BasicOperation):
     in_place: bool = False
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Adds in f32 and rounds once, to the dtype of x."""
+        """Adds in f32 and rounds the sum once, to the dtype of x."""
         (extra,) = extra_inputs
         check_extra_input(self, x.shape, extra)
         y = extra.astype(jnp.float32) + x.astype(jnp.float32)
         return y.astype(x.dtype), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """dy, for both."""
+        """Returns dy as the gradient of both summands."""
         wanted = any(needs.extra_inputs)
         return dy if needs.x else None, {}, (dy if wanted else None,)
 
 
 def check_extra_input(op: AddExtraInput, shape: tuple[int, ...], extra) -> None:
-    """Checks the extra input against the shape of what it is added to.
+    """Checks that the extra input is a float array of the given shape.
 
     Raises:
-        ShapeContractError: if they differ, or it is no float.
+        ShapeContractError: if it is not.
     """
     shapes.check_float(op.label, extra_input=extra)
     shapes.check_shape(op.label, "the extra input", extra, shape, "the shape of x")

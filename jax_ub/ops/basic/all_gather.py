@@ -1,4 +1,4 @@
-"""All ranks' tokens."""
+"""All-gather along the tokens."""
 
 import dataclasses
 
@@ -10,24 +10,26 @@ from jax_ub.primitives.reduce_scatter import reduce_scatter
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllGather(Collective):
-    """Gathers tokens: `[..., M/P, K]` to `[..., M, K]`; its backward scatters sums.
+    """All-gathers tokens: `[..., M/P, K]` to `[..., M, K]`.
 
-    Transformer Engine: `te.ops.AllGather`, along its first dimension. No parameters, no
-    residuals.
+    The backward is a reduce-scatter.
+
+    Transformer Engine: `te.ops.AllGather`, which gathers along the first dimension. No
+    parameters, no residuals.
 
     Attributes:
         axis_name: the mesh axis to gather over.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """
 
     def forward(self, params, x, extra_inputs, saves):
-        """Gathers."""
+        """All-gathers x along axis -2."""
         call_config = self.call_config()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
         return all_gather(own(call_config, x), **call_config.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Sums dy over the ranks and keeps the own tokens."""
+        """Reduce-scatters dy along axis -2."""
         call_config = self.call_config()
         return reduce_scatter(dy, out_dtype=dy.dtype, **call_config.alone), {}, ()

@@ -1,4 +1,4 @@
-"""The sum over the ranks."""
+"""All-reduce of an activation."""
 
 import dataclasses
 
@@ -11,39 +11,39 @@ from jax_ub.primitives.all_reduce import all_reduce
 class AllReduce(Collective):
     """Sums an activation of any shape over the ranks, in f32, rounded once.
 
-    Its backward is the identity where the gradient of y is already that of all ranks'
-    further computation, and a sum where each rank has only its own part of it:
+    The backward is the identity if dy is the complete gradient of y on every rank. It
+    is an all-reduce if dy is a partial gradient, that of the rank's own use of y:
 
     | reduce_in_backward | `shard_map(check_vma=True)` | `check_vma=False` |
     |---|---|---|
-    | None | identity: y is typed as replicated, its gradient is whole | sum, as for `jax.lax.psum` |
-    | False | identity | identity: right where the loss is differentiated inside the `shard_map`, the same on every rank |
-    | True | sum: every rank goes on with y as its own, typed as varying | sum |
+    | None | identity: y has a replicated type, so dy is complete | sum, as for `jax.lax.psum` |
+    | False | identity | identity: correct if the loss is differentiated inside the `shard_map` and is the same on every rank |
+    | True | sum: y has a varying type, so dy is partial | sum |
 
-    Transformer Engine: `te.ops.AllReduce`, whose backward is always the identity: its
+    Transformer Engine: `te.ops.AllReduce`. Its backward is always the identity; its
     `reduce_in_backward` has no effect. No parameters, no residuals.
 
     Attributes:
         axis_name: the mesh axis to sum over.
-        reduce_in_backward: see above.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        reduce_in_backward: whether the backward sums dy over the ranks; see the table.
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """  # noqa: E501, a table
 
     _: dataclasses.KW_ONLY
     reduce_in_backward: bool | None = None
 
     def forward(self, params, x, extra_inputs, saves):
-        """Sums."""
+        """Sums x over the ranks."""
         call_config = self.call_config()
         self.check(x)
         y = all_reduce(own(call_config, x), **call_config.alone)
         return own(call_config, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Passes dy on, or sums it."""
+        """Returns dy, or its sum over the ranks; see the table of the class."""
         call_config = self.call_config()
         sums = self.reduce_in_backward
         if sums is None or (call_config.is_vma_checked and not sums):
             sums = is_partial_cotangent(call_config, dy)
         dx = all_reduce(dy, **call_config.alone) if sums else dy
-        return own(call_config, dx), {}, ()  # as the forward summed it
+        return own(call_config, dx), {}, ()  # typed like the operand of the sum

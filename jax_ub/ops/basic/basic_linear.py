@@ -1,4 +1,4 @@
-"""`x @ kernel`, tensor parallel or not; what it communicates comes first or last."""
+"""`x @ kernel`, optionally tensor parallel, with unfused communication."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from jax_ub.rules.call_config import (
 MODES = ("column", "row")
 default_kernel_init = initializers.lecun_normal()
 
-# By mode and sequence parallelism, the function that communicates as the op does.
+# Maps (mode, sequence_parallel) to the public function with the same communication.
 _LIKE: dict[tuple[str | None, bool], str] = {
     ("column", True): "all_gather_matmul",
     ("column", False): "linear",
@@ -52,14 +52,15 @@ class BasicLinear(BasicOperation):
     | "row" | True | `[..., M, K/P]` | `[K/P, N]` | `[..., M/P, N]` |
     | "row" | False | `[..., K/P]` | `[K/P, N]` | `[..., N]`, replicated |
 
-    By itself it communicates before or after its GEMMs, not beside them. With
+    Unfused, it runs the collective and the GEMM one after the other. With
     `userbuffers_options`, `ops.fused.UserbuffersForwardLinear` and
-    `UserbuffersBackwardLinear` take its place and overlap both.
+    `UserbuffersBackwardLinear` replace it and overlap communication with the GEMMs.
 
-    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel", and "main_grad", the
-    f32 accumulator of its gradient, where that is asked for. Residuals: "x", this
-    rank's input in the computation's dtype, "kernel" likewise, "main_grad", and "like",
-    an empty array with the type of the input.
+    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel", and with
+    `accumulate_into_main_grad` also "main_grad", the f32 accumulator of the kernel's
+    gradient. Residuals: "x" and "kernel", this rank's shards in the dtype of the
+    computation; "main_grad"; and "like", an empty array with the dtype and the varying
+    axes of the input.
 
     Attributes:
         in_features: the global number of input features, K.
@@ -68,14 +69,15 @@ class BasicLinear(BasicOperation):
         axis_name: the mesh axis that the kernel is sharded over.
         sequence_parallel: whether the activations outside a column-row pair are sharded
             along their tokens (axis -2).
-        userbuffers_options: `{"comm_name": name}`: the name of the overlap, as in
-            `initialize_ub(ub_cfgs=...)` without "_fprop", "_dgrad" and "_wgrad". A
-            "method" beside it goes before `method`.
+        userbuffers_options: `{"comm_name": name}`, where `name` is a key of
+            `initialize_ub(ub_cfgs=...)` without "_fprop", "_dgrad" or "_wgrad". An
+            optional entry "method" takes precedence over `method`.
         accumulate_into_main_grad: whether the kernel's gradient is added to the
-            parameter "main_grad", whose cotangent is then its new value.
-        method: how GEMM and communication run; None is what `initialize_ub` says of the
-            `comm_name`, then `JAX_UB_METHOD`, then "auto".
-        dtype: dtype of the computation and of y; None is that of x.
+            parameter "main_grad". The cotangent of "main_grad" is then its new value.
+        method: how GEMM and communication overlap. None takes the method that
+            `initialize_ub` configures for `comm_name`, else `JAX_UB_METHOD`, else
+            "auto".
+        dtype: dtype of the computation and of y; None takes the dtype of x.
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the global kernel.
     """
@@ -86,7 +88,7 @@ class BasicLinear(BasicOperation):
     tensor_parallel_mode: str | None = None
     axis_name: str = "tp"
     sequence_parallel: bool = False
-    userbuffers_options: Any = None  # a mapping; kept as its items, which hash
+    userbuffers_options: Any = None  # a mapping; stored as a tuple of items, to hash
     accumulate_into_main_grad: bool = False
     method: str | None = None
     dtype: Any = None
@@ -96,15 +98,15 @@ class BasicLinear(BasicOperation):
     overwritten = frozenset({"main_grad"})
 
     def __post_init__(self):
-        """Checks what can be checked without a mesh.
+        """Checks the options that do not depend on the mesh.
 
         Raises:
-            UnknownNameError: if there is no such mode, method or option, or a flag is
-                neither true nor false.
-            UnsupportedOverlapError: for the method "bulk", which the forward pass does
-                not have.
-            ShapeContractError: if a size is no positive integer, or an option does not
-                fit.
+            UnknownNameError: if a mode, method or option is unknown, or a flag is not a
+                bool.
+            UnsupportedOverlapError: if the method is "bulk", which the forward does not
+                support.
+            ShapeContractError: if a size is not a positive integer, or an option is
+                invalid.
         """
         mode = self.tensor_parallel_mode
         if mode is not None and not (isinstance(mode, str) and mode in MODES):
@@ -126,12 +128,12 @@ class BasicLinear(BasicOperation):
 
     @property
     def comm_name(self) -> str | None:
-        """The overlap's name; None where none is asked for."""
+        """The `comm_name` in `userbuffers_options`, or None."""
         options = self.userbuffers_options
         return None if options is None else dict(options)["comm_name"]
 
     def init(self, key):
-        """Creates the global kernel, `[in_features, out_features]`, and a main_grad."""
+        """Creates the global kernel `[in_features, out_features]` and the main_grad."""
         shape = (self.in_features, self.out_features)
         kernel = initialize(self, "kernel_init", self.kernel_init, key, shape)
         params = {"kernel": kernel}
@@ -140,7 +142,7 @@ class BasicLinear(BasicOperation):
         return params
 
     def specs(self):
-        """Columns over the axis, or rows, or neither."""
+        """Returns the specs: columns are sharded for "column", rows for "row"."""
         spec = {
             None: PartitionSpec(),
             "column": PartitionSpec(None, self.axis_name),
@@ -150,12 +152,12 @@ class BasicLinear(BasicOperation):
         return dict.fromkeys(names, spec)
 
     def claim(self, params):
-        """Claims the main_grad for this call."""
+        """Checks the main_grad and rejects one that another call has already."""
         if self.accumulate_into_main_grad:
             accumulators.claim(self.label, params["main_grad"], params["kernel"])
 
     def saved(self, needs):
-        """The other factor of each product that is wanted."""
+        """Returns the operands of the dgrad and wgrad GEMMs that are requested."""
         names = set()
         if needs.x:
             names |= {"kernel", "like"}
@@ -164,12 +166,15 @@ class BasicLinear(BasicOperation):
         return frozenset(names | (self.overwritten & needs.params))
 
     def wants_wgrad(self, needs: RequestedGradients) -> bool:
-        """Whether the wgrad GEMM is needed: a main_grad takes the kernel's part."""
+        """Returns whether the wgrad GEMM is needed.
+
+        With `accumulate_into_main_grad`, its result is the cotangent of "main_grad".
+        """
         name = "main_grad" if self.accumulate_into_main_grad else "kernel"
         return name in needs.params
 
     def call_config(self, dtype: DTypeLike | None = None) -> CallConfig:
-        """The call's ranks, its method and, with a `dtype`, that of its arrays.
+        """Returns the call configuration: ranks, method and, if given, the dtype.
 
         Raises:
             ShapeContractError: if the axis is not a manual mesh axis.
@@ -188,13 +193,13 @@ class BasicLinear(BasicOperation):
     def operands(
         self, params: Params, x: jax.Array
     ) -> tuple[CallConfig, jax.Array, jax.Array, jax.Array | None]:
-        """Checks x and the parameters, and casts both to the computation's dtype.
+        """Checks x and the parameters; casts x and kernel to the computation's dtype.
 
         Returns:
-            The call_config, x, the kernel, and the main_grad or None.
+            The call configuration, x, the kernel, and the main_grad or None.
 
         Raises:
-            ShapeContractError: if they do not fit each other or the mesh.
+            ShapeContractError: if their shapes do not match each other or the mesh.
         """
         dtype = compute_dtype(self.dtype, x)
         call_config, kernel = self.call_config(), params["kernel"]
@@ -240,16 +245,16 @@ class BasicLinear(BasicOperation):
 
     @property
     def is_sharded_by_tokens(self) -> bool:
-        """Whether input or result lie sharded along axis -2."""
+        """Whether the input or the result is sharded along its tokens (axis -2)."""
         return self.tensor_parallel_mode is not None and self.sequence_parallel
 
     def forward(self, params, x, extra_inputs, saves):
-        """Multiplies, after a gather of x or before a reduction of y."""
+        """Computes y; gathers x before, or reduces y after the GEMM."""
         y, residuals = products.forward(self, params, x)
         return y, (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Two products, after a gather of dy or of x, before a reduction of dx."""
+        """Computes dx and the kernel's gradient, with unfused communication."""
         return *products.backward(self, residuals, dy, needs), ()
 
 

@@ -1,4 +1,4 @@
-"""`x + bias`."""
+"""Addition of a bias."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class Bias(BasicOperation):
     Attributes:
         size: the global number of features.
         tensor_parallel: whether the features are sharded over `axis_name`.
-        axis_name: the mesh axis.
-        dtype: dtype of y; None is that of x.
+        axis_name: the mesh axis that the features are sharded over.
+        dtype: dtype of y; None takes the dtype of x.
         param_dtype: dtype of the bias.
         bias_init: initializer of the global bias.
     """
@@ -40,10 +40,10 @@ class Bias(BasicOperation):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def __post_init__(self):
-        """Checks the size.
+        """Checks the options.
 
         Raises:
-            ShapeContractError: if it is no positive integer.
+            ShapeContractError: if `size` is not a positive integer.
         """
         super().__post_init__()
         shapes.check_size(self.label, "size", self.size)
@@ -55,16 +55,16 @@ class Bias(BasicOperation):
         }
 
     def specs(self):
-        """Over the axis where the features are."""
+        """Returns the spec: sharded over `axis_name` if `tensor_parallel`."""
         spec = PartitionSpec(self.axis_name) if self.tensor_parallel else None
         return {"bias": PartitionSpec() if spec is None else spec}
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Adds in f32 and rounds once."""
+        """Adds in f32 and rounds the sum once."""
         bias = params["bias"]
         shapes.check_rank(self.label, "x", x, 1)
         shapes.check_float(self.label, x=x, bias=bias)
@@ -74,7 +74,7 @@ class Bias(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """dy, and its sum over all tokens in f32."""
+        """Returns dy, and its sum over all tokens in f32 as the bias gradient."""
         d_params = {}
         if needs.params:
             d_params["bias"] = row_sum(dy)

@@ -1,4 +1,4 @@
-"""What the operations that only communicate share."""
+"""Base class of the operations that only communicate."""
 
 import dataclasses
 
@@ -12,26 +12,29 @@ from jax_ub.rules.call_config import CallConfig, make_call_config
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collective(BasicOperation):
-    """Communicates an activation over `axis_name`. No parameters, no residuals."""
+    """A collective over `axis_name`, without parameters or residuals."""
 
     axis_name: str = "tp"
     _: dataclasses.KW_ONLY
     method: str | None = None
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def call_config(self) -> CallConfig:
-        """Its ranks and its method."""
+        """Returns the call configuration: the ranks and the method."""
         return make_call_config(self.label, self.axis_name, None, self.method)
 
     def check(self, x: jax.Array) -> None:
-        """Checks what every collective asks of its input."""
+        """Checks that x is a non-empty float array."""
         shapes.check_float(self.label, x=x)
         shapes.check_not_empty(self.label, "x", x)
 
 
 def own(call_config: CallConfig, x: jax.Array) -> jax.Array:
-    """An array that all ranks may have alike, as each rank's own."""
+    """Types x as varying over the call's mesh axis.
+
+    It promotes an array that `shard_map` types as replicated.
+    """
     return varying.promote(x, call_config.axes(x))

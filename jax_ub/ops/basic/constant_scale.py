@@ -1,4 +1,4 @@
-"""`x * scale`."""
+"""Multiplication by a constant."""
 
 import dataclasses
 
@@ -20,10 +20,12 @@ class ConstantScale(BasicOperation):
     scale: float
 
     def __post_init__(self):
-        """Keeps the number as Python's, which hashes and widens nothing.
+        """Converts `scale` to a Python float.
+
+        A Python float is hashable and does not promote the dtype of x.
 
         Raises:
-            ShapeContractError: if it is none.
+            ShapeContractError: if `scale` is not a number.
         """
         if not shapes.is_number(self.scale):
             raise ShapeContractError(
@@ -35,14 +37,14 @@ class ConstantScale(BasicOperation):
         super().__post_init__()
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Scales, in the dtype of x."""
+        """Multiplies x by `scale`, in the dtype of x."""
         shapes.check_float(self.label, x=x)
         return x * self.scale, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Scales dy."""
+        """Multiplies dy by `scale`."""
         return dy * self.scale, {}, ()

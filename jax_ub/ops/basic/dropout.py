@@ -1,4 +1,4 @@
-"""Zeros at random places."""
+"""Dropout."""
 
 import dataclasses
 
@@ -13,20 +13,22 @@ from jax_ub.primitives import mesh, varying
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Dropout(BasicOperation):
-    """Sets elements to zero with probability `rate`, and scales the others up.
+    """Zeroes elements with probability `rate`; divides the others by `1 - rate`.
 
-    The key comes with the call, `seq(params, x, key=key)`; each Dropout of a Sequential
-    is_batchable in its place. Without a key the call must say `deterministic=True`, and
-    the operation passes x on. Ranks on which x is the same draw the same mask, others
-    draw their own: `jax.shard_map(check_vma=True)` knows the axes that x is sharded
-    over, and with `check_vma=False` they are named here.
+    The PRNG key is an argument of the call, `seq(params, x, key=key)`. The fuser folds
+    the index of each Dropout into the key. A call with `deterministic=True` needs no
+    key, and the operation returns x unchanged.
 
-    Transformer Engine: `te.ops.Dropout`. No parameters. Residual: "mask", bool, where
-    something is drawn.
+    Ranks with different shards of x draw different masks; ranks with the same x draw
+    the same mask. With `jax.shard_map(check_vma=True)`, the type of x contains the mesh
+    axes that x is sharded over. With `check_vma=False`, name them in `axis_name`.
+
+    Transformer Engine: `te.ops.Dropout`. No parameters. Residual: "mask", bool, if a
+    mask is drawn.
 
     Attributes:
-        rate: the probability of a zero, from 0 up to but not including 1.
-        axis_name: the mesh axes that x is sharded over, beside those that are known.
+        rate: the probability of zeroing an element, in [0, 1).
+        axis_name: mesh axes that x is sharded over, in addition to those in its type.
     """
 
     rate: float
@@ -36,20 +38,20 @@ class Dropout(BasicOperation):
     takes_key = True
 
     def __post_init__(self):
-        """Checks the rate.
+        """Checks the options.
 
         Raises:
-            ShapeContractError: if it is no probability below 1.
+            ShapeContractError: if `rate` is not in [0, 1).
         """
         super().__post_init__()
         shapes.check_rate(self.label, "rate", self.rate)
 
     def saved(self, needs):
-        """What was kept."""
+        """Returns the mask's name."""
         return frozenset({"mask"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Draws a mask and applies it."""
+        """Draws a mask and applies it; returns x if there is no key."""
         shapes.check_float(self.label, x=x)
         if self.axis_name is not None:
             mesh.axis_size(self.label, self.axis_name)
@@ -63,7 +65,7 @@ class Dropout(BasicOperation):
         return self._masked(mask, x), (), {"mask": mask}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Applies the same mask."""
+        """Applies the mask of the forward to dy."""
         mask = residuals.get("mask")
         return dy if mask is None else self._masked(mask, dy), {}, ()
 

@@ -1,4 +1,4 @@
-"""Nothing."""
+"""The identity."""
 
 import dataclasses
 
@@ -7,13 +7,13 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Identity(BasicOperation):
-    """Passes x on.
+    """Returns x unchanged.
 
     Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
     """
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):

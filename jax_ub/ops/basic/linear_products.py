@@ -1,4 +1,4 @@
-"""The products of a `BasicLinear`, and what is communicated before or after them."""
+"""The GEMMs of a `BasicLinear`, with the collectives before or after them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ def forward(
     scale: float = 1.0,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Residuals]:
-    """Computes `scale * x @ kernel + bias + residual`, each added once, in f32.
+    """Computes `scale * x @ kernel + bias + residual`.
+
+    Bias and residual are added once, in f32, after any reduction over the ranks.
 
     Args:
-        op: the linear; see its table of layouts.
-        params: its parameters.
-        x: its input.
-        bias: `[N]`, this rank's features of the result.
-        residual: of the result's shape. Where nothing is reduced, the result is written
-            into its buffer, if that is free.
+        op: the linear; see its table of shapes.
+        params: the parameters of `op`.
+        x: the input of `op`.
+        bias: `[N]`, for the features of the result on this rank.
+        residual: array with the shape of the result. Without a reduction over the
+            ranks, the result reuses its buffer if it is not read later.
         scale: factor of the product.
-        out_dtype: dtype of y; None is that of the computation.
+        out_dtype: dtype of y; None takes the dtype of the computation.
 
     Returns:
         y, and the residuals of `op`.
@@ -90,20 +92,21 @@ def backward(
     residual: jax.Array | None = None,
     scale: float = 1.0,
 ) -> tuple[jax.Array | None, Params]:
-    """Computes the gradients of x and of the kernel, as far as they are needed.
+    """Computes the requested gradients of x and of the kernel.
 
     Args:
         op: the linear.
-        residuals: what `op.saved(needs)` names.
+        residuals: the residuals that `op.saved(needs)` names.
         dy: gradient of the result.
-        needs: what to compute.
-        residual: added to the gradient of x, of its shape; the sum has its dtype.
-            Where that gradient is not reduced, it is written into its buffer, if that
-            is free.
+        needs: the gradients to compute.
+        residual: array with the shape of x that is added to dx; the sum has its dtype.
+            If dx is not reduced over the ranks, the sum reuses the buffer of `residual`
+            if it is not read later.
         scale: factor of both products.
 
     Returns:
-        dx or None, and the kernel's gradient, or main_grad's new value, by name.
+        dx or None; and a dict with the gradient of "kernel" or the new value of
+        "main_grad".
     """
     x, kernel = residuals.get("x"), residuals.get("kernel")
     factor = x if kernel is None else kernel
@@ -141,10 +144,11 @@ def _full_gradient(op, call_config, dy):
 
 
 def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
-    """Whether the gradient of a sum over the ranks is each rank's own part of it.
+    """Returns whether dy of a reduced result is only this rank's part of the gradient.
 
-    Where `shard_map` types values, that shows: inside a fused window, what follows may
-    be added to something that varies. BackgroundLoad JAX's convention has it so.
+    With `shard_map(check_vma=True)`, dy is partial if its type varies over the call's
+    axis. This happens inside a fused window if the result is added to a varying array.
+    With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
     """
     return not call_config.is_vma_checked or bool(
         frozenset(call_config.axis_name) & varying.axes_of(dy)
@@ -168,9 +172,9 @@ def _dgrad(op, call_config, dy, kernel, residual, scale, x_like):
 def _reduces_dgrad(op, call_config, x_like):
     if op.tensor_parallel_mode != "column":
         return False
-    # Without sequence parallelism, an x that is typed as replicated has the sum of the
-    # ranks' parts as its gradient. BackgroundLoad the ranks' gradients add up to it, as
-    # JAX's convention has it.
+    # Without sequence parallelism, dx is summed over the ranks only if x has a
+    # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
+    # cotangents then add up to the gradient.
     is_replicated = not frozenset(call_config.axis_name) & varying.axes_of(x_like)
     return op.sequence_parallel or (call_config.is_vma_checked and is_replicated)
 

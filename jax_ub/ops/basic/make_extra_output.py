@@ -1,4 +1,4 @@
-"""The activation, handed out on the way."""
+"""Output of an inner activation to the caller."""
 
 import dataclasses
 
@@ -11,14 +11,15 @@ from jax_ub.rules.fused_group import to_cotangent_aval
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MakeExtraOutput(BasicOperation):
-    """Passes x on and hands it out as an extra output, for example as a residual.
+    """Returns x as the result and as an extra output, for example as a residual.
 
     Transformer Engine: `te.ops.MakeExtraOutput`. No parameters, no residuals.
 
     Attributes:
-        in_place: whether the backward may add the gradient of x to that of the extra
-            output, in its buffer: lets `ops.fused.BackwardLinearAdd` write a dgrad GEMM
-            there. No array of the caller's ever changes.
+        in_place: whether the backward may reuse the buffer of the extra output's
+            gradient for the sum of both gradients. If True,
+            `ops.fused.BackwardLinearAdd` adds that gradient in the dgrad GEMM. The
+            caller's arrays never change.
     """
 
     num_extra_outputs = 1
@@ -27,30 +28,32 @@ class MakeExtraOutput(BasicOperation):
     in_place: bool = False
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """x, twice."""
+        """Returns x as y and as the extra output."""
         return x, (x,), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """The sum of what arrives on both ways."""
+        """Returns the sum of the gradients of y and of the extra output."""
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        # In a fused window dy may be each rank's part of the gradient of one x.
+        # In a fused window, dy may be a partial gradient of a replicated x, so it is
+        # summed over the ranks.
         return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
 
 
 def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
-    """Whether a gradient consists of the ranks' parts, unlike that of an extra output.
+    """Returns whether dy is a partial sum over ranks while `d_extra` is complete.
 
-    So it is where all ranks have the same activation, but go on by themselves, for
-    example with a kernel of their own: the parts are summed before anything is added.
+    This is the case if x is replicated but the ranks compute different functions of it,
+    for example with their own shards of a kernel. Such a dy must be summed over the
+    ranks before `d_extra` is added.
 
     Args:
-        d_extra: gradient of the extra output, which is typed as the activation.
-        dy: gradient of what was made of the activation.
+        d_extra: gradient of the extra output; varies over the same axes as x.
+        dy: gradient of the result.
     """
     return bool(varying.axes_of(dy) - varying.axes_of(d_extra))

@@ -1,4 +1,4 @@
-"""Normalization of every token's features."""
+"""Layer normalization and RMS normalization over the features."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,19 +25,21 @@ from jax_ub.reference import with_rank
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Normalization(BasicOperation):
-    """What both norms share: `normalized * scale [+ bias]`, in f32, rounded once.
+    """Base class of both norms: `normalized * scale [+ bias]`, in f32, rounded once.
 
-    Parameters are Flax's, "scale" and, for LayerNorm, "bias", the same on every rank;
-    all features of a token are on one rank. Residuals: "x", "rstd" `[..., 1]` in f32,
-    "scale", and for LayerNorm "mean" `[..., 1]` in f32.
+    Parameters, named as in Flax and replicated: "scale" and, for LayerNorm, "bias". All
+    features of a token must be on one rank. Residuals: "x"; "scale"; "rstd" `[..., 1]`
+    in f32; and for LayerNorm "mean" `[..., 1]` in f32.
 
     Attributes:
         normalized_shape: the number of features.
-        eps: added to the variance, or the mean square, before its root.
-        zero_centered_gamma: whether "scale" is initialized to zeros, and 1 is added.
-        dtype: dtype of y; None is that of x.
+        eps: added to the variance, or to the mean square, before the square root.
+        zero_centered_gamma: whether the factor is `1 + scale`, with "scale" initialized
+            to zeros.
+        dtype: dtype of y; None takes the dtype of x.
         param_dtype: dtype of the parameters.
-        scale_init: initializer of "scale"; None is ones, or zeros if zero-centered.
+        scale_init: initializer of "scale"; None uses ones, or zeros with
+            `zero_centered_gamma`.
     """
 
     normalized_shape: int
@@ -49,12 +51,12 @@ class Normalization(BasicOperation):
     scale_init: Callable[..., jax.Array] | None = None
 
     def __post_init__(self):
-        """Checks what can be checked without an input.
+        """Checks the options.
 
         Raises:
-            ShapeContractError: if the size is no positive integer, or `eps` is no
-                number of 0 or more.
-            UnknownNameError: if `zero_centered_gamma` is neither true nor false.
+            ShapeContractError: if `normalized_shape` is not a positive integer, or
+                `eps` is not a non-negative number.
+            UnknownNameError: if `zero_centered_gamma` is not a bool.
         """
         super().__post_init__()
         shapes.check_size(self.label, "normalized_shape", self.normalized_shape)
@@ -68,25 +70,25 @@ class Normalization(BasicOperation):
         return {"scale": initialize(self, "scale_init", make, key, shape)}
 
     def specs(self):
-        """The same on every rank."""
+        """Returns the specs: every parameter is replicated."""
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
-        """What is subtracted ("mean") and multiplied ("rstd"), of x in f32."""
+        """Returns "rstd", and "mean" if the norm subtracts it, each `[..., 1]`."""
         raise NotImplementedError
 
     def saved(self, needs):
-        """What the normalized activation is made of again."""
+        """Returns the residuals from which the normalized activation is recomputed."""
         always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
         return frozenset(always | ({"scale"} if needs.x else set()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The statistics' names."""
+        """The names of the statistics."""
         return ("rstd",)
 
     def forward(self, params, x, extra_inputs, saves):
-        """Normalizes and scales."""
+        """Normalizes x, multiplies by the scale and adds the bias if there is one."""
         scale = params["scale"]
         shapes.check_rank(self.label, "x", x, 1)
         shapes.check_float(self.label, x=x, scale=scale)
@@ -106,14 +108,14 @@ class Normalization(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the gradients of `gradients`, in dtypes that fit dy."""
+        """Computes the gradients in f32; the caller casts them."""
         dx, d_params = self.gradients(residuals, dy, needs)
         return dx, d_params, ()
 
     def gradients(
         self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
-        """The gradients of x and of the parameters, in f32."""
+        """Returns the gradients of x and of the parameters, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}
@@ -127,7 +129,8 @@ class Normalization(BasicOperation):
         if not needs.x:
             return None, d_params
         d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
-        # The statistics are means over the features: their gradients are too.
+        # The statistics are means over the features, so their contributions to dx are
+        # means over the features too.
         along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
         dx = d_normalized - normalized * along
         if "mean" in residuals:
@@ -148,20 +151,20 @@ def _normalized(x, statistics):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RMSNorm(Normalization):
-    """Divides by the root of the mean square.
+    """Divides x by the root of the mean square of its features.
 
     Transformer Engine: `te.ops.RMSNorm`.
     """
 
     def statistics(self, x):
-        """1 / sqrt(mean of squares + eps)."""
+        """Returns "rstd": 1 / sqrt(mean of squares + eps)."""
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         return {"rstd": lax.rsqrt(mean_square + self.eps)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerNorm(Normalization):
-    """Subtracts the mean and divides by the standard deviation.
+    """Subtracts the mean of the features and divides by their standard deviation.
 
     Transformer Engine: `te.ops.LayerNorm`.
 
@@ -179,16 +182,16 @@ class LayerNorm(Normalization):
         return {**super().init(key), "bias": bias}
 
     def specs(self):
-        """The same on every rank."""
+        """Returns the specs: every parameter is replicated."""
         return {**super().specs(), "bias": PartitionSpec()}
 
     @property
     def names(self):
-        """Both moments."""
+        """The names of the statistics."""
         return ("mean", "rstd")
 
     def statistics(self, x):
-        """The mean, and 1 / sqrt(variance + eps)."""
+        """Returns "mean" and "rstd": 1 / sqrt(variance + eps)."""
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
         return {"mean": mean, "rstd": lax.rsqrt(variance + self.eps)}

@@ -1,4 +1,4 @@
-"""Rounding to what FP8 can represent."""
+"""Fake quantization to FP8."""
 
 import dataclasses
 from typing import Any
@@ -16,17 +16,18 @@ from jax_ub.primitives import mesh
 class Quantize(BasicOperation):
     """Rounds an activation, or its gradient, to FP8 and back: *fake* quantization.
 
-    The result keeps its dtype and is made of values that FP8 with one scale for the
-    tensor can represent, so a model meets FP8's rounding; bytes and GEMMs stay as wide
-    as they were. The scale is that of the largest value now (current scaling), and the
-    gradient passes the rounding as it is (straight-through).
+    The result keeps its dtype; its values are representable in FP8 with one scale for
+    the tensor. A model then has the rounding errors of FP8, but not its savings: memory
+    traffic and GEMMs keep the dtype. The scale is computed from the largest absolute
+    value of the tensor (current scaling). The backward treats the rounding as the
+    identity (straight-through estimator).
 
-    Transformer Engine: `te.ops.Quantize`, which hands a quantized tensor to the next
+    Transformer Engine: `te.ops.Quantize`, which passes a quantized tensor to the next
     operation. No parameters, no residuals.
 
     Attributes:
         forward_quantized: whether the activation is rounded.
-        backward_quantized: whether the gradient is.
+        backward_quantized: whether the gradient is rounded.
         dtype: FP8 type of the activation.
         grad_dtype: FP8 type of the gradient.
         axis_name: mesh axes whose ranks share one scale; None gives each rank its own.
@@ -43,18 +44,18 @@ class Quantize(BasicOperation):
         """Checks the options.
 
         Raises:
-            ShapeContractError: if an option is of another type.
+            ShapeContractError: if an option has the wrong type.
         """
         super().__post_init__()
         for name in ("dtype", "grad_dtype"):
             arguments.check_dtype(self.label, name, getattr(self, name))
 
     def saved(self, needs):
-        """Nothing."""
+        """Returns no names: the backward reads no residuals."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Rounds x, if asked for."""
+        """Rounds x if `forward_quantized`."""
         shapes.check_float(self.label, x=x)
         if self.axis_name is not None:
             mesh.axis_size(self.label, self.axis_name)
@@ -63,7 +64,7 @@ class Quantize(BasicOperation):
         return y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Rounds dy, if asked for."""
+        """Rounds dy if `backward_quantized`."""
         dx = self._rounded(dy, self.grad_dtype) if self.backward_quantized else dy
         return dx, {}, ()
 
@@ -75,6 +76,6 @@ class Quantize(BasicOperation):
             largest = lax.pmax(largest, axes)
         limit = float(jnp.finfo(dtype).max)
         scale = jnp.where(largest > 0, largest / limit, 1.0)
-        # The quotient of the largest may round up past the limit.
+        # The quotient of the largest value may round up to more than the limit.
         quantized = jnp.clip(value / scale, -limit, limit).astype(dtype)
         return (quantized.astype(jnp.float32) * scale).astype(x.dtype)

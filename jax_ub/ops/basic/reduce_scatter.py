@@ -1,4 +1,4 @@
-"""The own tokens of the sum over the ranks."""
+"""Reduce-scatter along the tokens."""
 
 import dataclasses
 
@@ -10,18 +10,20 @@ from jax_ub.primitives.reduce_scatter import reduce_scatter
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReduceScatter(Collective):
-    """Sums and scatters tokens: `[..., M, K]` to `[..., M/P, K]`; backward gathers.
+    """Reduce-scatters tokens: `[..., M, K]` to `[..., M/P, K]`.
 
-    Transformer Engine: `te.ops.ReduceScatter`, along its first dimension. No
-    parameters, no residuals.
+    The backward is an all-gather.
+
+    Transformer Engine: `te.ops.ReduceScatter`, which scatters along the first
+    dimension. No parameters, no residuals.
 
     Attributes:
         axis_name: the mesh axis to sum over.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """
 
     def forward(self, params, x, extra_inputs, saves):
-        """Sums in f32, rounds once and keeps the own tokens."""
+        """Sums x over the ranks in f32, rounds once, and keeps this rank's tokens."""
         call_config = self.call_config()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
@@ -33,6 +35,6 @@ class ReduceScatter(Collective):
         )
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Gathers dy."""
+        """All-gathers dy along axis -2."""
         call_config = self.call_config()
         return all_gather(dy, **call_config.alone), {}, ()

@@ -1,4 +1,4 @@
-"""Another shape."""
+"""Reshape."""
 
 import dataclasses
 import math
@@ -12,22 +12,22 @@ from jax_ub.shapes import is_integer
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reshape(BasicOperation):
-    """Gives x another shape: that of this rank's shard, where x is sharded.
+    """Reshapes x. If x is sharded, `shape` is the shape of this rank's shard.
 
     Transformer Engine: `te.ops.Reshape`. No parameters. Residual: "shape", an empty
     array `[0, *x.shape]`.
 
     Attributes:
-        shape: the new shape; one size may be -1, which takes what is left.
+        shape: the new shape; one size may be -1, which is inferred as in `jnp.reshape`.
     """
 
     shape: tuple[int, ...]
 
     def __post_init__(self):
-        """Keeps the shape as a tuple, which hashes.
+        """Converts the shape to a tuple, which is hashable.
 
         Raises:
-            ShapeContractError: if it is none of sizes.
+            ShapeContractError: if `shape` is not a tuple or list of integers.
         """
         shape = self.shape
         if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
@@ -39,11 +39,11 @@ class Reshape(BasicOperation):
         super().__post_init__()
 
     def saved(self, needs):
-        """Where x's shape is remembered."""
+        """Returns the name of the residual that holds the shape of x."""
         return frozenset({"shape"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Reshapes.
+        """Reshapes x.
 
         Raises:
             ShapeContractError: if the number of elements differs.
@@ -59,5 +59,5 @@ class Reshape(BasicOperation):
         return x.reshape(self.shape), (), {"shape": jnp.zeros((0, *x.shape), jnp.int8)}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Reshapes back."""
+        """Reshapes dy to the shape of x."""
         return dy.reshape(residuals["shape"].shape[1:]), {}, ()
