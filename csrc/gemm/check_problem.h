@@ -1,14 +1,15 @@
-// Refuses problems whose views and sizes disagree.
+// Validates GEMM problems.
 #pragma once
 
 #include "gemm/gemm.h"
 
 namespace jax_ub {
 
-// Throws std::invalid_argument that says what was found and expected.
+// Checks that views and sizes are consistent. Throws std::invalid_argument with the actual
+// and the expected values.
 void CheckProblem(const GemmProblem& problem);
 
-// The problem itself, if it passes.
+// Returns `problem` after checking it with CheckProblem.
 GemmProblem Checked(GemmProblem problem);
 
 }  // namespace jax_ub

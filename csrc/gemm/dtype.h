@@ -1,4 +1,4 @@
-// Element types that GEMMs and reductions read and write.
+// Element types of the operands and results of GEMMs and reductions.
 #pragma once
 
 #include <stdint.h>

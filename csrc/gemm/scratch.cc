@@ -7,7 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// A huge page: packed panels are walked with strides that would miss a small TLB.
+// Size of a huge page. Packed panels are accessed with strides that would cause TLB misses
+// with small pages.
 constexpr size_t kHugePage = size_t{2} << 20;
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Views of matrices that lie in pieces: any operand or result of a GEMM may be spread
-// over the buffers of several ranks, along either dimension, and is used in place.
+// Views of segmented matrices. An operand or result of a GEMM may be distributed over the
+// buffers of several ranks, along either dimension. The GEMM reads and writes it in place.
 //
-// A view is a grid of rectangular segments. `bounds` of a dimension hold where its
-// segments begin, then where the last one ends: {0, 3, 7} is rows 0..2 and rows 3..6.
-// Segments are listed row-major over that grid.
+// A view is a grid of rectangular segments. The `bounds` of a dimension contain the first
+// index of every segment and, last, the size: {0, 3, 7} means rows 0..2 and rows 3..6.
+// `segments` lists the grid in row-major order.
 #pragma once
 
 #include <cstddef>
@@ -22,15 +22,15 @@ constexpr std::string_view DTypeName(DType dtype) {
   return kNames[static_cast<int>(dtype)];
 }
 
-// A read-only rectangle. Strides are in elements; one of them is 1.
+// A read-only segment. Strides are in elements, and at least one of them is 1.
 struct ConstSegment {
   const std::byte* data = nullptr;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
-// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that survives the
-// product (M of A, N of B), `inner` the contracted one (K), whatever the layout is.
+// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that is not contracted
+// (M of A, N of B) and `inner` is the contracted dimension (K), independent of the layout.
 struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;
@@ -43,8 +43,8 @@ struct Segment {
   int64_t row_stride = 0;  // in elements; columns are contiguous
 };
 
-// The result C [M, N]. `num_replicas` > 1 stores every element that many times (an
-// all-reduce: one copy per rank).
+// The result C [M, N]. Every element is stored `num_replicas` times: an all-reduce stores one
+// replica per rank.
 struct ResultView {
   DType dtype = DType::kF32;
   int num_replicas = 1;
@@ -53,8 +53,9 @@ struct ResultView {
   std::vector<Segment> segments;  // [replica][row segment][column segment]
 };
 
-// Added to the f32 sum before it is rounded, once. Lies in the same segments as the
-// result; a bias has row_stride 0. An addend may be the result's own memory.
+// A segment of an addend, which is added to the f32 sum before the only rounding. An addend
+// has the same segments as the result. A bias has row_stride 0. An addend may be stored in
+// the memory of the result.
 struct AddendSegment {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;

@@ -1,10 +1,10 @@
-// The micro-kernel of AMX: one tile of C, 16 or 32 x 32, in tile registers over a block
-// of K. Included after simd_avx512.h and simd_bf16_pairs.h.
+// The AMX micro-kernel: computes one tile of C, 16 x 32 or 32 x 32, over a block of K, and
+// keeps its sums in tile registers. Included after simd_avx512.h and simd_bf16_pairs.h.
 //
-// A tile register holds 16 rows of 64 bytes. Four of them are sums of 16 x 16; a step of
-// 16 words of K loads two of A, rows as they lie in memory, and two of B, whose panels
-// hold a row of 16 words for each k: the layout that TDPBF16PS wants. It flushes
-// subnormals whatever MXCSR says.
+// A tile register holds 16 rows of 64 bytes. Four registers hold sums of 16 x 16 elements.
+// Each step of 16 words of K loads two registers of A and two of B. A needs no packing. A
+// panel of B holds a row of 32 words for each word of K, which is the layout that TDPBF16PS
+// requires. TDPBF16PS flushes subnormal numbers regardless of MXCSR.
 #pragma once
 
 #include <string.h>
@@ -21,10 +21,10 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-inline constexpr int kAmxRows = 16;     // of a register
-inline constexpr int kAmxWords = 16;    // of K in a step, and columns of a register
-inline constexpr int kAmxColumns = 32;  // of a tile
-// Of a tile's sums, and of a panel of B.
+inline constexpr int kAmxRows = 16;     // rows of a register
+inline constexpr int kAmxWords = 16;    // words of K in a step; columns of a register
+inline constexpr int kAmxColumns = 32;  // columns of a tile
+// Bytes of a row of a tile's sums, and of a row of a panel of B.
 inline constexpr int64_t kAmxRowBytes = 4 * kAmxColumns;
 
 struct alignas(64) AmxConfiguration {
@@ -42,11 +42,11 @@ inline void ConfigureTiles() {
 
 inline void ReleaseTiles() { _tile_release(); }
 
-// GCC's intrinsics do not tell the compiler that they read and write memory. What was
-// stored before this is there for them, and what they store for the loads behind it.
+// A compiler barrier between AMX intrinsics and other loads and stores: GCC's intrinsics do
+// not declare that they access memory.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
-// Registers 0 to 3 are the sums: upper left, upper right, lower left, lower right.
+// Registers 0 to 3 hold the sums: upper left, upper right, lower left, lower right.
 template <bool kIsTall>
 inline void LoadSums(const void* from) {
   const char* sums = static_cast<const char*>(from);
@@ -94,7 +94,7 @@ inline void MultiplyStep(const char* a, int64_t a_stride, const char* b) {
   }
 }
 
-// The last words of K, fewer than a step, with zeros behind them.
+// Multiplies the last words of K, fewer than a step, after padding them with zeros.
 template <bool kIsTall>
 inline void MultiplyRest(const char* a,
                          int64_t a_stride,
@@ -111,8 +111,8 @@ inline void MultiplyRest(const char* a,
   MultiplyStep<kIsTall>(a_words, 4 * kAmxWords, b_words);
 }
 
-// The sums through a copy that stays in the first cache, where they are rounded or added
-// to something.
+// Stores the sums through a copy in the L1 cache, which is where they are rounded and the
+// addend is added.
 template <bool kIsTall>
 inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
@@ -141,7 +141,8 @@ void AmxTile(const void* a,
   const char* a_words = static_cast<const char*>(a);
   const char* b_words = static_cast<const char*>(b.words);
   const int64_t rest = num_words % kAmxWords;
-  PrefetchCursor lines = prefetch;  // in registers
+  PrefetchCursor lines =
+      prefetch;  // a copy, so that the compiler keeps it in registers
   int64_t k = 0;
   for (; k < num_words - rest; k += kAmxWords) {
     for (int i = 0; i < kStepsOfLines; ++i) FetchStep(lines);
@@ -158,7 +159,8 @@ void AmxTile(const void* a,
   }
 }
 
-// A's words as rows (a panel of width one each). The source is contiguous along K.
+// Packs A as rows of words, that is, into panels of width 1. The source is contiguous along
+// K.
 inline void CopyRows(const void* source,
                      int64_t stride,
                      int64_t outer,
@@ -171,7 +173,8 @@ inline void CopyRows(const void* source,
   }
 }
 
-// The same of a source that is contiguous along the outer dimension; `stride` is that of k.
+// Packs A as rows of words. The source is contiguous along the outer dimension; `stride` is
+// the distance of neighbors along K.
 inline void TransposeToRows(const void* source,
                             int64_t stride,
                             int64_t outer,

@@ -1,5 +1,5 @@
-// How products were cut into units and blocks, kept from call to call: to choose a
-// blocking takes longer than all else that a plan needs.
+// Caches blockings between calls, because choosing a blocking takes longer than the rest of
+// planning a product.
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,18 @@
 
 namespace jax_ub {
 
-// Blockings by what ChooseBlocking reads: sizes, bounds along K, kernels, number of
-// workers. No address is part of the key or of the value. Thread-safe.
+// Maps the inputs of ChooseBlocking (sizes, bounds along K, kernels, number of workers) to
+// its result. Keys and values contain no addresses of operands. Thread-safe.
 class BlockingCache {
  public:
-  // Programs have a few products each; a cache that is full starts anew.
+  // A full cache is cleared. A program has only a few distinct products.
   static constexpr size_t kMaxEntries = 1024;
 
   GemmBlocking Get(const GemmProblem& problem,
                    const KernelSet& kernels,
                    int num_workers);
 
-  // How many blockings were chosen, for tests.
+  // Returns how often a blocking was computed, that is, the number of misses. For tests.
   int64_t num_chosen() const { return num_chosen_.load(); }
 
  private:
@@ -40,7 +40,8 @@ class BlockingCache {
   };
 
   std::shared_mutex mutex_;
-  std::unordered_map<uint64_t, Entry> entries_;  // by the key's hash; guarded by mutex_
+  std::unordered_map<uint64_t, Entry>
+      entries_;  // by hash of the key; guarded by mutex_
   std::atomic<int64_t> num_chosen_{0};
 };
 

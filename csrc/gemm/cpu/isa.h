@@ -1,11 +1,12 @@
-// The kernels in use, and those that a product of two dtypes needs.
+// Selects the instruction set, and its kernels for the dtypes of a product.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
 
 namespace jax_ub {
 
-// One instruction set: its kernels for any pair of dtypes, and for two bf16 operands.
+// An instruction set: `general` are its kernels for any pair of dtypes, `bf16` those for two
+// bf16 operands.
 struct Isa {
   const KernelSet* general;
   const KernelSet* bf16;
@@ -14,7 +15,8 @@ struct Isa {
 
 const Isa& IsaInUse();
 
-// While a thread calls tiles of these kernels.
+// RAII: prepares the calling thread for these kernels, and restores its state at the end of
+// the scope. Required around calls of tile functions (AMX configures its tile registers).
 class ScopedKernelState {
  public:
   explicit ScopedKernelState(const KernelSet& kernels) : kernels_(kernels) {

@@ -8,8 +8,9 @@ namespace jax_ub {
 
 namespace {
 
-// K at an odd place of a word of pairs: one half of a row of `outer` words of panels. A
-// low half clears the high one, which is right where K ends there.
+// Packs one k of `outer` words that are pairs of bf16: the high or the low half of each word.
+// For a range of K that begins or ends inside a pair. Writing the low half clears the high
+// half, which is correct if K ends there.
 void PackHalf(const std::byte* source,
               int64_t stride,
               int64_t outer,
@@ -24,14 +25,15 @@ void PackHalf(const std::byte* source,
   }
 }
 
-// Rows whose distance is a multiple of this share one place of the first cache, which has
-// room for a few of them. Sixteen rows at once are copied first if they are 2048 or 4096
-// bytes apart (AMX, gemm_bench of 1024 x 1024 x 1536 and 2048 x 2048 x 2048: 10 to 25 %
-// faster than in place), and read in place otherwise (256 x 1408 x 1024: 15 % faster).
+// Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the same
+// cache set, which holds only a few of them. AMX loads 16 rows at once. They are copied first
+// if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x 1024 x 1536 and
+// 2048 x 2048 x 2048: 10 to 25 % faster than in place), else read in place
+// (256 x 1408 x 1024: 15 % faster).
 constexpr int64_t kWayBytes = 4096;
 constexpr int64_t kRowsInOnePlace = 4;
 
-// Whether a tile can load rows `stride` bytes apart, `at_once` of them together.
+// Returns whether `at_once` rows that are `stride` bytes apart fit the L1 cache together.
 bool FitFirstCache(int64_t at_once, int64_t stride) {
   return at_once <= kRowsInOnePlace * (kWayBytes / std::gcd(stride, kWayBytes));
 }
@@ -52,8 +54,8 @@ OperandReader::OperandReader(const OperandView& view,
             return s.inner_stride == 1;
           })) {}
 
-// An odd number of lines: panels a multiple of 4096 bytes apart share the few places that
-// the first cache has for them, and packing writes a row of all panels at a time.
+// Returns an odd number of cache lines. Panels that are a multiple of 4096 bytes apart would
+// map to the same L1 cache set, and packing writes a row of all panels at a time.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -70,7 +72,7 @@ void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   for (int64_t o = outer.begin; o < outer.end;) {
     while (bounds[i + 1] <= o) ++i;
     Range part = {o, std::min(outer.end, bounds[i + 1])};
-    // A panel that segments share is begun by one and ended by another.
+    // Completes a panel that the previous segment has only partly filled.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
     PackOuterSegment(i, part, outer.begin, k, panels);
@@ -164,7 +166,8 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
                 element_bytes_,
       .num_rows = is_k_contiguous ? num_outer : num_k,
   };
-  // Short rows go on where the panel before ended: the line that both share is here.
+  // A row of this block continues the row of the previous panel. The cache line that both
+  // share is already in the cache, so skip it.
   if (!is_k_contiguous) lines.row += kLineBytes - 1;
   const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
   lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));

@@ -1,5 +1,5 @@
-// Reads an operand out of its segments: in place where the micro-kernel can, packed into
-// panels of words elsewhere. Packing is where a gather or a widening happens.
+// Reads an operand from its segments: in place if the micro-kernel supports that, else by
+// packing it into panels of words. Packing also gathers segments and widens elements to f32.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace jax_ub {
 
-// Half-open.
+// The half-open range [begin, end).
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
@@ -22,22 +22,23 @@ struct Range {
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// The words of one tile of A, as a TileFunction wants them.
+// The words of one tile of A, in the layout that a TileFunction takes.
 struct ATile {
   const void* words;
   int64_t stride;  // in bytes
 };
 
-// What one segment holds, contiguous along the outer dimension; null: it does not.
+// A block within one segment that is contiguous along the outer dimension. `data` is null if
+// the block has another layout or spans several segments.
 struct InPlaceRows {
   const std::byte* data = nullptr;
-  int64_t stride = 0;  // in bytes, of the words' rows along K
+  int64_t stride = 0;  // in bytes, between neighbors along K
 };
 
 class OperandReader {
  public:
-  // `panel` is the width of a panel: tile_rows for A, tile_columns for B. Both `view` and
-  // `kernels` outlive the operand.
+  // `panel` is the width of a panel: panel_of_a for A, tile_columns for B. All referenced
+  // arguments must outlive the reader.
   OperandReader(const OperandView& view,
                 const KernelSet& kernels,
                 const PanelPackers& packers,
@@ -45,35 +46,36 @@ class OperandReader {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // True where tiles of A are read as rows, in place where that is possible: every segment
-  // is contiguous along K and the kernels like it.
+  // Returns whether tiles of A are read as rows, and in place if possible: every segment is
+  // contiguous along K, and the kernels are fast with rows.
   bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
-  // Whether tiles of A are made of rows, read or packed.
+  // Returns whether tiles of A consist of rows, either in place or packed.
   bool has_rows() const { return reads_rows() || panel_ == 1; }
 
-  // The tile that PackPanels wrote to `panels`, over `k` elements of K.
+  // Returns the tile that PackPanels wrote to `panels`, over `k` elements of K.
   ATile PackedTile(const std::byte* panels, int64_t k) const {
     return {panels, panel_ == 1 ? PanelBytes(k) : int64_t{4} * panel_};
   }
 
-  // From one packed panel over `k` elements of K to the next, in bytes.
+  // Returns the distance in bytes between neighboring packed panels over `k` elements of K.
   int64_t PanelBytes(int64_t k) const;
 
-  // Packs `outer` over `k` into panels, one after the other: word (o, k) goes to
-  // panels + o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). What
-  // remains of the last panel's width is not written.
+  // Packs the block `outer` x `k` into consecutive panels: word (o, k) goes to
+  // panels + o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). If the
+  // last panel is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // `outer` over `k` as a packing tile reads it, where it lies so.
+  // Returns the block `outer` x `k` in place, for a packing tile. `data` is null if its layout
+  // does not allow that.
   InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
-  // The memory that `outer` over `k` is read from, as far as one segment holds it, to be
-  // asked for in `num_steps`.
+  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps. Covers only
+  // the segment in which the block begins.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
-  // A tile of rows (reads_rows): in place if its words lie in one segment and need no
-  // widening, else copied to `rows` (PanelBytes), one behind the other.
+  // Returns a tile of rows, if reads_rows(): in place if one segment contains it and its
+  // elements need no widening, else copied to consecutive rows at `rows`.
   ATile ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
@@ -81,15 +83,15 @@ class OperandReader {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
-  // The part of PackPanels, which began at `first_outer`, that segments of one outer index
-  // hold.
+  // Packs the part of the block whose segments have the index `outer_segment`. The panels
+  // begin at `first_outer`.
   void PackOuterSegment(int64_t outer_segment,
                         Range outer,
                         int64_t first_outer,
                         Range k,
                         std::byte* panels) const;
-  // The part that one segment holds, from `source` on. Both ranges count
-  // from where the panels begin.
+  // Packs the part that one segment holds, starting at `source`. Both ranges are relative to
+  // the begin of the panels.
   void PackSegment(const ConstSegment& segment,
                    const std::byte* source,
                    Range outer,
@@ -102,12 +104,13 @@ class OperandReader {
   const PanelPackers& packers_;
   const int panel_;
   const int64_t element_bytes_;
-  const bool is_k_contiguous_;  // every segment
+  const bool is_k_contiguous_;  // whether every segment is contiguous along K
 };
 
-// Which of the segments that `bounds` delimit holds `index`.
+// Returns which of the segments that `bounds` delimits contains `index`.
 inline int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
-  if (bounds.size() == 2) return 0;  // by far the most: asked for every tile
+  if (bounds.size() == 2)
+    return 0;  // the most frequent case, on the path of every tile
   return std::upper_bound(bounds.begin(), bounds.end(), index) - bounds.begin() - 1;
 }
 

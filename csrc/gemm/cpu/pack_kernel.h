@@ -1,4 +1,4 @@
-// Packing of operands into panels of f32 words (see kernels.h for the layout).
+// Packs operands into panels of words (see kernels.h for the layout).
 #pragma once
 
 #include <string.h>
@@ -8,16 +8,17 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// What a word is made of where the source is contiguous along the outer dimension: an
-// element of one row, widened.
+// The `Words` policy of PackCopied for f32 words: a word is one element of a source row,
+// widened to f32. The source is contiguous along the outer dimension.
 template <DType kDType>
 struct Widened {
-  static constexpr int64_t kBytes = kElementBytes<kDType>;  // of the word in a row
-  static constexpr int64_t kRows = 1;                       // of the source
+  static constexpr int64_t kBytes =
+      kElementBytes<kDType>;           // bytes per word in a source row
+  static constexpr int64_t kRows = 1;  // source rows per word
 
   static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
 
-  // One, through a vector so that it is converted as all others are.
+  // Converts one word through a vector, so that the conversion is identical to LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -31,16 +32,16 @@ struct Widened {
   }
 };
 
-// Rows at the end of a full panel that whole vectors would read and write past:
-// `kHeldBack` later rows of kPanel words or more make up for what a vector has too much.
+// Number of rows at the end of a full panel that must not be stored as whole vectors. A vector
+// store may write past the end of its row of kPanel words, into the next kHeldBack rows.
 template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
-// The source is contiguous along the outer dimension; `stride` is that of k. All panels
-// of a row are written before the next row is read, since rows lie on different pages. A
-// row of a full panel is written in whole vectors: what spills over its end is overwritten
-// by the rows after it.
+// Packs a source that is contiguous along the outer dimension; `stride` is the distance of
+// neighbors along K. Writes a source row to all panels before it reads the next row, since
+// rows are on different pages. Writes rows of a full panel as whole vectors: the words past
+// the end of a row are overwritten by the following rows.
 template <typename Words, int kPanel>
 void PackCopied(const void* source,
                 int64_t stride,
@@ -86,8 +87,9 @@ void PackCopied(const void* source,
   }
 }
 
-// A full panel that is narrower than a vector: whole vectors are stored, and what spills
-// over a row's end is overwritten by the rows after it. The last rows are stored exactly.
+// Packs a full panel that is narrower than a vector. Stores whole vectors: the words past the
+// end of a row are overwritten by the following rows. The last kHeldBack rows are stored
+// exactly.
 template <DType kDType, int kPanel>
 void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
@@ -112,8 +114,8 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   }
 }
 
-// Fewer rows than a vector has words: the end of an operand, or a panel that two segments
-// share. The block is filled up with zeros, and only the words of the rows are stored.
+// Packs fewer rows than a vector has words: at the end of an operand, or in a panel that spans
+// two segments. Pads the block with zeros and stores only the words of the rows.
 template <DType kDType, int kPanel>
 void PackFewRows(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
@@ -137,10 +139,10 @@ void PackFewRows(
   }
 }
 
-// The word of `row` and `column` goes to to + column * to_stride + 4 * row; load(row,
-// column) is a vector of a row. Blocks of kLanes x kLanes words are transposed in
-// registers; the last block of either dimension is moved back to end where the rectangle
-// ends, and overlaps the one before. At least kLanes rows and columns.
+// Transposes a rectangle: word (row, column) goes to to + column * to_stride + 4 * row.
+// load(row, column) returns kLanes words of a row. Transposes blocks of kLanes x kLanes words
+// in registers. The last block of each dimension ends at the end of the rectangle, so it may
+// overlap the previous block. Requires at least kLanes rows and columns.
 template <typename Load>
 inline void TransposeBlocks(
     int64_t rows, int64_t columns, Load load, char* to, int64_t to_stride) {
@@ -161,7 +163,7 @@ inline void TransposeBlocks(
   }
 }
 
-// One panel of PackTransposed.
+// Packs one panel for PackTransposed.
 template <DType kDType, int kPanel>
 void PackTransposedPanel(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
@@ -192,7 +194,8 @@ void PackTransposedPanel(
   TransposeBlocks(outer, num_words, load, to, kRowBytes);
 }
 
-// The source is contiguous along K; `stride` is that of the outer dimension.
+// Packs a source that is contiguous along K; `stride` is the distance of neighbors along the
+// outer dimension.
 template <DType kDType, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

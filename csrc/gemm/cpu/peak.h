@@ -1,4 +1,4 @@
-// What products are held against: tiles whose panels stay in the first cache.
+// Measures the peak rate of a thread: the micro-kernel with operands in the L1 cache.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -6,12 +6,12 @@
 
 namespace jax_ub {
 
-// How long this thread has had a core.
+// Returns the CPU time of the calling thread in seconds.
 double ThreadCpuSeconds();
 
-// Multiplies a panel of A with a panel of B on this thread, the same two again and again
-// for that long: nothing is packed, nothing is read from behind the first cache. Returns
-// operations per second that the thread had a core.
+// Multiplies the same panel of A with the same panel of B repeatedly for `duration_s`, on the
+// calling thread. Packs nothing and reads only the L1 cache. Returns floating-point operations
+// per second of CPU time.
 double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratch);
 
 }  // namespace jax_ub

@@ -11,7 +11,7 @@ namespace jax_ub {
 
 namespace {
 
-// kWrites: 1 to own the lines, 0 to read them.
+// kWrites is the second argument of __builtin_prefetch: 1 for writing, 0 for reading.
 template <int kWrites>
 void PrefetchLines(const std::byte* data,
                    int64_t element_bytes,
@@ -29,7 +29,7 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
-// The block is a tile or a few rows, which the kernel has just left in the cache.
+// The block is a tile or a few rows, which are still in the cache.
 void ScaleBlock(
     float* sums, int64_t stride, int64_t rows, int64_t columns, float scale) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -37,16 +37,17 @@ void ScaleBlock(
   }
 }
 
-// Replicas of a result that is larger than this are written past the caches: no line is
-// read to be overwritten, and they would not find room there anyway (Zen 4, 8 replicas of
-// 1024 x 1024: GEMM+AR 8 % faster, with the operations that read it next 0 to 6 %).
+// Replicas are written with non-temporal stores if all replicas together are larger than this.
+// Such stores do not read the lines that they overwrite, and the replicas would not fit the
+// caches anyway (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 % faster; including the next
+// operations, which read the result, 0 to 6 % faster).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
 void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
   std::memcpy(to, from, size);
 }
 
-// Copies past the caches; FinishStream before another thread may read.
+// Copies with non-temporal stores. FinishStream must follow before another thread reads.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
   constexpr int64_t kVector = sizeof(__m128i);
@@ -153,7 +154,7 @@ void ResultWriter::CopyReplicas(Range rows, Range columns) const {
 }
 
 void ResultWriter::Prefetch(Range rows, Range columns) const {
-  if (stores_rows()) return;  // not now, and in long runs
+  if (stores_rows()) return;  // stores happen later, and in long rows
   const int64_t i = FindSegment(view_.row_bounds, rows.begin);
   const int64_t j = FindSegment(view_.column_bounds, columns.begin);
   const Range own_rows = {
@@ -167,7 +168,7 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
   PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows, own_columns);
   for (const AddendView& addend : addends_) {
     const AddendSegment& from = addend.segments[index];
-    // The result's own lines are on their way, a bias has long arrived.
+    // The lines of the result were prefetched above, and a bias is already in the cache.
     if (from.data == to.data || from.row_stride == 0) continue;
     PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
                      own_columns);

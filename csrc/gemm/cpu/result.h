@@ -1,4 +1,4 @@
-// Stores finished sums into the segments of the result, with what is added to it.
+// Stores finished sums in the segments of the result, after adding the addends.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,32 @@ namespace jax_ub {
 
 class ResultWriter {
  public:
-  // Both outlive the result.
+  // Both arguments must outlive the writer.
   ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
-  // result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica, or in the
-  // first one if the others are copies. `sums` holds the rectangle's rows at a distance of
-  // `sums_stride` elements, and is scaled.
+  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica, or only
+  // in the first if CopyReplicas copies the others. The rows of `sums` are `sums_stride`
+  // elements apart. Multiplies `sums` by the scale in place.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
-  // Copies the first replica to the others, if they are its copies.
+  // Copies the first replica to the other replicas, if there are no addends.
   void CopyReplicas(Range rows, Range columns) const;
 
-  // Whether Store wants whole rows of a unit at once, not one tile after the other: short
-  // pieces of many replicas take longer.
+  // Returns whether Store should be called for whole rows of a unit instead of single tiles,
+  // because storing short rows to several replicas is slow.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
-  // Whether a kernel may store the rectangle itself, as it lies in one segment; then
-  // `output` says where it goes, and with what it is added up.
+  // Returns whether a tile kernel can store the rectangle itself, because one segment contains
+  // it and no scale, replica or second addend is needed. If so, sets the destination and the
+  // addend in `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
-  // Asks for the memory that Store will read and write, as far as it lies in the segment
-  // where the rectangle begins. Only a hint.
+  // Prefetches the memory that Store will read and write. Covers only the segment in which the
+  // rectangle begins, since this is only a hint.
   void Prefetch(Range rows, Range columns) const;
 
  private:
-  // What lies of a rectangle in one segment. Ranges are within the segment.
+  // The intersection of a rectangle with one segment. Ranges are relative to the segment.
   struct SegmentBlock {
     int64_t segment;
     Range rows;
@@ -48,14 +49,15 @@ class ResultWriter {
     int64_t row_stride;
   };
 
-  // visit(piece, its first row and column within the rectangle) for all pieces.
+  // Calls visit(block, first row, first column) for every segment block of the rectangle. The
+  // first row and column are relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
   void StoreSegmentBlock(const float* sums,
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
   void CopySegmentBlock(const SegmentBlock& block) const;
-  // Of the segment, and of a piece's memory, in one replica.
+  // Returns the index of the block's segment in view_.segments, in the given replica.
   int64_t IndexOf(int replica, const SegmentBlock& block) const;
   BytesAt Find(int replica, const SegmentBlock& block) const;
 
@@ -65,9 +67,9 @@ class ResultWriter {
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
-  const bool are_copies_;   // the replicas, of the first one
-  const bool is_streamed_;  // the copies go past the caches
-  const bool is_plain_;     // stored once, unscaled, with an addend at most
+  const bool are_copies_;   // CopyReplicas copies replicas 1, 2, ... from replica 0
+  const bool is_streamed_;  // CopyReplicas uses non-temporal stores
+  const bool is_plain_;     // one store per element, scale 1, at most one addend
 };
 
 }  // namespace jax_ub

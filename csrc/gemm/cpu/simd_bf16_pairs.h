@@ -1,7 +1,7 @@
 // Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h.
 //
-// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It takes
-// subnormal operands as zero and flushes subnormal results.
+// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It treats
+// subnormal operands as zero and flushes subnormal results to zero.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -13,14 +13,15 @@ inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
                           __builtin_bit_cast(__m512bh, b));
 }
 
-// Word i is first[i] in its low half and second[i] in its high one.
+// Returns words with first[i] in the low half and second[i] in the high half of word i.
 inline Vec LoadPairs(const void* first, const void* second) {
   const __m512i low = _mm512_cvtepu16_epi32(LoadHalves(first));
   const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(second)), 16);
   return _mm512_castsi512_ps(_mm512_or_si512(low, high));
 }
 
-// For PackCopied and tiles that pack: the word k is made of rows 2k and 2k + 1.
+// The `Words` policy of PackCopied and of packing tiles for pairs of bf16: word k consists of
+// an element of row 2k and an element of row 2k + 1. See Widened for the members.
 struct Pairs {
   static constexpr int64_t kBytes = 2;
   static constexpr int64_t kRows = 2;

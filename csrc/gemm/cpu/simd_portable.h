@@ -1,4 +1,4 @@
-// Vectors of four f32 in plain C++ with GCC's vector extension: any x86-64 or AArch64.
+// Vectors of four f32 in C++ with GCC's vector extension, for any x86-64 or AArch64 CPU.
 #pragma once
 
 #include <stdint.h>
@@ -30,7 +30,7 @@ inline Vec Broadcast(const void* p) {
 
 inline Vec Add(Vec a, Vec b) { return a + b; }
 
-// Rounds the product too, unlike the fused instruction of the other sets.
+// Rounds the product and the sum, unlike the fused instructions of the other ISAs.
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
 inline Bits WidenBits(const void* p) {
@@ -45,7 +45,7 @@ inline void NarrowBits(void* p, Bits b) {
   memcpy(p, h, sizeof h);
 }
 
-// Lanes of `yes` where the comparison `mask` (all ones or zero) holds, else of `no`.
+// Returns the lanes of `yes` where `mask` is all ones, and of `no` where it is zero.
 template <typename Mask>
 inline Bits Select(Mask mask, Bits yes, Bits no) {
   const Bits m = reinterpret_cast<Bits>(mask);
@@ -54,15 +54,16 @@ inline Bits Select(Mask mask, Bits yes, Bits no) {
 
 inline Vec LoadBF16(const void* p) { return reinterpret_cast<Vec>(WidenBits(p) << 16); }
 
-// To nearest even; a NaN keeps its sign and becomes quiet.
+// Rounds to nearest even. A NaN keeps its sign and becomes quiet.
 inline void StoreBF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// A subnormal f16 is its fraction times 2^-24. Behind the bits of 2^23 a fraction is an
-// integer, so that no step meets a subnormal f32, which the processor may flush to zero.
+// The value of a subnormal f16 is fraction * 2^-24. Combining the fraction with the exponent
+// bits of 2^23 converts it to an integer-valued f32, so no intermediate value is a subnormal
+// f32, which the processor may flush to zero.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
@@ -74,8 +75,9 @@ inline Vec LoadF16(const void* p) {
   return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
 }
 
-// To nearest even. Below 2^-14 adding 0.5 aligns the f16 subnormal's last bit with the
-// f32's, so that the addition itself rounds; from 65520 on the result is infinite.
+// Rounds to nearest even. For magnitudes below 2^-14, adding 0.5 aligns the last bit of the
+// subnormal f16 with the last bit of the f32, so that the addition does the rounding.
+// Magnitudes of at least 65520 become infinite.
 inline void StoreF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits sign = (u >> 16) & 0x8000;
@@ -90,7 +92,7 @@ inline void StoreF16(void* p, Vec v) {
   NarrowBits(p, half | sign);
 }
 
-// rows[i][j] becomes rows[j][i].
+// Transposes in place.
 inline void Transpose(Vec (&rows)[kLanes]) {
   const Vec t0 = __builtin_shuffle(rows[0], rows[1], Bits{0, 4, 1, 5});
   const Vec t1 = __builtin_shuffle(rows[0], rows[1], Bits{2, 6, 3, 7});

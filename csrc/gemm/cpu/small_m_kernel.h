@@ -1,9 +1,9 @@
-// Products with few rows of A: bound by the memory that B streams through, so B is read
-// once, in place, and never packed.
+// Products with few rows of A. They are limited by the memory bandwidth of reading B, so B is
+// read once, in place, without packing.
 //
 //   sums[m, c] += sum_k A[m, k] * B[k, c],   m < kRows <= kMaxSmallM, c < columns
 //
-// A is f32, word (m, k) at a + m * a_stride + 4 * k. sums (m, c) is at
+// A is f32, with element (m, k) at a + m * a_stride + 4 * k. Element (m, c) of sums is at
 // sums + m * sums_stride + 4 * c. All strides are in bytes.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// The first `count` elements at `p` as f32, the other lanes zero.
+// Loads the first `count` elements at `p` as f32. The other lanes are zero.
 template <DType kDType>
 inline Vec LoadFirst(const char* p, int64_t count) {
   char padded[4 * kLanes] = {};
@@ -22,7 +22,8 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// kStep rows of B, all columns: the sums are loaded and stored once for kStep words of K.
+// Adds the products with kStep rows of B, for all columns. Loads and stores each sum once for
+// kStep words of K.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
@@ -68,7 +69,7 @@ inline void AddStep(const char* a,
   }
 }
 
-// B is contiguous along its columns; `b_stride` is that of k.
+// B is contiguous along its columns; `b_stride` is the distance of neighbors along K.
 template <int kRows, DType kDType>
 void MultiplyColumnBlock(const void* a,
                          int64_t a_stride,
@@ -78,7 +79,7 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // As many rows of B at once as there are registers for their factors.
+  // The number of rows of B at once is limited by the registers for their factors.
   constexpr int kStep = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   const char* a_word = static_cast<const char*>(a);
   const char* row = static_cast<const char*>(b);
@@ -103,7 +104,7 @@ inline float SumOfLanes(Vec v) {
   return lanes[0];
 }
 
-// kColumns dot products with every row: lane i sums k = i, i + kLanes, ...
+// Computes kColumns dot products with every row of A. Lane i sums k = i, i + kLanes, ...
 template <int kRows, int kColumns, DType kDType>
 inline void AddDots(const char* a,
                     int64_t a_stride,
@@ -147,7 +148,7 @@ inline void AddDots(const char* a,
   }
 }
 
-// B is contiguous along K; `b_stride` is that of its columns.
+// B is contiguous along K; `b_stride` is the distance of neighboring columns.
 template <int kRows, DType kDType>
 void MultiplyDots(const void* a,
                   int64_t a_stride,

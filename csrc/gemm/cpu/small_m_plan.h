@@ -1,4 +1,5 @@
-// Products with at most kMaxSmallM rows: units are strips of columns, B stays in place.
+// The plan for products with at most kMaxSmallM rows. A unit is a block of columns. B is read
+// in place.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +19,10 @@ class SmallMPlan : public GemmPlan {
   void Run(int64_t unit, Scratch& scratch) const override;
 
  private:
-  // A as f32 rows of K.
+  // Writes A to `rows` as f32, with one row of K elements per row of A.
   void WidenA(std::byte* rows) const;
-  // sums[m, c] += A B for the part of the column block `columns` that one segment of B holds.
+  // Adds the product of A and one segment of B to `sums`, for the columns of this segment that
+  // are in the column block `columns`.
   void AddSegment(int64_t column_segment,
                   int64_t k_segment,
                   Range columns,

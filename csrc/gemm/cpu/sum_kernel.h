@@ -1,4 +1,4 @@
-// Sums of matrices: the epilogue of a GEMM and the reduction of partial results.
+// Sums matrices, for the epilogue of a GEMM and for the reduction of partial results.
 #pragma once
 
 #include <string.h>
@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// kVectors vectors of one row, `column` elements on: the dtype of each summand is looked
-// at once for all of them.
+// Sums kVectors vectors of one row, starting at `column`. The dtype of each summand is tested
+// once for all kVectors vectors.
 template <DType kOut, int kVectors>
 inline void SumVectors(
     const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {
@@ -31,7 +31,7 @@ inline void SumVectors(
   }
 }
 
-// The last `count` < kLanes columns of a row, through padded copies.
+// Sums the last `count` < kLanes columns of a row, in padded copies.
 template <DType kOut>
 inline void SumRest(const Summand* summands,
                     int num_summands,

@@ -1,10 +1,10 @@
-// The micro-kernel: one tile of C, kept in registers over a block of K.
+// The micro-kernel: computes one tile of C over a block of K and keeps its sums in registers.
 //
 //   sum[r, c] = sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
 //
-// Each k loads kVectors vectors of B and broadcasts kRows words of A. With the full tile
-// (6 x 16 of AVX2, 6 x 64 of AVX512) the kRows * kVectors sums, the vectors of B and one
-// broadcast just fit the registers. The order of additions is k = 0, 1, 2, ...
+// For each k it loads kVectors vectors of B and broadcasts kRows words of A. In a full tile
+// (6 x 16 with AVX2, 6 x 64 with AVX512), the kRows * kVectors sums, the vectors of B and one
+// broadcast word exactly fit the registers. Sums are added in the order k = 0, 1, 2, ...
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -56,7 +56,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   }
 }
 
-// Asks for the lines of one step.
+// Prefetches the cache lines of one step.
 inline void FetchStep(PrefetchCursor& prefetch) {
   for (int64_t i = 0; i < prefetch.lines_per_step && prefetch.num_rows > 0; ++i) {
     Prefetch(prefetch.row + prefetch.at);
@@ -69,7 +69,8 @@ inline void FetchStep(PrefetchCursor& prefetch) {
   }
 }
 
-// In the place of a source's words (see pack_kernel.h): B is packed already.
+// The `Words` policy of tiles that read a packed B. Other policies (Widened, Pairs) make the
+// tile pack B from its source.
 struct Packed {};
 
 template <typename Words>
@@ -96,7 +97,8 @@ void Tile(const void* a,
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
   if (output.before != nullptr) {
-    // They are in an outer cache by now, and wanted when the loop ends.
+    // The sums of earlier blocks of K are in an outer cache by now, and are needed after the
+    // loop.
     for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(output.before + i);
   }
   const char* a_word[kColumnsOfA ? 1 : kRows];
@@ -108,7 +110,8 @@ void Tile(const void* a,
   char* b_word = static_cast<char*>(b.words);
   const char* source = static_cast<const char*>(b.source);
   const int64_t source_stride = b.source_stride;
-  PrefetchCursor lines = prefetch;  // in registers
+  PrefetchCursor lines =
+      prefetch;  // a copy, so that the compiler keeps it in registers
   for (int64_t step = 0; step < num_words; step += kStepWords) {
     FetchStep(lines);
     const int64_t end = step + kStepWords < num_words ? step + kStepWords : num_words;
