@@ -1,4 +1,4 @@
-"""`initialize_ub` and `destroy_ub`: the life of named overlaps and their buffers."""
+"""`initialize_ub` and `destroy_ub` create and free named overlaps and their buffers."""
 
 from jax_ub.initialize.lifecycle import destroy_ub as destroy_ub
 from jax_ub.initialize.lifecycle import get_ub as get_ub

@@ -1,4 +1,4 @@
-"""What `initialize_ub` is given, read or refused."""
+"""Checks the arguments of `initialize_ub`, and converts them to internal types."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,22 @@ from jax_ub.errors import (
 from jax_ub.overlap_config import UserBufferQuantizationMode
 from jax_ub.runtime import overlaps
 
-# So that the bytes of all ranks' buffers are counted in 64 bits.
+# Keeps the byte count of all ranks' buffers within 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Which operands there are overlaps for."""
+    """Returns the quantization modes for which to create overlaps.
+
+    Args:
+        use_fp8: the argument `use_fp8`.
+        modes: the argument `quantization_modes`; None or empty follows `use_fp8`.
+
+    Raises:
+        ConfigurationTypeError: if an argument has the wrong type.
+        ConfigurationError: if a mode is repeated or the arguments contradict.
+        UnsupportedOverlapError: if FP8 is requested.
+    """
     overlaps.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
@@ -55,11 +65,11 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 
 def refuse_fp8(given: str, fix: str) -> None:
-    """Refuses buffers of FP8 operands, which no call can use yet.
+    """Raises the error for FP8 buffers, which no call can use yet.
 
     Args:
-        given: the argument and its value.
-        fix: what to pass instead.
+        given: the argument and its value, for the error.
+        fix: the argument to pass instead, for the error.
 
     Raises:
         UnsupportedOverlapError: always.
@@ -71,7 +81,7 @@ def refuse_fp8(given: str, fix: str) -> None:
 
 
 def read_size(name: str, value: Any) -> int:
-    """A size of at least one."""
+    """Returns `value` as an int, after checking that it is an integer of at least 1."""
     if not shapes.is_integer(value):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {shown(value)} is a {type(value).__name__}, not "
@@ -85,7 +95,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """The capacity, tokens of all ranks and features."""
+    """Returns the capacity `(T, H)`: the tokens of all ranks, and the features."""
     if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
             f"initialize_ub: shape = {shown(shape)} is not [T, H], the tokens of all "
@@ -101,7 +111,7 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 
 def read_dtype(dtype: Any) -> np.dtype:
-    """The dtype of operands that are not quantised."""
+    """Returns the dtype of unquantized operands, one of f32, bf16 and f16."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -115,7 +125,10 @@ def read_dtype(dtype: Any) -> np.dtype:
 
 
 def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
-    """The mesh that has the axes, or one of consecutive devices for an empty one."""
+    """Returns the mesh, after checking that the product of its `axes` is `tp_size`.
+
+    An empty mesh is replaced by one whose groups are consecutive devices.
+    """
     if not isinstance(mesh, Mesh):
         raise ConfigurationTypeError(
             f"initialize_ub: mesh = {shown(mesh)} is a {type(mesh).__name__}, but the "
@@ -158,7 +171,10 @@ def _consecutive(axes, tp_size):
 def per_mode(
     ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
 ) -> Sequence[Mapping | None]:
-    """The configurations of each mode."""
+    """Returns one `ub_cfgs` dictionary per quantization mode.
+
+    A single dictionary applies to all modes.
+    """
     if ub_cfgs is None or isinstance(ub_cfgs, Mapping):
         return [ub_cfgs] * len(modes)
     if not isinstance(ub_cfgs, list | tuple):

@@ -1,4 +1,4 @@
-"""The named overlaps of one call of `initialize_ub`, and who communicates in them."""
+"""Builds the `InitializedAxis` of one `initialize_ub`: its overlaps and its ranks."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,23 +36,24 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Configures the overlaps; nothing is made yet.
+    """Configures the overlaps of an axis. Allocates no buffers.
 
     Args:
         axes: the mesh axes of the ranks.
-        tp_size: how many ranks a group has.
+        tp_size: P, the number of ranks of a group.
         shape: the capacity, `[T, H]`.
-        dtype: of operands that are not quantised.
-        modes: which operands there are overlaps for.
-        ub_cfgs: as of `initialize_ub`.
-        mesh: has the axes, with `tp_size` devices.
+        dtype: the dtype of unquantized operands.
+        modes: the quantization modes for which to create overlaps.
+        ub_cfgs: the argument of `initialize_ub`.
+        mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
 
     Raises:
-        ConfigurationError: if the configurations do not fit.
-        ConfigurationTypeError: if a value is of another type.
+        ConfigurationError: if a value is out of range, or the configurations contradict
+            each other.
+        ConfigurationTypeError: if a value has the wrong type.
         UnknownNameError: if a name, a key or a method is unknown.
     """
-    # Kept with the initialized_axis in any case: the processes compare them.
+    # Stored even if `initialize_ub` was given no file, since the processes compare it.
     choices = tuned.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned.read(os.fspath(ub_cfgs)), AUTOMATIC
@@ -100,7 +101,8 @@ def _overlap(
     is_ring = config.method == Method.RING_EXCHANGE.value
     rows = shape[0]
     if is_ring and config.comm_type is CommOverlapType.RS:
-        # Every rank keeps its own products, and what the others send of its rows.
+        # A rank's buffer holds its P partial sums of T / P rows each, and P - 1 partial
+        # sums that its peers send for its rows: (2 P - 1) T / P rows, rounded up.
         rows = -(-rows * (2 * tp_size - 1) // tp_size)
     is_fp8 = mode is overlaps.FP8 and config.fp8_buf
     return (CommOverlapP2P if is_ring else CommOverlap)(

@@ -1,8 +1,8 @@
-"""`initialize_ub` and `destroy_ub`: the life of the named overlaps and their buffers.
+"""`initialize_ub` and `destroy_ub` create and free named overlaps and their buffers.
 
-Transformer Engine: `module.base.initialize_ub`. Everything is checked before anything
-is made, and all processes agree on the outcome, so that a call that fails leaves
-nothing behind on any of them.
+Transformer Engine: `module.base.initialize_ub`. All arguments are checked before any
+resource is created, and all processes agree on the outcome. So a failed call leaves no
+resources behind in any process.
 """
 
 import contextlib
@@ -50,47 +50,51 @@ def initialize_ub(  # noqa: PLR0913, pinned
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "tp",
 ) -> None:
-    """Makes the named overlaps of one mesh axis, and the buffers they communicate in.
+    """Creates the named overlaps of one mesh axis, and their communication buffers.
 
-    Calls and layers with a `ub_name` then run as the overlaps of that name are
-    configured, forward and backward, and groups of ranks that lie in several processes
-    of a host are connected. All processes of the mesh call it, with the same arguments,
-    before they trace what uses it.
+    Afterwards, calls and layers with a `ub_name` run as the overlaps of that name are
+    configured, in the forward and the backward pass. Groups of ranks that span several
+    processes of a host are connected. All processes of the mesh must call it, with the
+    same arguments, before they trace functions that use the overlaps.
 
-    Transformer Engine: `initialize_ub`, by these names; it knows no `mesh` and no
-    `axis_name`.
+    Transformer Engine: `initialize_ub`, with the same argument names; `mesh` and
+    `axis_name` are additions.
 
     Args:
-        shape: the capacity, `[T, H]`: tokens of all ranks together, with all batch
-            axes, and features. Calls may communicate up to T * H elements.
+        shape: the capacity, `[T, H]`: the number of tokens of all ranks together,
+            including all batch axes, and the number of features. A call may communicate
+            up to T * H elements.
         tp_size: P, the size of `axis_name`.
         use_fp8: the same as `quantization_modes=[FP8]`, which is rejected: no GEMM runs
             in FP8 yet.
-        quantization_modes: for which operands there are overlaps: `[NONE]`; None
-            follows `use_fp8`.
-        dtype: of the unquantised operands.
-        ub_cfgs: by name, what differs from Transformer Engine's defaults; or a list of
-            that, one for each mode. `ub.overlap_config.from_te` reads Megatron's files.
-            A path: forwards and dgrads are "auto", and "auto" takes the choices of this
-            file of `python -m jax_ub tune`, for the sizes that it has.
-        bootstrap_backend: how processes find each other: None or "jax", "mpi",
+        quantization_modes: the quantization modes for which to create overlaps, such as
+            `[NONE]`. None follows `use_fp8`.
+        dtype: the dtype of unquantized operands.
+        ub_cfgs: a dictionary from overlap names to the settings that differ from
+            Transformer Engine's defaults, or a list with one such dictionary per mode.
+            `ub.overlap_config.from_te` reads Megatron's files. Alternatively the path
+            of a file of `python -m jax_ub tune`: the forward pass and dgrad then use
+            "auto", which follows the file for the sizes that it contains.
+        bootstrap_backend: how the processes find each other: None or "jax", "mpi",
             or "file:<directory>".
-        mesh: the mesh; None takes that of `jax.set_mesh`, else groups of `tp_size`
-            consecutive devices.
-        axis_name: the mesh axis of the ranks. Several axes may be alive at once; those
-            whose groups are the same devices share their memory, which the first makes.
+        mesh: the mesh. None means the mesh of `jax.set_mesh`; if there is none, groups
+            of `tp_size` consecutive devices.
+        axis_name: the mesh axis of the ranks. Several axes may be initialized at the
+            same time. Axes whose groups have the same devices share the memory that the
+            first of them has allocated.
 
     Raises:
-        ConfigurationError: if a value, or that of a `JAX_UB_` variable, is out of
-            range, or does not fit another.
-        ConfigurationTypeError: if a value is of another type.
-        ShapeContractError: if `axis_name` names no mesh axes, as any call says it.
+        ConfigurationError: if an argument or a `JAX_UB_` variable is out of range, or
+            contradicts another one.
+        ConfigurationTypeError: if an argument has the wrong type.
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
-        UnsupportedOverlapError: if FP8 is asked for.
-        LifecycleError: if the axis is initialised already.
-        CommunicatorError: if another process refused, or differs, or there is no memory
-            for the buffers, or the directory of a "file" backend cannot be used.
-        TimeoutError: if processes were missing when the deadline passed.
+        UnsupportedOverlapError: if FP8 is requested.
+        LifecycleError: if the axis is initialized already.
+        CommunicatorError: if another process failed or has different arguments, if
+            there is not enough memory for the buffers, or if the directory of a "file"
+            backend is not usable.
+        TimeoutError: if processes did not arrive before the deadline.
     """
     start = _Start(bootstrap_backend)
     try:
@@ -108,24 +112,24 @@ def initialize_ub(  # noqa: PLR0913, pinned
 
 
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
-    """Returns what `initialize_ub` made.
+    """Removes named overlaps, closes their connections and frees their buffers.
 
-    Programs that were compiled with it and cross processes cannot run any more; trace
-    them anew after the next `initialize_ub`.
+    Multi-process programs that were compiled before cannot run any more. Trace them
+    again after the next `initialize_ub`.
 
     Transformer Engine: `destroy_ub`.
 
     Args:
-        axis_name: which axis; None means all of them. One that was not initialised, or
-            is destroyed already, is nothing to do.
+        axis_name: the mesh axis to remove; None means all axes. Axes that are not
+            initialized are ignored.
 
     Raises:
-        ShapeContractError: if `axis_name` is no name.
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
     wanted = _named("destroy_ub", axis_name)
     kept = [d for d in overlaps.domains() if wanted not in (None, d.axis_name)]
-    # Nothing is forgotten before it is closed: after an interrupt, at whatever moment,
-    # another call does the rest.
+    # Connections are closed before the axes are removed, so that an interrupted call
+    # can be repeated.
     _disconnect_all_but(kept)
     for initialized_axis in overlaps.domains():
         if initialized_axis not in kept:
@@ -135,18 +139,18 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
-    """Says whether `initialize_ub` was called, and `destroy_ub` was not.
+    """Returns whether an axis is initialized: `initialize_ub` without `destroy_ub`.
 
     Transformer Engine: none.
 
     Args:
-        axis_name: for which axis; None means any.
+        axis_name: the mesh axis; None means any axis.
 
     Returns:
-        True or False.
+        True if the axis, or any axis, is initialized.
 
     Raises:
-        ShapeContractError: if `axis_name` is no name.
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
     wanted = _named("is_ub_initialized", axis_name)
     return any(
@@ -161,31 +165,30 @@ def get_ub(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Overlap:
-    """Returns one named overlap, to look at.
+    """Returns the configuration and buffer description of one named overlap.
 
     Transformer Engine: `get_ub`.
 
     Args:
-        name: its name, such as "qkv_fprop".
-        use_fp8: whether the one for FP8 operands.
-        axis_name: its axis; None where only one has the name.
+        name: the overlap's name, such as "qkv_fprop".
+        use_fp8: whether to return the overlap of FP8 operands.
+        axis_name: the mesh axis. It may be None if only one axis has the name.
 
     Returns:
-        A `CommOverlapP2P` where the method is "ring_exchange", else a `CommOverlap`.
+        A `CommOverlapP2P` if the method is "ring_exchange", else a `CommOverlap`.
 
     Raises:
-        ShapeContractError: if `axis_name` is no name.
-        LifecycleError: if nothing was initialised.
-        ConfigurationTypeError: if `use_fp8` is a quantization mode, or the name is no
-            string.
-        UnknownOverlapError: if there is no such overlap, or several axes have it; a
-            `KeyError` too.
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
+        LifecycleError: if no axis is initialized.
+        ConfigurationTypeError: if `use_fp8` is not a bool, or the name is not a string.
+        UnknownOverlapError: if no overlap has this name, or several axes have one. It
+            is a subclass of `KeyError`.
     """
     return overlaps.get(name, use_fp8, _named("get_ub", axis_name))
 
 
 def _named(op, axis_name):
-    """Returns the axes of a name, None for None."""
+    """Returns the axis name as a tuple, or None if it is None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)
@@ -193,7 +196,7 @@ def _named(op, axis_name):
 
 
 class _Start:
-    """One call of `initialize_ub`: what it has checked, told and made so far."""
+    """The state of one call of `initialize_ub`, so that a failure can be undone."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -206,10 +209,12 @@ class _Start:
         self._agreement: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
-        """Checks the arguments, which makes nothing; keeps the error, if there is one.
+        """Checks the arguments without creating resources.
+
+        An error is stored, so that `connect` can send it to the other processes.
 
         Raises:
-            ConfigurationError: if this process has no part in the mesh.
+            ConfigurationError: if no device of the mesh belongs to this process.
         """
         axes = axis_tuple(axis_name)
         try:
@@ -233,7 +238,7 @@ class _Start:
             self._place = _place(axes, initialized_axis, devices)
             communicators.check_shared(self._place)
             self._about = _about(initialized_axis, self._place)
-        except Exception as error:  # The other processes have to learn of any.
+        except Exception as error:  # any error must be sent to the other processes
             self._refusal = error
         if self._place is None:
             self._place = _place(axes, None, _devices_in_reach(self._mesh))
@@ -244,7 +249,7 @@ class _Start:
             )
 
     def connect(self):
-        """Agrees with the other processes, and makes the overlaps."""
+        """Connects the groups together with the other processes; adds the overlaps."""
         device_groups = self._place
         assert device_groups is not None
         if len(device_groups.processes) > 1:
@@ -266,7 +271,10 @@ class _Start:
             overlaps.add(self._domain)
 
     def tell_of_interrupt(self, error: BaseException) -> None:
-        """Tells the processes that wait for this one; an agreement tells by itself."""
+        """Sends an interrupt to the processes that wait for this one.
+
+        Does nothing if the all-gather has ended, since it has then sent the error.
+        """
         if self._agreement is not None and self._agreement.has_ended:
             return
         devices = _devices_in_reach(self._mesh)
@@ -286,7 +294,7 @@ class _Start:
                 raise error
 
     def undo(self) -> None:
-        """Takes back what was made, as far as no other call made it."""
+        """Removes the overlaps and connections that this call has created."""
         if self._domain is not None and any(
             self._domain is one for one in overlaps.domains()
         ):
@@ -295,13 +303,17 @@ class _Start:
 
 
 def _disconnect_all_but(domains):
-    # Several axes may have groups of the same devices.
+    # Keeps groups that another initialized axis uses too.
     used = {group for initialized_axis in domains for group in initialized_axis.groups}
     communicators.disconnect_all_but(used)
 
 
 def _devices_in_reach(mesh):
-    """Those that the others have too, whatever else is wrong with the call."""
+    """Returns the devices of the mesh, or all devices if the mesh is not usable.
+
+    They determine the processes that take part, so they must be equal in all processes
+    even if other arguments are invalid.
+    """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
     return list(mesh.devices.flat) if is_known else jax.devices()
 
@@ -318,7 +330,8 @@ def _place(axes, initialized_axis, devices) -> DeviceGroups:
     process_of = {device.id: device.process_index for device in devices}
     own = [d for d in devices if d.process_index == jax.process_index()]
     return DeviceGroups(
-        # One group of all where the ranks are not known: nothing will be connected.
+        # After an error the ranks are unknown. A single group of all devices lets the
+        # processes exchange the error; it is not connected.
         groups=initialized_axis.groups
         if initialized_axis is not None
         else (tuple(process_of),),
@@ -335,7 +348,7 @@ def _place(axes, initialized_axis, devices) -> DeviceGroups:
 def _about(
     initialized_axis: InitializedAxis, device_groups: DeviceGroups
 ) -> dict[str, str]:
-    """What all processes must have in common."""
+    """Returns the settings that must be equal in all processes, by name."""
     return {
         "axis_name": str(initialized_axis.axis_name),
         "the version of jax_ub": tuned.version_of("jax_ub"),

@@ -36,7 +36,7 @@ class Connection:
     processes: tuple[int, ...]  # by rank
     reason: str | None  # why the group is not connected; None if it is
     communicator: Any = None  # set if a rank of the group is in this process
-    generation: int = 0  # number of the agreement of the processes that made it
+    generation: int = 0  # of the communicator, agreed by its processes; increases
     call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:

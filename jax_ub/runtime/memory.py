@@ -1,4 +1,4 @@
-"""What the buffers of the named overlaps take: `ub.memory_report()`."""
+"""Reports the memory of communication buffers: `ub.memory_report()`."""
 
 import dataclasses
 import math
@@ -20,19 +20,21 @@ class AxisMemory:
 
     Attributes:
         axis_name: the mesh axis.
-        tp_size: the number of ranks.
+        tp_size: P, the number of ranks.
         shape: the capacity, `[T, H]`.
-        overlaps: who communicates in them, each with its `size_bytes` at capacity.
-        num_ranks: how many ranks this process has.
-        shared_bytes: memory that this process shares with others, of all its ranks; the
-            names of all modes have it together. 0 where every group lies in one
-            process on a CPU: peers are read in place there, and slots come with the
-            calls. On GPUs it is device memory, in one process too.
-        transformer_engine_bytes: what Transformer Engine would allocate for the same
-            ranks: a buffer for every name and mode, 12 T H a mode by default.
+        overlaps: the named overlaps that use the buffers, each with its `size_bytes` at
+            capacity.
+        num_ranks: the number of ranks in this process.
+        shared_bytes: bytes that all ranks of this process share with their peers. The
+            overlaps of all names and modes use the same memory. It is 0 on CPUs if
+            every group is in one process: ranks then read their peers' arrays in place,
+            and slots are allocated for each call. On GPUs it is device memory, also in
+            one process.
+        transformer_engine_bytes: bytes that Transformer Engine would allocate for the
+            same ranks: one buffer per name and mode, by default 12 T H elements a mode.
         on_gpus: whether the ranks are GPUs.
-        shares_with: the first axis that has the same groups of devices, and so their
-            memory, which is counted there; None where there is none.
+        shares_with: the first axis with the same groups of devices. Both axes use the
+            same memory, which is counted there only. None if there is no such axis.
     """
 
     axis_name: tuple[str, ...]
@@ -46,7 +48,7 @@ class AxisMemory:
     shares_with: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        """A table of the overlaps, and the sums."""
+        """Returns a table of the overlaps, with the total bytes."""
         rows = [("name", "mode", "method", "comm", "dtype", "shape", "MiB")]
         rows += [
             (
@@ -83,19 +85,19 @@ class AxisMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What this process holds; printed, it is a table.
+    """The memory that this process holds for communication. Prints as a table.
 
     Transformer Engine: none.
 
     Attributes:
         axes: one entry for each `initialize_ub`.
-        slot_bytes: slots of calls inside this process, which all axes share;
-            `destroy_ub` returns them.
-        heap_bytes: the same on GPUs, for calls that `initialize_ub` made no heap for;
-            programs that may run again keep them.
-        gpus: what else takes the memory of this process's GPUs.
-        held_bytes: all of it together.
-        transformer_engine_bytes: of all axes.
+        slot_bytes: bytes of the slots of calls within this process on CPUs. All axes
+            share them; `destroy_ub` frees them.
+        heap_bytes: bytes of the GPU heaps of calls that `initialize_ub` made no heap
+            for. They are kept as long as their programs may run again.
+        gpus: how XLA and jax_ub divide the memory of this process's GPUs.
+        held_bytes: the sum of all bytes above.
+        transformer_engine_bytes: the sum over all axes.
     """
 
     axes: tuple[AxisMemory, ...]
@@ -105,17 +107,17 @@ class MemoryReport:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of this process."""
+        """Bytes that this process holds in total."""
         shared = sum(axis.shared_bytes for axis in self.axes)
         return self.slot_bytes + self.heap_bytes + shared
 
     @property
     def transformer_engine_bytes(self) -> int:
-        """Bytes that Transformer Engine would have allocated."""
+        """Bytes that Transformer Engine would have allocated for all axes."""
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
-        """The axes one after another, and what calls inside this process hold."""
+        """Returns the tables of all axes, followed by slots, heaps and GPUs."""
         slots = f"slots of calls inside this process: {self.slot_bytes / _MIB:.1f} MiB"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
@@ -126,13 +128,13 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory:
-    """Who shares the memory of a GPU: heaps do not come out of XLA's part.
+    """How a GPU's memory is divided: heaps are allocated outside of XLA's part.
 
     Attributes:
-        ordinal: its number in this process.
-        name: what it is.
-        total_bytes: all of it.
-        xla_bytes: what XLA takes for itself before any program runs.
+        ordinal: the CUDA ordinal of the GPU in this process.
+        name: the GPU's model name.
+        total_bytes: the GPU's memory.
+        xla_bytes: bytes that XLA preallocates before any program runs.
     """
 
     ordinal: int
@@ -141,7 +143,7 @@ class GpuMemory:
     xla_bytes: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line of text."""
         left = self.total_bytes - self.xla_bytes
         return (
             f"GPU {self.ordinal} ({self.name}): {self.total_bytes / _GIB:.1f} GiB, of "
@@ -152,12 +154,12 @@ class GpuMemory:
 
 
 def memory_report() -> MemoryReport:
-    """Says who communicates in which buffers, and what they take in this process.
+    """Reports the communication buffers of this process, and which overlaps use them.
 
     Transformer Engine: none.
 
     Returns:
-        Bytes, by axis and in all; printed, a table.
+        The bytes by axis and in total. Prints as a table.
     """
     owners: dict[Group, InitializedAxis] = {}
     for initialized_axis in overlaps.domains():
@@ -213,7 +215,11 @@ def _axis_memory(
 
 
 def _engine_bytes(initialized_axis, found):
-    """Of one rank: also for a wgrad that nobody uses, since its dgrad scatters."""
+    """Returns the bytes that Transformer Engine would allocate for one rank.
+
+    It allocates a buffer for each of its twelve names, also for a wgrad that has
+    nothing to communicate because its dgrad reduce-scatters.
+    """
     unused = [
         (name, mode)
         for name in names.NAMES

@@ -1,4 +1,4 @@
-"""The registry of named overlaps: what `initialize_ub` made, by mesh axis.
+"""The registry of initialized mesh axes and their named overlaps.
 
 Only `initialize_ub` and `destroy_ub` change it.
 """
@@ -32,44 +32,45 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
 class LayerName(str):
-    """A layer's place in its model: a label, unless an overlap has just this name.
+    """A layer's path in the model, used as a default `ub_name`.
 
-    It differs from a string of the same text, so that caches of what was traced do not
-    take one for the other: an unknown `ub_name` is an error, an unknown path is not.
+    It selects an overlap only if one has exactly this name; otherwise it is a label. An
+    unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
+    never equal to a plain string, and JAX's tracing caches keep the two apart.
     """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other one is a path too, of the same text."""
+        """Returns whether `other` is a `LayerName` with the same text."""
         return isinstance(other, LayerName) and str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        """Whether the other one is no such path."""
+        """Returns whether `other` is not a `LayerName` with the same text."""
         return not self == other
 
     def __hash__(self) -> int:
-        """Differs from the hash of the text."""
+        """Returns a hash that differs from the hash of the plain string."""
         return hash((LayerName, str(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """One named overlap: how the calls of its name communicate, and in which buffer.
+    """One named overlap: how the calls with this name communicate, and their buffer.
 
     Attributes:
-        name: such as "qkv_fprop".
-        method: such as "ring_exchange".
-        comm_type: whether it gathers or reduce-scatters.
-        config: all keys of its configuration.
-        buffer_shape: `[rows, features]` of what a rank's buffer holds at capacity.
-        buffer_dtype: dtype of that; uint8 for FP8.
-        mode: of the operands.
-        axis_name: its mesh axis.
-        tp_size: P, the size of that.
-        is_configured: whether the user configured it; else it has Transformer Engine's
-            defaults.
-        size_bytes: of the buffer at capacity.
+        name: the overlap's name, such as "qkv_fprop".
+        method: the method's name, such as "ring_exchange".
+        comm_type: whether it all-gathers or reduce-scatters.
+        config: the complete configuration, including defaults.
+        buffer_shape: shape `[rows, features]` of a rank's buffer at capacity.
+        buffer_dtype: dtype of the buffer; uint8 for FP8.
+        mode: quantization mode of the operands.
+        axis_name: the mesh axis.
+        tp_size: P, the size of the mesh axis.
+        is_configured: whether the user configured it. Otherwise it has Transformer
+            Engine's defaults.
+        size_bytes: bytes of the buffer at capacity.
     """
 
     name: str
@@ -85,19 +86,22 @@ class Overlap:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the buffer at capacity; names that do not run together share it."""
+        """Bytes of the buffer at capacity.
+
+        Overlaps that do not run at the same time share one buffer.
+        """
         return math.prod(self.buffer_shape) * self.buffer_dtype.itemsize
 
 
 class CommOverlap(Overlap):
-    """An overlap whose ranks communicate all together, as collectives do.
+    """A named overlap with any method except "ring_exchange".
 
     Transformer Engine: `CommOverlap`. Attributes: see `runtime.overlaps.Overlap`.
     """
 
 
 class CommOverlapP2P(Overlap):
-    """An overlap whose chunks go from rank to rank: `ring_exchange`.
+    """A named overlap with the method "ring_exchange", which sends chunks peer to peer.
 
     Transformer Engine: `CommOverlapP2P`. Attributes: see `runtime.overlaps.Overlap`.
     """
@@ -113,21 +117,21 @@ class InitializedAxis:
     dtype: np.dtype
     modes: tuple[UserBufferQuantizationMode, ...]
     overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
-    groups: tuple[tuple[int, ...], ...]  # global device ids, in the order of ranks
-    num_local_ranks: int  # in this process
+    groups: tuple[tuple[int, ...], ...]  # global device ids in rank order, per group
+    num_local_ranks: int  # ranks in this process
     spans_processes: bool  # whether a group has ranks in several processes
-    choices: TunedTable | None = None  # what "auto" takes for known sizes
+    choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
-        """The names, each once."""
+        """Returns the names of the overlaps, without duplicates."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     @property
     def capacity(self) -> int:
-        """Elements that shared buffers hold: T tokens, and a row more for every piece.
+        """Number of elements that the shared buffers hold.
 
-        Rows that do not divide by the ranks, or their shares by the splits, travel in
-        slots of the size of the largest piece.
+        That is T rows, plus one row per split of every rank's chunk. If the rows do not
+        divide by the ranks and splits, every slot has the size of the largest split.
         """
         tokens, hidden = self.shape
         return (tokens + self.tp_size * self._most_splits) * hidden
@@ -139,15 +143,18 @@ class InitializedAxis:
 
     @property
     def num_slots(self) -> int:
-        """The most slots of a rank: an all-reduce has those of RS and of AG."""
+        """Largest number of slots of a rank.
+
+        An all-reduce needs the most: those of a reduce-scatter and of an all-gather.
+        """
         return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Says why a call communicates more than the buffers hold; None if it does not.
+        """Returns why a call exceeds the capacity of the buffers, or None if it fits.
 
         Args:
-            shape: `[..., rows, features]`: what the ranks gather or sum.
-            num_splits: into how many pieces the call cuts a rank's share.
+            shape: `[..., rows, features]` of the gathered or summed array.
+            num_splits: the number of splits of a rank's chunk.
         """
         tokens, hidden = self.shape
         *batch, rows, features = (1, 1, *shape)
@@ -155,7 +162,8 @@ class InitializedAxis:
         if needed * features <= holds:
             if not self.spans_processes:
                 return None
-            # In one process slots come and go with the calls. Shared ones are made.
+            # Slots within one process are allocated per call. Shared memory has a fixed
+            # size, which must also hold the padding of uneven splits.
             holds = self.capacity
             needed = math.prod(batch) * _padded(rows, self.tp_size * num_splits)
             if needed * features <= holds:
@@ -181,9 +189,10 @@ _configuration = object()
 
 
 def configuration() -> Hashable:
-    """Stands for all that is configured: another value after every change.
+    """Returns a value that changes whenever a named overlap or a setting changes.
 
-    For caches of what was traced, where names and methods are looked up in the trace.
+    Caches of traced functions include it in their keys, since tracing looks up names
+    and methods.
     """
     path = settings.tuned()
     version = None if path is None else settings.version_of_file(path)
@@ -196,25 +205,25 @@ def _change():
 
 
 def add(initialized_axis: InitializedAxis) -> None:
-    """Makes the overlaps of an axis known; there are none yet."""
+    """Registers the overlaps of an axis that has none yet."""
     _DOMAINS[initialized_axis.axis_name] = initialized_axis
     _change()
 
 
 def remove(axis_name: tuple[str, ...]) -> None:
-    """Forgets the overlaps of an axis, if there are any."""
-    _change()  # an interrupt may come between the next two lines
+    """Removes the overlaps of an axis, if there are any."""
+    _change()  # before as well as after, in case an interrupt comes in between
     _DOMAINS.pop(axis_name, None)
     _change()
 
 
 def domains() -> tuple[InitializedAxis, ...]:
-    """All that is initialised, in the order of their calls."""
+    """Returns all initialized axes, in the order of their `initialize_ub` calls."""
     return tuple(_DOMAINS.values())
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """What was initialised for an axis of this name and size."""
+    """Returns the initialized axis of this name and size, or None."""
     initialized_axis = _DOMAINS.get(axis_name)
     return (
         initialized_axis
@@ -224,10 +233,12 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
-    """Refuses what is neither true nor false; a mode, for one, is always true.
+    """Checks that `use_fp8` is a bool.
+
+    A quantization mode passed by mistake would count as true.
 
     Raises:
-        ConfigurationTypeError: says where modes go.
+        ConfigurationTypeError: if it is not a bool. Says where to pass modes.
     """
     if not isinstance(use_fp8, int | np.bool_):
         raise ConfigurationTypeError(
@@ -237,13 +248,12 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
-    """Finds one overlap for `get_ub`.
+    """Returns one named overlap, for `get_ub`.
 
     Raises:
-        LifecycleError: if nothing was initialised.
-        ConfigurationTypeError: if `use_fp8` is a quantization mode, or the name is no
-            string.
-        UnknownOverlapError: if there is none of that name, or one on several axes.
+        LifecycleError: if no axis is initialized.
+        ConfigurationTypeError: if `use_fp8` is not a bool, or the name is not a string.
+        UnknownOverlapError: if no overlap has this name, or several axes have one.
     """
     check_use_fp8(f"get_ub({shown(name)})", use_fp8)
     if not isinstance(name, str):
@@ -297,24 +307,24 @@ def find(
     num_ranks: int,
     ub_name: str | None,
 ) -> dict[str, Overlap]:
-    """Finds the overlaps of a call by its `ub_name`.
+    """Finds the named overlaps of a call by its `ub_name`.
 
     Args:
         label: the call, for errors.
-        axis_name: its mesh axis.
-        num_ranks: the size of that axis.
-        ub_name: "qkv" finds "qkv_fprop", "qkv_dgrad" and "qkv_wgrad", as far as there
-            are such; the full name of one finds all of its layer, and a name without
-            a pass is a forward's.
+        axis_name: the mesh axis of the call.
+        num_ranks: the size of the mesh axis.
+        ub_name: the layer's name: "qkv" finds those of "qkv_fprop", "qkv_dgrad" and
+            "qkv_wgrad" that exist, and so does the full name of any of them. An overlap
+            whose name does not end in a pass is used in the forward pass.
 
     Returns:
-        By pass, "fprop", "dgrad" and "wgrad". Empty where the axis was not initialised:
-        there a name is a mere label.
+        The overlaps by pass: "fprop", "dgrad" and "wgrad". Empty if the axis is not
+        initialized: `ub_name` is then only a label.
 
     Raises:
-        UnknownNameError: if the axis was initialised, but has no such name.
-        UnsupportedOverlapError: if it was initialised for another number of ranks, or
-            for FP8 buffers only.
+        UnknownNameError: if the axis is initialized, but has no overlap of this name.
+        UnsupportedOverlapError: if the axis is initialized for another number of ranks,
+            or the overlap for FP8 buffers only.
     """
     initialized_axis = _DOMAINS.get(axis_name)
     if initialized_axis is None or ub_name is None:

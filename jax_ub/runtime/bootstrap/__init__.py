@@ -1,1 +1,1 @@
-"""How the processes of a mesh find each other and agree before anyone goes on."""
+"""Bootstrap: the processes of a mesh find each other and exchange values."""

@@ -1,4 +1,4 @@
-"""Notes as files in a directory that the processes share."""
+"""A key-value store of files in a directory that all processes share."""
 
 import contextlib
 import os
@@ -10,26 +10,29 @@ from jax_ub.errors import CommunicatorError, shown
 
 
 class Directory:
-    """A store of files; what a dead job left there is never taken for an answer."""
+    """A key-value store with one file per key.
+
+    Files that an earlier job left behind do no harm: the scope contains the job's id.
+    """
 
     def __init__(self, directory: str, scope: str):
-        """Opens the directory, and makes it where it is missing.
+        """Opens the directory, and creates it if it does not exist.
 
         Raises:
-            CommunicatorError: if it cannot be made, or nothing be written there.
+            CommunicatorError: if it cannot be created or is not writable.
         """
         self._folder = pathlib.Path(directory)
         self._scope = scope
         with self._named():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):
-                pass  # so that a process that may not write here says so at once
+                pass  # fails now, not at the first write, if it is not writable
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note: whole, or not at all.
+        """Stores a message atomically.
 
         Raises:
-            CommunicatorError: if the directory is full, or may not be written to.
+            CommunicatorError: if the directory is full or not writable.
         """
         with self._named():
             descriptor, draft = tempfile.mkstemp(dir=self._folder, prefix=".")
@@ -41,17 +44,18 @@ class Directory:
                 pathlib.Path(draft).unlink(missing_ok=True)
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None.
+        """Returns the message of a key, or None if there is none.
 
         Raises:
-            CommunicatorError: if it may not be read, as if it is another user's.
+            CommunicatorError: if the file is not readable, for example because it
+                belongs to another user.
         """
         with self._named(), contextlib.suppress(FileNotFoundError):
             return self._path(key).read_text()
         return None
 
     def erase(self, key: str) -> None:
-        """Takes a note away."""
+        """Deletes the message of a key, if there is one."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 

@@ -1,4 +1,4 @@
-"""Notes in the key-value store of `jax.distributed`: its keys are the job's own."""
+"""The key-value store of `jax.distributed`. Its keys are private to the job."""
 
 import contextlib
 import secrets
@@ -6,20 +6,20 @@ from typing import Any
 
 import jax
 
-# jax hands its client to nobody under a public name, and a second one may not connect.
+# jax has no public name for its client, and the service accepts no second client.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub.errors import CommunicatorError
 
 
 class JaxService:
-    """A store in the store that the coordinator of the job keeps."""
+    """The keys of one scope in the key-value store of the job's coordinator."""
 
     def __init__(self, scope: str):
-        """Opens it.
+        """Opens the store.
 
         Raises:
-            CommunicatorError: if this process belongs to no job.
+            CommunicatorError: if `jax.distributed` is not initialized.
         """
         self._client: Any = distributed.global_state.client
         self._prefix = f"jax_ub/{scope}/"
@@ -30,10 +30,10 @@ class JaxService:
             )
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note.
+        """Stores a message, replacing an earlier one of the same key.
 
         Raises:
-            CommunicatorError: if the coordinator of the job does not answer.
+            CommunicatorError: if the job's coordinator does not answer.
         """
         try:
             self._client.key_value_set(self._prefix + key, text, allow_overwrite=True)
@@ -41,10 +41,10 @@ class JaxService:
             raise _gone(error) from error
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None.
+        """Returns the message of a key, or None if there is none.
 
         Raises:
-            CommunicatorError: if the coordinator of the job does not answer.
+            CommunicatorError: if the job's coordinator does not answer.
         """
         try:
             return self._client.key_value_try_get(self._prefix + key)
@@ -54,22 +54,24 @@ class JaxService:
             raise _gone(error) from error
 
     def erase(self, key: str) -> None:
-        """Takes a note away."""
+        """Deletes the message of a key, if there is one."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_delete(self._prefix + key)
 
 
 def job() -> str:
-    """Returns what only the processes of this job have in common.
+    """Returns the id of this job: a random number that its processes share.
+
+    Returns "no job" if `jax.distributed` is not initialized.
 
     Raises:
-        CommunicatorError: if the coordinator of the job does not answer.
+        CommunicatorError: if the job's coordinator does not answer.
     """
     client: Any = distributed.global_state.client
     if client is None:
         return "no job"
     try:
-        # Who comes first, draws.
+        # The first process sets the id; the writes of the others fail.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.key_value_set("jax_ub/job", secrets.token_hex(8))
         return client.key_value_try_get("jax_ub/job")

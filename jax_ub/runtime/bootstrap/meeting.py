@@ -1,7 +1,8 @@
-"""How the processes of a mesh find each other, and learn who refuses.
+"""Rendezvous of the processes of a mesh.
 
-All of a job have jax's store. They meet there, and go on where `bootstrap_backend` says
-once all have said that they can: nobody waits on a store that another cannot open.
+All processes of a job can reach jax's key-value store, so they exchange their status
+there first. They switch to the store of `bootstrap_backend` only after every process
+has opened it, so no process waits on a store that another one cannot open.
 """
 
 import hashlib
@@ -21,22 +22,23 @@ def open_rendezvous(
     timeout_s: float,
     own_error: Exception | None,
 ) -> ProcessAllGather:
-    """Begins an agreement of all processes of a mesh.
+    """Returns an all-gather over all processes of a mesh, on the chosen backend.
 
     Args:
-        backend: the `bootstrap_backend` that this process was given.
-        process: its number.
-        processes: the numbers of all that take part.
-        timeout_s: how long a round may last.
-        own_error: why this process cannot go on, or None; on jax's store it is still to
-            be told.
+        backend: the `bootstrap_backend` of this process.
+        process: the index of this process.
+        processes: the indices of all processes of the mesh.
+        timeout_s: the timeout of each round, in seconds.
+        own_error: why this process cannot take part, or None. With the backend "jax" it
+            is not sent here; the caller sends it in the first round.
 
     Raises:
-        CommunicatorError: if another process refused, has another backend, or cannot
-            open its store; the own refusal, where it has been told.
-        TimeoutError: if processes were missing when the deadline passed.
+        CommunicatorError: if another process failed, has a different backend, or cannot
+            open its store. If `own_error` is given and was sent, that is raised.
+        TimeoutError: if processes did not arrive before the deadline.
     """
-    # Of the processes alone, so that one with another axis_name meets the others too.
+    # The scope depends on the processes only, so that a process with a different
+    # axis_name joins the same rendezvous and the difference is reported.
     numbers = ",".join(map(str, sorted(processes))).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     store: Any = open_board(JAX, scope)
@@ -61,7 +63,7 @@ def open_rendezvous(
 
 
 def status(own_error: Exception | None) -> dict[str, Any]:
-    """What `refusal_of_another` wants to know of a process."""
+    """Returns the status that a process sends: its error as text, or None."""
     return {"refused": None if own_error is None else str(own_error)}
 
 
@@ -71,35 +73,45 @@ def gather_or_raise(
     own_error: Exception | None,
     timeout_s: float | None = None,
 ) -> Values:
-    """Gathers a value of every process; the own error goes before that of a round.
+    """All-gathers one value per process.
+
+    If the round fails and `own_error` is given, that is raised instead.
 
     Raises:
-        CommunicatorError: as `Agreement.gather`; the own error.
-        TimeoutError: as `Agreement.gather`.
+        CommunicatorError: if another process failed, or `own_error`.
+        TimeoutError: if processes did not arrive before the deadline.
     """
     try:
         return agreement.gather(value, timeout_s)
     except CommunicatorError as error:
-        # What went wrong here first says more than that others did not come.
+        # The earlier error of this process explains more than the failed round.
         if own_error is None:
             raise
         raise own_error from error
 
 
 def refusal_of_another(peer_info: Values) -> CommunicatorError | None:
-    """Why the processes cannot go on together, by what each said of itself."""
+    """Returns the error that the processes' statuses imply, or None.
+
+    It is the first process's refusal, or a difference in `bootstrap_backend`.
+    """
     for process, one in sorted(peer_info.items()):
         if one["refused"] is not None:
             return CommunicatorError(
                 f"initialize_ub: process {process} refused: {one['refused']}"
             )
-    # Only those that go on elsewhere name a backend.
+    # Only processes whose backend is not "jax" send its name.
     backends = {process: one.get("backend", JAX) for process, one in peer_info.items()}
     return difference("bootstrap_backend", backends)
 
 
 def difference(name: str, values: Values) -> CommunicatorError | None:
-    """What the processes differ in, with the values of two of them."""
+    """Returns an error that names two processes with different values, or None.
+
+    Args:
+        name: what the values are, for the error.
+        values: the value of each process.
+    """
     first = min(values)
     for process, value in sorted(values.items()):
         if value != values[first]:

@@ -1,4 +1,4 @@
-"""Notes as messages of MPI, through mpi4py."""
+"""A key-value store that is replicated by MPI messages, through mpi4py."""
 
 import functools
 import importlib
@@ -9,10 +9,11 @@ import jax
 
 from jax_ub.errors import CommunicatorError, ConfigurationError
 
-# Any number that others are unlikely to use; MPI promises tags up to 32767.
+# A tag that other users of COMM_WORLD are unlikely to use. MPI guarantees tags up to
+# 32767.
 _TAG = 21250
-# A message that is too long to leave by itself does so while both ends are in MPI:
-# readers look that often.
+# MPI transfers long messages only while sender and receiver both call MPI. A sender
+# keeps calling it for this long; receivers poll at least this often.
 _LONGEST_SEND_S = 0.2
 
 
@@ -33,20 +34,24 @@ def load_mpi() -> types.ModuleType:
 
 
 class Mailbox:
-    """The notes of all boards: those of the next one come while this one is read."""
+    """This process's copy of the messages of all scopes.
+
+    It holds all scopes, since messages of a later scope may arrive while an earlier one
+    is read.
+    """
 
     def __init__(self, world):
-        """Opens it, on mpi4py's COMM_WORLD."""
-        self.notes: dict[tuple[str, str], str] = {}  # by scope and key
+        """Creates an empty mailbox on mpi4py's COMM_WORLD."""
+        self.notes: dict[tuple[str, str], str] = {}  # messages by scope and key
         self._world = world
         self._sent: list = []
 
     def device_groups(self) -> tuple[int, int]:
-        """Returns the own rank and how many there are."""
+        """Returns this process's MPI rank and the number of ranks."""
         return self._world.Get_rank(), self._world.Get_size()
 
     def put(self, note: tuple[str, str], text: str | None) -> None:
-        """Leaves a note here and with all others, or takes it away."""
+        """Stores a message here and at all other ranks, or deletes it if it is None."""
         self._keep(note, text)
         own, size = self.device_groups()
         for rank in range(size):
@@ -58,7 +63,7 @@ class Mailbox:
             self.receive()
 
     def receive(self) -> None:
-        """Takes in what has come."""
+        """Receives and stores all messages that have arrived."""
         while self._world.iprobe(tag=_TAG):
             self._keep(*self._world.recv(tag=_TAG))
 
@@ -75,18 +80,18 @@ class Mailbox:
 
 @functools.cache
 def mailbox() -> Mailbox:
-    """Returns the one of this process."""
+    """Returns the only mailbox of this process."""
     return Mailbox(load_mpi().COMM_WORLD)
 
 
 class Mpi:
-    """A store of which every process has a copy, kept by messages."""
+    """A key-value store of which every process has a copy, updated by MPI messages."""
 
     def __init__(self, scope: str):
-        """Opens it.
+        """Opens the store.
 
         Raises:
-            CommunicatorError: if MPI's ranks are not the processes of jax.
+            CommunicatorError: if MPI's ranks differ from jax's process indices.
         """
         self._scope = scope
         self._mailbox = mailbox()
@@ -100,14 +105,14 @@ class Mpi:
             )
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note."""
+        """Stores a message at all processes."""
         self._mailbox.put((self._scope, key), text)
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None."""
+        """Returns the message of a key, or None if none has arrived."""
         self._mailbox.receive()
         return self._mailbox.notes.get((self._scope, key))
 
     def erase(self, key: str) -> None:
-        """Takes a note away, with a note that says so."""
+        """Deletes the message of a key at all processes."""
         self._mailbox.put((self._scope, key), None)

@@ -1,8 +1,8 @@
-"""Which processes of a job have entered `initialize_ub`, and which of them have ended.
+"""Detects processes that entered `initialize_ub` and have died since.
 
-The coordination service of `jax.distributed` learns of a death by missing heartbeats,
-100 s later. Processes that share a PID namespace see it at once: each leaves its PID in
-the key-value store before it does anything else.
+The coordination service of `jax.distributed` detects a death by missing heartbeats,
+after 100 s. Processes that share a PID namespace can detect it at once: each process
+writes its PID to the key-value store before it does anything else.
 """
 
 import json
@@ -18,10 +18,12 @@ _SCOPE = "processes"
 
 
 def enter(process: int) -> None:
-    """Leaves the PID of this process; nothing outside a job.
+    """Writes the PID of this process to jax's key-value store.
+
+    Does nothing if `jax.distributed` is not initialized.
 
     Raises:
-        CommunicatorError: if the coordinator of the job does not answer.
+        CommunicatorError: if the job's coordinator does not answer.
     """
     if distributed.global_state.client is not None:
         own = [_namespace(), os.getpid(), _start_of(os.getpid())]
@@ -29,27 +31,30 @@ def enter(process: int) -> None:
 
 
 class Presence:
-    """What this process knows of the others; each is read until it has entered."""
+    """Reports which other processes have died. Caches the PIDs of running processes."""
 
     def __init__(self) -> None:
-        """Begins to look.
+        """Opens jax's key-value store.
 
         Raises:
-            CommunicatorError: if this process belongs to no job.
+            CommunicatorError: if `jax.distributed` is not initialized.
         """
         self._store = JaxService(_SCOPE)
         self._namespace = _namespace()
         self._seen: dict[int, str] = {}
 
     def lost(self, process: int) -> str | None:
-        """Returns how a process that entered has ended, or None.
+        """Returns how a process has died, such as "(pid 123) died".
+
+        Returns None if the process is running, has not entered `initialize_ub`, or is
+        in another PID namespace.
 
         Raises:
-            CommunicatorError: if the coordinator of the job does not answer.
+            CommunicatorError: if the job's coordinator does not answer.
         """
         if process in self._seen and self._end_of(self._seen[process]) is None:
             return None
-        # A process that was started anew has left another PID.
+        # A process that was restarted has written a new PID.
         text = self._store.read(str(process))
         if text is None:
             return None
@@ -71,11 +76,15 @@ def _namespace():
 
 
 def _start_of(pid):
-    """When a process began, in the kernel's ticks; None if there is none."""
+    """Returns the start time of a process in kernel ticks; None if it is not running.
+
+    PID and start time together identify a process, since the kernel reuses PIDs.
+    """
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name in parentheses may contain anything. "Z" has ended already.
+    # The fields follow the last ")": the command name may contain spaces and
+    # parentheses. The states Z (zombie) and X (dead) mean that the process has ended.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])

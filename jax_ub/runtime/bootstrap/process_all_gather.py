@@ -1,13 +1,15 @@
-"""How processes agree: all values reach all, or everyone learns who is missing.
+"""All-gathers one value per process, or raises on every process.
 
-The process with the lowest number collects. A note of a dead job, or of an attempt that
-was given up, is never taken for an answer: the collector accepts only notes that repeat
-the number it drew for this attempt, and answers under the number that the other drew.
+The error names the processes that are missing. The process with the lowest index is the
+collector. Messages of a dead job or of an abandoned attempt are ignored: the collector
+and every member draw a random number (a nonce) for each attempt. The collector accepts
+only messages that repeat its number, and writes its answer to a key with the member's
+number.
 
-    collector                        everyone else
-    "collector": {number c, ...}  ->  reads c
+    collector                        member 1
+    "collector": [number c, ...]  ->  reads c
     reads "1" if it repeats c     <-  "1": {number n, repeats c, values}
-    "answer.n": all values        ->  goes on
+    "answer.n": all values        ->  returns the values
 """
 
 import json
@@ -19,17 +21,21 @@ from typing import Any
 from jax_ub.errors import CommunicatorError, TimeoutError, UbError
 from jax_ub.runtime.bootstrap.store import KeyValueStore
 
-# Polls get rarer up to this, and with the number of processes that ask one service.
+# The pause between polls doubles up to the longer of the first constant, and the second
+# times the number of other processes, since all processes poll one service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
-# How long a process that is interrupted looks for others that it can tell.
+# How long an interrupted process waits for others, to send them the failure.
 TELL_S = 2.0
 
-Values = dict[int, Any]  # of JSON's types, by process
+Values = dict[int, Any]  # JSON values, by process index
 
 
 class ProcessAllGather:
-    """One attempt to agree, in as many rounds as it takes; used in a `with` block."""
+    """One attempt of all processes to exchange values, in one or more rounds.
+
+    Use it as a context manager: leaving the block reports an error to the others.
+    """
 
     def __init__(
         self,
@@ -39,17 +45,18 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Begins.
+        """Starts an attempt and draws its random number.
 
         Args:
-            store: what the processes share.
-            process: the own number.
-            processes: the numbers of all that take part.
-            timeout_s: how long a round may last.
-            lost: how a process has ended, as far as that is known, or None.
+            store: key-value store that all processes share.
+            process: the index of this process.
+            processes: the indices of all processes.
+            timeout_s: the timeout of each round, in seconds.
+            lost: returns how a process has died, or None if that is not known.
 
         Attributes:
-            has_ended: whether its block was left: all have been told how.
+            has_ended: whether the `with` block has ended, so that the other processes
+                have been sent the outcome.
         """
         self.has_ended = False
         self._store = store
@@ -60,20 +67,22 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        self._numbers: dict[int, str] = {}  # of the others, as far as they answered
-        self._answers: dict[int, list] = {}
-        self._repeats = ""
-        self._is_bound = False  # the collector has answered: it is a living one
-        self._is_told = False  # those that are known know that the attempt failed
-        self._failed: Any = None  # and why, as the collector has told it
-        self._left: set[int] = set()  # of the others, those that do not listen any more
+        self._numbers: dict[int, str] = {}  # collector: known numbers of the members
+        self._answers: dict[
+            int, list
+        ] = {}  # collector: one answer per round, by member
+        self._repeats = ""  # member: the collector's number
+        self._is_bound = False  # member: an answer has confirmed the collector's number
+        self._is_told = False  # the known processes have been sent the failure
+        self._failed: Any = None  # collector: the failure that it has sent
+        self._left: set[int] = set()  # processes that have ended their attempt
 
     def __enter__(self) -> "ProcessAllGather":
-        """Begins the block."""
+        """Returns the attempt itself."""
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Takes the own notes away; if the block failed, the others learn it."""
+        """Deletes this process's messages; sends an error to the other processes."""
         failed = {}
         if error is not None and not self._is_told:
             failed = self._failure(error)
@@ -93,7 +102,10 @@ class ProcessAllGather:
         self._store.erase(f"answer.{self._number}")
 
     def _tell_all(self, failed, error):
-        """The collector fails: those that it has not heard of may be on their way."""
+        """Sends the collector's failure to all members.
+
+        Waits up to `TELL_S` for members that have not arrived yet.
+        """
         known = set() if failed else set(self._numbers)
         end_s = time.monotonic() + TELL_S
         if not isinstance(error, TimeoutError):
@@ -119,25 +131,27 @@ class ProcessAllGather:
             time.sleep(_LONGEST_PAUSE_S)
 
     def _failure(self, error):
-        # Own errors are texts for the user of any process; others say what they are.
+        # The text of a jax_ub error is meaningful in any process. The `repr` of another
+        # exception adds its type.
         is_own = isinstance(error, UbError)
         why = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
         text = f"initialize_ub: process {self._process} failed: {why}"
         return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
 
     def gather(self, value: Any, timeout_s: float | None = None) -> Values:
-        """Exchanges one value of JSON's types.
+        """All-gathers one JSON value per process.
 
         Args:
-            value: the own one.
-            timeout_s: how long the others may take to come; None is as of any round.
+            value: the value of this process.
+            timeout_s: how long to wait for the other processes, in seconds. None means
+                the timeout of the attempt.
 
         Returns:
-            The values by process, on every process the same.
+            The values by process index, the same on every process.
 
         Raises:
-            TimeoutError: names the processes that were missing at the deadline.
-            CommunicatorError: if another process gave up.
+            TimeoutError: if processes did not arrive before the deadline. Names them.
+            CommunicatorError: if another process failed.
         """
         self._rounds.append(value)
         if not self._others:
@@ -159,7 +173,7 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # Those that came are read again: they may have given up since.
+            # Reads all members, also those that arrived: they may have failed since.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
@@ -180,7 +194,7 @@ class ProcessAllGather:
         if note is None or note["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, note["number"]) != note["number"]:
-            # The new attempt is to hear of it too.
+            # Also sends the failure to the new attempt of that process.
             self._numbers[other], self._answers[other] = note["number"], []
             self._fail(f"initialize_ub: process {other} gave up and began again.")
         if "failed" in note:
@@ -207,8 +221,10 @@ class ProcessAllGather:
         pause = _Pause(timeout_s, len(self._others))
         while True:
             how = self._lost(self._collector)
-            # Before the answer: a collector that began again has answered by then, and
-            # what was written here is not for its new attempt.
+            # Must be read before the answer. A collector that restarts its attempt
+            # first answers with the failure and then writes a new number. So a member
+            # that sees the new number also sees the failure, and does not send the
+            # values of the old attempt to the new one.
             collector = _read(self._store, "collector")
             answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
@@ -230,7 +246,11 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, note):
-        """Repeats the number that the collector drew; returns whom it waits for."""
+        """Writes the collector's number into this process's message.
+
+        Returns:
+            The processes for which the collector is waiting.
+        """
         if note is None:
             return []
         number, waiting = note
@@ -241,7 +261,7 @@ class ProcessAllGather:
 
     def _missing(self, waiting):
         others = [other for other in waiting if other != self._process]
-        # If the collector waits for nobody else, it is itself the one that is missing.
+        # If the collector waits for no other process, the collector itself is missing.
         return others or [self._collector]
 
     def _write_own(self, failed=None):
@@ -255,7 +275,7 @@ class ProcessAllGather:
 
 
 class _Pause:
-    """Longer and longer pauses until a deadline."""
+    """Pauses between polls that double in length, until a deadline."""
 
     def __init__(self, timeout_s, num_others):
         self._end_s = time.monotonic() + timeout_s

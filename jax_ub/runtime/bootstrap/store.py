@@ -1,4 +1,4 @@
-"""Where processes leave notes for each other; one class for every bootstrap backend."""
+"""Key-value stores through which processes exchange messages, one class per backend."""
 
 from typing import Protocol
 
@@ -13,23 +13,23 @@ _BACKENDS = (JAX, "mpi", "file")
 
 
 class KeyValueStore(Protocol):
-    """Notes by key. A later note of the same key takes the place of the first."""
+    """A store of text messages by key, shared by all processes."""
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a note."""
+        """Stores a message, replacing an earlier one of the same key."""
 
     def read(self, key: str) -> str | None:
-        """Returns a note, or None where there is none (yet)."""
+        """Returns the message of a key, or None if there is none yet."""
 
     def erase(self, key: str) -> None:
-        """Takes a note away; one that is not there is nothing to do."""
+        """Deletes the message of a key, if there is one."""
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuses a `bootstrap_backend` that cannot be used here.
+    """Checks that a `bootstrap_backend` is known and usable in this process.
 
     Raises:
-        UnknownNameError: if there is none of that name.
+        UnknownNameError: if the backend is unknown.
         ConfigurationError: if "file" has no directory, or mpi4py is not installed.
     """
     name, directory = _split(backend)
@@ -50,24 +50,24 @@ def check_backend(backend: str | None) -> None:
 
 
 def open_board(backend: str | None, scope: str) -> KeyValueStore:
-    """Opens the store of a backend that `check_backend` has let pass.
+    """Opens the key-value store of a backend. Call `check_backend` first.
 
     Args:
         backend: None or "jax", "mpi", "file" or "file:<directory>".
-        scope: what the notes are about: boards of other scopes do not see them.
+        scope: namespace of the keys. Stores of different scopes share no messages.
 
     Raises:
-        CommunicatorError: if the backend does not connect this process.
+        CommunicatorError: if this process cannot use the backend's store.
     """
     name, directory = _split(backend)
     if name == "file":
-        # Jobs that run at once may have the same directory.
+        # Concurrent jobs may use the same directory.
         return Directory(directory, f"{job()}-{scope}")
     return Mpi(scope) if name == "mpi" else JaxService(scope)
 
 
 def backend_name(backend: str | None) -> str:
-    """Returns "jax", "mpi" or "file"; "jax" for what is none."""
+    """Returns "jax", "mpi" or "file". Invalid backends count as "jax"."""
     name, _ = _split(backend)
     return name if name in _BACKENDS else JAX
 
@@ -75,6 +75,6 @@ def backend_name(backend: str | None) -> str:
 def _split(backend):
     if backend is None:
         return JAX, ""
-    text = backend if isinstance(backend, str) else ""  # of another type: no backend
+    text = backend if isinstance(backend, str) else ""  # invalid: matches no backend
     name, _, directory = text.partition(":")
     return name, directory or settings.bootstrap_dir() or ""
