@@ -37,10 +37,9 @@ enum class Gather : uint8_t { kNone, kX, kDy };
 // Options for devices with streams; the CPU ignores them. All ranks must pass the same.
 struct KernelOptions {
   bool use_ce = true;  // copy engines move the data instead of kernels
-  int num_sm =
-      // Thread blocks of the copy kernels, which run if `use_ce` is false; 0: the
-      // engine chooses.
-      0;
+  // Thread blocks of the copy kernels, which run if `use_ce` is false; 0: the engine
+  // chooses.
+  int num_sm = 0;
   int cga_size = 0;   // cluster size of the copy kernels; 0: no clusters
   int sm_margin = 0;  // multiprocessors that GEMMs leave free
   int num_lanes = 2;  // GEMMs that may run concurrently
@@ -67,9 +66,8 @@ struct CallAttributes {
   // identified by its own id.
   std::vector<int64_t> devices;
   int64_t num_splits = 0;  // splits of a chunk; 0: the engine chooses
-  Variant variant =
-      // Variant of the schedule; ignored if the schedule does not have it.
-      Variant::kPlain;
+  // Variant of the schedule; ignored if the schedule does not have it.
+  Variant variant = Variant::kPlain;
   std::string label;  // prefix of every error message
   // Identifies the call site in every process. Empty if no group spans processes.
   std::string channel;

@@ -99,9 +99,8 @@ struct Schedule {
   Variant variant = Variant::kPlain;
   int rank = 0;
   int num_ranks = 1;
-  int num_splits =
-      // Splits per chunk: as requested, or 1 if the method does not split chunks.
-      1;
+  // Splits per chunk: as requested, or 1 if the method does not split chunks.
+  int num_splits = 1;
   int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;
 };

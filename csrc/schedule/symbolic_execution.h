@@ -55,13 +55,11 @@ class SymbolicExecution {
     Clock clock;
     std::vector<int64_t> epochs;  // [slot]: number of calls that used it
     std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
-    std::vector<bool>
-        // [slot]: this rank has waited for the release of what it put in this call
-        saw_released;
+    // [slot]: this rank has waited for the release of what it put in this call
+    std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
-    std::map<std::pair<int, int>, int>
-        // [(chunk, split)]: number of times in this call
-        multiplied;
+    // [(chunk, split)]: number of times in this call
+    std::map<std::pair<int, int>, int> multiplied;
     std::map<std::pair<int, int>, int> copied;
     std::map<int, int> reduced;  // [split]
   };

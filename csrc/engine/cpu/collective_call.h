@@ -52,8 +52,8 @@ struct Timeouts {
 // The matching calls of all ranks of a group. If the group spans processes, only the
 // calls of the local ranks.
 struct CollectiveCall {
-  const CallAttributes* attributes =
-      nullptr;                      // outlives all pending calls of the call site
+  // Outlives all pending calls of the call site.
+  const CallAttributes* attributes = nullptr;
   SlotPlans* slot_plans = nullptr;  // same lifetime as `attributes`
   int64_t run_id = 0;
   int group = 0;
@@ -111,8 +111,8 @@ class CallSite {
   const CallAttributes attributes_;
   const uint64_t id_;   // unique within this process, never reused
   const uint64_t key_;  // hash of channel and ordinal
-  const std::unordered_map<int64_t, size_t>
-      flat_ranks_;  // FlatRankOfDevice(attributes_)
+  // FlatRankOfDevice(attributes_)
+  const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::vector<uint64_t> group_keys_;
   std::vector<bool> has_begun_;  // [group]; guarded by Rendezvous::mutex_
   SlotPlans slot_plans_;
@@ -175,8 +175,8 @@ class Rendezvous {
  private:
   struct FailedLaunch {
     int64_t run_id = 0;
-    std::unordered_map<uint64_t, std::exception_ptr>
-        reasons;  // [group key]: the first failure
+    // [group key]: the first failure.
+    std::unordered_map<uint64_t, std::exception_ptr> reasons;
   };
 
   void Watch();
@@ -195,8 +195,8 @@ class Rendezvous {
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  mutable std::mutex
-      mutex_;  // guards the members below and those of CallSite that say so
+  // Guards the members below and those of CallSite that say so.
+  mutable std::mutex mutex_;
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;
   std::deque<FailedLaunch> failed_launches_;  // the kMaxLaunches newest

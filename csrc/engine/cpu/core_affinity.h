@@ -90,8 +90,8 @@ class CoreAffinity {
   void Take(int core);
   void GiveBack(int core);
 
-  mutable std::mutex
-      mutex_;  // guards the members below; no system call is made while it is held
+  // Guards the members below; no system call is made while it is held.
+  mutable std::mutex mutex_;
   std::optional<cpu_set_t> cpu_set_;
   std::array<int, CPU_SETSIZE> num_on_core_ = {};  // [core]: threads that compute there
   cpu_set_t busy_ = {};                            // cores with num_on_core_ > 0

@@ -19,8 +19,8 @@ struct RankCalls {
   // [rank]. For ranks of other processes only the communicated operands are set.
   const std::vector<RankCall>& all;
   const std::vector<RankCall>& own;
-  const std::vector<int>* own_ranks =
-      nullptr;  // ranks of `own`, ascending; null: all ranks
+  // Ranks of `own`, ascending; null: all ranks.
+  const std::vector<int>* own_ranks = nullptr;
 
   int64_t RankOf(size_t i) const {
     return own_ranks == nullptr ? static_cast<int64_t>(i) : (*own_ranks)[i];

@@ -157,15 +157,15 @@ class ThreadPool {
   bool HasWork() const;
   void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& member) noexcept;
 
-  const SignalMask
-      signal_mask_;  // signal mask of every thread, independent of the starting thread
+  // Signal mask of every thread, independent of the starting thread.
+  const SignalMask signal_mask_;
   const int num_cores_;
   std::atomic<int> num_threads_;
   std::atomic<int64_t> scratch_bytes_{0};
   BlockingCache blockings_;
 
-  mutable std::mutex
-      mutex_;  // guards the members below; no system call is made while it is held
+  // Guards the members below; no system call is made while it is held.
+  mutable std::mutex mutex_;
   Queue<BlockingTask> runs_;
   Queue<Job> jobs_;
   // The idle threads. Each is counted in exactly one of these:

@@ -60,8 +60,8 @@ class WorkList {
 
  private:
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  std::vector<int64_t>
-      plan_ends_;  // plan i has units [plan_ends_[i - 1], plan_ends_[i])
+  // plan i has units [plan_ends_[i - 1], plan_ends_[i])
+  std::vector<int64_t> plan_ends_;
   // The units after those of the plans. Copy unit i has copies [copy_ends_[i - 1],
   // copy_ends_[i]); sums likewise.
   std::vector<Copy> copies_;

@@ -50,12 +50,12 @@ class CudaCallSite {
   // The result of Initialize for one device.
   struct Preparation {
     Place place;
-    std::vector<int>
-        alignments;    // alignments of the tensors for which the GEMMs were planned
+    // Alignments of the tensors for which the GEMMs were planned.
+    std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    std::optional<WorkspacePlan>
-        by_multicast;  // plan of a multicast reduction, if it is possible
+    // Plan of a multicast reduction, if it is possible.
+    std::optional<WorkspacePlan> by_multicast;
     GemmOptions options;
     Gpu* gpu = nullptr;
   };
@@ -72,13 +72,13 @@ class CudaCallSite {
   };
 
   const CallAttributes attributes_;
-  const std::unordered_map<int64_t, size_t>
-      flat_ranks_;    // FlatRankOfDevice(attributes_)
+  // FlatRankOfDevice(attributes_)
+  const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
-  std::map<int, std::weak_ptr<CudaCommunicator>>
-      declared_;      // by ordinal: the communicator that has the signature
+  // By ordinal: the communicator that has the signature.
+  std::map<int, std::weak_ptr<CudaCommunicator>> declared_;
   std::string name_;  // the same in every process that runs the call site
 };
 
