@@ -23,7 +23,7 @@ constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
                                                             "bulk_all_gather",
                                                             "bulk_reduce_scatter"};
 
-// The attributes that are numbers, for a signature.
+// The numeric attributes that are part of the signature.
 constexpr std::array<std::string_view, 9> kNumberNames = {
     "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
     "has_residual", "return_gathered", "accumulate",  "gather"};
@@ -34,7 +34,7 @@ std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
           at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather)};
 }
 
-// Compares what came with what the op's contract says, tensor by tensor.
+// Checks the operands and results of a call against the op's contract.
 class Contract {
  public:
   Contract(const CallAttributes& attributes, const RankCall& call)
@@ -58,13 +58,13 @@ class Contract {
     Expect(call_.results[index], name, want);
   }
 
-  // An operand or result whose dtype is free among the three.
+  // Checks an operand or result that may have any of the supported dtypes.
   void Sized(const Tensor& got, const char* name, Tensor want) const {
     want.dtype = got.dtype;
     Expect(got, name, want);
   }
 
-  // What may be of any shape and dtype.
+  // Checks a tensor that may have any shape and dtype, but must not be empty.
   void NotEmpty(const Tensor& got, const char* name) const { Expect(got, name, got); }
 
   void Divides(const char* what, int64_t size) const {
@@ -131,8 +131,8 @@ void CheckAllGatherMatmul(const CallAttributes& at,
   }
 }
 
-// matmul_reduce_scatter, matmul_all_reduce and matmul: `parts` is into how many shares
-// the rows of the product are cut.
+// Checks matmul_reduce_scatter, matmul_all_reduce and matmul. The rows of the GEMM's
+// result are divided into `parts` shares, one per rank that gets a share.
 void CheckMatmulReduce(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract,
@@ -156,7 +156,7 @@ void CheckMatmulReduce(const CallAttributes& at,
   contract.Sized(call.results[0], "y", y);
 }
 
-// dy_i and main_grad_i behind the operand x, and dw_i.
+// Checks the operands dy_i and main_grad_i, which follow x, and the results dw_i.
 void CheckWgrads(const CallAttributes& at,
                  const RankCall& call,
                  const Contract& contract,
@@ -188,8 +188,8 @@ void CheckWgrad(const CallAttributes& at,
   CheckWgrads(at, call, contract, dy_rows);
 }
 
-// A pure communication: `from` goes to `to`, whose rows are times `gather` or divided
-// by `scatter`.
+// Checks the operand `from` and the result `to` of a collective. It multiplies the
+// number of rows by `gather` and divides it by `scatter`.
 void CheckMoved(const CallAttributes& at,
                 const Tensor& from,
                 const Tensor& to,

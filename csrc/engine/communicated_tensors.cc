@@ -8,7 +8,8 @@ namespace jax_ub {
 
 namespace {
 
-// Elements of any shape are rows of one feature, so that they can be cut anywhere.
+// An all-reduce views its operand as rows of one element, so that it can be split
+// between any two elements.
 Tensor AsRows(const CallAttributes& at, Tensor tensor) {
   if (at.op == Op::kAllReduce) {
     tensor.rows = tensor.num_elements();
@@ -94,7 +95,8 @@ std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
 
 namespace {
 
-// One product of GatherProducts, of kernel i: segments by piece, then by batch.
+// Builds the GEMM of kernel i for GatherProducts. Its segments are ordered by slice,
+// then by batch.
 class GatherProduct {
  public:
   GatherProduct(const CallAttributes& at, const RankCall& call, int i)

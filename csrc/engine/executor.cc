@@ -13,18 +13,18 @@ namespace jax_ub {
 
 namespace {
 
-// One rank, one pass. Where the device enqueues, a step waits for what it reads, and for
-// nothing else:
+// Executes one pass of a schedule on one rank. On a device that enqueues, a step waits
+// only for what it reads:
 //
-//   product of what arrived   the mark behind its kWait
-//   put of a partial sum      its product
-//   sum                       the waits for all parts, and the product of the own one
+//   GEMM of received data     the event after its kWait
+//   put of a partial sum      its GEMM
+//   sum                       the waits for all partial sums, and this rank's GEMM
 //   put of a sum              that sum
-//   product of all            the copies
-//   the end                   what reads slots on product lanes
+//   GEMM of all rows          the copies
+//   end of the call           GEMM lanes that read slots
 class ScheduleRun {
  public:
-  // `beside`: products that have nothing to do with the exchange.
+  // `beside` are the GEMMs of a bulk op, which are independent of the communication.
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
               const CommunicatedTensor& exchange,
@@ -59,7 +59,8 @@ class ScheduleRun {
 
   void Run() {
     for (const Step& step : schedule_.steps) {
-      // All that can be sent at once is on its way.
+      // Before the first wait: everything that can be sent immediately has been
+      // enqueued.
       if (step.kind == StepKind::kWait) MultiplyBeside();
       Take(step);
     }
@@ -74,13 +75,13 @@ class ScheduleRun {
   }
 
  private:
-  // A piece in a slot, and behind which point it may be read.
+  // The slot of a received split, and the dependency after which it may be read.
   struct ReceivedSplit {
     int slot = kNone;
     Dependency arrival;
   };
 
-  // Whether a lane reads slots, and a point behind the last time, if there is one.
+  // Whether a lane reads slots, and a point after its last read, if one was recorded.
   struct LaneSlotReads {
     bool reads_slots = false;
     Dependency last;
@@ -88,7 +89,7 @@ class ScheduleRun {
 
   void Take(const Step& step) {
     const WaitReason reason{at_.label, step.chunk, timeout_s_};
-    // Kinds of steps and of spans have the same numbers.
+    // StepKind and TraceKind have the same values for steps.
     const TraceScope scope(trace_, static_cast<TraceKind>(step.kind), step);
     switch (step.kind) {
       case StepKind::kMultiply:
@@ -110,17 +111,17 @@ class ScheduleRun {
     }
   }
 
-  // The first chunk stands for all.
+  // kAllChunks uses the index of chunk 0.
   size_t IndexOf(Payload payload, int chunk, int split) const {
     return (static_cast<size_t>(payload) * schedule_.num_ranks + std::max(chunk, 0)) *
                schedule_.num_splits +
            split;
   }
-  // Parts to be added are found by who sent them, the others by what they are.
+  // Received partial sums are indexed by sender, all other splits by chunk.
   ReceivedSplit& HeldOf(Payload payload, int chunk, int split) {
     return held_[IndexOf(payload, chunk, split)];
   }
-  // Behind which point a piece that this rank computes is there.
+  // Returns the point after which a split that this rank computes is complete.
   Dependency& ProducedBy(Payload payload, int chunk, int split) {
     return produced_[IndexOf(payload, chunk, split)];
   }
@@ -131,8 +132,8 @@ class ScheduleRun {
     ReceivedSplit& held =
         HeldOf(step.payload, partial ? step.peer : step.chunk, step.split);
     held.slot = step.slot;
-    // Products read pieces one by one, a sum all parts at once, and copies are made on
-    // the lane that waits.
+    // Only GEMMs of single splits wait for this event: a sum waits for all partial sums
+    // at once, and copies run on the communication lane.
     if (schedule_.pattern == CollectiveKind::kAllGatherMatmul &&
         schedule_.method != Method::kExternal) {
       held.arrival = lanes_.Record(kCommunicationLane);
@@ -148,7 +149,8 @@ class ScheduleRun {
     return RowsOfChunk(step.chunk, step.split);
   }
 
-  // Rows of the own shard begin at its chunk, those of scattered results too.
+  // Returns the row of the global tensor at which `tensor` starts: 0 for a tensor of
+  // all rows, the first row of the chunk for a shard.
   int64_t FirstRow(const Tensor& tensor, int chunk) const {
     return tensor.rows == exchange_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
   }
@@ -159,7 +161,7 @@ class ScheduleRun {
     return {tensor, rows.begin - first, rows.end - first};
   }
 
-  // The piece where this rank has it: in its own tensors, or in a slot.
+  // Returns the split where this rank stores it: in its own tensors, or in a slot.
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return PieceOf(partial_, step);
@@ -203,7 +205,7 @@ class ScheduleRun {
       return Compute(lane, GatherProducts(at_, call_, {&all, 1}, 0), step);
     }
     std::vector<RowSlice> pieces;
-    Dependency arrival;  // of the last one
+    Dependency arrival;  // arrival of the last split
     for (int i = 0; i < step.num_chunks; ++i) {
       const Step one = ChunkOf(step, i);
       CopySegmentBlock(one);
@@ -233,7 +235,7 @@ class ScheduleRun {
     }
   }
 
-  // All on one lane: the sums come on another one, if there is one.
+  // All GEMMs on one lane: sums then use another lane, if there is one.
   void MultiplyBeside() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});
@@ -243,14 +245,15 @@ class ScheduleRun {
     if (!problems.empty()) device_.Multiply(lane, std::move(problems), step);
   }
 
-  // The parts of all ranks, in their order, then bias and residual; rounded once.
+  // Adds the partial sums of all ranks in rank order, then bias and residual, and
+  // rounds once.
   void Reduce(const Step& step) {
     const RowSlice own = PieceOf(partial_, step);
     const RowSlice out = PieceOf(exchange_.result, step);
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
-      // The waits for the parts are what that lane was given last.
+      // The waits for the partial sums are the latest work on the communication lane.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
     }
     lanes_.Await(lane, ProducedBy(Payload::kPartial, step.chunk, step.split));
@@ -288,13 +291,14 @@ class ScheduleRun {
   Device& device_;
   LaneDependencies& lanes_;
   const TraceContext& trace_;
-  std::vector<ReceivedSplit> held_;     // [payload][chunk, or sender of a part][split]
+  // [payload][chunk, or sender of a partial sum][split]
+  std::vector<ReceivedSplit> held_;
   std::vector<Dependency> produced_;    // [payload][chunk][split]
   std::vector<LaneSlotReads> readers_;  // [lane]
   Tensor partial_;
 };
 
-// The products of a call whose operands are all there behind the point.
+// Enqueues the GEMMs of a call whose operands are all available after `ready`.
 void RunLocalGemms(const CallAttributes& at,
                    const RankCall& call,
                    const Dependency& ready,

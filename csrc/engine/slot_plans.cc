@@ -76,7 +76,7 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
     int64_t element_bytes = SizeOf(exchange.operand.dtype);
     if (!gather) {
       if (HasProduct(plan.pattern)) element_bytes = SizeOf(plan.partial_dtype);
-      // An all-reduce sends the sums too.
+      // An all-reduce also sends the sums, in the dtype of the result.
       element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
     }
     plan.slot_bytes = std::max(plan.slot_bytes,

@@ -31,16 +31,19 @@ std::string_view TraceKindName(TraceKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// One thread writes it. A reader sees the events below `size`, if the generation is the
-// one that it asks for; the writer begins anew only in a later one.
+// The events of one thread. Only that thread writes. A reader may read the events below
+// `size` if `generation` is the one it wants: the writer overwrites events only after
+// another Start.
 struct Tracer::Buffer {
   static constexpr int64_t kEventBytes = sizeof(TraceEvent);
 
   explicit Buffer(std::thread::id id) : owner(id) {}
 
-  // Or none, where there is not that much: a span ends in a destructor. Memory is only
-  // reserved here, and taken by small pages as events come: a thread makes room in the
-  // middle of what is traced, where filling it, or the first huge page of it, would show.
+  // Reserves memory for `num_events` events, or none if it is exhausted: it must not
+  // throw, because a span ends in a destructor. Memory is only reserved here and
+  // committed in small pages as events arrive. A thread calls this during the traced
+  // program, where filling the memory, or its first huge page, would show up in the
+  // trace.
   void Reserve(int64_t num_events) noexcept {
     if (num_events == room) return;
     room = 0;
@@ -58,9 +61,9 @@ struct Tracer::Buffer {
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  // These change only between generations.
+  // These change only between two generations.
   int64_t room = 0;
-  HostMapping memory;  // of `room` events
+  HostMapping memory;  // memory for `room` events
 };
 
 Tracer::Tracer() = default;
@@ -97,7 +100,7 @@ Tracer::Buffer* Tracer::OwnBuffer() {
     Buffer* buffer = place.load(std::memory_order_acquire);
     if (buffer == nullptr) {
       std::unique_ptr<Buffer> mine(new (std::nothrow) Buffer(self));
-      if (!mine) return nullptr;  // dropped: a span ends in a destructor
+      if (!mine) return nullptr;  // drop the event: destructors must not throw
       if (place.compare_exchange_strong(buffer, mine.get())) return mine.release();
     }
     if (buffer->owner == self) return buffer;

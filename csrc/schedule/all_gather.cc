@@ -4,12 +4,12 @@ namespace jax_ub {
 
 namespace {
 
-// ring_exchange. Rank r begins with its own chunk and passes on to r + 1 what came from
-// r - 1, so that chunk r - d is there in step d and the next one travels while it is
-// multiplied. Slot d - 1 holds the chunk from d ranks behind. P = 4:
+// ring_exchange. Rank r starts with its own chunk. In each step it forwards the chunk
+// that it received from r - 1 to r + 1, so it processes chunk r - d in step d while the
+// next chunk is in flight. Slot d - 1 holds the chunk of the rank d behind. P = 4:
 //
 //   step         0     1     2     3
-//   rank 0       0     3     2     1      chunk that is multiplied
+//   rank 0       0     3     2     1      chunk of the GEMM
 //   rank 1       1     0     3     2
 //   rank 2       2     1     0     3
 //   rank 3       3     2     1     0
@@ -38,9 +38,9 @@ void AppendRing(ScheduleBuilder& builder,
   }
 }
 
-// pipeline, and with one piece bulk and external. Every rank puts its own chunk into a
-// slot of each peer, piece by piece and nearest peer first, so that nobody is written
-// to by all at once. P = 4, two pieces, rank 0:
+// pipeline; with one split also bulk and external. Every rank puts its own chunk into a
+// slot of each peer, split by split and nearest peer first, so that the ranks do not
+// all write to the same peer at once. P = 4, two splits, rank 0 (chunk.split):
 //
 //   put       0.0 to 1, 2, 3   0.1 to 1, 2, 3
 //   multiply           0.0              0.1      3.0   2.0   1.0   3.1   2.1   1.1
@@ -70,20 +70,21 @@ void AppendPieces(ScheduleBuilder& builder,
 
 }  // namespace
 
-// aggregate, P even. Neighbours 2i and 2i + 1 exchange chunks, then what rank r has
-// travels on to r + 2, two chunks in a step, and each product but the first two is that
-// of a pair. The own chunk needs no one and is not near the neighbour's in memory, so
-// the two are multiplied one by one, the own one while the neighbour's comes. P = 6:
+// aggregate, P even. Neighbours 2i and 2i + 1 exchange their chunks. Then each rank r
+// sends the chunks that it has to r + 2, two per step. Each GEMM except the first two
+// is over the two chunks of a pair. The own chunk needs no communication and is not
+// adjacent to the neighbour's in memory, so these two get separate GEMMs: the first
+// runs while the neighbour's chunk is in flight. P = 6:
 //
 //   step               0      1      2      3
-//   rank 0             0      1     4 5    2 3     chunks that are multiplied
+//   rank 0             0      1     4 5    2 3     chunks of the GEMM
 //   rank 1             1      0     4 5    2 3
 //   rank 2             2      3     0 1    4 5
 //   from slots         -      0     1 2    3 4
 //   sent to r xor 1    r
-//   sent to r + 2      r    r xor 1  what came from r - 2, but in the last step
+//   sent to r + 2      r    r xor 1  chunks received from r - 2, except in the last step
 //
-// Slots 2d - 1 and 2d hold the pair from d pairs behind, the even chunk first.
+// Slots 2d - 1 and 2d hold the pair that is d pairs behind, the even chunk first.
 void AppendRingOfPairs(ScheduleBuilder& builder) {
   builder.BeginStage();
   const int own = builder.rank();

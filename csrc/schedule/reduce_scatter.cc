@@ -4,7 +4,8 @@ namespace jax_ub {
 
 namespace {
 
-// Adds what all ranks have of these rows.
+// Appends the waits for the peers' partial sums of these rows, their sum, and the
+// releases.
 void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
   const int num_ranks = builder.num_ranks();
   for (int distance = 1; distance < num_ranks; ++distance) {
@@ -20,25 +21,26 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 
 }  // namespace
 
-// ring_exchange (one piece) and pipeline. Not a ring of partial sums: those would be
-// rounded or added in another order on every rank. Each partial sum goes to the rank
-// that owns its rows, the next rank's first and the own one last, so that all but that
-// are on their way when it is done; the owner adds them in f32, in rank order. P = 4:
+// ring_exchange (one split) and pipeline. Partial sums do not travel around a ring,
+// where they would be rounded at every step or be added in a different order on every
+// rank. Instead each partial sum is sent directly to the rank that owns its rows. The
+// next rank's is computed first and the rank's own last, so that all sent ones are in
+// flight by then. The owner adds them in f32, in rank order. P = 4:
 //
 //   step         0     1     2     3
-//   rank 0       1     2     3     0      chunk that is multiplied
+//   rank 0       1     2     3     0      chunk of the GEMM
 //   rank 1       2     3     0     1
 //   rank 2       3     0     1     2
 //   rank 3       0     1     2     3
 //   put to      r+1   r+2   r+3    -
-//   into slot    0     1     2     -      d - 1 where the owner is d ranks ahead
+//   into slot    0     1     2     -      d - 1 if the owner is d ranks ahead
 //
-// With pieces, all of this is done piece by piece, and piece s - 1 is reduced after the
-// products of piece s are on their way.
+// With several splits, all of this is done per split, and split s - 1 is reduced after
+// the GEMMs of split s have been enqueued.
 //
-// overlap_first_gemm: each put is asked for behind the product that follows its own. A
-// put waits for its product; where streams share a queue of the hardware, that wait
-// would keep a product behind it from beginning.
+// overlap_first_gemm: each put is enqueued after the GEMM that follows its own GEMM. A
+// put waits for its GEMM; if streams share a hardware queue, this wait would delay a
+// GEMM that is enqueued behind it.
 void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,
                          bool overlap_first_gemm) {
@@ -46,14 +48,14 @@ void AppendReduceScatter(ScheduleBuilder& builder,
   const int num_ranks = builder.num_ranks();
   const int rank = builder.rank();
   const auto put = [&](int distance, int split) {
-    if (distance == 0 || distance == num_ranks) return;  // no one, or itself
+    if (distance == 0 || distance == num_ranks) return;  // no peer, or this rank
     const int owner = builder.Ahead(distance);
     builder.Send(StepKind::kPut, Payload::kPartial, owner, split, owner,
                  builder.SlotOf(distance, split));
   };
   for (int split = 0; split < builder.num_splits(); ++split) {
     for (int distance = 1; distance <= num_ranks; ++distance) {
-      const int owner = builder.Ahead(distance);  // at last the rank itself
+      const int owner = builder.Ahead(distance);  // finally this rank
       if (multiply) builder.Add(StepKind::kMultiply, Payload::kPartial, owner, split);
       put(overlap_first_gemm ? distance - 1 : distance, split);
     }
@@ -62,9 +64,9 @@ void AppendReduceScatter(ScheduleBuilder& builder,
   AppendReduce(builder, rank, builder.num_splits() - 1);
 }
 
-// one_shot, for few rows. Every rank puts all of its partial sum into a slot of each
-// peer and adds all of them itself, in rank order: one exchange instead of two, for P / 2
-// times the bytes. P = 4, rank 0:
+// one_shot, for few rows. Every rank puts its whole partial sum into a slot of each
+// peer, and adds all of them itself, in rank order. This takes one exchange instead of
+// two, but sends P / 2 times the bytes. P = 4, rank 0:
 //
 //   multiply all | put all to 1 2 3 | wait for 3 2 1 | reduce all | release
 void AppendOneShot(ScheduleBuilder& builder, bool multiply) {

@@ -30,7 +30,7 @@ void AppendPattern(ScheduleBuilder& builder,
                    Method method,
                    Variant variant) {
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
-  // external keeps the product apart: behind the gather, or before the scatter.
+  // external runs the GEMM separately: after the gather, or before the scatter.
   const bool apart = method == Method::kExternal;
   const bool multiply = HasProduct(pattern) && !apart;
   if (IsGather(pattern)) {
@@ -44,7 +44,7 @@ void AppendPattern(ScheduleBuilder& builder,
   if (variant == Variant::kOneShot) return AppendOneShot(builder, multiply);
   AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
   if (IsAllReduce(pattern)) {
-    // The sums, which the reduction left in their rows of the result, go to all.
+    // All-gathers the sums, which the reduction has stored in their rows of the result.
     AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
                     /*consume_own=*/false);
   }
@@ -88,14 +88,14 @@ std::string_view PayloadName(Payload payload) {
   return kPayloadNames[static_cast<size_t>(payload)];
 }
 
-// direct: nothing is sent. Every rank lets the others read its operands, multiplies
-// once, over all of them, and may go on when nobody reads its own any more. P = 4, rank
-// 0:
+// direct: nothing is sent. Every rank lets its peers read its operands, runs one GEMM
+// over the operands of all ranks, and continues when no peer reads its operands any
+// more. P = 4, rank 0:
 //
 //   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
 //
-// In one process the meeting of the ranks' calls is the publish and the common
-// completion the release (engine/cpu/collective_call.h).
+// In one process, the rendezvous of the ranks' calls replaces the publish step and
+// their common completion replaces the release (engine/cpu/collective_call.h).
 void AppendDirect(ScheduleBuilder& builder) {
   builder.BeginStage();
   const int num_ranks = builder.num_ranks();

@@ -70,7 +70,7 @@ bool SymbolicExecution::Done(int rank) const {
   return ranks_[rank].call == calls_.size();
 }
 
-// A put that this rank made in this call has to be released once more.
+// If this rank has put into the slot in this call, the peer must release it once more.
 int64_t SymbolicExecution::EpochToWaitFor(int rank, const Step& step) const {
   return ranks_[rank].epochs[step.slot] + (ranks_[rank].was_put[step.slot] ? 1 : 0);
 }
@@ -187,7 +187,7 @@ bool SymbolicExecution::Holds(int rank, const Piece& piece, int slot_index) {
   return piece.payload != Payload::kSum || ranks_[rank].reduced.contains(piece.split);
 }
 
-// What has no product has its parts from the start.
+// Without a GEMM, the partial sums are available from the start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
   if (!HasProduct(ScheduleOf(rank).pattern)) return true;
   const auto& multiplied = ranks_[rank].multiplied;
@@ -204,7 +204,8 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const Piece piece{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, piece, kNone);
-  // Not the first slot that has it: that may be what the next call has sent.
+  // Check all slots: the first one with the split may already hold data of the next
+  // call.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, piece, static_cast<int>(slot))) return true;
   }
@@ -303,7 +304,7 @@ void SymbolicExecution::CheckCounts(int rank) {
   }
 }
 
-// A slot that a rank knows to be used must be used on every rank, or epochs differ.
+// A slot that one rank uses must be used on every rank; otherwise their epochs differ.
 void SymbolicExecution::EndCall(int rank) {
   Rank& me = ranks_[rank];
   CheckCounts(rank);

@@ -22,12 +22,13 @@ namespace jax_ub {
 
 namespace {
 
-// What initialize_ub allocates for a shape [T, H]: the text below turns it round.
+// initialize_ub allocates 8 bytes per element of shape [T, H], plus the slack.
+// CapacityError inverts this formula.
 constexpr int64_t kBufferBytesPerElement = 8;
 constexpr int64_t kBufferSlackBytes = 64 << 10;
 
-// Programs of one origin have run ids as far apart as launches are in flight; of two,
-// any distance.
+// Run ids of programs that were compiled together differ by at most the number of
+// launches in flight. Those of separately compiled programs differ by any amount.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
 uint32_t RunOf(const CallLogEntry& order) {
@@ -58,7 +59,7 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
   return plan.num_slots * SlotTransport::StrideOf(plan.slot_bytes);
 }
 
-// Why no process can run the call, all alike; or nothing.
+// Returns the error because of which every process rejects the call, or nullptr.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
@@ -152,7 +153,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // Lets go of a call sequencer, from a thread of the thread pool; made here, where it may fail.
+  // Releases the sequencer on a thread of the pool. Allocated here, where failure is
+  // allowed.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -163,7 +165,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
         std::shared_ptr<CallSequencer> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
-        // The communicator's own thread cannot end it; whoever closes it has it anyway.
+        // This thread belongs to the communicator and cannot destroy it. A thread in
+        // Close holds a reference anyway.
         if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
         let_go->alive = std::move(alive);
         pool.SubmitBlocking(let_go);
@@ -179,7 +182,7 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
     std::lock_guard lock(mutex_);
     failure = failure_;
     if (!failure) {
-      // In one step, so that the log has the order of the queue.
+      // Under one lock, so that log and queue have the same order.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
@@ -193,7 +196,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
   pool_.SubmitBlocking(std::move(conduct));
 }
 
-// A run: it may wait, for peers and for the own ranks.
+// Runs on the thread pool as a run: it may block, waiting for peers and for local
+// ranks.
 void CallSequencer::RunCalls() noexcept {
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
@@ -211,7 +215,7 @@ void CallSequencer::RunCalls() noexcept {
       failure = std::current_exception();
       Fail(failure);
     }
-    if (!collective) {  // failed before it was known which one: all were told
+    if (!collective) {  // failed before a call was selected; Fail fails all of them
       if (Finish()) return;
       continue;
     }
@@ -221,7 +225,7 @@ void CallSequencer::RunCalls() noexcept {
   }
 }
 
-// True when nothing is left to conduct: the next call to come starts anew.
+// Returns true if the queue is empty. The next Enqueue then submits RunCalls again.
 bool CallSequencer::Finish() {
   std::lock_guard lock(mutex_);
   if (!complete_.empty()) return false;
@@ -234,9 +238,9 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
   bool is_first_call = false;
   {
     std::lock_guard lock(mutex_);
-    // OnPoison fails what is left, and may still be on its way. A call must not begin
-    // behind one that failed: nobody met in that one's barrier, so that a peer may still
-    // read the buffers that this call would write.
+    // After a failure, OnPoison fails the queued calls, possibly later. No call may
+    // begin after one that failed: the ranks did not meet in its barrier, so a peer may
+    // still be reading the buffers that the next call would write.
     if (complete_.empty() || communicator_->poison()) {
       is_running_ = false;
       return nullptr;
@@ -249,7 +253,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
     label = complete_.front()->attributes->label;
     for (const auto& collective : complete_) is_first_call |= collective->is_first;
   }
-  // No other thread changes next_call_.
+  // Reads `next_call_` without the lock, because only this thread changes it.
   return WaitForLocalCall(
       communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
 }
@@ -278,7 +282,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
   }
 }
 
-// The mutex is held.
+// Requires `mutex_`.
 std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
                                                 const WaitReason& reason) const {
   std::ostringstream text;
@@ -297,7 +301,8 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
   return text.str();
 }
 
-// Returns why no process runs the call; throws what fails all of them for good.
+// Runs a call. Returns the error if every process rejects the call; throws failures
+// that are permanent.
 std::exception_ptr CallSequencer::Run(const CollectiveCall& collective, int64_t call) {
   const CallAttributes& at = *collective.attributes;
   const double timeout_s = hooks_.timeouts().call_s;
@@ -318,7 +323,8 @@ std::exception_ptr CallSequencer::Run(const CollectiveCall& collective, int64_t 
   return nullptr;
 }
 
-// The arrival: every process is in this call, and means the same by it.
+// The arrival barrier: checks that every process is in this call, with the same
+// signature.
 void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t call) {
   const uint64_t signature = Signature(*collective.attributes, collective.calls[0]);
   communicator_->PublishSignature(call, signature, TextOf(signature, collective));
@@ -327,7 +333,7 @@ void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t 
     communicator_->Barrier(
         call, 0, ReasonFor(collective.attributes->label, collective.is_first));
   }
-  // All compare with the leader's, so that all say the same.
+  // Every process compares with the leader's signature, so all report the same error.
   const CallSignature first = communicator_->call_signature(0, call);
   for (int p = 1; p < communicator_->num_processes(); ++p) {
     const CallSignature other = communicator_->call_signature(p, call);
@@ -360,8 +366,8 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
     products.emplace(std::move(work), pool_);
   }
   struct Running {
-    std::atomic<size_t> next{0};  // of the local ranks
-    std::mutex mutex;             // guards the two below
+    std::atomic<size_t> next{0};  // index of the next local rank
+    std::mutex mutex;             // guards `num_left` and `failure`
     std::condition_variable changed;
     size_t num_left = 0;
     std::exception_ptr failure;
@@ -371,7 +377,8 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
   running->num_left = num_ranks;
   const auto run_next = [&, num_ranks, running] {
     const size_t i = running->next.fetch_add(1);
-    if (i >= num_ranks) return;  // too late: nothing else of the call may be left
+    // The call may have ended, so a late task must not access it.
+    if (i >= num_ranks) return;
     std::exception_ptr own;
     try {
       Transport& transport =
@@ -381,12 +388,13 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
       ExecuteRank(at, collective.calls[i], plan, timeout_s, transport, device, trace);
     } catch (...) {
       own = std::current_exception();
-      if (own != communicator_->poison()) {  // else it is what a peer has told
+      // If they are equal, a peer has reported the failure.
+      if (own != communicator_->poison()) {
         const size_t num_begun = std::min(running->next.load(), num_ranks);
         own = AddThreadShortage(own, static_cast<int>(num_begun),
                                 static_cast<int>(num_ranks));
       }
-      Fail(own);  // or the other ranks would wait for this one
+      Fail(own);  // otherwise the other ranks would wait for this one
     }
     std::lock_guard lock(running->mutex);
     if (own && !running->failure) running->failure = own;
@@ -396,10 +404,10 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
   try {
     for (size_t i = 1; i < num_ranks; ++i) pool_.SubmitBlocking(run_next);
   } catch (const std::bad_alloc&) {
-    // This thread does the rest.
+    // This thread runs the remaining ranks.
   }
-  // Also those for which no thread has come: at the system's limit of threads none does,
-  // and they have to fail as those that waited for them.
+  // Runs the ranks that no other thread has begun. At the system's limit of threads
+  // there may be some. They must fail like the ranks that waited for them.
   while (running->next.load() < num_ranks) run_next();
   {
     std::unique_lock lock(running->mutex);
@@ -409,8 +417,9 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
   if (running->failure) std::rethrow_exception(running->failure);
 }
 
-// Each rank from a thread of its own, since what completes it runs the rest of its
-// program; the last one from this thread, which has nothing else to do.
+// Completes each rank on a separate thread, because its completion runs the rest of its
+// program. If `inline_last`, completes the last rank on this thread, which has no other
+// work.
 void CallSequencer::Complete(const std::shared_ptr<CollectiveCall>& collective,
                              std::exception_ptr failure,
                              bool inline_last) noexcept {
@@ -464,7 +473,7 @@ std::exception_ptr CallSequencer::WithLabel(
     return std::make_exception_ptr(CommunicatorError(relabeled(error.what())));
   }
 } catch (...) {
-  return reason;  // of another kind, or there is no memory for the text
+  return reason;  // another type of error, or no memory for the text
 }
 
 std::exception_ptr CallSequencer::failure() const {

@@ -16,8 +16,9 @@ namespace jax_ub {
 
 namespace {
 
-// Launches that may be in flight: XLA admits 32 per device. Nobody says when one is over;
-// of one that so many others followed no rank is still to come.
+// Launches that are remembered per call site. XLA allows 32 launches in flight per
+// device, and does not report the end of a launch. After 128 newer launches, all ranks
+// of a launch have arrived.
 constexpr size_t kMaxLaunches = 128;
 constexpr double kWatchdogPeriodS = 1;
 
@@ -50,7 +51,8 @@ uint64_t NextId() {
   return next.fetch_add(1);
 }
 
-// Where a rank's call lies in a collective call: among those of this process, if it has a call sequencer.
+// Returns the index of a rank's call in a collective call. With a call sequencer, it
+// counts local ranks only.
 size_t IndexOf(const CallAttributes& at,
                const CallSequencer* sequencer,
                int rank,
@@ -109,7 +111,8 @@ CallSite::Launch& CallSite::FindLaunch(int64_t run_id) {
   for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch) {
     if (launch->run_id == run_id) return *launch;
   }
-  // A collective call that is still open in the oldest run stays with the watchdog.
+  // The watchdog still fails a collective call of the dropped launch that is
+  // incomplete.
   if (launches_.size() == kMaxLaunches) launches_.pop_front();
   launches_.push_back({run_id, std::vector<int64_t>(flat_ranks_.size(), 0), {}});
   return launches_.back();
@@ -180,10 +183,10 @@ std::shared_ptr<CollectiveCall> Rendezvous::Arrive(CallSite& site,
                             ": its communicator was closed while ranks of it arrived");
   }
   if (!watchdog_started_ && collective->calls.size() > 1) {
-    StartThread([this] { Watch(); });  // or throws, before the call is there
+    StartThread([this] { Watch(); });  // may throw; the call is not registered yet
     watchdog_started_ = true;
   }
-  incomplete_.reserve(incomplete_.size() + 1);  // or throws, before the call is there
+  incomplete_.reserve(incomplete_.size() + 1);  // may throw, too
   collective->calls[index] = std::move(call);
   collective->completions[index] = std::move(done);
   if (static_cast<size_t>(++collective->num_arrived) == collective->calls.size()) {
@@ -194,8 +197,8 @@ std::shared_ptr<CollectiveCall> Rendezvous::Arrive(CallSite& site,
     return collective;
   }
   if (collective->num_arrived == 1) {
-    // All ranks of a process run one executable: only other processes compile longer, and
-    // hold up the devices that they share a group with.
+    // All ranks of a process run the same executable. Only other processes may compile
+    // longer, which delays the devices that share a group with them.
     const bool is_first = collective->is_first && !sequencers_.empty();
     collective->deadline = Deadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
@@ -249,7 +252,8 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
   return sequencer;
 }
 
-// Whoever called initialize_ub and then destroy_ub still has the compiled program.
+// Throws CommunicatorError unless all ranks of the group are in this process. A program
+// that was compiled between initialize_ub and destroy_ub may still run after destroy_ub.
 void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
   const CallAttributes& at = site.attributes();
   std::string devices;
@@ -293,7 +297,7 @@ void Rendezvous::FailCallsOf(const CallSequencer& sequencer,
   }
 }
 
-// The ranks of an incomplete collective call that are there.
+// Fails the ranks that have arrived at an incomplete collective call.
 void Rendezvous::FailArrived(const CollectiveCall& collective,
                              const std::exception_ptr& reason) noexcept {
   for (const Completion& done : collective.completions) {
@@ -301,7 +305,8 @@ void Rendezvous::FailArrived(const CollectiveCall& collective,
   }
 }
 
-// Takes an open collective call that is meant off the rendezvous table, or returns nullptr.
+// Removes an incomplete collective call for which `is_meant` is true from the
+// rendezvous table and returns it, or returns nullptr.
 template <typename Predicate>
 std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_meant) {
   std::lock_guard lock(mutex_);
@@ -316,7 +321,7 @@ std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_m
   return collective;
 }
 
-// For ranks that are still to come.
+// Stores the failure for ranks that have not arrived yet.
 void Rendezvous::Remember(int64_t run_id,
                           uint64_t group_key,
                           const std::exception_ptr& reason) {
@@ -338,8 +343,8 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Older runs make room. Otherwise ranks that are still to come wait until their
-      // deadline.
+      // Frees the failures of older runs to get memory. If that is not enough, ranks
+      // that arrive later wait until their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }
@@ -365,7 +370,8 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
     sequencer = FindSequencer(site, group);
   }
   if (sequencer) {
-    // What it does not serve all processes refuse alike: nobody waits for it.
+    // A call of another generation is rejected in every process, so no process waits
+    // for it.
     if (sequencer->MatchesGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
@@ -388,8 +394,9 @@ Timeouts Rendezvous::timeouts() const {
   return timeouts_;
 }
 
-// While calls come and go it looks once a period, so that a call need not wake it: a
-// collective call that is younger than its last look cannot be due before the next one.
+// While calls arrive, the watchdog wakes up once per period, so that a call need not
+// wake it. A collective call that is younger than the last check cannot expire before
+// the next one.
 void Rendezvous::Watch() {
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -403,7 +410,7 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // It looks again a period later.
+      // Check again after one period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
     }
@@ -423,8 +430,8 @@ void Rendezvous::FailExpired(std::unique_lock<std::mutex>& lock) {
     const uint64_t group_key = collective.group_key;
     const std::shared_ptr<CallSequencer> sequencer = collective.sequencer;
     lock.unlock();
-    // The call sequencer's failure takes the collective call off the rendezvous table; one that failed before, and
-    // left this collective call, would not.
+    // Fail removes the collective call from the rendezvous table, unless the sequencer
+    // had failed before this call arrived. Poison removes it in that case.
     if (sequencer) sequencer->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();

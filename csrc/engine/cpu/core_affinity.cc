@@ -11,7 +11,7 @@ namespace jax_ub {
 int NumAllowedCores() {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
-  // More cores than such a set holds.
+  // sched_getaffinity fails if the machine has more cores than a cpu_set_t holds.
   return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
 }
 
@@ -20,7 +20,8 @@ int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota) {
   return std::max(static_cast<int>(std::ceil(*cpu_quota)), 1);
 }
 
-// A failure to set or to get the cores leaves a thread where it is, which is no error.
+// Failing to read or set a thread's CPU set is not an error: the thread stays where it
+// is.
 
 void CoreAffinity::set_cpu_set(const std::vector<int>& part) {
   std::lock_guard lock(mutex_);
@@ -40,7 +41,8 @@ std::vector<int> CoreAffinity::cpu_set() const {
   return part;
 }
 
-// The thread that made it may have a seat, and its cores are inherited.
+// A new thread inherits the CPU set of its creator, which may be pinned, so set it to
+// the caller's CPU set.
 CoreAffinity::Thread::Thread(CoreAffinity& cores) : id_(gettid()) {
   std::optional<cpu_set_t> allowed;
   {
@@ -84,7 +86,8 @@ void CoreAffinity::Release(Thread& thread) {
   }
   std::lock_guard lock(thread.mutex_);
   thread.is_idle_ = false;
-  if (!thread.assigned_) return;  // as long as nobody has called
+  // Always true before the first caller, while `allowed` is not set.
+  if (!thread.assigned_) return;
   sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
   thread.assigned_.reset();
 }
@@ -109,7 +112,7 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
     : core_affinity_(cores), core_(sched_getcpu()) {
   cpu_set_t stays;
   const bool is_claimed = TryReserve(who, num_threads, stays);
-  // Without the lock: it may have to wait for the core that it moves to.
+  // Without the lock: the call may block until the target core is available.
   if (CPU_COUNT(&stays) > 0) {
     stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
   }
@@ -119,8 +122,8 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
   core_affinity_.Take(core_);
 }
 
-// True if nobody had the core that the thread is on. `stays`: where it shall stay, empty
-// for anywhere.
+// Reserves the current core and returns true if no other thread had it. Sets `stays` to
+// the cores to which the thread must be restricted; empty: no restriction.
 bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& stays) {
   CPU_ZERO(&stays);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
@@ -131,7 +134,7 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
     stays = free;
     return false;
   }
-  // Of the caller's: a thread of the thread pool may be kept off some of them.
+  // Use the caller's CPU set, because a worker may be restricted to a part of it.
   const cpu_set_t part =
       core_affinity_.CpuSetOf(core_affinity_.allowed_.value_or(allowed_));
   if (CPU_COUNT(&part) <= num_threads) {

@@ -8,8 +8,7 @@ namespace jax_ub {
 
 namespace {
 
-// Pieces of a shard when the caller leaves it to the engine: enough that all but a
-// quarter of the communication can hide.
+// Default splits per chunk: enough to hide all but a quarter of the communication.
 constexpr int kDefaultSplits = 4;
 
 }  // namespace
@@ -70,7 +69,7 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     Wait();
   } catch (...) {
-    // Told by the Wait before; or less than what has ended the caller.
+    // An earlier Wait has reported it, or another error has already ended the caller.
   }
 }
 

@@ -10,7 +10,8 @@ namespace {
 
 using Calls = std::vector<RankCall>;
 
-// An operand of every call that is added to the segments [batch][call] of the result.
+// Returns one operand of every call as an addend of the result's segments
+// [batch][call].
 AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
   for (int64_t b = 0; b < batch; ++b) {
@@ -22,7 +23,7 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
   return addend;
 }
 
-// The same of a vector, which is added to every row.
+// The same for a vector, which is added to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t b = 0; b < batch; ++b) {
@@ -33,8 +34,9 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
   return bias;
 }
 
-// y_i = gathered x times w_i, for all ranks at once: rows lie with the peers, columns
-// belong to the ranks. For P = 4 and one batch:
+// y_i = gathered x times w_i, for all local ranks at once. The rows of the GEMM come
+// from the shards of all ranks; its columns belong to the local ranks. For P = 4 and
+// one batch:
 //
 //               w[0]   w[1]   w[2]   w[3]      N
 //   x[0]   m  | y[0] | y[1] | y[2] | y[3] |
@@ -73,8 +75,8 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
   return problem;
 }
 
-// Sum over pairs and ranks of x w: the contraction runs over the shards of all ranks,
-// so that there are no partial results. K for P = 2 and two pairs:
+// Builds the operands of the sum of x w over pairs and ranks. The contraction runs over
+// the shards of all ranks, so there are no partial results. K for P = 2 and two pairs:
 //
 //   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
 void ContractOverRanks(const CallAttributes& at,
@@ -95,8 +97,8 @@ void ContractOverRanks(const CallAttributes& at,
   }
 }
 
-// Bias and residual of the rank that owns each segment of the result: [batch][owner]
-// where it is scattered, else [replica].
+// Adds bias and residual of the rank that owns each segment of the result. Segments are
+// [batch][owner] if the result is scattered, otherwise [replica].
 void AddBiasAndResidual(const CallAttributes& at,
                         const Calls& calls,
                         GemmProblem& problem) {
@@ -107,7 +109,7 @@ void AddBiasAndResidual(const CallAttributes& at,
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
-// Rows [batch][owner][m] of the product go to y[owner][batch].
+// Rows [batch][owner][m] of the GEMM are stored in y[owner][batch].
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -126,7 +128,7 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Every rank gets every row: computed once, stored P times.
+// Every rank gets every row: each is computed once and stored P times.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -141,7 +143,7 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// The main_grad operands are behind the dy_i.
+// Adds the main_grad operand, which follows the dy_i.
 void AddMainGrads(const CallAttributes& at,
                   const Calls& calls,
                   int i,
@@ -150,8 +152,8 @@ void AddMainGrads(const CallAttributes& at,
   problem.addends.push_back(AddendOf(calls, 1 + at.num_kernels + i));
 }
 
-// dw_i[q] = x^T dy_i[q] over all tokens; x lies with the peers, in [batch][rank]
-// pieces.
+// dw_i[q] = x^T dy_i[q] over all tokens. x is read from all ranks, in segments
+// [batch][rank].
 //
 //          dy[0]   dy[1]   dy[2]   dy[3]      N
 //   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
@@ -185,7 +187,7 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
   return problem;
 }
 
-// dw_i[q] = x[q]^T dy_i over all tokens; dy_i lies with the peers.
+// dw_i[q] = x[q]^T dy_i over all tokens. dy_i is read from all ranks.
 //
 //            dy
 //   x[0]^T | dw[0] |
@@ -222,7 +224,7 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
   return problem;
 }
 
-// A rank's own dw_i = x^T dy_i.
+// dw_i = x^T dy_i of one rank, without communication.
 GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   const Tensor& x = call.operands[0];
   const Tensor& dy = call.operands[1 + i];
@@ -243,7 +245,7 @@ GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   return problem;
 }
 
-// A rank's own dx = sum of dy_i w_i^T, w_i [K, N_i].
+// dx = sum of dy_i w_i^T of one rank, without communication; w_i [K, N_i].
 GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   const int n = at.num_kernels;
   const Tensor& dx = call.results[0];
@@ -278,7 +280,7 @@ void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& 
   }
 }
 
-// Rank r's block of every batch is the sum of all ranks' blocks there.
+// Rank r receives, for every batch, the sum of block r of all ranks.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
   const Tensor& mine = calls.own[0].results[result];
   for (size_t i = 0; i < calls.own.size(); ++i) {
@@ -314,7 +316,7 @@ void AddProducts(const CallAttributes& at,
   }
 }
 
-// What a bulk op does beside its products, and a collective on its own.
+// Adds the communication of a bulk op, or a plain collective.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

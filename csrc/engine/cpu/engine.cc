@@ -10,7 +10,7 @@
 
 namespace jax_ub {
 
-// One collective call as a job: its units, and afterwards the completion of every rank.
+// A collective call as a job: its work units, then the completion of every rank.
 class Engine::CollectiveJob : public Job {
  public:
   CollectiveJob(Engine& engine,
@@ -27,7 +27,7 @@ class Engine::CollectiveJob : public Job {
   void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
   double estimated_us() const { return work_.estimated_us(); }
 
-  // The helper is the last rank's thread.
+  // The thread that called Participate belongs to the last rank to arrive.
   void Done(std::exception_ptr failure, bool helped) noexcept override {
     engine_.Complete(*collective_, failure, helped ? last_rank_ : kNone);
   }
@@ -84,7 +84,7 @@ std::shared_ptr<CallSequencer> Engine::Join(
     std::shared_ptr<SharedMemoryCommunicator> communicator,
     std::vector<int64_t> devices,
     int generation) {
-  // The hooks outlive no engine: engines never end.
+  // The hooks may use `this`, because engines are never destroyed.
   auto sequencer = CallSequencer::Make(
       std::move(communicator), std::move(devices), generation, *pool_,
       {[this] { return rendezvous_->timeouts(); },
@@ -101,7 +101,7 @@ void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
   sequencer->Close();
 }
 
-// `device` is that of a local call.
+// `device` is used only for a local call.
 void Engine::BeginTrace(CollectiveCall& collective, int64_t device) {
   if (!tracer_.enabled()) return;
   const CallAttributes& at = *collective.attributes;
@@ -134,13 +134,14 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // Before anything was begun: nobody touches the buffers.
+    // No work has begun, so no thread accesses the buffers.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }
 
-// Completing a rank runs the rest of its program, which may wait for another rank: each
-// is completed from a thread of its own, but for `here`, which is this thread's.
+// Completing a rank runs the rest of its program, which may wait for another rank. Each
+// rank is therefore completed on a separate thread, except `here`, the rank of this
+// thread.
 void Engine::Complete(const CollectiveCall& collective,
                       const std::exception_ptr& failure,
                       int here) noexcept {
@@ -171,7 +172,7 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   work.set_trace(collective->trace, {});
   const auto job =
       std::make_shared<CollectiveJob>(*this, std::move(work), collective, last_rank);
-  if (job->estimated_us() < kMaxInlineUs) {  // here, in the last rank to arrive
+  if (job->estimated_us() < kMaxInlineUs) {  // on this thread
     pool_->RunInline(*job);
   } else {
     pool_->Participate(job);
@@ -193,7 +194,8 @@ struct Engine::SlotRun {
   const SlotRequirements plan;
   const double timeout_s;
   SlotPool::PooledCommunicator communicator;
-  std::shared_ptr<WorkListJob> products;  // of a bulk op, beside the schedule
+  // GEMMs of a bulk op, concurrent with the schedule.
+  std::shared_ptr<WorkListJob> products;
   std::atomic<int> num_begun{0};
   std::atomic<int> num_running;
   std::atomic<bool> failed{false};
@@ -211,7 +213,7 @@ void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
     work.set_trace(collective->trace, {});
     slot_run->products = std::make_shared<WorkListJob>(std::move(work));
   }
-  Queue<BlockingTask> runs;  // all of them, or none
+  Queue<BlockingTask> runs;  // submitted together, so that either all or none run
   for (int rank = 0; rank < at.num_ranks; ++rank) {
     runs.Push(std::make_shared<Closure>(
         [this, slot_run, rank] { RunRank(*slot_run, rank); }));
@@ -220,7 +222,8 @@ void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
   if (slot_run->products) pool_->Participate(slot_run->products);
 }
 
-// Peers touch a rank's slots only, never its buffers: each rank is done for itself.
+// Peers access a rank's slots but never its buffers, so each rank completes
+// independently.
 void Engine::RunRank(SlotRun& slot_run, int rank) noexcept {
   const CollectiveCall& collective = *slot_run.collective;
   ++slot_run.num_begun;

@@ -16,15 +16,15 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// An all-reduce of no more than this: a second barrier would cost more than adding
-// everything in every process.
+// Largest all-reduce without a second barrier: up to this size, the barrier would cost
+// more than adding everything in every process.
 constexpr int64_t kSmallBytes = 64 << 10;
 
 int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Operands that peers read, in the order in which they lie in a buffer.
+// Returns the operands that peers read, in the order in which a buffer stores them.
 std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
                                          const RankCall& call) {
   switch (at.op) {
@@ -58,7 +58,7 @@ struct RowRange {
   int64_t size() const { return end - begin; }
 };
 
-// The share of a process in `size` rows or elements that all processes divide.
+// Returns the share of a process when all processes divide `size` rows or elements.
 RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
   return {size * process / num_processes, size * (process + 1) / num_processes};
 }
@@ -75,7 +75,7 @@ bool IsSmall(const Tensor& result) {
   return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
 }
 
-// One call of this process.
+// Executes this process's part of one call.
 class Execution {
  public:
   Execution(const MultiProcessCall& call,
@@ -102,7 +102,8 @@ class Execution {
  private:
   std::byte* buffer(int rank) const { return communicator_.buffer(rank, number_); }
 
-  // The buffer that a process as a whole uses: that of its lowest rank.
+  // Returns the buffer that is used by the process as a whole: the buffer of its lowest
+  // rank.
   std::byte* HalfOfProcess(int process) const { return buffer(LowestRank(process)); }
 
   int LowestRank(int process) const {
@@ -122,13 +123,14 @@ class Execution {
     RunWork(std::move(work), pool_);
   }
 
-  // The barriers behind the arrival: the peers' results are visible.
+  // The second barrier, after which the results of the peers are visible.
   void SecondBarrier() {
     const TraceScope scope(trace_, TraceKind::kBarrier);
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
   }
 
-  // [rank]: the own calls, and peers with what they put into their buffers.
+  // [rank]: the calls of the local ranks, and for other ranks the operands in their
+  // buffers.
   std::vector<RankCall> AllCalls() const {
     std::vector<RankCall> all(at_.num_ranks);
     const std::vector<size_t> communicated = CommunicatedOperands(at_, own_[0]);
@@ -146,7 +148,8 @@ class Execution {
     return all;
   }
 
-  // Copies what peers read: of sums that are scattered, the blocks of the peers only.
+  // Copies the operands that peers read into the buffers. For scattered sums, copies
+  // only the blocks that peers own.
   void Stage() {
     WorkList work;
     const bool scattered =
@@ -178,8 +181,8 @@ class Execution {
     }
   }
 
-  // Everything but sums of products: the builders of one process, on shards that lie in
-  // buffers.
+  // Runs every op that does not sum GEMMs over ranks. Plans it as in a single process,
+  // with the peers' shards read from their buffers.
   void ReadInPlace() {
     Stage();
     std::optional<ConcurrentWork> products;
@@ -231,7 +234,7 @@ class Execution {
     Run(std::move(work));
   }
 
-  // This process's partial product.
+  // Computes this process's partial sum into `to`.
   void Multiply(ResultSegments to) {
     WorkList work;
     work.Add(PartialProduct(at_, own_, std::move(to)), pool_.workers());
@@ -282,8 +285,8 @@ class Execution {
     for (int p = 0; p < num_processes(); ++p) {
       sum.parts.push_back({HalfOfProcess(p), to.features, DType::kF32});
     }
-    // What is added is the same on every rank, and so is the sum: once for all of them,
-    // since a residual may be the memory of its own rank's result.
+    // Bias and residual are equal on every rank, and so is the sum. Compute it once for
+    // all local ranks, because a residual may share memory with its rank's result.
     AddBiasAndResidual(at_, own_[0], 0, 0, sum.parts);
     sum.out = {to.data, to.features, to.dtype};
     RunOne(sum);
@@ -300,7 +303,7 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Every process sums its share of the elements.
+  // Each process sums its share of the elements.
   void AllReduce() {
     Stage();
     meet_();
@@ -321,8 +324,8 @@ class Execution {
     CopyResults(sums_offset, from.num_elements(), SizeOf(to.dtype));
   }
 
-  // The shares of all processes, which lie at `offset` of their buffers, into the results
-  // of the own ranks; `size` units of `unit_bytes` in all.
+  // Copies the shares of all processes, stored at `offset` of their buffers, into the
+  // results of the local ranks. All shares together have `size` units of `unit_bytes`.
   void CopyResults(int64_t offset, int64_t size, int64_t unit_bytes) {
     WorkList work;
     for (int p = 0; p < num_processes(); ++p) {

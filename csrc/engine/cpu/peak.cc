@@ -13,7 +13,7 @@ namespace jax_ub {
 
 namespace {
 
-// A unit for each thread.
+// Measures the rate of each thread, one unit per thread.
 class PeakJob : public WaitedJob {
  public:
   PeakJob(const KernelSet& kernels, int num_threads, double duration_s)

@@ -7,7 +7,7 @@ namespace jax_ub {
 
 namespace {
 
-// Calls with slots that run at the same time are few; what more there is goes back.
+// Few calls use slots at the same time. Communicators beyond this number are freed.
 constexpr size_t kMaxFree = 8;
 
 }  // namespace
@@ -46,16 +46,16 @@ SlotPool::PooledCommunicator SlotPool::Acquire(int num_ranks,
 }
 
 void SlotPool::Release(PooledCommunicator communicator) noexcept {
-  PooledCommunicator dropped;  // freed without the lock
+  PooledCommunicator dropped;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
-  free_.push_back(std::move(communicator));  // of reserved memory
+  free_.push_back(std::move(communicator));  // capacity was reserved in the constructor
   if (free_.size() <= kMaxFree) return;
   dropped = std::move(free_.front());
   free_.erase(free_.begin());
 }
 
 void SlotPool::ReleaseFree() {
-  std::vector<PooledCommunicator> dropped;  // freed without the lock
+  std::vector<PooledCommunicator> dropped;  // destroyed after the lock is released
   dropped.reserve(kMaxFree + 1);
   std::lock_guard lock(mutex_);
   dropped.swap(free_);

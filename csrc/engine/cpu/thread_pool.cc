@@ -11,12 +11,11 @@ namespace jax_ub {
 
 namespace {
 
-// An idle thread looks this often before it sleeps: long enough for the next call of a
-// chain of small ones. Every look yields its core to whoever can use it, and where that is
-// another idle thread, of a process that has the same core, both are in the way of those
-// that work.
+// Number of polls before an idle thread sleeps: long enough for the next call in a
+// chain of small calls. Every poll yields the core. If the thread that gets the core is
+// an idle thread of another process, both of them disturb the threads that work.
 constexpr int kIdleSpins = 5;
-// How many threads one thread wakes before it works itself.
+// Number of threads that one thread wakes before it starts working.
 constexpr int kMaxWakes = 2;
 
 }  // namespace
@@ -55,10 +54,10 @@ struct ThreadPool::Worker {
 
   CoreAffinity::Thread thread;
   std::atomic<uint32_t> is_woken{0};
-  Worker* next = nullptr;  // guarded by thread pool::mutex_
+  Worker* next = nullptr;  // guarded by ThreadPool::mutex_
 };
 
-// Memory of the thread pool for a thread that is not its own.
+// Lends scratch memory of the pool to a thread that does not belong to the pool.
 class ThreadPool::ScratchLoan {
  public:
   explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {
@@ -73,7 +72,8 @@ class ThreadPool::ScratchLoan {
       std::lock_guard lock(pool_.mutex_);
       pool_.scratches_.push_back(std::move(scratch_));
     } catch (...) {
-      pool_.scratch_bytes_ -= size_bytes;  // no memory to keep it: it is freed
+      // No memory for the list entry, so the scratch is freed.
+      pool_.scratch_bytes_ -= size_bytes;
     }
   }
   ScratchLoan(const ScratchLoan&) = delete;
@@ -114,12 +114,13 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
   num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
 }
 
-// How many threads would find something to do.
+// Returns the number of threads that would find work.
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
   jobs_.Find([&](const Job& job) {
-    const int64_t least = job.num_workers_ == 0 ? 1 : 0;  // also of no units
+    // A job without units also needs a worker.
+    const int64_t least = job.num_workers_ == 0 ? 1 : 0;
     const int64_t left = std::min<int64_t>(job.end_ - job.next_unit_.load(),
                                            job.max_workers_ - job.num_workers_);
     const int64_t joining =
@@ -131,8 +132,8 @@ int64_t ThreadPool::NumWanted() const {
   return wanted;
 }
 
-// Makes sure that somebody comes for every queued run and for every free place in a job:
-// wakes up to kMaxWakes threads, who summon the others.
+// Ensures that a thread comes for every queued run and for every vacancy in a job.
+// Wakes up to kMaxWakes threads, which wake the others.
 bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   const int64_t num_wanted = NumWanted();
   if (num_wanted == 0) {
@@ -145,7 +146,7 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   num_submitted_.fetch_add(1, std::memory_order_release);
   Worker* const spinning = wanted > 0 ? spinning_ : nullptr;
   if (spinning) --wanted;
-  Worker* called = nullptr;  // a list
+  Worker* called = nullptr;  // linked list
   for (; wanted > 0 && asleep_ != nullptr; --wanted) {
     Worker* const worker = asleep_;
     asleep_ = worker->next;
@@ -160,15 +161,17 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   if (spinning && to_compute) core_affinity_.AssignIdleCores(spinning->thread);
   while (called != nullptr) {
     Worker* const worker = called;
-    called = worker->next;  // before it runs, and may sleep again
+    // Read before waking it, because the woken thread may sleep again.
+    called = worker->next;
     if (to_compute) core_affinity_.AssignIdleCores(worker->thread);
     worker->Wake();
   }
   try {
     for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
   } catch (...) {
-    // The system's limit of threads or memory. The work is left to the threads there
-    // are. One of them may sleep because those who do not come were on their way.
+    // The system is out of threads or memory, so the existing threads must do the work.
+    // One of them may have gone to sleep because it counted on the threads that failed
+    // to start.
     lock.lock();
     num_waking_ -= num_new;
     if (asleep_ != nullptr) return WakeWorkers(lock);
@@ -178,12 +181,12 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   return true;
 }
 
-// Somebody comes for what is queued; where nobody does, this thread, which is about to
-// leave, or to do what may wait for a job, does the jobs: they never block.
+// Ensures that queued jobs run although this thread is about to leave or to block.
+// Wakes workers; if none can be woken, runs the jobs itself, since jobs never block.
 void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
   while (!WakeWorkers(lock)) {
     {
-      ScratchLoan scratch(*this);  // taken and given back without the lock
+      ScratchLoan scratch(*this);  // acquired and released while the lock is not held
       lock.lock();
       const std::shared_ptr<Job> job = FindJob();
       if (!job) {
@@ -226,7 +229,7 @@ void ThreadPool::Participate(std::shared_ptr<Job> job) noexcept {
   lock.unlock();
   std::exception_ptr failure;
   {
-    // First, so that those who come keep off this core.
+    // Reserve the core first, so that woken workers avoid it.
     const CoreAffinity::ScopedCore seat(core_affinity_, CoreAffinity::Who::kCaller,
                                         num_workers());
     lock.lock();
@@ -247,7 +250,7 @@ void ThreadPool::RunInline(Job& job) noexcept {
   job.Done(failure, true);
 }
 
-// The caller is already counted as a worker of the job, and `unit` is its first one.
+// The caller is already counted as a worker of the job. `unit` is its first unit.
 std::exception_ptr ThreadPool::RunUnits(Job& job,
                                         int64_t unit,
                                         Scratch& scratch) noexcept {
@@ -270,14 +273,14 @@ void ThreadPool::Leave(const std::shared_ptr<Job>& job,
                        bool helped) noexcept {
   std::unique_lock lock(mutex_);
   if (!job->is_exhausted_) {
-    job->is_exhausted_ = true;  // nobody joins any more
+    job->is_exhausted_ = true;  // no further worker may join
     jobs_.Remove(job.get());
   }
   if (failure && !job->failure_) job->failure_ = failure;
   --num_in_jobs_;
   const bool last = --job->num_workers_ == 0;
   if (helped && !jobs_.empty()) {
-    RunLeftoverJobs(lock);  // the place that this thread leaves
+    RunLeftoverJobs(lock);  // fill the vacancy that this thread leaves
   } else {
     lock.unlock();
   }
@@ -302,7 +305,7 @@ void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
   Leave(job, failure, false);
 }
 
-// A job without units needs a worker as well, who says that it is done.
+// A job without units also needs a worker, which calls Done.
 std::shared_ptr<Job> ThreadPool::FindJob() const {
   if (num_in_jobs_ >= num_workers()) return nullptr;
   return jobs_.Find([](const Job& job) {
@@ -313,8 +316,8 @@ std::shared_ptr<Job> ThreadPool::FindJob() const {
 
 bool ThreadPool::HasWork() const { return !runs_.empty() || FindJob() != nullptr; }
 
-// Spins a little, then sleeps, until there is work. The lock is held on entry and exit.
-// One thread spins at a time: more would only take the cores from those that work.
+// Spins briefly, then sleeps, until there is work. The lock is held on entry and exit.
+// Only one thread spins at a time: more would take cores from the threads that work.
 void ThreadPool::WaitForWork(std::unique_lock<std::mutex>& lock,
                              Worker& worker) noexcept {
   while (!HasWork()) {
@@ -349,13 +352,13 @@ void ThreadPool::Loop() noexcept {
     WaitForWork(lock, worker);
     if (!runs_.empty()) {
       const std::shared_ptr<BlockingTask> run = runs_.Pop();
-      RunLeftoverJobs(lock);  // this thread may be gone for long
+      RunLeftoverJobs(lock);  // this thread may block for a long time
       core_affinity_.Release(worker.thread);
       run->Execute();
     } else if (const std::shared_ptr<Job> job = FindJob()) {
       RunJob(lock, job, scratch, &worker.thread);
     } else {
-      continue;  // its workers took the last units meanwhile, without the lock
+      continue;  // other workers took the last units while the lock was not held
     }
     core_affinity_.SetIdle(worker.thread);
     lock.lock();

@@ -10,11 +10,11 @@ namespace jax_ub {
 
 namespace {
 
-// A unit of copying or summing: some tens of microseconds.
+// Size of a copy or sum unit: some tens of microseconds.
 constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
-// Of one thread of an ordinary machine, rather low.
+// Throughput of one thread on an average machine, a low estimate.
 constexpr double kFlopsPerUs = 30e3;
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;

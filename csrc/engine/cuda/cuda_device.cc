@@ -6,7 +6,7 @@ namespace jax_ub {
 
 namespace {
 
-// As many as Transformer Engine's pipelined reduce-scatter.
+// The same as in Transformer Engine's pipelined reduce-scatter.
 constexpr int kDefaultSplits = 4;
 
 }  // namespace

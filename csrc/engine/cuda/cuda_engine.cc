@@ -23,8 +23,9 @@ bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
   return at.has_residual && operand == FirstResidual(at) + result;
 }
 
-// XLA's dynamic slice fusion may make an operand and a result the same slice of one array,
-// whatever the call does with them.
+// Throws UnsupportedError if a result overlaps an operand that is not added to it.
+// XLA's dynamic slice fusion may make an operand and a result the same slice of one
+// array, whatever the call does with them.
 void CheckApart(const CallAttributes& at, const RankCall& call) {
   for (size_t r = 0; r < call.results.size(); ++r) {
     const Tensor& result = call.results[r];
@@ -61,7 +62,7 @@ CudaCallSite::CudaCallSite(CallAttributes attributes)
 CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s)
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
-// Ranks multiply the same pieces on other lanes, so that their needs may differ.
+// Ranks run the same GEMMs on different lanes, so their workspaces may differ in size.
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -110,7 +111,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   Gpu& gpu = *preparation->gpu;
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
-  if (IsLocalCall(at)) {  // on XLA's own stream
+  if (IsLocalCall(at)) {  // runs on XLA's stream
     StreamDevice device(gpu.kit(), stream, at.kernel_options, preparation->options,
                         preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);
@@ -122,15 +123,17 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   try {
     EnqueueOnLanes(site, *preparation, binding, stream, call, workspace);
   } catch (const ShapeError&) {
-    throw;  // the workspace is too small, on all ranks alike
+    throw;  // the workspace is too small, on all ranks
   } catch (...) {
-    // Nothing of a call, or buffer of it: the peers would wait for the rest.
+    // The call was enqueued in part or not at all, and the peers would wait for the
+    // rest.
     binding.communicator->Poison(std::current_exception());
     throw;
   }
 }
 
-// With the context current, and the lanes this call's.
+// Requires that the context is current and that this call has the lanes, under
+// Gpu::mutex().
 void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 const Preparation& preparation,
                                 const CudaCallSite::Binding& binding,
@@ -140,7 +143,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
-  // A workspace of a program that was lowered elsewhere is the same on all ranks, too.
+  // If a program was lowered elsewhere, its workspace may be smaller than planned here.
+  // Its size is the same on all ranks, so all ranks make the same choice.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
@@ -173,7 +177,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
     }
     device.Join();
   } catch (...) {
-    // What has been enqueued still uses XLA's buffers.
+    // XLA's stream must wait for the enqueued work, which uses XLA's buffers.
     device.Gather();
     device.Join();
     throw;
@@ -256,7 +260,7 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
-  // Of the locks below some thread of the parent may have been the owner.
+  // A thread of the parent process may have held the locks below at the fork.
   if (communicator->IsForkedChild()) return;
   communicator->RefuseCalls();
   std::vector<Gpu*> gpus;
@@ -267,13 +271,15 @@ void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
     });
     for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
-  // Calls that are being enqueued end; others go on while this one waits for its peers.
+  // Waits for calls that are being enqueued. Other calls continue while Close waits for
+  // its peers.
   for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 
 void CudaEngine::ReleaseInProcess() {
-  // Destroyed behind the lock: that waits for the devices.
+  // Destroyed after the lock is released, because destroying them waits for the
+  // devices.
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> released;
   std::lock_guard lock(mutex_);
   released.swap(in_process_);

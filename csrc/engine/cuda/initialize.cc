@@ -1,5 +1,5 @@
-// What a call needs before it is enqueued: its plans and communicator, and that the ranks
-// agree on it.
+// Prepares a call before it is enqueued: computes its plans, finds its communicator,
+// and checks that the ranks agree on the call.
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,11 +15,11 @@ namespace jax_ub {
 
 namespace {
 
-// Heaps of groups within this process are made in steps, so that calls of nearly one size
-// share them.
+// Heap sizes of groups within this process are multiples of this, so that calls of
+// similar sizes share a heap.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// What products may depend on of an address.
+// Returns the alignment of an address, up to the largest one that GEMM plans depend on.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
   return static_cast<int>(
@@ -132,8 +132,8 @@ void CudaEngine::Load(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   preparation->gpu = &gpu;
   preparation->options = OptionsOf(at, gpu);
-  // The scratch that products will have is aligned as this is; its size is that of the
-  // largest product of the lane.
+  // The workspace will give each GEMM scratch memory of this alignment. Its size is
+  // that of the lane's largest GEMM.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
                        {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
@@ -154,8 +154,8 @@ void CudaEngine::Load(CudaCallSite& site,
   site.preparations_[ordinal] = std::move(preparation);
 }
 
-// A communicator that failed is replaced only where no graph refers to it, and only by
-// one that was made since.
+// Replaces a failed communicator only if no captured graph refers to it, and only with
+// one that was created later.
 std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
                                                    const Preparation& preparation) {
   const Place& place = preparation.place;
@@ -164,7 +164,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
-  // Whoever comes again begins anew.
+  // A rank that calls again retries instead of raising the same error again.
   const bool is_news = binding.who_heard.insert(place.rank).second;
   if (binding.refusal && is_news) std::rethrow_exception(binding.refusal);
   binding.who_heard = {place.rank};
@@ -172,7 +172,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, place.group, slots);
     if (!communicator->failure()) {
-      // Or says that it is too small.
+      // Throws if the communicator is too small.
       communicator->Place(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -194,7 +194,7 @@ GpuCallSignature CudaEngine::StatementOf(CudaCallSite& site,
   {
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
-      // No other process has that one.
+      // Unique across processes: no other process runs this call site.
       site.name_ = at.channel.empty()
                        ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
                        : at.channel;
@@ -205,8 +205,8 @@ GpuCallSignature CudaEngine::StatementOf(CudaCallSite& site,
   return statement;
 }
 
-// Each rank says it once to each communicator, or again as long as it refuses: so the
-// n-th statements of all ranks belong together.
+// Each rank declares its signature once per communicator, and again for each call that
+// it rejects. Therefore the n-th signatures of all ranks belong together.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
                          const Place& place,
@@ -219,14 +219,14 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[place.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, place.group));
-    // In one process, where all will refuse it alike.
+    // All ranks are in one process and reject the call alike.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!refusal) declared = communicator;
   }
   if (is_declared) {
-    // The peers were told that it is ready.
+    // The peers already have this rank's signature.
     if (!refusal) return;
     return communicator->Poison(std::make_exception_ptr(CommunicatorError(
         "CommunicatorError: jax_ub." + at.label + ": " +
@@ -252,15 +252,15 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
   if (auto joined = FindJoined(devices)) return joined;
   const std::vector<int> ordinals = OrdinalsOf(at, devices);
   const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
-  // Making a heap and giving one back wait for the devices, which may wait for calls that
-  // are not enqueued yet: all but those that need another heap go on meanwhile.
-  std::shared_ptr<CudaCommunicator> outgrown;  // given back behind the locks
+  // Creating or freeing a heap waits for the devices, which may wait for calls that are
+  // not enqueued yet. Only calls that need another heap are blocked meanwhile.
+  std::shared_ptr<CudaCommunicator> outgrown;  // freed after the locks are released
   std::lock_guard making(making_mutex_);
   {
     std::lock_guard lock(mutex_);
     const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
     if (newest && newest->slots_bytes() >= need_bytes) return newest;
-    // Kernels are loaded before any device can wait for another.
+    // Loads the kernels before any device can wait for another.
     for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   }
   auto made = CudaCommunicator::Make(

@@ -11,7 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Flags: one for each peer, piece and stage.
+// Returns the maximum number of splits: the slots provide one flag per peer, split and
+// stage.
 int MostPieces(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }
@@ -37,7 +38,8 @@ class MulticastReduction {
         partial_{plan.partial_dtype, exchange_.result.batch, exchange_.num_rows,
                  exchange_.result.features, const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = exchange_.operand.dtype;
-    // Pieces begin at whole vectors; what has none to begin at is one.
+    // Splits must start at a multiple of the vector size. If rows do not, there is one
+    // split.
     const bool has_pieces = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_pieces_ = has_pieces ? MostPieces(plan, transport.num_ranks()) : 1;
   }
@@ -50,7 +52,7 @@ class MulticastReduction {
       MeetAll(0, piece);
       Sum(piece);
       SignalAll(1, piece);
-      // The sums of this piece are on their way.
+      // Finish the previous split while the peers compute the sums of this one.
       if (piece > 0) Finish(piece - 1);
     }
     Finish(num_pieces_ - 1);
@@ -62,7 +64,7 @@ class MulticastReduction {
     return SplitRows(exchange_.num_rows, 1, num_pieces_, 0, piece);
   }
 
-  // The rank's partial sums, in its slots.
+  // Computes the rank's partial sums of a split into its slots.
   Dependency Make(int piece) {
     const RowRange rows = RowsOf(piece);
     if (!has_product_) {
@@ -78,7 +80,7 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // The slots' flags, in the order of the schedule's.
+  // Returns the slot whose flag is used, in the order of the schedule's slots.
   int SlotOf(int stage, int distance, int piece) const {
     return (stage * (transport_.num_ranks() - 1) + distance - 1) * num_pieces_ + piece;
   }
@@ -104,7 +106,7 @@ class MulticastReduction {
     AwaitAll(stage, piece);
   }
 
-  // Rows [begin, end) of some batches, which lie behind each other.
+  // Sums rows [begin, end) of contiguous batches.
   void SumRows(int64_t batch, int64_t num_batches, const RowRange& rows) {
     MulticastRange range;
     range.offset = partial_.At(batch, rows.begin) - partial_.data;
@@ -136,7 +138,7 @@ class MulticastReduction {
     }
   }
 
-  // The sums of all ranks, into the result.
+  // Waits for the sums of all ranks and copies them into the result.
   void Finish(int piece) {
     AwaitAll(1, piece);
     const RowRange rows = RowsOf(piece);
@@ -159,7 +161,7 @@ class MulticastReduction {
   Transport& transport_;
   Device& device_;
   LaneDependencies lanes_;
-  Tensor partial_;  // in the own slots: of all rows
+  Tensor partial_;  // this rank's partial sums of all rows, in its slots
   int num_pieces_ = 1;
 };
 
@@ -173,7 +175,7 @@ bool ReducesByMulticast(const CallAttributes& at,
   const Tensor& result = call.results[0];
   const DType partial =
       HasProduct(plan.pattern) ? plan.partial_dtype : call.operands[0].dtype;
-  // The switch rounds sums of 16 bits: the result must not be finer.
+  // The switch rounds 16-bit sums, so a result of higher precision is not possible.
   if (partial != DType::kF32 && partial != result.dtype) return false;
   const int64_t bytes = result.num_elements() * SizeOf(partial);
   return MostPieces(plan, at.num_ranks) > 0 &&
