@@ -1,4 +1,5 @@
-// The ways in which processes may share device memory, and which one a group takes.
+// The modes in which processes may share device memory, and the choice of one for a
+// group.
 #pragma once
 
 #include <cstddef>
@@ -8,69 +9,77 @@
 
 namespace jax_ub {
 
-// What a process says to the others: what it can do, and why not the rest. Texts, of a
-// few kilobytes.
+// What a process can do, as it tells the others: for each sharing mode, whether it
+// supports the mode or why it does not. A few kilobytes of text.
 using Capabilities = std::map<std::string, std::string>;
 
-// In order of preference. XLA's own communicator and its windows, which would come first,
-// are not used: docs/gpu.md says why.
+// In order of preference: virtual memory management with file descriptors, the same
+// with fabric handles, and CUDA IPC. XLA's communicator and its memory windows, which
+// would be preferable, are not used for the reasons in docs/gpu.md.
 enum class SharingMode { kVmm, kFabric, kIpc };
 inline constexpr SharingMode kWays[] = {SharingMode::kVmm, SharingMode::kFabric,
                                         SharingMode::kIpc};
-const char* WayName(SharingMode mode);  // "vmm", "fabric", "ipc"
+const char* WayName(SharingMode mode);  // "vmm", "fabric" or "ipc"
 
-// A way that was not taken, though it is preferred to the one that was.
+// A preferred sharing mode, or multicast, that could not be used, and the reason.
 struct SharingFallback {
   std::string mode;    // "vmm"
   std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
   bool operator==(const SharingFallback&) const = default;
 };
-// The keys of an offer. A way has its own name as its key if the process can share by it
-// (the value is what to share, for fabric), and otherwise CannotKey, with the reason.
+// The keys of Capabilities. For each sharing mode there is one entry. If the process
+// supports the mode, the key is WayName(mode); the value is "yes", or for fabric the
+// exported handles. Otherwise the key is CannotKey(mode), and the value is the reason.
 inline constexpr char kHostKey[] = "host";
-inline constexpr char kGpusKey[] = "gpus";  // "uuid,uuid", of the own ranks
-// "uuid>uuid,...": GPUs of this process that cannot access one that it sees.
+// The GPUs of the process's ranks: "uuid,uuid".
+inline constexpr char kGpusKey[] = "gpus";
+// Pairs of a GPU of this process and a visible GPU that it cannot access:
+// "uuid>uuid,...".
 inline constexpr char kApartKey[] = "apart";
 std::string CannotKey(SharingMode mode);
 
-// Multicast comes on top of a way, where it is asked for: the name of its step down, and
-// the keys of what a process says of it.
+// Multicast is optional and used in addition to a sharing mode. kNvls is the key of a
+// process that supports it and the `mode` of its SharingFallback; kCannotNvlsKey is the
+// key of a process that does not, with the reason as its value.
 inline constexpr char kNvls[] = "nvls";
 inline constexpr char kCannotNvlsKey[] = "no nvls";
 
-// Makes a list of parts with commas between them.
+// Appends `part` to a comma-separated list.
 void AppendPart(std::string& list, const std::string& part);
 
-// Bytes as text, and back: false where the text is not that of so many.
+// Converts bytes to hexadecimal text.
 std::string HexOf(const void* bytes, size_t size);
+// Converts hexadecimal text to bytes. Returns false unless it encodes `size` bytes.
 bool ReadHex(const std::string& hex, void* bytes, size_t size);
 
 struct SharingDecision {
-  std::vector<SharingMode> modes;  // that all can share by, best first
-  std::vector<SharingFallback> fallbacks;
-  std::string refusal;  // why there is none; otherwise ""
+  std::vector<SharingMode> modes;  // supported by all processes; in order of preference
+  std::vector<SharingFallback> fallbacks;  // the other modes
+  std::string refusal;                     // why `modes` is empty; otherwise ""
   bool spans_hosts = false;
 };
 
-// `processes` [rank]; `offers` by process. A pure function: all processes come to the
-// same answer.
+// Chooses the sharing modes that all processes of a group support. `processes` is
+// indexed by rank, and `capabilities_of` is keyed by process. A pure function, so all
+// processes make the same decision.
 SharingDecision Agree(const std::vector<int>& processes,
                       const std::map<int, Capabilities>& capabilities_of);
 
-// All that come before `way`: what could not be agreed, and what then failed.
+// Returns the fallbacks that led to `mode`, in order of preference: modes that some
+// process does not support, and modes that all support but that then failed (`failed`).
 std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
                                          const std::vector<SharingFallback>& failed);
-// The reason when no way is left.
+// Returns the error text if no sharing mode is left.
 std::string RefusalOf(const SharingDecision& decision,
                       const std::vector<SharingFallback>& failed);
 
-// Why heaps that are shared by `way` get no multicast, or "".
+// Returns why heaps that are shared by `mode` cannot use multicast, or "".
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of);
 
-// Why these processes' GPUs cannot share memory, or "".
+// Returns why the GPUs of these processes cannot share memory, or "".
 std::string WhyNotConnected(const std::vector<int>& processes,
                             const std::map<int, Capabilities>& capabilities_of);
 

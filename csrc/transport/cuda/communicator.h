@@ -1,15 +1,18 @@
-// Ranks on GPUs, of one process or of several: a heap each in device memory, which the
-// devices of all ranks reach; and what becomes of them.
+// A communicator whose ranks run on GPUs, in one process or in several. Each rank has a
+// heap in device memory that the devices of all ranks can access.
 //
-//   endpoint = CudaEndpoint(driver, own ordinals, slots_bytes, host)    every process
-//   address() and offer() go to all processes, by whatever carries strings
-//   WhyNotConnected(...) is the same in all of them; if it is empty:
+// To connect several processes, every process makes
+//   endpoint = CudaEndpoint(driver, own ordinals, slots_bytes, host)
+// and sends endpoint.address() and endpoint.capabilities() to all processes, through
+// JAX's key-value store. WhyNotConnected returns the same text in all of them. If it is
+// empty, every process calls
 //   communicator = CudaCommunicator::Connect(endpoint, ...)
 //
-// A process that dies, or says that it failed, ends the waits of the local ranks' devices
-// at once, through their error records; the first reason holds, and a communicator that
-// failed stays so. Between hosts there are no connections: there a death is noticed by
-// the deadline of a wait, and a failure by the peers' flags.
+// If a process dies or reports a failure, the waits of the local ranks' devices end at
+// once, through their error records. The first reason is kept, and a failed
+// communicator cannot be used again. Processes of different hosts have no connections:
+// there, the deadline of a wait detects a death, and the ranks' `poison` words report a
+// failure.
 #pragma once
 
 #include <cuda.h>
@@ -35,19 +38,21 @@ namespace jax_ub {
 
 class CudaCommunicator {
  public:
-  // All ranks in this process; `ordinals` [rank]; `nvls`: with multicast if there is any.
-  // Throws CommunicatorError without room and UnsupportedError where the devices cannot
-  // access each other.
+  // Makes a communicator whose ranks are all in this process. `ordinals` has the device
+  // ordinal of each rank. With `nvls`, uses multicast if it is available. Throws
+  // CommunicatorError if a device is out of memory, and UnsupportedError if the devices
+  // cannot access each other.
   static std::shared_ptr<CudaCommunicator> Make(const Driver& driver,
                                                 const std::vector<int>& ordinals,
                                                 int64_t slots_bytes,
                                                 const std::string& name = "in_process",
                                                 bool nvls = false);
 
-  // Exchanges memory with the other processes of the group. `peers` (of this host) and
-  // `offers` by process number, the own ones may be left out. Throws UnsupportedError, on
-  // all of them, when no way to share is left; DeadlineError, which names the processes
-  // that are missing; CommunicatorError when one refused or died.
+  // Connects to the other processes of the group and maps their heaps. `peers` (the
+  // processes of this host) and `capabilities_of` are keyed by process number and need
+  // not contain this process. Throws UnsupportedError, in all processes, if no sharing
+  // mode works; DeadlineError, which names the missing processes; and CommunicatorError
+  // if a process refuses or dies.
   static std::shared_ptr<CudaCommunicator> Connect(
       std::unique_ptr<CudaEndpoint> endpoint,
       const GroupMembership& membership,
@@ -55,64 +60,75 @@ class CudaCommunicator {
       const std::map<int, Capabilities>& capabilities_of,
       double timeout_s);
 
-  ~CudaCommunicator();  // Close
+  ~CudaCommunicator();  // calls Close
   CudaCommunicator(const CudaCommunicator&) = delete;
   CudaCommunicator& operator=(const CudaCommunicator&) = delete;
 
   const std::string& name() const;
   int num_ranks() const;
   const std::vector<int>& local_ranks() const;
-  int ordinal(int local_rank) const;  // of its device, in this process
-  // "rank 2 (process 1, pid 123)".
+  // Returns the device ordinal, in this process, of a local rank.
+  int ordinal(int local_rank) const;
+  // Returns, for example, "rank 2 (process 1, pid 123)".
   std::string DescribeRank(int rank) const;
 
-  // "in_process", "vmm", "fabric" or "ipc".
+  // Returns how the heaps are shared: "in_process", "vmm", "fabric" or "ipc".
   std::string how() const;
+  // Returns the preferred modes, and multicast if it was requested, that could not be
+  // used.
   const std::vector<SharingFallback>& fallbacks() const;
-  // Whether all ranks' slots have a multicast address: on all ranks or on none.
+  // Returns whether the slots have a multicast address. The same on all ranks.
   bool has_multicast() const;
 
-  // Room for the slots of a call, on each rank; and device memory of this process.
+  // Returns the memory for the slots of a call, on each rank.
   int64_t slots_bytes() const;
+  // Returns the device memory that this process has allocated.
   int64_t size_bytes() const;
 
-  // Where a local rank's device finds the heaps [rank], and its own error record. Both
-  // stay as they are until Close.
+  // Returns the addresses of all ranks' heaps for the device of a local rank, indexed
+  // by rank. Constant until Close.
   std::span<const RankSlotAddress> places(int local_rank) const;
+  // Returns the device address of a local rank's ErrorRecord. Constant until Close.
   CUdeviceptr error(int local_rank) const;
 
-  // Places the slots of a call. Throws UnsupportedError when they do not fit, with what
-  // to change.
+  // Returns the addresses of the slots of a call. Throws UnsupportedError, which says
+  // what to change, if they do not fit.
   SlotAddresses Place(int num_slots, int64_t slot_bytes) const;
 
-  // The number of a call site, for its error records; its label is "all_gather_matmul
-  // (ub_name 'qkv_fprop')". The same name has the same number.
+  // Returns the number that identifies a call site in error records, and registers the
+  // call site if it is new. Equal call sites have equal numbers.
   uint32_t NumberOf(const CallSiteName& site);
 
-  // What a local rank says of a call, to all ranks that are connected. Poisons, with both
-  // sides, where one of them has said what contradicts it, or will. Waits for nobody.
+  // Sends a local rank's signature of a call to all connected processes. If it
+  // contradicts the signature of another rank, that was received before or is received
+  // later, poisons the communicator with both signatures. Never waits.
   void Declare(const GpuCallSignature& statement);
 
-  // Why this communicator is of no more use, or nullptr: a device's wait that failed, in
-  // words; poison; a process that died; Close. A peer that closed in order is none. While
-  // a device has heard of a peer's failure and this process not yet why, only that. Cheap.
+  // Returns why this communicator can no longer be used, or nullptr: a failed wait of a
+  // device, a poison, the death of a process, or Close. A peer that closed in order is
+  // not a failure. If a device knows that a peer failed, but this process has not
+  // received the reason yet, the error only says that the peer failed. Cheap.
   std::exception_ptr failure();
-  // The same for every call, which also needs all peers.
+  // Throws the failure, if there is one. Also throws after RefuseCalls, and if a peer
+  // has closed its communicator, because every call needs all peers.
   void ThrowIfFailed();
 
-  // In a child of fork, which has no part in this.
+  // Returns whether this process is a forked child, which must not use the
+  // communicator.
   bool IsForkedChild() const;
 
-  // Ends all waits of all ranks from now on; the first reason holds.
+  // Makes every pending and future wait of all ranks fail with `reason`. Only the first
+  // call takes effect.
   void Poison(const std::exception_ptr& reason);
 
-  // No call may begin any more: ThrowIfFailed says that it was closed.
+  // Makes ThrowIfFailed throw that the communicator is closed, so that no new call
+  // begins.
   void RefuseCalls();
 
-  // Waits until the local devices have done all that they were given, then until all
-  // peers have, and gives the memory back. Peers that have died are not waited for; one
-  // that does not come within the timeout is left alone (5 s when there is a failure).
-  // No call may be enqueued meanwhile. Idempotent.
+  // Closes the communicator: waits until the local devices have finished all enqueued
+  // work, then until all peers have done so or have died, and frees the memory. Waits
+  // for the peers at most for the timeout of Connect (5 s after a failure), and then
+  // continues without them. No call may be enqueued meanwhile. Idempotent.
   void Close();
 
  private:

@@ -1,21 +1,22 @@
-// Slots in device memory: a rank's end of a communicator, for one call. It waits for
-// nothing itself: everything is enqueued on one stream, as copies and as kernels that
-// compare flags with an epoch in device memory, so that a captured graph can be replayed.
-// A flag is an epoch and the tag of a call site (flag_params.h):
+// The Transport of a rank on a GPU, for one call. It never blocks the host: it enqueues
+// copies and flag kernels on one stream. The kernels compare flags with an epoch in
+// device memory, so that a captured CUDA graph can be replayed. A flag consists of an
+// epoch and the tag of a call site (flag_params.h):
 //
-//   e = *epoch, the calls that this rank has ended, and the tag of the last one
-//   c = (epoch of e) + 1, tag of this call
+//   e = *epoch: the number of calls that this rank has ended, and the tag of the last one
+//   c = (epoch of e) + 1, and the tag of this call
 //   first wait           announced[own rank] = c at every peer
 //   Signal(peer, slot)   peer's arrived[slot] = c
 //   Wait(slot)           own arrived[slot] == c
 //   EndCall              freed[own rank] = c at every peer, then *epoch = c
 //   WaitFree(peer)       own freed[peer] == e: the peer has ended its previous call
 //
-// A rank that has ended c needed data of every other rank for it, and puts none into the
-// slots of a peer before that has ended c, too. So flags are never ahead of a wait, the
-// slots of a call may lie where they like, whatever the one before had there, and a release
-// has nothing to do. A wait whose peer has announced another call of this epoch fails.
-// tests/csrc/cuda/protocol_test.cc proves it.
+// In call c every rank needs data of every other rank, and a rank writes into a peer's
+// slots for the next call only after that peer has ended c. Therefore a flag is never
+// ahead of the value that a wait expects, the slots of a call may overlap those of the
+// call before, and Release has nothing to do. A wait fails if the peer has announced a
+// different call with the same epoch. tests/csrc/cuda/protocol_test.cc proves these
+// properties.
 #pragma once
 
 #include <cuda.h>
@@ -34,51 +35,55 @@
 
 namespace jax_ub {
 
-// From one flag to the next.
+// The distance between consecutive flags.
 inline constexpr int64_t kFlagLineBytes = 128;
 
-// Slots begin at multiples of this behind RankSlotAddress::slots.
+// The offset of each slot from RankSlotAddress::slots is a multiple of this.
 inline constexpr int64_t kSlotAlignment = 256;
 
-// What a rank has in its heap, at the addresses by which this rank's device reaches it.
+// The addresses of the parts of a rank's heap (heap.h), valid on the device of the rank
+// that uses them.
 struct RankSlotAddress {
-  CUdeviceptr slots = 0;      // bytes, of all slots
-  CUdeviceptr arrived = 0;    // [slot]
-  CUdeviceptr freed = 0;      // [peer]
-  CUdeviceptr announced = 0;  // [peer]
+  CUdeviceptr slots = 0;      // the first slot
+  CUdeviceptr arrived = 0;    // flags indexed by slot
+  CUdeviceptr freed = 0;      // flags indexed by peer
+  CUdeviceptr announced = 0;  // flags indexed by peer
   CUdeviceptr epoch = 0;
   CUdeviceptr failed = 0;
   CUdeviceptr poison = 0;
 };
 
-// The slots of a call, on every rank: CudaSlots::StrideOf(slot_bytes) each.
+// The slots of a call. On every rank they start at RankSlotAddress::slots and are
+// CudaSlots::StrideOf(slot_bytes) apart.
 struct SlotAddresses {
   int num_slots = 0;
   int64_t slot_bytes = 0;
-  // What stands for the first slot of every rank: for multicast instructions alone. 0:
-  // nothing does.
+  // The multicast address of the first slots of all ranks, which only multicast
+  // instructions may use; 0: there is no multicast.
   CUdeviceptr multicast = 0;
 };
 
-// Which call it is: tells flags and errors of call sites apart.
+// Identifies the call site of a call, in error records and in flags.
 struct CallIds {
-  uint32_t number = 0;  // the host's, of the call site
+  uint32_t number = 0;  // CudaCommunicator::NumberOf, specific to this process
   uint32_t tag = 0;     // GpuCallSignature::tag, the same on every rank
 };
 
-// What a rank enqueues with: all of its device, and kept by somebody else.
+// The stream and the kernels with which a rank enqueues its work. All pointers belong
+// to the rank's device, are not owned, and must outlive the CudaSlots.
 struct SlotStream {
   const Driver* driver = nullptr;
   const FlagKernels* flags = nullptr;
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
   CopyMethod copies;
-  const MulticastKernels* multicast = nullptr;  // where the slots have such an address
+  // nullptr if the slots have no multicast address.
+  const MulticastKernels* multicast = nullptr;
 };
 
-// Elements that lie alike in the slots of all ranks, from `offset` behind the first slot.
+// Contiguous elements at the same offset from the first slot on all ranks.
 struct MulticastRange {
-  int64_t offset = 0;  // in bytes: a multiple of kMulticastBytes
+  int64_t offset = 0;  // from the first slot, in bytes; a multiple of kMulticastBytes
   int64_t num_elements = 0;
   DType dtype = DType::kF32;
   std::vector<MulticastAddend> addends;  // at most kMaxMulticastAddends
@@ -86,7 +91,8 @@ struct MulticastRange {
 
 class CudaSlots : public Transport {
  public:
-  // `places` [rank] outlive it. `error` is the own ErrorRecord's device address.
+  // `places` is indexed by rank and must outlive the object. `error` is the device
+  // address of this rank's ErrorRecord.
   CudaSlots(int rank,
             std::span<const RankSlotAddress> places,
             CUdeviceptr error,
@@ -94,33 +100,38 @@ class CudaSlots : public Transport {
             const SlotAddresses& slots,
             const SlotStream& stream);
 
-  // Before all else of a call that may run on other devices than it was meant for, or on
-  // the same in another order: the rank, and so all its peers, fail on the device unless
-  // the u32 at `partition` is `expected`.
+  // Enqueues a check that this rank runs the partition of the program that it was
+  // lowered for: unless the u32 at `partition` is `expected`, the rank fails on the
+  // device, and with it all its peers. Called before all other methods, for exported
+  // programs, which may run on other devices or in another device order than they were
+  // lowered for.
   void CheckPartition(CUdeviceptr partition, uint32_t expected);
 
-  // What a slot takes in the heap.
+  // Returns the distance between slots in the heap: `slot_bytes`, rounded up.
   static int64_t StrideOf(int64_t slot_bytes);
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return static_cast<int>(places_.size()); }
-  // A device address.
+  // Returns a device address.
   const std::byte* slot(int index) const override;
 
   void Write(int peer, int slot, const Rows& rows) override;
   void Signal(int peer, int slot) override;
   void Wait(int peer, int slot, const WaitReason& reason) override;
   void Release(int slot) override {}
-  // Enqueues nothing but for the first slot of each peer.
+  // Enqueues a wait only for the first slot of each peer in a call: the peer frees all
+  // its slots at once.
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
-  // The stream has to be behind everything that read a slot.
+  // The caller must first make the stream wait for all work that reads a slot.
   void EndCall() override;
 
-  // This rank's share of the elements: becomes at every rank their sum over all ranks, with
-  // the addends. Whole vectors, so that bytes behind the last element change, too.
+  // Sums this rank's part of the elements over all ranks, adds the addends, and stores
+  // the sums on every rank. Works on vectors of kMulticastBytes, so bytes after the
+  // last element may change too.
   void SumByMulticast(const MulticastRange& range);
 
-  // Behind everything that writes the results: fills them with NaN if the rank failed.
+  // Enqueues a kernel that fills the results with NaN if the rank has failed. Called
+  // after all work that writes the results.
   void FillNan(std::span<const NanFillParams::Result> results);
 
  private:
@@ -135,8 +146,9 @@ class CudaSlots : public Transport {
   const CallIds call_;
   const SlotAddresses slots_;
   const SlotStream stream_;
-  std::vector<bool> is_free_;  // [peer]: waited for in this call
-  bool is_announced_ = false;  // this call
+  // Indexed by peer: whether this call has waited until the peer's slots are free.
+  std::vector<bool> is_free_;
+  bool is_announced_ = false;  // whether a wait has announced this call to the peers
 };
 
 }  // namespace jax_ub

@@ -1,5 +1,4 @@
-// What a process that has ranks on GPUs brings to a group: made before the processes know
-// of each other.
+// The part of a CudaCommunicator that a process creates before it knows its peers.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +14,15 @@
 
 namespace jax_ub {
 
-// The heaps of a process's own ranks, and a socket under which it is found.
+// Owns the heaps of a process's ranks and the socket on which it accepts connections,
+// and determines which sharing modes the process supports.
 class CudaEndpoint {
  public:
-  // `ordinals`: of the own ranks, in the order of the ranks. `slots_bytes`: for the slots
-  // of a call, on each rank. `host`: equal where processes share one. `nvls`: multicast is
-  // wanted, by all processes. Tries out what it offers. Throws CommunicatorError when the
-  // devices have no room.
+  // `ordinals` has the device ordinal of each own rank, in ascending order of rank.
+  // `slots_bytes` is the memory for the slots of a call on each rank. `host` identifies
+  // the host; it is equal for all processes of one host. `nvls` requests multicast and
+  // must be the same in all processes. Tests each sharing mode by exporting memory with
+  // it. Throws CommunicatorError if a device is out of memory.
   CudaEndpoint(const Driver& driver,
                const std::vector<int>& ordinals,
                int64_t slots_bytes,

@@ -1,4 +1,4 @@
-// What a device's error record says, in words.
+// Reads error records and converts them to exceptions.
 #pragma once
 
 #include <cstdint>
@@ -11,27 +11,29 @@
 
 namespace jax_ub {
 
-// A record's code: a device may be writing it. What lies beside it is complete when it is
-// not ErrorRecord::kNone.
+// Loads a record's code with acquire, since a device may be writing it. If the result
+// is not ErrorRecord::kNone, the other members are complete.
 uint32_t CodeOf(const ErrorRecord& record);
 
-// Ends the waits of the record's rank.
+// Makes every wait of the record's rank end.
 void SetPoisoned(ErrorRecord& record);
 
-// Whether the record has the reason, rather than only that somebody failed.
+// Returns whether the record has the cause of the failure, rather than only the fact
+// that a peer or the host failed.
 bool IsOwnFault(const ErrorRecord& record);
 
-// What errors say of a call site.
+// How errors name a call site.
 struct CallSiteName {
-  std::string label;
-  std::vector<int64_t> devices;  // Attributes::devices
+  std::string label;             // "all_gather_matmul (ub_name 'qkv_fprop')"
+  std::vector<int64_t> devices;  // CallAttributes::devices
 
   bool operator==(const CallSiteName&) const = default;
 };
 
-// DeadlineError or CommunicatorError of a record whose code is not kNone. `site` is that
-// of its call; `name_of` a rank: "rank 2 (process 1, pid 123)"; `call_of` the call site
-// that has a tag: "matmul: matmul by ... (call site jit_f/0)".
+// Converts a record whose code is not kNone to a DeadlineError or a CommunicatorError.
+// `site` is the call site of the record. `name_of` describes a rank, for example "rank
+// 2 (process 1, pid 123)". `call_of` describes the call with a tag, for example
+// "matmul: matmul by ... (call site jit_f/0)".
 std::exception_ptr DescribeFault(const ErrorRecord& record,
                                  const CallSiteName& site,
                                  const std::function<std::string(int)>& name_of,

@@ -1,5 +1,6 @@
-// Launches the flag kernels (flag_kernels.cu): one warp each, so that a copy engine's
-// work can be announced and waited for without the host, also in a replayed graph.
+// Launches the flag kernels (flag_kernels.cu). With them a stream signals and waits for
+// copies of other ranks without the host, also in a replayed CUDA graph. The kernels
+// that signal and wait have one warp.
 #pragma once
 
 #include <cuda.h>
@@ -10,9 +11,9 @@
 
 namespace jax_ub {
 
-// Of the context that is current when it is made. All kernels are loaded then: lazy
-// loading would synchronize with a wait kernel that already spins. May be used by any
-// thread, with that context current.
+// Belongs to the context that is current at construction. The constructor loads all
+// kernels, because loading one later would synchronize with a wait kernel that is
+// already spinning. Thread-safe; the calling thread must have the same context current.
 class FlagKernels {
  public:
   explicit FlagKernels(const Driver& driver);

@@ -1,14 +1,15 @@
-// What the flag kernels are given: read by the kernels, their launcher and their host
-// twins (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr.
+// The parameters of the flag kernels. Included by the kernels, their launcher and their
+// emulation on the host (tests/csrc/cuda/emulated_kernels.h). Addresses are
+// CUdeviceptr.
 //
-// A flag is a 64-bit word on a cache line of its own, written by one store:
+// A flag is a 64-bit word on a separate cache line, written by one store:
 //
 //   bits 63 ... 24   epoch: the number of the call
-//   bits 23 ... 0    tag of the call site (call_agreement.h), 0 before the first call
+//   bits 23 ... 0    tag of the call site (signature_table.h); 0 before the first call
 //
-// A wait ends when the flag equals the word that it expects, so wrap-around is harmless,
-// and a stale flag is never taken for a new one. A flag of the expected epoch with another
-// tag shows that the ranks make different calls.
+// A wait ends when the flag equals the expected word. The epoch may therefore wrap
+// around, and a stale flag is never mistaken for a new one. A flag with the expected
+// epoch but a different tag shows that the ranks make different calls.
 #pragma once
 
 #include <cstdint>
@@ -21,104 +22,114 @@ inline constexpr int kMaxResults = 16;
 inline constexpr int kTagBits = 24;
 inline constexpr uint64_t kTagMask = (uint64_t{1} << kTagBits) - 1;
 
-// RankWords::failed and ::poison: bits 15 ... 0 are 1 + the rank that failed. The tags of
-// two different calls follow where these are the reason, else zeros.
+// The format of RankWords::failed and RankWords::poison: bits 15 ... 0 are 1 + the rank
+// that failed. The upper bits have the tags of two different calls (kTagBits each) if
+// the ranks made different calls, and are zero otherwise.
 inline constexpr int kFailedRankBits = 16;
 inline constexpr uint64_t kFailedRankMask = (1 << kFailedRankBits) - 1;
 
-// Why a rank failed, in host memory that is mapped into its device. Each word has one
-// writer: the device fills the reason once and stores `code` last (release), the host
-// stores `poisoned`. Zeros at first.
+// Why a rank failed. Located in host memory that is mapped into the rank's device, and
+// initially zero. The device writes all members except `poisoned`: it fills them once,
+// at the rank's first failure, and stores `code` last, with release. The host writes
+// `poisoned`.
 struct ErrorRecord {
   static constexpr uint32_t kNone = 0;
-  static constexpr uint32_t kDeadline = 1;    // a wait reached it
-  static constexpr uint32_t kPoisoned = 2;    // by the host: see `poisoned`
-  static constexpr uint32_t kPeerFailed = 3;  // `peer` did, and told this rank
-  static constexpr uint32_t kMisplaced = 4;   // it runs the program's `partition`
-  static constexpr uint32_t kOtherCall = 5;   // `peer` makes another call: see `tag`
+  static constexpr uint32_t kDeadline = 1;    // a wait reached its deadline
+  static constexpr uint32_t kPoisoned = 2;    // the host has set `poisoned`
+  static constexpr uint32_t kPeerFailed = 3;  // `peer` reported that it failed
+  static constexpr uint32_t kMisplaced = 4;   // the rank runs another `partition`
+  static constexpr uint32_t kOtherCall = 5;  // `peer` makes a different call: see `tag`
 
   uint32_t code;
-  uint32_t rank;  // whose record this is
-  uint32_t peer;  // whom it waited for
-  uint32_t slot;  // of its own, or (of a wait for `freed`) kNoSlot
-  int32_t chunk;  // -1: none
-  uint32_t call;  // the host's number of the call site
+  uint32_t rank;  // the rank that this record belongs to
+  uint32_t peer;  // the awaited rank; for kPeerFailed, the rank that failed
+  uint32_t slot;  // the awaited slot of this rank; kNoSlot for a wait for `freed`
+  int32_t chunk;  // the awaited chunk; -1: none
+  uint32_t call;  // CudaCommunicator::NumberOf of the call site
   uint64_t waited_ns;
-  uint32_t partition;
-  uint32_t poisoned;  // the host's: every wait ends
-  // Of the calls of this rank (kPeerFailed: of the rank that found it) and of the rank that
-  // makes another one. 0: the failure has another reason.
+  uint32_t partition;  // for kMisplaced: the partition that the rank runs
+  uint32_t poisoned;   // not 0: every wait of the rank ends
+  // The tags of two different calls, if that is the reason, and 0 otherwise. `tag` is
+  // the call of the rank that detected the mismatch (this rank, or `peer` for
+  // kPeerFailed); `other_tag` is the call of the rank that it compared with.
   uint32_t tag;
   uint32_t other_tag;
 
   static constexpr uint32_t kNoSlot = UINT32_MAX;
 };
 
-// The words that every kernel of a rank may need.
+// The addresses of the state of a rank that every kernel may use.
 struct RankWords {
-  uint64_t epoch;   // calls that this rank has ended, and the tag of the last one
-  uint64_t failed;  // not 0: this rank failed
-  uint64_t poison;  // not 0: a peer failed, and wrote this
-  uint64_t error;   // ErrorRecord
+  uint64_t epoch;   // the number of calls that this rank ended, and the tag of the last
+  uint64_t failed;  // the word is not 0: this rank failed
+  uint64_t poison;  // the word is not 0: a peer failed, and wrote it
+  uint64_t error;   // the rank's ErrorRecord
 };
 
-// A peer's words that this rank writes.
+// The addresses of two words of a peer that this rank may write.
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;
 };
 
-// A word of every peer: its poison, which a rank that fails writes before anything else, or
-// the word in which this rank announces its call.
+// The address of one word of each other rank: its `poison`, or the word in which this
+// rank announces its call to it.
 struct PeerWords {
   uint32_t num_peers;
-  uint64_t words[kMaxRanks];  // [peer]
+  uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The word of this call is that of *epoch with the next epoch and the call's tag.
+// The parameters of jax_ub_signal and jax_ub_end. Below, *the word of this call* has
+// the epoch of *epoch plus one, and the tag of the call.
 //
-// jax_ub_signal: every flag becomes the word of this call, what this stream did before
-// becomes visible before that. jax_ub_end: the same, and then *epoch becomes this word; a
-// rank that a peer has told of its failure until then fails: it may have read what that
-// peer did afterwards.
+// jax_ub_signal stores the word of this call in every target's flag. All earlier work
+// of the stream is visible before the store. jax_ub_end does the same and then stores
+// the word in *epoch. If a peer has reported a failure before that, jax_ub_end makes
+// this rank fail, because the rank may have read data that the peer wrote after its
+// failure.
 //
-// A rank that has failed writes `failed` into the peers' poison instead and leaves flags
-// and epoch alone: nobody goes on with data that did not arrive.
+// A rank that has failed writes its `failed` word to the targets' `poison` instead, and
+// writes neither flags nor epoch, so that no peer continues with data that did not
+// arrive.
 struct SignalParams {
   RankWords own;
   uint32_t rank;
-  uint32_t call;  // of jax_ub_end, for the record
+  uint32_t call;  // ErrorRecord::call, for jax_ub_end
   uint32_t tag;
   uint32_t num_targets;
   FlagTarget targets[kMaxRanks];
 };
 
-// jax_ub_wait: until *flag is the word of this call (`ahead` 1, for `arrived`) or *epoch
-// (`ahead` 0, for `freed`). Ends without that, and fills the record from `what`, after
-// timeout_ns, when this rank or its host or a peer of it failed, and when the flag or
-// *announced, where the awaited peer announces its calls, shows that it makes another call.
+// The parameters of jax_ub_wait, which waits until *flag is the word of this call
+// (`ahead` is 1, for `arrived`) or *epoch (`ahead` is 0, for `freed`).
 //
-// A wait that fails tells the peers at once: what the stream does next, copies and
-// products, cannot be called off, and may overwrite what a peer still reads.
+// The wait fails, and fills the error record from `what`, after timeout_ns; if the host
+// poisoned this rank; if a peer reported a failure; or if *announced, the word in which
+// the awaited peer announces its calls, shows that the peer makes a different call. The
+// wait also ends if this rank has failed before.
+//
+// A wait that fails writes the `poison` of all peers at once. The copies and GEMMs that
+// follow in the stream cannot be cancelled, and may overwrite data that a peer still
+// reads.
 //
 // The first wait of a call also announces the call: it stores the word of this call at
-// every address of `announcements`. A peer in another call may use other slots, and would
-// wait for a flag that this rank never writes.
+// every address in `signatures`. Without it, a peer in a different call might use other
+// slots and wait until the deadline for a flag that this rank never writes.
 struct WaitParams {
   RankWords own;
-  uint64_t flag;
-  uint64_t announced;
+  uint64_t flag;       // address
+  uint64_t announced;  // address
   uint64_t timeout_ns;
   uint32_t ahead;
   uint32_t tag;
   ErrorRecord what;
-  PeerWords peers;
-  PeerWords signatures;  // of no peer, but for the first wait of a call
+  PeerWords peers;       // the peers' `poison`
+  PeerWords signatures;  // empty except for the first wait of a call
 };
 
-// jax_ub_check_partition: the rank fails, and tells its peers, unless the u32 at `partition`
-// is `expected`. First of a call: what a rank has failed before, it does not signal, so
-// that no peer gets what it waits for.
+// The parameters of jax_ub_check_partition, which makes the rank fail, and writes the
+// peers' `poison`, unless the u32 at `partition` is `expected`. It is the first kernel
+// of a call: a failed rank sends no signals, so that no peer accepts its data.
 struct PartitionCheckParams {
   RankWords own;
   uint64_t partition;
@@ -127,8 +138,8 @@ struct PartitionCheckParams {
   PeerWords peers;
 };
 
-// jax_ub_fill_nan: 0xFF into every byte of the results (NaN in all dtypes) if the rank
-// failed.
+// The parameters of jax_ub_fill_nan, which stores 0xFF in every byte of the results
+// (NaN in all dtypes) if the rank has failed.
 struct NanFillParams {
   struct Result {
     uint64_t data;

@@ -1,4 +1,4 @@
-// The heaps of all ranks of a group, as one process reaches them.
+// The heaps of all ranks of a group, mapped for the devices of one process.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +19,22 @@
 
 namespace jax_ub {
 
-// With `nvls` a multicast object of all heaps comes on top, if that stands for all ranks;
-// if not, for none, and that is one more step down.
+// With `nvls`, the heaps are also bound to one multicast object. If that fails for any
+// rank, no rank uses multicast, and fallbacks() has the reason.
 class GroupHeaps {
  public:
-  // `ordinals` [rank]. Throws UnsupportedError when a device cannot access another one.
+  // Makes the heaps of a group whose ranks are all in this process. `ordinals` has the
+  // device ordinal of each rank. Throws UnsupportedError if a device cannot access
+  // another.
   static GroupHeaps InProcess(const Driver& driver,
                               const std::vector<int>& ordinals,
                               const HeapLayout& layout,
                               const ProcessGroup& group,
                               bool nvls);
 
-  // Comes to the ways of `agreement`, one after the other, until all processes have
-  // mapped all heaps by one. Throws UnsupportedError when none is left, and what Notes
-  // throws. `offers` by process.
+  // Tries the sharing modes of `decision` in order, until all processes have mapped all
+  // heaps with one of them. `capabilities_of` is keyed by process. Throws
+  // UnsupportedError if all modes fail, and the errors of SetupExchange::Exchange.
   static GroupHeaps Shared(std::unique_ptr<LocalDevices> devices,
                            LocalHeaps own,
                            const ProcessGroup& group,
@@ -47,20 +49,23 @@ class GroupHeaps {
   const std::string& how() const { return how_; }
   const std::vector<SharingFallback>& fallbacks() const { return step_downs_; }
   int64_t size_bytes() const { return own_.size_bytes(); }
-  // Of all ranks, for the device of the n-th own one.
+  // Returns the addresses of all ranks' heaps, indexed by rank, for the device of the
+  // n-th own rank.
   std::span<const RankSlotAddress> places(int n) const { return places_[n]; }
-  // What stands for the base of every heap, for all own devices; 0: nothing does.
+  // Returns the multicast address of the start of all heaps, valid on all devices of
+  // this process; 0: there is no multicast.
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
 
+  // Unmaps the peers' heaps and frees the own ones.
   void GiveBack();
-  // GiveBack will leave to the end of the process what a peer that still uses it could be
-  // harmed without.
+  // Makes GiveBack keep memory that a peer may still use until the process exits.
   void FreeAtExit();
 
  private:
   GroupHeaps() = default;
 
-  // Why this way is none, as the first process that cannot says; or "".
+  // Maps all heaps with one sharing mode. Returns "", or the reason of the first
+  // process that failed; then the mode has failed in all processes.
   std::string ShareBy(SharingMode mode,
                       const ProcessGroup& group,
                       const HeapLayout& layout,
@@ -74,7 +79,8 @@ class GroupHeaps {
               std::vector<SetupMessage>& exported);
   void FindPlaces(const ProcessGroup& group);
 
-  // Why there is no multicast, or "".
+  // Binds all heaps to a multicast object: BindHere if all ranks are in this process,
+  // and BindWithAll otherwise. Both return "", or why there is no multicast.
   std::string BindHere(const HeapLayout& layout, const ProcessGroup& group);
   std::string BindWithAll(SharingMode mode,
                           const ProcessGroup& group,
@@ -85,8 +91,8 @@ class GroupHeaps {
 
   std::unique_ptr<LocalDevices> devices_;
   LocalHeaps own_;
-  std::vector<PeerHeaps> others_;                     // [place]
-  std::unique_ptr<Multicast> multicast_;              // of all heaps
+  std::vector<PeerHeaps> others_;                     // indexed by process index
+  std::unique_ptr<Multicast> multicast_;              // nullptr: no multicast
   std::vector<std::vector<RankSlotAddress>> places_;  // [own rank][rank]
   std::string how_;
   std::vector<SharingFallback> step_downs_;

@@ -1,10 +1,10 @@
-// What a rank has in its heap, and where: the flags that its peers write, then the slots.
+// The layout of a rank's heap: the flags, which mostly peers write, and then the slots.
 //
 //   arrived[kMaxSlots] | freed[kMaxRanks] | announced[kMaxRanks] | epoch | failed | poison |
 //   ... | slots
 //
-// Each flag is the first word of a line of its own. All flags are zero before any peer
-// can see them. On every rank the same lies at the same offset.
+// Each flag is the first word of a separate cache line. All flags are zero before a
+// peer can access them. The offsets are the same on every rank.
 #pragma once
 
 #include <cuda.h>
@@ -17,19 +17,20 @@ namespace jax_ub {
 
 class HeapLayout {
  public:
-  // A call may have this many slots.
+  // The largest number of slots of a call.
   static constexpr int kMaxSlots = 4096;
 
   explicit HeapLayout(int64_t slots_bytes) : slots_bytes_(Align(slots_bytes)) {}
 
-  // For the slots of a call: as asked for, rounded up.
+  // Returns the memory for the slots of a call: the requested size, rounded up to
+  // pages.
   int64_t slots_bytes() const { return slots_bytes_; }
   int64_t size_bytes() const { return flags_bytes() + slots_bytes_; }
   static constexpr int64_t flags_bytes() {
     return Align((kMaxSlots + 2 * kMaxRanks + 3) * kFlagLineBytes);
   }
 
-  // Of a heap that is mapped at `base`.
+  // Returns the addresses in a heap that is mapped at `base`.
   static RankSlotAddress PlaceAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
     constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;

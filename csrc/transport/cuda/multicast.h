@@ -1,12 +1,13 @@
-// All ranks' heaps behind one address: what is stored there is stored in each of them,
-// what is loaded there is their sum, both made by the NVLink switch (NVLS). Only the
-// instructions for it (platform/cuda/instructions.cuh) may use such an address.
+// A multicast object, which makes all ranks' heaps accessible at one address. The
+// NVLink switch (NVLS) stores a value that is stored at this address in each heap, and
+// returns the sum of all heaps for a load. Only multicast instructions
+// (platform/cuda/instructions.cuh) may use the address.
 //
-//   one process   Create
-//   the others    Import
-//   all           Add(own devices)
-//   all agree: the driver blocks whoever binds or maps before all devices were added
-//   all           Bind(own heaps), Map
+//   one process     Create
+//   the others      Import
+//   all processes   Add(own devices)
+//   barrier, because Bind and Map block in the driver until all devices have been added
+//   all processes   Bind(own heaps), Map
 #pragma once
 
 #include <cuda.h>
@@ -23,7 +24,7 @@
 
 namespace jax_ub {
 
-// A device's memory, bound to a multicast object.
+// The memory of a device that is bound to a multicast object.
 struct BoundMemory {
   CUmemGenericAllocationHandle object = 0;
   CUdevice device = 0;
@@ -35,17 +36,19 @@ struct BoundMemoryTraits {
   static void Close(const Driver& driver, Value bound) noexcept;
 };
 
-// How a device can take part: "GPU 0 has no multicast", or "".
+// Returns why the devices cannot use multicast, for example "GPU 0 has no multicast",
+// or "".
 std::string WhyNoMulticast(const LocalDevices& devices);
 
-// What it is made like, the same in every process.
+// The properties of a multicast object. The same in every process.
 struct MulticastShape {
   int num_devices = 0;
   size_t heap_bytes = 0;
   unsigned handle_types = 0;  // a mask of CUmemAllocationHandleType
 };
 
-// All throw SystemError.
+// A multicast object with the heaps of this process bound to it. All methods throw
+// SystemError if the driver refuses a request.
 class Multicast {
  public:
   Multicast() = default;
@@ -54,14 +57,14 @@ class Multicast {
 
   explicit operator bool() const { return static_cast<bool>(object_); }
   const PhysicalMemory& object() const { return object_; }
-  // What stands for the base of every heap; 0: it is not mapped.
+  // Returns the multicast address of the start of every heap; 0: it is not mapped.
   CUdeviceptr base() const { return mapping_.base(); }
 
   void Add(const LocalDevices& devices);
   void Bind(const LocalDevices& devices, const LocalHeaps& heaps);
   void Map(const LocalDevices& devices);
 
-  // Leaves all to the end of the process: a peer's device may still be using it.
+  // Keeps the object until the process exits, because a peer's device may still use it.
   void FreeAtExit();
 
  private:
@@ -69,7 +72,8 @@ class Multicast {
 
   size_t granularity_ = 0;
   size_t size_ = 0;
-  // Given back in the reverse order.
+  // In this order, so that the destructor unmaps and unbinds before it releases the
+  // object.
   PhysicalMemory object_;
   std::vector<DriverHandle<BoundMemoryTraits>> bound_;
   Mapping mapping_;

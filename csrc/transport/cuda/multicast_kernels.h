@@ -1,4 +1,4 @@
-// Launches the kernel that sums by multicast (multicast_kernels.cu).
+// Launches the kernel that sums over all ranks with multicast (multicast_kernels.cu).
 #pragma once
 
 #include <cuda.h>
@@ -9,13 +9,13 @@
 
 namespace jax_ub {
 
-// Of the context that is current when it is made, on a device that has multicast. May be
-// used by any thread, with that context current.
+// Belongs to the context that is current at construction, whose device must support
+// multicast. Thread-safe; the calling thread must have the same context current.
 class MulticastKernels {
  public:
   explicit MulticastKernels(const Driver& driver);
 
-  // With at most `num_blocks` blocks (0: 32).
+  // Launches the kernel with at most `num_blocks` blocks (0: 32).
   void Sum(CUstream stream, const MulticastSumParams& params, int num_blocks) const;
 
  private:

@@ -1,5 +1,6 @@
-// What the kernel that sums by multicast is given: read by the kernel, its launcher and its
-// host twin (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr.
+// The parameters of the kernel that sums with multicast. Included by the kernel, its
+// launcher and its emulation on the host (tests/csrc/cuda/emulated_kernels.h).
+// Addresses are CUdeviceptr.
 #pragma once
 
 #include <cstdint>
@@ -11,30 +12,31 @@ namespace jax_ub {
 
 inline constexpr int kMaxMulticastAddends = 2;  // bias and residual
 
-// Contiguous elements of this device's memory: element i is data[i % period].
+// Elements in this device's memory that are added to the sum: data[i % period] is added
+// to element i.
 struct MulticastAddend {
   uint64_t data;
   int64_t period;
   DType dtype;
 };
 
-// jax_ub_multicast_sum: for the vectors [begin, end) of 16 bytes, the sum of what all
-// devices have at `data`, then the addends in f32, stored at all devices. The last vector
-// may reach beyond the elements: nothing is added there. Nothing is stored by a rank that
-// has failed.
+// The parameters of jax_ub_multicast_sum. For each of the 16-byte vectors [begin, end)
+// at `data`, the kernel sums the vector over all devices, adds the addends in f32, and
+// stores the result on all devices. The last vector may extend beyond the elements;
+// addends are not added there. A rank that has failed stores nothing.
 struct MulticastSumParams {
   RankWords own;
-  uint64_t data;  // a multicast address, a multiple of 16
-  int64_t begin;
-  int64_t end;
-  int64_t num_elements;  // from `data` on
+  uint64_t data;         // a multicast address, a multiple of 16
+  int64_t begin;         // the first vector of this rank
+  int64_t end;           // the vector after the last one of this rank
+  int64_t num_elements;  // of all ranks' vectors, counted from `data`
   DType dtype;
   uint32_t num_addends;
   MulticastAddend addends[kMaxMulticastAddends];
 };
 
 inline constexpr char kMulticastSumKernel[] = "jax_ub_multicast_sum";
-inline constexpr int64_t kMulticastBytes = 16;  // of a vector
+inline constexpr int64_t kMulticastBytes = 16;  // the size of a vector
 inline constexpr int kMulticastThreads = 512;   // per block
 
 }  // namespace jax_ub

@@ -1,5 +1,5 @@
-// The memory of heaps: of the own ranks, in whatever way it is to be shared, and of the
-// others as this process's devices reach it.
+// The heaps of a process's own ranks, allocated so that they can be shared, and the
+// heaps of other processes, mapped for the devices of this process.
 #pragma once
 
 #include <cuda.h>
@@ -18,22 +18,24 @@
 
 namespace jax_ub {
 
-// The handle of memory for other processes: as text, or (vmm) as one more descriptor.
-// Throws SystemError.
+// Exports memory to other processes. Returns the handle as text; in mode kVmm, returns
+// "" and appends a descriptor to `passed` instead. Throws SystemError.
 std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
-// Of what `peer` exported: the text and the descriptor. Throws SystemError.
+// Imports memory that `peer` exported with ExportHandle: `handle` is the returned text,
+// and `passed` the descriptor. Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
                             SharingMode mode,
                             const std::string& handle,
                             const FileDescriptor& passed,
                             const std::string& peer);
 
-// The devices of a process's own ranks, and where these say that they failed. Several ranks may have one.
+// The devices of a process's own ranks, and an error record for each of these ranks.
+// Several ranks may share a device. `n` is an index into the own ranks.
 class LocalDevices {
  public:
-  // `ordinals`: of the own ranks.
+  // `ordinals` has the device ordinal of each own rank.
   LocalDevices(const Driver& driver, std::vector<int> ordinals);
 
   const Driver& driver() const { return driver_; }
@@ -44,12 +46,13 @@ class LocalDevices {
   const std::vector<Context>& contexts() const { return contexts_; }
   const std::vector<CUdevice>& devices() const { return devices_; }
 
-  // Which of them cannot access another one: "GPU 0 cannot access GPU 1 ..."; or "".
+  // Returns why one of the devices cannot access another one, for example "GPU 0 cannot
+  // access GPU 1 ...", or "".
   std::string WhyApart() const;
-  // Lets each of them reach what the others allocate.
+  // Gives each device access to the memory that the other devices allocate.
   void EnablePeerAccess() const;
 
-  // Once, before the two below.
+  // Allocates the error records. Called once, before record() and record_address().
   void MakeRecords();
   ErrorRecord& record(int n) const {
     return *static_cast<ErrorRecord*>(records_[n].get());
@@ -58,45 +61,49 @@ class LocalDevices {
 
  private:
   const Driver& driver_;
-  std::vector<int> ordinals_;      // [own rank]
-  std::vector<int> indices_;       // [own rank]
-  std::vector<Context> contexts_;  // one for each device
-  std::vector<CUdevice> devices_;
-  std::vector<HostMemory> records_;  // [own rank]
+  std::vector<int> ordinals_;        // indexed by own rank
+  std::vector<int> indices_;         // the index into contexts_; indexed by own rank
+  std::vector<Context> contexts_;    // one for each distinct device
+  std::vector<CUdevice> devices_;    // the same devices as contexts_
+  std::vector<HostMemory> records_;  // indexed by own rank
 };
 
-// The heaps of the own ranks, with their flags zero.
+// The heaps of a process's own ranks. Their flags are initialized to zero.
 class LocalHeaps {
  public:
   LocalHeaps() = default;
-  // By virtual memory management: throws SystemError where that is refused. Both throw
-  // CommunicatorError when a device has no room.
+  // Allocates the heaps with the driver's virtual memory management. `handle_types` is
+  // a mask of CUmemAllocationHandleType. Throws SystemError if the driver refuses it,
+  // and CommunicatorError if a device is out of memory.
   static LocalHeaps Virtual(const LocalDevices& devices,
                             int64_t size_bytes,
                             unsigned handle_types);
+  // Allocates the heaps with cuMemAlloc, for mode kIpc. Throws CommunicatorError if a
+  // device is out of memory.
   static LocalHeaps Allocated(const LocalDevices& devices, int64_t size_bytes);
 
   explicit operator bool() const { return !bases_.empty(); }
   bool is_virtual() const { return !virtual_.empty(); }
   const VirtualMemory& virtual_memory(int n) const { return virtual_[n]; }
   CUdeviceptr base(int n) const { return bases_[n]; }
-  int64_t size_bytes() const { return size_bytes_; }  // of all of them
+  int64_t size_bytes() const { return size_bytes_; }  // the sum over all own ranks
 
-  // What another process needs to import them. Throws SystemError.
+  // Returns what another process needs to import the heaps. Throws SystemError.
   SetupMessage Export(SharingMode mode) const;
 
-  // Leaves the memory to the end of the process: a peer may still write to it.
+  // Keeps memory that a peer may still write to until the process exits. Has no effect
+  // on virtual memory, which the driver keeps as long as a peer has mapped it.
   void FreeAtExit();
 
  private:
   const LocalDevices* devices_ = nullptr;
   std::vector<VirtualMemory> virtual_;
   std::vector<DeviceMemory> allocated_;
-  std::vector<CUdeviceptr> bases_;  // [own rank]
+  std::vector<CUdeviceptr> bases_;  // indexed by own rank
   int64_t size_bytes_ = 0;
 };
 
-// An opened cuIpc handle: of one context.
+// A cuIpc handle that was opened in one context.
 struct OpenedIpcHandle {
   CUcontext context = nullptr;
   CUdeviceptr base = 0;
@@ -107,13 +114,13 @@ struct OpenedIpcHandleTraits {
   static void Close(const Driver& driver, Value opened) noexcept;
 };
 
-// The heaps of another process's ranks.
+// The heaps of the ranks of one other process.
 class PeerHeaps {
  public:
   PeerHeaps() = default;
-  // `note` is what LocalHeaps::Export returned there, of `num_ranks` ranks whose heaps are
-  // at least of `size_bytes`. Throws SystemError, which names the `peer` where that passed
-  // something else.
+  // Imports the heaps. `note` is the result of LocalHeaps::Export in the other process,
+  // which must have `num_ranks` ranks with heaps of at least `size_bytes`. `peer` names
+  // the process in error messages. Throws SystemError.
   PeerHeaps(const LocalDevices& devices,
             SharingMode mode,
             const SetupMessage& note,
@@ -121,7 +128,8 @@ class PeerHeaps {
             int64_t size_bytes,
             const std::string& peer);
 
-  // Of the process's n-th rank, for an own device.
+  // Returns the heap of the process's n-th rank, at the address for one of this
+  // process's devices (an index into LocalDevices::contexts).
   CUdeviceptr base(int device_index, int n) const {
     return bases_[bases_.size() == 1 ? 0 : device_index][n];
   }
@@ -142,7 +150,8 @@ class PeerHeaps {
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
   std::vector<DriverHandle<OpenedIpcHandleTraits>> opened_;
-  // [own device][rank of the process]; one for all devices where addresses are the same.
+  // [own device][rank of the process]. Has one row if the addresses are the same for
+  // all devices of this process.
   std::vector<std::vector<CUdeviceptr>> bases_;
 };
 

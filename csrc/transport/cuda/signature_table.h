@@ -1,5 +1,7 @@
-// What the ranks of a group say of each call site when they are ready for it, or refuse it:
-// whoever hears both sides sees whether they agree. Nobody waits for anybody.
+// Compares the call signatures of the ranks of a group. Each rank sends its signature
+// of a call site to all processes when it is ready to run it or rejects it. Every
+// process compares the signatures that it has received, and no rank waits for the
+// result.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +14,24 @@
 
 namespace jax_ub {
 
-// What a rank says.
+// A rank's signature of a call site.
 struct GpuCallSignature {
   int rank = 0;
-  std::string site = {};     // names the call site alike on every rank
-  std::string call = {};     // what it means by it, in words: alike on every rank
-  std::string refusal = {};  // why it cannot run it; empty: it is ready
+  std::string site = {};     // identifies the call site; the same on every rank
+  std::string call = {};     // describes the call; must be the same on every rank
+  std::string refusal = {};  // why the rank rejects the call; empty: it is ready
 
   bool operator==(const GpuCallSignature&) const = default;
 
-  // What flags carry of the call (flag_params.h): a hash of `site` and `call`, never 0. Of
-  // two call sites one pair in 2^24 has the same one, and of these the order is not checked.
+  // Returns the part of a flag that identifies the call (flag_params.h): a hash of
+  // `site` and `call` that is never 0. Two call sites have the same tag with
+  // probability 2^-24; waits then do not detect ranks that make these two calls in
+  // different order.
   uint32_t tag() const;
 
-  // For a message, and back; nothing of what is no statement.
+  // Serializes the signature for a message.
   std::string Pack() const;
+  // Deserializes a signature. Returns nullopt if `packed` is not one.
   static std::optional<GpuCallSignature> Unpack(std::string_view packed);
 };
 
@@ -34,21 +39,23 @@ class SignatureTable {
  public:
   explicit SignatureTable(int num_ranks) : num_ranks_(num_ranks) {}
 
-  // The n-th statement of a rank on a site belongs to the n-th of each other rank. Returns
-  // one that contradicts it: of another call; or of one who is ready while this one is not,
-  // or the other way round. That all refuse is none.
+  // Adds a signature and compares it with those of the other ranks. The n-th signatures
+  // of all ranks for a site are compared with each other, in any order of arrival.
+  // Returns a signature that contradicts it, if any: it describes a different call, or
+  // one of the two ranks is ready and the other one rejects the call. If all ranks
+  // reject the call, there is no contradiction.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& statement);
 
-  // For tests: sites on which not every rank has said the same number of statements. What
-  // all have answered is forgotten.
+  // For tests: returns the number of sites for which some rank's signature is still
+  // missing. Signatures are removed when all ranks have sent theirs.
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  using PerRank =
-      std::vector<std::deque<GpuCallSignature>>;  // [rank]: not answered by all
+  // Indexed by rank: the signatures that some other rank has not sent yet.
+  using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;
-  std::map<std::string, PerRank> open_;  // by site
+  std::map<std::string, PerRank> open_;  // keyed by site
 };
 
 }  // namespace jax_ub

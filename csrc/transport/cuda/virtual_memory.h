@@ -1,5 +1,6 @@
-// Device memory by the driver's virtual memory management: physical memory, which other
-// processes may import, at a range of addresses, which the devices of this one access.
+// Device memory that is allocated with the driver's virtual memory management: physical
+// memory, which other processes may import, mapped to a range of addresses that the
+// devices of this process can access.
 #pragma once
 
 #include <cuda.h>
@@ -22,7 +23,9 @@ struct PhysicalMemoryTraits {
 };
 using PhysicalMemory = DriverHandle<PhysicalMemoryTraits>;
 
-// As `shareable` takes or gives handles of that type.
+// Import and export memory with a handle of the given type. `shareable` is the argument
+// of the same name of the driver's functions, whose meaning depends on the type. Both
+// throw SystemError.
 PhysicalMemory ImportMemory(const Driver& driver,
                             CUmemAllocationHandleType type,
                             void* shareable);
@@ -48,12 +51,13 @@ struct MappedRangeTraits {
   }
 };
 
-// Memory, or a multicast object, at addresses of its own, which devices access. All throw
-// SystemError.
+// A range of addresses to which physical memory or a multicast object is mapped.
 class Mapping {
  public:
   Mapping() = default;
-  // `alignment`: of the addresses; 0 leaves it to the driver.
+  // Reserves addresses, maps `memory` there, and gives the devices `accessed_by` read
+  // and write access. `alignment` is the alignment of the addresses; 0: the driver's
+  // default. Throws SystemError.
   Mapping(const Driver& driver,
           CUmemGenericAllocationHandle memory,
           size_t size_bytes,
@@ -65,29 +69,31 @@ class Mapping {
   explicit operator bool() const { return static_cast<bool>(reserved_); }
 
  private:
-  // Given back in the reverse order.
+  // In this order, so that the destructor unmaps the range before it frees the
+  // addresses.
   DriverHandle<ReservedRangeTraits> reserved_;
   DriverHandle<MappedRangeTraits> mapped_;
 };
 
-// That a device has no room for a heap, and what to change.
+// Returns the error for a heap that does not fit into a device's memory, with what to
+// change.
 CommunicatorError NoRoom(int64_t size_bytes, const std::string& text);
 
-// All throw SystemError.
+// Physical memory and its mapping in this process.
 class VirtualMemory {
  public:
   VirtualMemory() = default;
 
-  // New memory of a device, with handles of these types (a mask of
-  // CUmemAllocationHandleType). Holds anything. Throws CommunicatorError when the device
-  // has no room.
+  // Allocates uninitialized memory on a device, which can be exported with handles of
+  // the given types (a mask of CUmemAllocationHandleType). Throws CommunicatorError if
+  // the device is out of memory, and SystemError if the driver refuses another request.
   static VirtualMemory Create(const Driver& driver,
                               CUdevice device,
                               int64_t size_bytes,
                               unsigned handle_types,
                               std::span<const CUdevice> accessed_by);
 
-  // What another process exported, of this size.
+  // Maps memory of `size_bytes` that another process exported. Throws SystemError.
   VirtualMemory(PhysicalMemory memory,
                 size_t size_bytes,
                 std::span<const CUdevice> accessed_by);
@@ -97,7 +103,7 @@ class VirtualMemory {
   const PhysicalMemory& memory() const { return memory_; }
 
  private:
-  // Given back in the reverse order.
+  // In this order, so that the destructor unmaps the memory before it releases it.
   PhysicalMemory memory_;
   Mapping mapping_;
 };
