@@ -1,1 +1,1 @@
-"""One FFI target a file: its contract, its lowering and its reference."""
+"""JAX primitives: one file per FFI target, with its shapes and its reference."""

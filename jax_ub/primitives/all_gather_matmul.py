@@ -1,4 +1,4 @@
-"""AG+GEMM: multiplies the gathered rows by this rank's kernels."""
+"""AG+GEMM: multiplies the gathered rows by the kernels of this rank."""
 
 import dataclasses
 
@@ -12,7 +12,11 @@ from jax_ub.primitives.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherMatmul(Call):
-    """Operands x, w_i, bias_i, residual_i; results y_i, then the gathered x."""
+    """y_i = scale * all_gather(x) @ w_i + bias_i + residual_i.
+
+    Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
+    Results: all y_i, then the gathered x if `return_gathered`.
+    """
 
     target = "jax_ub$all_gather_matmul"
 
@@ -25,7 +29,7 @@ class AllGatherMatmul(Call):
     out_dtype: np.dtype
 
     def shapes(self, x, *kernels):
-        """`[..., P*m, N_i]` each, and `[..., P*m, K]`."""
+        """Returns `[..., P*m, N_i]` for each y_i, and `[..., P*m, K]`."""
         rows = (*x.shape[:-2], x.shape[-2] * self.num_ranks)
         out = 0 if self.rhs_transposed else 1
         results = [
@@ -35,11 +39,11 @@ class AllGatherMatmul(Call):
         return results + gathered
 
     def communicated(self, x, *others):
-        """All ranks' rows of x."""
+        """Returns the shape of the gathered x."""
         return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
 
     def reference(self, x, *kernels):
-        """`scale * all_gather(x) @ w_i + bias_i + residual_i`."""
+        """Computes the results by `jax.lax.all_gather` and one dot per kernel."""
         n = self.num_kernels
         gathered = reference.all_gather(x, self.axis_name)
         ys = []
@@ -51,7 +55,7 @@ class AllGatherMatmul(Call):
         return [*ys, gathered] if self.return_gathered else ys
 
     def on_one_rank(self, x, *kernels):
-        """One product for each kernel: the rank's rows are all rows."""
+        """Computes one local GEMM per kernel: one rank has all rows."""
         n = self.num_kernels
         ys = []
         for i, w in enumerate(kernels[:n]):
@@ -70,7 +74,7 @@ class AllGatherMatmul(Call):
         return [*ys, x] if self.return_gathered else ys
 
     def options(self):
-        """As csrc/ffi binds them."""
+        """Returns the attributes that csrc/ffi decodes."""
         return {
             "num_kernels": self.num_kernels,
             "rhs_transposed": self.rhs_transposed,
@@ -81,7 +85,7 @@ class AllGatherMatmul(Call):
         }
 
     def aliases(self, operands):
-        """Every product is written into its residual's buffer."""
+        """Writes each y_i into the buffer of residual_i if the dtypes are equal."""
         if not self.has_residual:
             return {}
         first = len(operands) - self.num_kernels
@@ -92,13 +96,13 @@ class AllGatherMatmul(Call):
         }
 
     def is_activation(self, index):
-        """The rows that are gathered, and the residuals."""
+        """Returns whether the operand is x or a residual."""
         behind_biases = 1 + self.num_kernels * (2 if self.has_bias else 1)
         return index == 0 or index >= behind_biases
 
     @property
     def gathers(self):
-        """Rows are gathered."""
+        """True: the call all-gathers."""
         return True
 
 
@@ -114,18 +118,19 @@ def all_gather_matmul(
     out_dtype,
     **where,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Multiplies the gathered rows of `x` by every kernel.
+    """Multiplies the gathered rows of `x` by each kernel.
 
     Args:
         x: activations, `[..., m, K]`: this rank's rows.
         ws: kernels, `[K, N_i]`, or `[N_i, K]` if `rhs_transposed`.
-        biases: one `[N_i]` for each kernel, or None.
-        residuals: one `[..., P*m, N_i]` for each kernel, written in place; or None.
+        biases: one `[N_i]` per kernel, or None.
+        residuals: one `[..., P*m, N_i]` per kernel, overwritten by the products; or
+            None.
         rhs_transposed: whether the kernels are stored transposed.
-        return_gathered: whether the gathered `x` is a result too.
-        scale: factor of the products, before anything is added to them.
+        return_gathered: whether to return the gathered `x`, too.
+        scale: factor of the products, applied before bias and residual are added.
         out_dtype: dtype of the products.
-        **where: the fields of `Call`: on which ranks, by which method, under what name.
+        **where: the fields of `Call`, such as ranks, method and label.
 
     Returns:
         The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.

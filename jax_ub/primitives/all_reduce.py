@@ -1,4 +1,4 @@
-"""AR alone: sums over the ranks."""
+"""The all-reduce (AR) without a GEMM."""
 
 import dataclasses
 
@@ -10,37 +10,37 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(Call):
-    """x of any shape, summed in f32 in rank order, rounded once."""
+    """Sums x, of any shape, over the ranks: in f32, in rank order, rounded once."""
 
     target = "jax_ub$all_reduce"
 
     def shapes(self, x):
-        """That of `x`."""
+        """Returns the shape and dtype of x."""
         return [(x.shape, x.dtype)]
 
     def communicated(self, x):
-        """What is summed."""
+        """Returns the shape of x."""
         return x.shape
 
     def on_one_rank(self, x):
-        """What the rank has is the sum."""
+        """Returns x, which is the sum over one rank."""
         return [x]
 
     def reference(self, x):
-        """`jax.lax.psum` in f32."""
+        """Computes `jax.lax.psum` in f32."""
         return [reference.all_reduce(x, self.axis_name).astype(x.dtype)]
 
     @property
     def replicates(self):
-        """The sum is the same on every rank."""
+        """True: all ranks have the same sum."""
         return True
 
     @property
     def communicates_only(self):
-        """There is no product."""
+        """True: the call has no GEMM."""
         return True
 
 
 def all_reduce(x: jax.Array, **where) -> jax.Array:
-    """Sums `x` over the ranks, on every rank."""
+    """Returns the sum of `x` over the ranks; `where` holds the fields of `Call`."""
     return AllReduce(**where)(x)[0]

@@ -1,4 +1,4 @@
-"""What `jax.vmap` makes of a call: one call with a longer batch, or a loop."""
+"""Batching rules for `jax.vmap`: one call with another batch axis, or a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,9 @@ from jax import lax
 
 
 def fold(operands, dims):
-    """Moves the mapped axis of every operand to the front, where it is a batch axis.
+    """Moves the mapped axis of every operand to the front, as a leading batch axis.
 
-    Operands that are not mapped are repeated. Nothing is transposed where the mapped
-    axis is in front already.
+    Operands that are not mapped are broadcast along it.
     """
     size = mapped_size(operands, dims)
     return [
@@ -41,7 +40,7 @@ def loop(function, operands, dims):
 
 
 def mapped_size(operands: list[jax.Array], dims: list[int | None]) -> int:
-    """The length of the mapped axis."""
+    """Returns the length of the mapped axis."""
     return next(
         operand.shape[dim]
         for operand, dim in zip(operands, dims, strict=True)

@@ -1,4 +1,4 @@
-"""Bulk AG: gathers one tensor while an independent GEMM runs."""
+"""Bulk AG: an all-gather that overlaps an independent GEMM, a column layer's dgrad."""
 
 import dataclasses
 
@@ -12,7 +12,11 @@ from jax_ub.primitives.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkAllGather(Call):
-    """Operands dy_i, then w_i, then the shard; results dx and the gathered shard."""
+    """Computes dx = sum_i dy_i w_i^T, and all-gathers another tensor meanwhile.
+
+    Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
+    dx, then the gathered tensor.
+    """
 
     target = "jax_ub$bulk_all_gather"
 
@@ -20,7 +24,7 @@ class BulkAllGather(Call):
     partial_dtype: np.dtype = np.dtype(np.float32)
 
     def shapes(self, dy, *others):
-        """`[..., M, K]`, and `[..., P*m, H]`."""
+        """Returns `[..., M, K]` for dx, and `[..., P*m, H]` for the gathered tensor."""
         w, shard = others[-2], others[-1]
         rows = shard.shape[-2] * self.num_ranks
         return [
@@ -29,20 +33,20 @@ class BulkAllGather(Call):
         ]
 
     def communicated(self, *operands):
-        """All ranks' rows of the shard."""
+        """Returns the shape of the gathered tensor."""
         shard = operands[-1]
         rows = shard.shape[-2] * self.num_ranks
         return (*shard.shape[:-2], rows, shard.shape[-1])
 
     def reference(self, *operands):
-        """`sum_i dy_i @ w_i.T`, and `all_gather(shard)`."""
+        """Computes the results by `jax.lax` dots and `jax.lax.all_gather`."""
         n = self.num_pairs
         dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
         dx = dx.astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
 
     def on_one_rank(self, *operands):
-        """The product alone: the rank's shard is all of it."""
+        """Computes dx only: the shard of one rank is the whole tensor."""
         n = self.num_pairs
         dx = matmul(
             operands[:n],
@@ -56,11 +60,11 @@ class BulkAllGather(Call):
         return [dx, operands[-1]]
 
     def options(self):
-        """As csrc/ffi binds them."""
+        """Returns the attributes that csrc/ffi decodes."""
         return {"num_pairs": self.num_pairs}
 
     def is_activation(self, index):
-        """The gradients and the shard."""
+        """Returns whether the operand is a dy_i or the shard."""
         return index < self.num_pairs or index == 2 * self.num_pairs
 
 
@@ -72,14 +76,14 @@ def bulk_all_gather(
     partial_dtype=np.float32,
     **where,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers `shard` beside the partial dgrad.
+    """All-gathers `shard` while the partial dgrad is computed.
 
     Args:
         dys: gradients, `[..., M, N_i]`.
         ws: kernels, `[K, N_i]`.
-        shard: what is gathered, `[..., m, H]`: this rank's rows.
+        shard: this rank's rows of the tensor to gather, `[..., m, H]`.
         partial_dtype: dtype of the partial dgrad.
-        **where: the fields of `Call`: on which ranks, by which method, under what name.
+        **where: the fields of `Call`, such as ranks, method and label.
 
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.

@@ -1,4 +1,4 @@
-"""Bulk RS: scatters the sum of one tensor while an independent wgrad runs."""
+"""Bulk RS: a reduce-scatter that overlaps an independent GEMM, a layer's wgrad."""
 
 import dataclasses
 
@@ -12,7 +12,11 @@ from jax_ub.primitives.wgrad import wgrad
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkReduceScatter(Call):
-    """Operands x, dy_i, main_grad_i, then the partial; results dw_i, then its sum."""
+    """Computes dw_i = main_grad_i + x^T dy_i, and reduce-scatters another tensor.
+
+    Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
+    summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.
+    """
 
     target = "jax_ub$bulk_reduce_scatter"
 
@@ -22,7 +26,7 @@ class BulkReduceScatter(Call):
     scattered_dtype: np.dtype
 
     def shapes(self, x, *others):
-        """`[K, N_i]` each, and `[..., m, H]`."""
+        """Returns `[K, N_i]` for each dw_i, and `[..., m, H]` for the sum."""
         dys, partial = others[: self.num_outputs], others[-1]
         rows = partial.shape[-2] // self.num_ranks
         scattered = (*partial.shape[:-2], rows, partial.shape[-1])
@@ -30,11 +34,11 @@ class BulkReduceScatter(Call):
         return [*dws, (scattered, self.scattered_dtype)]
 
     def communicated(self, *operands):
-        """The partial."""
+        """Returns the shape of `partial`."""
         return operands[-1].shape
 
     def reference(self, x, *others):
-        """`main_grad_i + x.T @ dy_i`, and `psum_scatter(partial)`."""
+        """Computes the results by `jax.lax` dots and `jax.lax.psum_scatter`."""
         n = self.num_outputs
         dys, main_grads, partial = others[:n], others[n:-1], others[-1]
         dws = [
@@ -45,7 +49,7 @@ class BulkReduceScatter(Call):
         return [*dws, scattered.astype(self.scattered_dtype)]
 
     def on_one_rank(self, x, *others):
-        """The products alone: what the rank has is the sum."""
+        """Computes the dw_i only: the summand of one rank is the sum."""
         n = self.num_outputs
         dws = wgrad(
             x,
@@ -57,11 +61,11 @@ class BulkReduceScatter(Call):
         return [*dws, others[-1].astype(self.scattered_dtype)]
 
     def options(self):
-        """As csrc/ffi binds them."""
+        """Returns the attributes that csrc/ffi decodes."""
         return {"num_outputs": self.num_outputs, "accumulate": self.accumulate}
 
     def aliases(self, operands):
-        """Every dw is written into its main_grad's buffer."""
+        """Writes each dw_i into the buffer of main_grad_i if the dtypes are equal."""
         first = 1 + self.num_outputs
         return {
             first + i: i
@@ -71,7 +75,7 @@ class BulkReduceScatter(Call):
 
     @property
     def is_batchable(self):
-        """A batch axis is summed over, so a mapped one cannot become one."""
+        """False: batch axes are summed over, so a mapped axis cannot become one."""
         return False
 
 
@@ -85,19 +89,20 @@ def bulk_reduce_scatter(
     scattered_dtype,
     **where,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Sums and scatters `partial` beside the wgrad.
+    """Reduce-scatters `partial` while the wgrad is computed.
 
     Args:
         x: gathered activations, `[..., M, K]`.
         dys: gradients, `[..., M, N_i]`.
-        main_grads: accumulators, `[K, N_i]`, written in place; or None.
-        partial: what is summed over the ranks, `[..., P*m, H]`.
+        main_grads: accumulators, `[K, N_i]`, overwritten by the results; or None.
+        partial: this rank's summand, `[..., P*m, H]`.
         dw_dtype: dtype of the kernels' gradients.
         scattered_dtype: dtype of the scattered sum.
-        **where: the fields of `Call`: on which ranks, by which method, under what name.
+        **where: the fields of `Call`, such as ranks, method and label.
 
     Returns:
-        `[K, N_i]` for every gradient, and the own rows of the sum, `[..., m, H]`.
+        The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
+        `[..., m, H]`.
     """
     call = BulkReduceScatter(
         num_outputs=len(dys),

@@ -1,9 +1,10 @@
-"""The one place that makes JAX primitives out of FFI targets.
+"""`Call`: makes a JAX primitive for each FFI target, and lowers it.
 
 A primitive's only parameter is a `Call`: a frozen, hashable description of everything
-but the operands, the same on every rank. It is effect-free in the jaxpr, so that DCE,
-remat and partial evaluation see an ordinary function, and has a side effect in HLO, so
-that XLA neither merges, moves nor removes what every rank must run.
+but the operands, equal on all ranks. In the jaxpr the primitive has no effects, so that
+DCE, remat and partial evaluation treat it as an ordinary function. In HLO the CPU's
+custom call has a side effect, so that XLA does not merge, move or remove calls that
+every rank must run.
 """
 
 import dataclasses
@@ -31,10 +32,10 @@ from jax_ub.runtime import engine, overlaps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a target, apart from its operands.
+    """The static part of one call of an FFI target.
 
-    A subclass names its `target`, adds the options that the target takes, and says
-    what the results are, in shapes and in plain `jax.lax`.
+    A subclass sets `target`, adds the target's options as fields, and defines the
+    shapes of the results and their reference implementation in plain `jax.lax`.
     """
 
     target: ClassVar[str]
@@ -43,37 +44,38 @@ class Call:
     axis_name: tuple[str, ...] = ()  # empty for a local op
     num_ranks: int = 1
     choice: MethodChoice
-    tuned: TunedTable | None = None  # what to take instead, where the sizes are known
-    label: str
-    is_of_one_rank: bool = False  # a local product of a call over an axis of one rank
-    is_named: bool = False  # whether initialize_ub configured its name
-    replicated: str = ""  # why other ranks compute the same, where they do
+    tuned: TunedTable | None = None  # replaces `choice` for the sizes that it contains
+    label: str  # the call's name in errors, fallbacks and traces
+    # Whether this is the local GEMM of a call over a mesh axis of one rank.
+    is_of_one_rank: bool = False
+    is_named: bool = False  # whether initialize_ub configured the call's name
+    replicated: str = ""  # why several ranks compute the same results, or empty
 
     def __init_subclass__(cls):
-        """Makes the primitive of a subclass that names a target."""
+        """Makes the primitive of a subclass that sets `target`."""
         if "target" in vars(cls):
             cls.primitive = _make_primitive(cls.target)
 
     @property
     def method(self) -> Method:
-        """By which method it runs."""
+        """The method of `choice`."""
         return self.choice.method
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of every result."""
+        """Returns shape and dtype of every result."""
         raise NotImplementedError
 
     def reference(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """The same results, in plain `jax.lax`."""
+        """Computes the results by plain `jax.lax`."""
         raise NotImplementedError
 
     def on_one_rank(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """The same results where `axis_name` has one rank: nothing is communicated."""
+        """Computes the results without communication, for an axis of one rank."""
         raise NotImplementedError
 
     @property
     def local(self) -> dict[str, Any]:
-        """The fields of a product of this call on an axis of one rank."""
+        """The `Call` fields of the local GEMMs that `on_one_rank` runs."""
         has_method = self.method not in (Method.AUTO, Method.XLA)
         method = Method.DIRECT if has_method else self.method
         return {
@@ -85,47 +87,63 @@ class Call:
         }
 
     def options(self) -> dict[str, int | np.float32]:
-        """The target's own attributes, i64 where they are no floats."""
+        """Returns the target's attributes besides the common ones.
+
+        Integers and bools become i64 attributes, `np.float32` becomes f32.
+        """
         return {}
 
     def aliases(self, operands) -> dict[int, int]:
-        """Which operand's buffer becomes which result's."""
+        """Returns {operand index: result index} for results in an operand's buffer."""
         return {}
 
     def communicated(self, *operands) -> tuple[int, ...]:
-        """Shape of what is gathered, `[..., rows, features]`, or what is summed."""
+        """Returns the shape `[..., rows, features]` of the communicated tensor.
+
+        It is the tensor after an all-gather, or before a reduce-scatter or all-reduce.
+        """
         raise NotImplementedError
 
     def is_activation(self, index: int) -> bool:
-        """Whether operand `index` is `[..., rows, features]`, with free batch axes."""
+        """Returns whether operand `index` is `[..., rows, features]`.
+
+        Such an operand takes any number of leading batch axes.
+        """
         return index == 0
 
     def is_replicated(self, index: int) -> bool:
-        """Whether operand `index` must be the same on every rank of `axis_name`."""
+        """Returns whether operand `index` must be equal on all ranks of `axis_name`."""
         return False
 
     @property
     def gathers(self) -> bool:
-        """Whether what is communicated is gathered; else it is summed."""
+        """Whether the communication is an all-gather; otherwise it is a reduction."""
         return False
 
     @property
     def communicates_only(self) -> bool:
-        """Whether it is a collective on its own, without a product."""
+        """Whether the call is a collective without a GEMM."""
         return False
 
     @property
     def replicates(self) -> bool:
-        """Whether the results are the same on every rank of `axis_name`."""
+        """Whether the results are equal on all ranks of `axis_name`."""
         return False
 
     @property
     def is_batchable(self) -> bool:
-        """Whether a batch axis of the activations is one of the results too."""
+        """Whether a batch axis of the activations is also a batch axis of the results.
+
+        Then `jax.vmap` adds a batch axis; otherwise it runs a loop.
+        """
         return True
 
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs the call on the operands, promoted to vary over the axes it needs."""
+        """Runs the call.
+
+        All operands are promoted to vary over the union of their varying mesh axes,
+        except that replicated operands do not vary over `axis_name`.
+        """
         operands = self._promote(operands)
         if self.axis_name and self.num_ranks == 1 and self.method is not Method.XLA:
             results = self.on_one_rank(*operands)
@@ -138,7 +156,7 @@ class Call:
         return tuple(call.primitive.bind(*operands, call=call))
 
     def _tuned(self, operands):
-        """The same call as it was the fastest, where that was found out."""
+        """Applies the tuned choice for these sizes, if there is one."""
         if self.tuned is None:
             return self
         case = tuned_key(self, operands)
@@ -161,8 +179,7 @@ def _make_primitive(target):
     primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = _refuse_jvp
-    # Not cacheable: every call call_config is lowered by itself, so that each is
-    # recorded.
+    # Not cacheable: each call site is lowered separately, so that each is recorded.
     mlir.register_lowering(primitive, _lower_on_cpu, platform="cpu", cacheable=False)
     mlir.register_lowering(primitive, _lower_on_cuda, platform="cuda", cacheable=False)
     mlir.register_lowering(primitive, _lower_elsewhere, cacheable=False)
@@ -187,10 +204,11 @@ def _abstract_eval(*operands, call):
 
 
 def _check_capacity(call, operands):
-    """Refuses a call that communicates more than the buffers of its name hold.
+    """Rejects a call that communicates more than the buffers of its mesh axis hold.
 
-    A call without a name is not meant for the buffers. It may fall back, and in one
-    process a CPU needs no buffers, which only the lowering knows.
+    A call without a configured name is rejected only if it needs the buffers and must
+    not fall back. In one process the CPU engine needs no buffers, but only the lowering
+    knows the platform; it checks again.
     """
     initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
@@ -209,7 +227,13 @@ def _why_too_large(call, initialized_axis, operands):
 
 
 def _why_no_room(call, operands, *, needs_buffers):
-    """Why the buffers do not hold what a call without a name communicates, or None."""
+    """Returns why a call without a name exceeds the buffers; None if it does not.
+
+    Args:
+        call: the call.
+        operands: avals of its operands.
+        needs_buffers: whether the platform needs buffers within one process, too.
+    """
     initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None or not (
         initialized_axis.spans_processes or needs_buffers
@@ -241,7 +265,7 @@ def _refuse_jvp(operands, tangents, *, call):
 
 
 def _lower_on_cpu(ctx, *operands, call):
-    # Again: what was traced before initialize_ub may be lowered only now.
+    # Checked again, since initialize_ub may have run after the call was traced.
     _check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
     reason = ranks.reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
@@ -262,7 +286,8 @@ def _lower_on_cpu(ctx, *operands, call):
     if devices:
         ctx, operands = exported.with_partition(ctx, operands)
     attributes = {**_attributes(call, ranks), **devices, "channel": channel}
-    # What is exported runs in processes that have had other communicators.
+    # An exported program may run in a process whose communicators have a different
+    # generation.
     if channel and not devices:
         attributes["generation"] = np.int64(ranks.generation)
     return rule(ctx, *operands, **attributes)
@@ -289,7 +314,8 @@ def _lower_on_cuda(ctx, *operands, call):
 
 
 def _channel(ctx, ranks):
-    # Names the call in every process alike: the engine of each sees other call sites.
+    # The channel identifies the call site in all processes. It is the module's name
+    # and a channel number, which are the same in every process.
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]

@@ -1,9 +1,10 @@
-"""What a call of an exported program is told besides, to know which rank runs it.
+"""Passes the partition id to calls of exported programs, which map it to a rank.
 
-A device finds its rank by its id. An exported program may run on other devices than it
-was lowered for, or on the same in another order: there XLA's number of the partition
-says which of them a device stands for. A CPU takes its rank from it; a GPU, whose host
-cannot read it, only checks it.
+Normally a device finds its rank by its device id. An exported program may run on other
+devices than it was lowered for, or on the same devices in another order. There XLA's
+partition id tells which device of the lowering the running device replaces. The CPU
+engine reads its rank from the partition id. On GPUs, where the host cannot read the
+value, it is only compared with the expected partition id.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from jax_ub.primitives.mesh import Ranks
 
 
 def devices(ctx: Any, ranks: Ranks) -> dict[str, np.ndarray]:
-    """The attribute of a call whose ranks are found by the number of the partition.
+    """Returns the attribute "devices" of a call that finds its rank by partition id.
 
-    They are in a program that is exported, and on an abstract mesh. It holds the ids of
-    all devices of the mesh, by number of the partition.
+    It holds the ids of all devices of the mesh, indexed by partition id. It is present
+    in exported programs and on abstract meshes; for other calls the result is empty.
     """
     for_export = ctx.module_context.lowering_parameters.for_export
     if not ranks.ids or not (for_export or ranks.are_partitions):
@@ -29,7 +30,7 @@ def devices(ctx: Any, ranks: Ranks) -> dict[str, np.ndarray]:
 
 
 def with_partition(ctx: Any, operands: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The operands, and the number of the partition as the last."""
+    """Returns the lowering context and operands with the partition id appended."""
     partition = jax.core.ShapedArray((), np.dtype(np.uint32))
     ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
     return ctx, (*operands, hlo.partition_id())

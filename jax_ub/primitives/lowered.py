@@ -1,4 +1,4 @@
-"""Tells whoever asks of every call that is lowered, and why one became plain JAX."""
+"""Records the lowered calls of a program, and why some became plain `jax.lax`."""
 
 import contextlib
 import dataclasses
@@ -12,14 +12,14 @@ from jax_ub.methods import Method
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """One call call_config of one program.
+    """One lowered call site of a program.
 
     Attributes:
         call: the `Call`.
-        operands: their shapes and dtypes.
-        scope: the name stack where it was traced.
-        method: by which it runs, where nobody said, too.
-        reason: why it became plain `jax.lax`; None where it did not.
+        operands: shapes and dtypes of the operands.
+        scope: the name stack where the call was traced.
+        method: the method that the call runs by; "auto" is resolved.
+        reason: why the call became plain `jax.lax`; None if it did not.
     """
 
     call: Any
@@ -29,23 +29,27 @@ class LoweredCall:
     reason: str | None
 
 
+# The lists of all active `recording` blocks.
 _LISTENERS: list[list[LoweredCall]] = []
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[LoweredCall]]:
-    """Yields a list to which every call is added that is lowered in the block."""
+    """Yields a list that receives each call that is lowered inside the block."""
     found: list[LoweredCall] = []
     _LISTENERS.append(found)
     try:
         yield found
     finally:
-        # Not list.remove, which takes the first that is equal: another empty one.
+        # Not list.remove, which compares by equality: it could remove another list.
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 
 def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> None:
-    """Tells whoever listens, from a lowering rule."""
+    """Adds a call to the lists of all active `recording` blocks.
+
+    Called by the lowering rules.
+    """
     if not _LISTENERS:
         return
     operands = tuple(shape_of(aval) for aval in ctx.avals_in)
@@ -55,5 +59,5 @@ def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> No
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype alone, to compare calls by."""
+    """Returns shape and dtype of an aval, without its sharding and weak type."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

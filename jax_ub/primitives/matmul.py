@@ -1,4 +1,4 @@
-"""The GEMM alone: sums the products of one rank, and what is added to them."""
+"""The GEMM without communication: a sum of products, plus bias and residual."""
 
 import dataclasses
 import functools
@@ -8,12 +8,16 @@ from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matmul(SummedMatmul):
-    """x_i [..., m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]."""
+    """Computes scale * sum_i x_i w_i + bias + residual on one rank.
+
+    Operands: x_i [..., m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]. Result:
+    [..., m, N].
+    """
 
     target = "jax_ub$matmul"
 
     def aliases(self, operands):
-        """The result is written into the residual's buffer."""
+        """Writes the result into the residual's buffer if the dtypes are equal."""
         place = len(operands) - 1
         fits = self.has_residual and operands[place].dtype == self.out_dtype
         return {place: 0} if fits else {}

@@ -1,4 +1,4 @@
-"""GEMM+AR: sums the products of all ranks on every rank."""
+"""GEMM+AR: multiplies, and all-reduces the product over the ranks."""
 
 import dataclasses
 import functools
@@ -10,29 +10,30 @@ from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulAllReduce(SummedMatmul):
-    """x_i [..., m, K_i], w_i [K_i, N], bias [N], residual [..., m, N].
+    """Computes scale * sum_ranks sum_i x_i w_i + bias + residual on every rank.
 
-    Bias and residual are added once, after the reduction, so they and the result are
-    the same on every rank.
+    Operands: x_i [..., m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]. Result:
+    [..., m, N]. Bias and residual are added once, after the reduction, so they and the
+    result are the same on every rank.
     """
 
     target = "jax_ub$matmul_all_reduce"
 
     def on_one_rank(self, *operands):
-        """The rank's products are the sum."""
+        """Computes the local GEMM: over one rank there is nothing to sum."""
         return [self.plain(Matmul, operands)]
 
     def reduce(self, partial):
-        """Sums over the ranks in f32."""
+        """Returns the f32 sum over the ranks."""
         return reference.all_reduce(partial, self.axis_name)
 
     def is_replicated(self, index):
-        """Bias and residual."""
+        """Returns whether the operand is the bias or the residual."""
         return index >= 2 * self.num_pairs
 
     @property
     def replicates(self):
-        """The sum is the same on every rank."""
+        """True: all ranks have the same sum."""
         return True
 
 

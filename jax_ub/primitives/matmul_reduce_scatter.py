@@ -1,4 +1,4 @@
-"""GEMM+RS: sums the products of all ranks and keeps this rank's rows."""
+"""GEMM+RS: multiplies, and reduce-scatters the product over the ranks."""
 
 import dataclasses
 import functools
@@ -10,20 +10,24 @@ from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulReduceScatter(SummedMatmul):
-    """x_i [..., P*m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]."""
+    """Computes this rank's rows of scale * sum_ranks sum_i x_i w_i, plus addends.
+
+    Operands: x_i [..., P*m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]. Result:
+    [..., m, N]. Bias and residual are added to this rank's rows.
+    """
 
     target = "jax_ub$matmul_reduce_scatter"
 
     def reduced_rows(self, rows):
-        """The own rows."""
+        """Returns the number of rows that each rank keeps."""
         return rows // self.num_ranks
 
     def on_one_rank(self, *operands):
-        """The rank's products are the sum."""
+        """Computes the local GEMM: over one rank there is nothing to sum."""
         return [self.plain(Matmul, operands)]
 
     def reduce(self, partial):
-        """Sums over the ranks in f32."""
+        """Returns this rank's rows of the f32 sum over the ranks."""
         return reference.reduce_scatter(partial, self.axis_name)
 
 

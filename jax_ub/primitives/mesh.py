@@ -1,4 +1,4 @@
-"""Where a call runs: its mesh axis when it is traced, its ranks when it is lowered."""
+"""The mesh axis of a call while it is traced, and its ranks when it is lowered."""
 
 import dataclasses
 import math
@@ -17,17 +17,17 @@ from jax_ub.shapes import axis_tuple, check_axis_name, has_symbolic_sizes
 def axis_size(
     op: str, axis_name: str | tuple[str, ...], *, may_be_mapped: bool = False
 ) -> int:
-    """The number of ranks on `axis_name`, checked to be a manual mesh axis.
+    """Returns the number of ranks on `axis_name`, which must be a manual mesh axis.
 
     Args:
-        op: the call, for errors.
-        axis_name: the axis.
-        may_be_mapped: whether it may be an axis of `jax.vmap` instead, on which plain
-            `jax.lax` communicates.
+        op: the call's name, for errors.
+        axis_name: the mesh axis, or several taken as one.
+        may_be_mapped: whether an axis of `jax.vmap` is accepted, too; only plain
+            `jax.lax` can communicate over one.
 
     Raises:
-        ShapeContractError: outside `jax.shard_map`, or over an axis that is not manual;
-            as `check_axis_name`.
+        ShapeContractError: if the axis is not manual, such as outside `jax.shard_map`,
+            or if `check_axis_name` rejects it.
     """
     check_axis_name(op, axis_name)
     axes = axis_tuple(axis_name)
@@ -37,7 +37,7 @@ def axis_size(
     if may_be_mapped and missing:
         try:
             return lax.axis_size(axes)
-        except NameError:  # it is no axis at all
+        except NameError:  # it is not an axis of jax.vmap either
             pass
     if manual and missing and missing[0] not in mesh.axis_names:
         raise ShapeContractError(
@@ -55,18 +55,19 @@ def axis_size(
 
 
 def are_manual(axes: tuple[str, ...]) -> bool:
-    """Whether all of the axes are manual mesh axes here."""
+    """Returns whether all the axes are manual in the current mesh context."""
     return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_manual(label: str) -> None:
-    """Refuses a `shard_map` that is manual over some mesh axes only, in a trace.
+    """Rejects a call in a `shard_map` that is manual over some mesh axes only.
 
-    Axes of one device are no matter. Outside any `shard_map` only the lowering knows
-    whether the program runs on several devices.
+    Called while the call is traced. Axes of one device may be automatic. Outside any
+    `shard_map` nothing is checked here, since only the lowering knows whether the
+    program runs on several devices.
 
     Raises:
-        UnsupportedOverlapError: if an axis is left to XLA.
+        UnsupportedOverlapError: if an axis of several devices is automatic.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
@@ -75,15 +76,16 @@ def check_manual(label: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The devices of a lowered call, or why the engine cannot serve them."""
+    """The ranks of a lowered call, or the reason why the engine cannot run it."""
 
-    table: np.ndarray  # i64 global ids, table[group * P + rank]; empty for a local op
-    reason: str | None
+    # Global device ids, i64, table[group * P + rank]; empty for a local op.
+    table: np.ndarray
+    reason: str | None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
-    groups: tuple[tuple[jax.Device, ...], ...] = ()  # the same as devices
-    ids: tuple[int, ...] = ()  # of all devices, in the order of the mesh
-    generation: int = 0  # of the communicators, where there are
-    # Whether the ids are partition numbers: the mesh is abstract and names no devices.
+    groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
+    ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
+    generation: int = 0  # generation of the communicators; 0 if there are none
+    # Whether `table` and `ids` hold partition ids, because the mesh is abstract.
     are_partitions: bool = False
 
 
@@ -94,18 +96,18 @@ def find_ranks(
     *,
     takes_partitions: bool = False,
 ) -> Ranks:
-    """Reads the ranks on `axes` from the mesh that the call is lowered for.
+    """Returns the ranks on `axes` of the mesh that the call is lowered for.
 
     Args:
-        ctx: the lowering.
-        label: the call, for errors.
+        ctx: the lowering context.
+        label: the call's name, for errors.
         axes: the mesh axes of the ranks.
-        takes_partitions: whether a rank may be found by the number of its partition,
-            so that an abstract mesh of one process suffices.
+        takes_partitions: whether the engine can find a rank by partition id, so that an
+            abstract mesh is sufficient in a single process.
 
     Raises:
-        UnsupportedOverlapError: if XLA would have to gather the operands first, because
-            the call is not inside a `shard_map` over all mesh axes.
+        UnsupportedOverlapError: if the call is not inside a `shard_map` over all mesh
+            axes, so that XLA would all-gather the operands first.
     """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
@@ -114,8 +116,9 @@ def find_ranks(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if any(map(has_symbolic_sizes, ctx.avals_in)):
-        # jaxlib may crash over one where the program is called. jax 0.10.2 infers the
-        # sizes of a dot and a collective from their operands; 0.12 finds none at all.
+        # Calling a program that has a custom call of symbolic sizes may crash jaxlib.
+        # JAX 0.10.2 infers sizes of dots and collectives from their operands; JAX 0.12
+        # infers no sizes.
         return Ranks(
             np.zeros(0, np.int64),
             "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
@@ -125,7 +128,7 @@ def find_ranks(
         return Ranks(np.zeros(0, np.int64), None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         if takes_partitions and jax.process_count() == 1:
-            # Partitions are numbered in the order of the mesh.
+            # Partition ids follow the order of the devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
             groups = rank_groups(mesh, axes, ids)
             return Ranks(groups.reshape(-1), None, ids=ids, are_partitions=True)
@@ -154,16 +157,16 @@ def rank_groups(
     axes: tuple[str, ...],
     values: Sequence[int],
 ) -> np.ndarray:
-    """Arranges what every device has by groups of ranks: `[groups, P]`.
+    """Arranges one value per device into rows of ranks: `[groups, P]`.
 
     Args:
         mesh: the mesh.
-        axes: the axes of the ranks; the others tell the groups apart.
-        values: one for each device, in the order of `mesh.devices.flat`.
+        axes: the mesh axes of the ranks. Each index of the other axes is one group.
+        values: one value per device, in the order of `mesh.devices.flat`.
     """
     table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]
-    # The group axis last: every row of the table is one group, in the order of ranks.
+    # The axes of the ranks come last, so that each row is one group, in rank order.
     moved = np.moveaxis(table, places, range(-len(axes), 0))
     return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
 

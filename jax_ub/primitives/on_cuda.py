@@ -1,4 +1,4 @@
-"""How a call runs on CUDA devices: by which method, why not, and what XLA is told."""
+"""CUDA lowering: a call's method and variant, its fallback reason, its custom call."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,23 @@ from jax_ub.primitives.mesh import Ranks
 from jax_ub.runtime import cuda, settings
 from jax_ub.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
-# XLA's results have a size.
+# The workspace is a result of the custom call, and XLA has no results of 0 bytes.
 _LEAST_BYTES = 1
-# XLA of jax 0.11 fuses a call of a scan with the update of the slice that its result is
-# saved in, and runs it once more for whoever else reads the result. It does not look
-# through a barrier. Weight gradients have no other readers, and are to be fused.
+# In a scan, XLA of JAX 0.11 fuses a call with the update of the slice that saves its
+# result, and runs the call a second time for other users of the result. An optimization
+# barrier behind the call prevents both. Weight gradients get no barrier: they have no
+# other users, so the fusion is wanted.
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def method_of(call: Any) -> Method:
-    """The method that the engine is told.
+    """Returns the method that the CUDA engine runs.
 
-    Chunks are pushed into the peers' slots, nobody reads a peer in place: what is
-    gathered goes to all peers at once, nearest first (a pipeline; one piece a chunk,
-    unless the call says more), and sums go to the rank that owns their rows. A local
-    product has no method to choose.
+    On CUDA all communication pushes chunks into the peers' slots, so "auto" never
+    becomes "direct". An all-gather becomes "pipeline": each rank sends its rows to all
+    peers, nearest first, as one chunk unless the call sets `num_splits`. A reduction
+    becomes "ring_exchange": partial sums go to the rank that owns the rows. A local
+    GEMM always has method "direct".
     """
     if not call.axis_name:
         return Method.DIRECT
@@ -39,20 +41,21 @@ def method_of(call: Any) -> Method:
 
 
 def leaves_to_xla(call: Any) -> bool:
-    """Whether "auto" leaves a call that the engine could run to XLA.
+    """Returns whether "auto" runs a call by XLA although the engine could run it.
 
-    One rank has nothing to overlap, and XLA tunes the GEMM and fuses what is around it.
+    That is the case for one rank: nothing overlaps there, and XLA tunes the GEMM and
+    fuses neighbouring operations into it.
     """
     is_of_one_rank = bool(call.axis_name) and call.num_ranks == 1
     return call.method is Method.AUTO and (is_of_one_rank or call.is_of_one_rank)
 
 
 def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
-    """The variant of the schedule that the engine is told.
+    """Returns the schedule variant that the CUDA engine runs.
 
-    Few tokens are summed in one exchange, unless the call says how it is to run. What
-    was tuned to be is, unless its slots need more than any heap has that the call fits
-    into.
+    An all-reduce of method "auto" is `ONE_SHOT` if each rank sends at most
+    `ONE_SHOT_BYTES`. A tuned `ONE_SHOT` is kept unless its slots exceed the smallest
+    heap that `initialize_ub` may have allocated for a call of this size.
     """
     chooses = call.replicates and _chooses(call)
     if not chooses and call.choice.kernel_options.variant is not Variant.ONE_SHOT:
@@ -64,7 +67,11 @@ def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
 
 
 def _summed_itemsize(call, operands):
-    """Of the slots: partial sums of several products are f32, and sums are results."""
+    """Returns the bytes per element of the slots of an all-reduce.
+
+    Slots hold partial sums, f32 for several products and the operands' dtype for one,
+    and reduced sums in the result's dtype.
+    """
     partial = operands[0].dtype.itemsize
     if getattr(call, "num_pairs", 1) > 1:
         partial = np.dtype(np.float32).itemsize
@@ -72,12 +79,12 @@ def _summed_itemsize(call, operands):
 
 
 def _chooses(call):
-    """Whether nobody said how it is to run."""
+    """Returns whether the method of a call that communicates is "auto"."""
     return bool(call.axis_name) and call.method is Method.AUTO
 
 
 def why_not(call: Any, ranks: Ranks) -> str | None:
-    """Why the CUDA engine cannot run a call; None if it can."""
+    """Returns why the CUDA engine cannot run a call; None if it can."""
     if ranks.reason is not None:
         return ranks.reason
     if method_of(call) is Method.DIRECT and call.axis_name:
@@ -94,7 +101,11 @@ def why_not(call: Any, ranks: Ranks) -> str | None:
 
 
 def _why_no_peers(ranks):
-    """Of the groups of this process; those that span several were connected."""
+    """Returns why local GPUs cannot reach each other's memory; None if they can.
+
+    Only groups within this process are checked. Groups that span processes were checked
+    when they were connected.
+    """
     for group in ranks.groups:
         own = [d for d in group if d.process_index == jax.process_index()]
         if len(own) == len(group) and all(map(cuda.is_cuda, own)):
@@ -109,8 +120,8 @@ def lower(
 ) -> Sequence[Any]:
     """Emits the custom call, whose last result is the engine's workspace.
 
-    In a program that is exported its last operand is the number of the partition, which
-    the device that runs it compares with the one that its rank was lowered for.
+    In an exported program the last operand is the partition id. The device that runs
+    the call compares it with the partition id that its rank was lowered for.
     """
     cuda.register_targets()
     numbers = {
@@ -129,9 +140,10 @@ def lower(
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
-    # Without side effects: all ranks run one program, and what XLA does to its calls it
-    # does on all of them. With them XLA of jax 0.11 runs a call of a scan twice: in the
-    # fusion that hands it slices, say of the layers' kernels, and once more beside it.
+    # The call has no side effect in HLO: all ranks run the same program, so any change
+    # that XLA makes to its calls is the same on all ranks. With a side effect, XLA of
+    # JAX 0.11 runs a call inside a scan twice: in the fusion that passes slices to it,
+    # such as the layers' kernels, and once more outside the fusion.
     rule = jax.ffi.ffi_lowering(
         call.target,
         operand_output_aliases=call.aliases(ctx.avals_in),

@@ -1,4 +1,4 @@
-"""RS alone: sums over the ranks and keeps this rank's rows."""
+"""The reduce-scatter (RS) without a GEMM."""
 
 import dataclasses
 
@@ -11,35 +11,41 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Call):
-    """x [..., P*m, K] -> [..., m, K], summed in f32 in rank order, rounded once."""
+    """Reduce-scatters rows: x [..., P*m, K] -> [..., m, K].
+
+    Sums are computed in f32, in rank order, and rounded once.
+    """
 
     target = "jax_ub$reduce_scatter"
 
     out_dtype: np.dtype
 
     def shapes(self, x):
-        """The own rows."""
+        """Returns the shape of this rank's rows."""
         rows = x.shape[-2] // self.num_ranks
         return [((*x.shape[:-2], rows, x.shape[-1]), self.out_dtype)]
 
     def communicated(self, x):
-        """What is summed."""
+        """Returns the shape of x."""
         return x.shape
 
     def on_one_rank(self, x):
-        """What the rank has is the sum."""
+        """Returns x in `out_dtype`: it is the sum over one rank."""
         return [x.astype(self.out_dtype)]
 
     def reference(self, x):
-        """`jax.lax.psum_scatter` in f32."""
+        """Computes `jax.lax.psum_scatter` in f32."""
         return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]
 
     @property
     def communicates_only(self):
-        """There is no product."""
+        """True: the call has no GEMM."""
         return True
 
 
 def reduce_scatter(x: jax.Array, *, out_dtype, **where) -> jax.Array:
-    """Sums the rows over the ranks: `[..., P*m, K]` -> `[..., m, K]`."""
+    """Sums `x` over the ranks, and keeps this rank's rows.
+
+    Maps `[..., P*m, K]` to `[..., m, K]`. `where` holds the fields of `Call`.
+    """
     return ReduceScatter(out_dtype=np.dtype(out_dtype), **where)(x)[0]

@@ -1,4 +1,4 @@
-"""The global sizes of a call: M, K and N over all its ranks."""
+"""The global sizes M, K and N of a call, and its key in the tuned table."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ _TARGET = "jax_ub$"
 
 
 def op_of(call: Any) -> str:
-    """The name of a call's target, as the engine and the simulator know it."""
+    """Returns the op's name: the call's target without its prefix "jax_ub$"."""
     return call.target.removeprefix(_TARGET)
 
 
 def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int]:
-    """The op of a call, and M, K, N over all ranks.
+    """Returns the op of a call, and M, K and N over all ranks.
 
-    A wgrad that communicates nothing is a plain matmul.
+    A wgrad without communication counts as a "matmul" that contracts over the rows.
     """
     op, P = op_of(call), call.num_ranks
     shapes = [operand.shape for operand in operands]
@@ -45,11 +45,11 @@ def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int
 
 
 def tuned_key(call: Any, operands: Sequence[Any]) -> Case | None:
-    """What a tuned choice for a call is looked up by; None if there can be none.
+    """Returns the key of a call in the tuned table; None if such calls are not tuned.
 
-    An algorithm of cuBLASLt is the n-th that it proposes for one product, by how its
-    operands lie, its dtypes and what is added. So a rank's own product that is not just
-    like one that is tuned has none.
+    A tuned cuBLASLt algorithm is an index into the list that cuBLASLt proposes for one
+    GEMM, which depends on operand layouts, dtypes and addends. So a local GEMM has a
+    key only if it matches one of the GEMMs that the tuner runs in all of these.
     """
     op, M, K, N = global_sizes(call, operands)
     if not call.axis_name:
@@ -80,7 +80,11 @@ def _own_product(call, operands):
 
 
 def _beside(call, op, shapes, width):
-    """Output features of a local product beside `width` features of communication."""
+    """Returns the output features of the GEMM of an op that communicates `width`.
+
+    For bulk ops and wgrad the GEMM's output features are not the communicated ones. An
+    op without a GEMM has `width` features.
+    """
     if op == "bulk_all_gather":
         return _features(shapes[: call.num_pairs])
     if op == "bulk_reduce_scatter":

@@ -1,8 +1,8 @@
-"""What the targets that sum several products have in common.
+"""`SummedMatmul`: base class of the targets that sum several products.
 
-Operands are x_i, then w_i, then bias and residual where there are; the result is
-scale * sum_i x_i w_i, reduced over the ranks or not, plus bias and residual, rounded
-once.
+Operands are all x_i, all w_i, then bias and residual, if there are any. The result is
+scale * sum_i x_i w_i, optionally reduced over the ranks, plus bias and residual,
+rounded once.
 """
 
 import dataclasses
@@ -16,7 +16,10 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SummedMatmul(Call):
-    """A call whose result is a sum of products; a subclass says what reduces it."""
+    """A call whose result is a sum of products.
+
+    A subclass that communicates overrides `reduce`, and `reduced_rows` if it scatters.
+    """
 
     num_pairs: int
     rhs_transposed: bool
@@ -26,7 +29,7 @@ class SummedMatmul(Call):
     out_dtype: np.dtype
 
     def plain(self, kind: "type[SummedMatmul]", operands) -> jax.Array:
-        """The same product of one rank by a `kind` that communicates nothing."""
+        """Runs the GEMM by a call class `kind` that does not communicate."""
         n = self.num_pairs
         addends = iter(operands[2 * n :])
         return call_summed_matmul(
@@ -42,27 +45,27 @@ class SummedMatmul(Call):
         )
 
     def reduced_rows(self, rows: int) -> int:
-        """How many rows the result has where the operands have `rows`."""
+        """Returns the number of rows of the result if x has `rows` rows."""
         return rows
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Reduces the f32 product over the ranks."""
+        """Returns the f32 product reduced over the ranks; by default unchanged."""
         return partial
 
     def shapes(self, x, *others):
-        """`[..., rows, N]`."""
+        """Returns `[..., reduced_rows, N]`."""
         w = others[self.num_pairs - 1]
         columns = w.shape[0 if self.rhs_transposed else 1]
         rows = self.reduced_rows(x.shape[-2])
         return [((*x.shape[:-2], rows, columns), self.out_dtype)]
 
     def communicated(self, x, *others):
-        """The sum of the products, before it is reduced."""
+        """Returns the shape of the sum of the products before the reduction."""
         w = others[self.num_pairs - 1]
         return (*x.shape[:-1], w.shape[0 if self.rhs_transposed else 1])
 
     def reference(self, *operands):
-        """The sum of the products, reduced, plus the addends."""
+        """Computes the result by `jax.lax` dots and `reduce`."""
         n = self.num_pairs
         xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
         partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
@@ -70,7 +73,7 @@ class SummedMatmul(Call):
         return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
     def options(self):
-        """As csrc/ffi binds them."""
+        """Returns the attributes that csrc/ffi decodes."""
         return {
             "num_pairs": self.num_pairs,
             "rhs_transposed": self.rhs_transposed,
@@ -80,7 +83,7 @@ class SummedMatmul(Call):
         }
 
     def is_activation(self, index):
-        """The factors x_i and the residual."""
+        """Returns whether the operand is an x_i or the residual."""
         return index < self.num_pairs or (
             self.has_residual and index == 2 * self.num_pairs + self.has_bias
         )
@@ -98,7 +101,22 @@ def call_summed_matmul(
     out_dtype,
     **where,
 ) -> jax.Array:
-    """Makes and runs a call of `kind`; see the functions of its name."""
+    """Computes scale * sum_i x_i w_i, reduced as `kind` does, plus bias and residual.
+
+    `matmul`, `matmul_reduce_scatter` and `matmul_all_reduce` are this function with
+    `kind` bound.
+
+    Args:
+        kind: the class of the call.
+        xs: activations, `[..., m, K_i]` each.
+        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`.
+        bias: `[N]`, or None.
+        residual: addend of the result's shape, or None.
+        rhs_transposed: whether the kernels are stored transposed.
+        scale: factor of the sum, applied before bias and residual are added.
+        out_dtype: dtype of the result.
+        **where: the fields of `Call`, such as ranks, method and label.
+    """
     call = kind(
         num_pairs=len(xs),
         rhs_transposed=rhs_transposed,

@@ -1,6 +1,7 @@
-"""Over which mesh axes a value varies, as `jax.shard_map(check_vma=True)` types it.
+"""Reads and changes the mesh axes over which values vary (vma types).
 
-With `check_vma=False` no value has such a type, and everything here does nothing.
+`jax.shard_map(check_vma=True)` tracks these axes. With `check_vma=False` values have no
+vma types: no value varies over any axis, and the functions here change nothing.
 """
 
 import functools
@@ -16,18 +17,18 @@ Axes = frozenset[str]
 
 
 def axes_of(*values) -> Axes:
-    """The mesh axes over which at least one of the arrays or avals varies."""
+    """Returns the mesh axes over which at least one of the arrays or avals varies."""
     types = (value if _is_aval(value) else jax.typeof(value) for value in values)
     return frozenset().union(*(aval.manual_axis_type.varying for aval in types))
 
 
 def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
-    """Whether the surrounding `shard_map` types values by the axes they vary over."""
+    """Returns whether the surrounding `shard_map` has `check_vma=True`."""
     return bool(axis_name) and bool(axes_of(lax.axis_index(axis_name[0])))
 
 
 def promote(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts `value` to vary over `axes` too; its transpose sums over the new ones."""
+    """Casts `value` to vary over `axes`, too; the transpose sums over the new axes."""
     new = frozenset(axes) - axes_of(value)
     sizes = jax.sharding.get_abstract_mesh().shape
     of_one = tuple(sorted(axis for axis in new if sizes.get(axis) == 1))
@@ -38,13 +39,13 @@ def promote(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def same_on(axes: Iterable[str], value: jax.Array) -> jax.Array:
-    """Types `value` as not varying over axes that have one rank each."""
+    """Casts `value` to not vary over `axes`, which must have one rank each."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
 
 def sum_over(axes: Iterable[str], value: jax.Array) -> jax.Array:
-    """Sums `value` over mesh axes; over axes of one rank nothing is communicated."""
+    """Sums `value` over mesh axes, without communication over axes of one rank."""
     sizes = jax.sharding.get_abstract_mesh().shape
     others = tuple(axis for axis in axes if sizes.get(axis) != 1)
     of_one = frozenset(axes).difference(others)
@@ -53,7 +54,13 @@ def sum_over(axes: Iterable[str], value: jax.Array) -> jax.Array:
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
-    """Makes the identity that changes over which axes of one rank a value varies."""
+    """Makes an identity primitive that only changes a value's varying axes.
+
+    Args:
+        name: the name of the primitive.
+        change: maps the value's varying axes and the parameter `axes` to the varying
+            axes of the result.
+    """
     primitive = Primitive(name)
 
     @functools.partial(jax.jit, static_argnames="axes")
@@ -74,7 +81,8 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# jax.lax.pcast and its transpose, without an all-reduce of one rank.
+# jax.lax.pcast to varying and its transpose, for axes of one rank: JAX's own transpose
+# would be an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [same_on(axes, dy)])
@@ -82,7 +90,7 @@ ad.deflinear2(_same_p, lambda dy, _, *, axes: [promote(dy, axes)])
 
 
 def result_aval(shape: Sequence[int], dtype, axes: Axes, like):
-    """The aval of a result that varies over `axes`, on the mesh of the aval `like`."""
+    """Returns the aval of a result that varies over `axes`, on the mesh of `like`."""
     return like.update(
         shape=tuple(shape),
         dtype=dtype,

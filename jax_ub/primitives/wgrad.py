@@ -1,4 +1,4 @@
-"""The kernel's gradient, x^T dy, of operands that may lie with the peers."""
+"""The wgrad, x^T dy: the kernel's gradient, with or without an all-gather."""
 
 import dataclasses
 
@@ -13,7 +13,11 @@ _GATHER = {None: 0, "x": 1, "dy": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wgrad(Call):
-    """Operands x, dy_i, then main_grad_i; results dw_i."""
+    """Computes dw_i = main_grad_i + scale * x^T dy_i, summed over all rows.
+
+    Operands: x, all dy_i, then all main_grad_i if `accumulate`. If `gather` is "x" or
+    "dy", each rank has only its rows of that operand, and the call all-gathers them.
+    """
 
     target = "jax_ub$wgrad"
 
@@ -24,19 +28,19 @@ class Wgrad(Call):
     out_dtype: np.dtype
 
     def shapes(self, x, *others):
-        """`[K, N_i]` each."""
+        """Returns `[K, N_i]` for each dw_i."""
         dys = others[: self.num_outputs]
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        """All ranks' rows of the operand that lies with the peers."""
+        """Returns the shape of the gathered operand, of all dy_i together."""
         away = (x,) if self.gather == "x" else others[: self.num_outputs]
         features = sum(operand.shape[-1] for operand in away)
         rows = away[0].shape[-2] * self.num_ranks
         return (*away[0].shape[:-2], rows, features)
 
     def reference(self, x, *others):
-        """`main_grad_i + scale * x.T @ dy_i`, of the gathered operands."""
+        """Computes the results by `jax.lax.all_gather` and one dot per dy_i."""
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
         if self.gather == "x":
             x = reference.all_gather(x, self.axis_name)
@@ -49,7 +53,7 @@ class Wgrad(Call):
         ]
 
     def on_one_rank(self, *operands):
-        """The rank's rows are all rows."""
+        """Computes the same without a gather: one rank has all rows."""
         call = Wgrad(
             num_outputs=self.num_outputs,
             accumulate=self.accumulate,
@@ -61,7 +65,7 @@ class Wgrad(Call):
         return call(*operands)
 
     def options(self):
-        """As csrc/ffi binds them."""
+        """Returns the attributes that csrc/ffi decodes."""
         return {
             "num_outputs": self.num_outputs,
             "accumulate": self.accumulate,
@@ -70,7 +74,7 @@ class Wgrad(Call):
         }
 
     def aliases(self, operands):
-        """Every result is written into its main_grad's buffer."""
+        """Writes each dw_i into the buffer of main_grad_i if the dtypes are equal."""
         first = 1 + self.num_outputs
         return {
             first + i: i
@@ -80,12 +84,12 @@ class Wgrad(Call):
 
     @property
     def is_batchable(self):
-        """A batch axis is summed over, so a mapped one cannot become one."""
+        """False: batch axes are summed over, so a mapped axis cannot become one."""
         return False
 
     @property
     def gathers(self):
-        """If it communicates at all."""
+        """True: a wgrad with communication all-gathers."""
         return True
 
 
@@ -99,19 +103,19 @@ def wgrad(
     out_dtype,
     **where,
 ) -> tuple[jax.Array, ...]:
-    """Sums `scale * x^T dy_i` over all rows, and adds it to `main_grad_i`.
+    """Computes `scale * x^T dy_i`, summed over all rows, plus `main_grad_i`.
 
     Args:
         x: activations, `[..., M, K]`; `[..., M/P, K]` if `gather` is "x".
         dys: gradients, `[..., M, N_i]`; `[..., M/P, N_i]` if `gather` is "dy".
-        main_grads: accumulators, `[K, N_i]`, written in place; or None.
-        gather: which operand's rows lie with the peers.
-        scale: factor of the sum, before it is added.
+        main_grads: accumulators, `[K, N_i]`, overwritten by the results; or None.
+        gather: the operand to all-gather, "x" or "dy"; None gathers nothing.
+        scale: factor of the products, applied before main_grad is added.
         out_dtype: dtype of the results.
-        **where: the fields of `Call`: on which ranks, by which method, under what name.
+        **where: the fields of `Call`, such as ranks, method and label.
 
     Returns:
-        `[K, N_i]` for every gradient.
+        The kernels' gradients, `[K, N_i]` each.
     """
     call = Wgrad(
         num_outputs=len(dys),

@@ -1,1 +1,1 @@
-"""The public per-device functions and their derivatives."""
+"""The public per-device functions and their derivative rules."""

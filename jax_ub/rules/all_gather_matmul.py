@@ -1,4 +1,4 @@
-"""AG+GEMM and its derivative: a column-parallel linear layer, sequence parallel."""
+"""AG+GEMM with its derivative: a column-parallel layer with sequence parallelism."""
 
 import dataclasses
 import functools
@@ -48,10 +48,10 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
 
     Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,
     summed in f32 and rounded once.
-    Its backward reduce-scatters the gradient of `x`, and reads or gathers `x` again for
-    that of `w`, unless `return_gathered` made the forward save it (as the checkpoint
-    names "jax_ub.gathered" and "jax_ub.<ub_name>.gathered", which a remat policy may
-    drop).
+    The backward pass reduce-scatters the gradient of `x`. For the gradient of `w` it
+    gathers `x` again or reads it from the peers' memory. With `return_gathered` the
+    forward pass saves the gathered `x` instead, under the checkpoint names
+    "jax_ub.gathered" and "jax_ub.<ub_name>.gathered", which a remat policy may drop.
 
     Transformer Engine: a column-parallel linear with `ub_overlap_ag`.
 
@@ -61,28 +61,29 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             one gather.
         axis_name: the mesh axis, of size P, to gather over.
         bias: `[N/P]`, or a tuple of one for each kernel.
-        ub_name: the call's name: in errors, and in `initialize_ub`.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        return_gathered: whether the gathered `x` is returned too.
-        out_dtype: dtype of the product; None is that of `x`.
-        main_grad: f32 accumulator of the kernel's gradient, `[K, N/P]`: its cotangent
-            is `main_grad + dw`, written in place where its buffer is free, and that of
-            `w` is zero. A tuple where `w` is one.
-        rhs_transposed: whether kernels are `[N/P, K]`: an embedding that the output
-            projection reuses, of this rank's part of the vocabulary. It is read where
-            it lies, and its gradient lies as it does; `w.T` would be a copy of it.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        return_gathered: whether to return the gathered `x`, too.
+        out_dtype: dtype of the product; None takes the dtype of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K, N/P]`; a tuple if `w`
+            is a tuple. Its cotangent is `main_grad + dw`, written in place if its
+            buffer is free, and the cotangent of `w` is zero.
+        rhs_transposed: whether kernels are stored as `[N/P, K]`, such as this rank's
+            shard of an embedding that the output projection reuses. They are read in
+            place, and their gradients have the same layout; `w.T` would copy them.
 
     Returns:
-        `[..., M, N/P]`, a tuple of them if `w` is a tuple; with `return_gathered` a
-        pair of that and the gathered x, `[..., M, K]`.
+        The product `[..., M, N/P]`, or a tuple of products if `w` is a tuple. With
+        `return_gathered`, a pair of that and the gathered x, `[..., M, K]`.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other, the mesh, or the
-            capacity of `initialize_ub`.
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, `initialize_ub` made no overlap
             of that `ub_name`, or a flag is neither true nor false.
-        UnsupportedOverlapError: if the method that was named cannot run here, the name
-            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
     """
     call_config = make_call_config(OP, axis_name, ub_name, method)
     shapes.check_flag(call_config.label, "return_gathered", return_gathered)
@@ -110,7 +111,7 @@ def all_gather_matmul_at(
     return_gathered=False,
     out_dtype=None,
 ):
-    """`all_gather_matmul` of a call whose call_config is open."""
+    """Runs `all_gather_matmul` with a `CallConfig` that the caller has made."""
     is_tuple = isinstance(w, tuple)
     ws = w if is_tuple else (w,)
     biases = _as_tuple(
@@ -224,7 +225,7 @@ def _column_bwd(call_config, return_gathered, residuals, cotangents):
     )
     if main_grads is None:
         return dx, tuple(dws.get(i) for i in range(len(dys))), dbs, None
-    # A main_grad's cotangent is its new value: the old one where nothing is added.
+    # A main_grad's cotangent is its new value, or the old one if its dy is zero.
     return dx, None, dbs, tuple(dws.get(i, mg) for i, mg in enumerate(main_grads))
 
 

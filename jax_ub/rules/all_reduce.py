@@ -1,4 +1,4 @@
-"""AR and its derivative."""
+"""The all-reduce (AR) with its derivative."""
 
 import functools
 
@@ -14,26 +14,29 @@ OP = "all_reduce"
 
 
 def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
-    """Sums `x` over the ranks; its backward is the identity.
+    """Sums `x` over the ranks; the backward pass is the identity.
 
-    Under `jax.shard_map(check_vma=True)` the result does not vary over `axis_name`, and
-    neither does its gradient, which is that of every rank's `x`. With `check_vma=False`
-    JAX's convention holds, as for `jax.lax.psum`: the gradient of a replicated value is
-    what the ranks' gradients add up to, so the backward sums them.
+    Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
+    over `axis_name`, and the gradient of each rank's `x` equals the gradient of the
+    result. With `check_vma=False` JAX's convention for `jax.lax.psum` holds: the
+    gradient of a replicated value is the sum of the ranks' gradients, so the backward
+    pass all-reduces them.
 
     Transformer Engine: `te.ops.AllReduce`.
 
     Args:
-        x: any shape.
+        x: array of any shape.
         axis_name: the mesh axis, of size P, to sum over.
 
     Returns:
-        The sum, in f32, rounded once to the dtype of `x`; the same on every rank.
+        The sum, computed in f32 and rounded once to the dtype of `x`; the same on every
+        rank.
 
     Raises:
-        ShapeContractError: if `x` is empty, no f32, bf16 or f16, or larger than the
-            capacity of `initialize_ub`, or the axis is not a manual mesh axis.
-        UnsupportedOverlapError: if `jax.shard_map` leaves mesh axes to XLA.
+        ShapeContractError: if `x` is empty, is not f32, bf16 or f16, or exceeds the
+            capacity of `initialize_ub`, or if the axis is not a manual mesh axis.
+        UnsupportedOverlapError: if some mesh axes are not manual in the surrounding
+            `jax.shard_map`.
     """
     call_config = make_call_config(OP, axis_name, None, None)
     shapes.check_array(call_config.label, "x", x)

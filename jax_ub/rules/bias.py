@@ -1,4 +1,4 @@
-"""The gradient of what is added to a GEMM's result."""
+"""The gradient of a bias."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,13 @@ from jax_ub.reference import sum_dtype
 
 
 def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
-    """Sums dy [..., M, N] over all rows in f32, in the dtype of the bias [N]."""
+    """Returns the gradient of a bias [N]: the sum of dy [..., M, N] over all rows.
+
+    It is summed in f32 and has the dtype of the bias. Without a bias it is None.
+    """
     return None if bias is None else row_sum(dy).astype(bias.dtype)
 
 
 def row_sum(dy: jax.Array) -> jax.Array:
-    """Sums dy [..., M, N] over all rows: f32 [N]."""
+    """Returns the sum of dy [..., M, N] over all rows, f32 [N] (f64 for f64)."""
     return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=sum_dtype(dy.dtype))

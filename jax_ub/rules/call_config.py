@@ -1,4 +1,4 @@
-"""What a rule knows about its call besides the operands."""
+"""`CallConfig`: the static configuration of one call of a public function."""
 
 import dataclasses
 import functools
@@ -23,43 +23,50 @@ from jax_ub.runtime import cuda, overlaps, settings, tuned
 
 @dataclasses.dataclass(frozen=True)
 class CallConfig:
-    """One call of a public function: hashable, the same on every rank."""
+    """Static configuration of one call of a public function.
+
+    It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
+    ranks.
+    """
 
     label: str
     axis_name: tuple[str, ...]  # empty for a local op
     num_ranks: int
-    choice: MethodChoice  # how it runs
-    is_vma_checked: bool  # whether shard_map types values by the axes they vary over
-    dtype: np.dtype | None = None  # of the operands
-    out_dtype: np.dtype | None = None  # of the result
-    tuned: TunedTable | None = None  # what "auto" takes, where the sizes are known
-    dgrad_choice: MethodChoice | None = None  # of its name's; None is as the forward
-    wgrad_choice: MethodChoice | None = None  # None is as the dgrad
-    dw_dtype: np.dtype | None = None  # of the kernel's gradient; None is `dtype`
-    rhs_transposed: bool = False  # kernels lie as [out, in], and so do their gradients
-    ub_name: str | None = None  # in the checkpoint names of its residuals
-    is_mapped: bool = False  # whether the axis is one of vmap: JAX differentiates
-    bias_name: str = "bias"  # what the call's argument is called, in errors
-    is_on_cuda: bool = False  # the mesh that it is traced for
-    is_named: bool = False  # whether initialize_ub configured its name
-    replicated: str = ""  # why other ranks compute the same, where they do
+    choice: MethodChoice  # method and settings of the forward pass
+    is_vma_checked: bool  # whether the surrounding shard_map has check_vma=True
+    dtype: np.dtype | None = None  # dtype of the operands
+    out_dtype: np.dtype | None = None  # dtype of the result
+    tuned: TunedTable | None = None  # tuned choices by global sizes, for method "auto"
+    # Choice for the dgrad, from the configuration of `ub_name`; None is `choice`.
+    dgrad_choice: MethodChoice | None = None
+    wgrad_choice: MethodChoice | None = None  # None is the dgrad's choice
+    dw_dtype: np.dtype | None = None  # dtype of the kernel's gradient; None is `dtype`
+    rhs_transposed: bool = False  # whether kernels and their gradients are [out, in]
+    ub_name: str | None = None  # part of the checkpoint names of the residuals
+    # Whether `axis_name` is an axis of jax.vmap: then JAX itself differentiates the
+    # call.
+    is_mapped: bool = False
+    bias_name: str = "bias"  # name of the caller's bias argument, for errors
+    is_on_cuda: bool = False  # whether the call is traced for CUDA devices
+    is_named: bool = False  # whether initialize_ub configured `ub_name`
+    replicated: str = ""  # why several ranks compute the same results, or empty
 
     @property
     def method(self) -> Method:
-        """By which method it runs."""
+        """Method of the forward pass."""
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype) -> "CallConfig":
-        """The same call, for operands and a result of these dtypes."""
+        """Returns a copy with the dtypes of the operands and of the result set."""
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Of a kernel as its contracts have it, [in, out].
+        """Returns shape and dtype of a kernel in [in, out] layout.
 
         Raises:
-            ShapeContractError: if `w` is no array.
+            ShapeContractError: if `w` is not an array.
         """
         shapes.check_array(self.label, "w", w)
         shape = w.shape[::-1] if self.rhs_transposed else w.shape
@@ -67,25 +74,32 @@ class CallConfig:
 
     @property
     def dgrad(self) -> "CallConfig":
-        """The same call, as the gradient of its activations runs."""
+        """Configuration of the dgrad, the GEMM for the activations' gradient."""
         return self._as(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """The same call, as the gradient of its kernel runs on its own."""
+        """Configuration of the wgrad, where it is a separate call from the dgrad."""
         return self._as(self.wgrad_choice or self.dgrad_choice)
 
     def _as(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_dw_dtype(self, dtype) -> "CallConfig":
-        """The same call, for a gradient of the kernel of this dtype."""
+        """Returns a copy whose kernel gradient has this dtype."""
         return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """The same call as `op` was the fastest, where that was found out.
+        """Returns a copy that applies the tuned choice of `op`, if there is one.
 
-        The file's choices are the same on every rank, and so are the global sizes.
+        Only method "auto" is tuned. All ranks read the same table and look up the same
+        global sizes, so they make the same choice.
+
+        Args:
+            op: the key of the op in the tuned table.
+            M: number of tokens on all ranks.
+            K: global size of the contracted dimension.
+            N: global size of the output dimension.
         """
         if self.method is not Method.AUTO or self.tuned is None:
             return self
@@ -95,12 +109,15 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Whether all passes are plain `jax.lax`: the engine does not multiply f64."""
+        """Whether f64 operands are accepted: only if all passes are plain `jax.lax`.
+
+        The engine has no f64 GEMM.
+        """
         return all(choice.method is Method.XLA for choice in self._choices)
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether all passes may become plain `jax.lax`."""
+        """Whether every pass may fall back to plain `jax.lax`, or is that already."""
         return all(
             choice.may_fall_back or choice.method is Method.XLA
             for choice in self._choices
@@ -113,7 +130,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """The same call in plain `jax.lax`, in all passes."""
+        """A copy that runs all passes by plain `jax.lax`."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),
@@ -123,12 +140,15 @@ class CallConfig:
         )
 
     def axes(self, *operands) -> frozenset[str]:
-        """The mesh axes over which the operands vary, and the own one."""
+        """Returns the mesh axes over which the operands vary, plus `axis_name`.
+
+        `axis_name` is left out with `check_vma=False`, where values have no vma type.
+        """
         own = self.axis_name if self.is_vma_checked else ()
         return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
 
     def over_ranks(self, method: Method) -> dict[str, Any]:
-        """Where a call of a primitive that communicates runs."""
+        """Returns the `Call` fields of a primitive that communicates."""
         return {
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
@@ -141,15 +161,15 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether a gathered operand is laid out in memory: on GPUs it always is."""
+        """Whether the gathered operand exists in memory: on GPUs it always does."""
         return self.method.materializes_gather or self._is_auto_on_gpus
 
     @property
     def uses_bulk(self) -> bool:
-        """Whether a column layer's backward gathers x beside its dgrad: "bulk".
+        """Whether a column layer's backward pass gathers x during its dgrad ("bulk").
 
-        On GPUs "auto" does. A wgrad multiplies there what is gathered when all of it
-        has come: its own gather would run beside nothing.
+        On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
+        have arrived, so a gather within the wgrad would overlap with nothing.
         """
         return self.method is Method.BULK or self._is_auto_on_gpus
 
@@ -159,31 +179,36 @@ class CallConfig:
         return is_auto and self.is_on_cuda
 
     def partial_dtype(self, num_products: int) -> np.dtype:
-        """That of partial sums beside a gather, as GEMM+RS has them on GPUs."""
+        """Returns the dtype of the partial sums of a bulk all-gather's dgrad.
+
+        One product on GPUs has the operands' dtype, as in GEMM+RS there. Otherwise the
+        partial sums are f32.
+        """
         rounded = num_products == 1 and self.is_on_cuda
         return np.dtype(self.dtype if rounded else np.float32)
 
     @property
     def fused(self) -> dict[str, Any]:
-        """Where a GEMM with its communication runs."""
+        """The `Call` fields of a GEMM that is fused with its communication."""
         return self.over_ranks(self.method.forward)
 
     @property
     def bulk(self) -> dict[str, Any]:
-        """Where communication beside an independent GEMM runs."""
+        """The `Call` fields of communication that overlaps an independent GEMM."""
         return self.over_ranks(Method.BULK)
 
     @property
     def alone(self) -> dict[str, Any]:
-        """Where communication without a GEMM runs: by the call's method."""
+        """The `Call` fields of communication without a GEMM."""
         return self.over_ranks(self.method)
 
     @property
     def local(self) -> dict[str, Any]:
-        """Where a GEMM without communication runs: every method is one GEMM there.
+        """The `Call` fields of a GEMM without communication.
 
-        Where nobody asked for a method it is as it was tuned on its own, unless it lies
-        beside communication that is plain JAX: then all of it was timed.
+        All methods of the engine run such a GEMM alike. Without an explicit method the
+        GEMM is tuned separately, except if the method is "xla": then it was timed
+        together with the plain JAX communication around it.
         """
         is_tuned = self.choice.may_fall_back and self.method is not Method.XLA
         overlaps_nothing = self.method in (Method.AUTO, Method.XLA)
@@ -198,10 +223,10 @@ class CallConfig:
 
 
 def plain_for_f64(product: Callable) -> Callable:
-    """Lets a function of (call_config, x, w, **given) fall back where x is f64.
+    """Wraps `product(call_config, x, w, **given)` to run f64 by plain `jax.lax`.
 
-    The reason is recorded. If a pass has a method that was asked for, `product` rejects
-    the dtype.
+    The fallback is recorded. If a pass has an explicit method, there is no fallback,
+    and `product` rejects the dtype.
     """
 
     @functools.wraps(product)
@@ -224,23 +249,24 @@ def make_call_config(
     like: str | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """Finds the ranks and the methods of a call.
+    """Makes the configuration of a call inside `jax.shard_map`.
 
-    The call's own method comes first, then what its name is configured with, then
+    The method is the argument `method`, else the configuration of `ub_name`, else
     `JAX_UB_METHOD`.
 
     Args:
-        op: what the call is called in errors.
-        axis_name: its mesh axis.
-        ub_name: its name in `initialize_ub`, or None.
-        method: what the call itself asks for, or None.
-        like: the function that communicates as this call does; None is `op`.
-        may_be_bulk: whether the call is the backward pass of a column-parallel layer
-            only, whose method may be "bulk".
+        op: the call's name in errors.
+        axis_name: the mesh axis of the ranks.
+        ub_name: the call's name in `initialize_ub`, or None.
+        method: the method that the caller passed, or None.
+        like: the public function whose communication pattern the call has; None is
+            `op`.
+        may_be_bulk: whether the method may be "bulk". Set for a call that is only the
+            backward pass of a column-parallel layer.
 
     Raises:
-        ShapeContractError: if the axis is not a manual mesh axis. One of `jax.vmap` is
-            taken, too, if the method is "xla".
+        ShapeContractError: if the axis is not a manual mesh axis. With method "xla" an
+            axis of `jax.vmap` is accepted, too.
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
     named = method.method if isinstance(method, FlaggedMethod) else method
@@ -259,12 +285,12 @@ def make_call_config(
 def make_local_call_config(
     op: str, ub_name: str | None = None, method=None, *, like: str | None = None
 ) -> CallConfig:
-    """The same for a call that does not communicate."""
+    """Makes the configuration of a call that does not communicate."""
     return plan_call_config(op, (), 1, ub_name, method, like=like)
 
 
 def call_label(op: str, ub_name: str | None) -> str:
-    """What a call is called in errors and in the record of fallbacks."""
+    """Returns the name of a call in errors and in the record of fallbacks."""
     return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
@@ -278,7 +304,10 @@ def plan_call_config(
     like: str | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """The same for known ranks, outside `jax.shard_map` too."""
+    """Makes the configuration of a call over `axes`, which have `num_ranks` ranks.
+
+    Unlike `make_call_config` it does not need a surrounding `jax.shard_map`.
+    """
     label = call_label(op, ub_name)
     if isinstance(method, FlaggedMethod):
         call_config = plan_call_config(
@@ -293,7 +322,7 @@ def plan_call_config(
     automatic = chosen is Method.AUTO or (method is None and bool(found))
     is_on_cuda = cuda.is_traced_for()
     choices = None
-    # What was tuned holds for the devices of the default backend.
+    # Tuned tables are measured on devices of the default backend.
     if automatic and is_on_cuda == cuda.is_default():
         choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
     own = MethodChoice(chosen)
@@ -314,7 +343,7 @@ def plan_call_config(
     configured = choices_by_pass(like or op, label, found)
     return dataclasses.replace(
         call_config,
-        # A pass without a configuration keeps what the call would do without a name.
+        # A pass without a configuration runs as it would without a name.
         choice=configured.get(FPROP, own),
         dgrad_choice=configured.get(DGRAD, own),
         wgrad_choice=configured.get(WGRAD),
@@ -322,7 +351,11 @@ def plan_call_config(
 
 
 def _with_flags(call_config, op, ub_name, method):
-    """Applies the flags of a layer; a method that the layer names agrees with them."""
+    """Applies the `ub_*` flags of a layer.
+
+    They change nothing if the layer has an explicit method: `OverlapFlags.check` has
+    verified that the two agree.
+    """
     if methods.resolve(call_config.label, method.method, None) is not Method.AUTO:
         return call_config
     found = overlaps.find(

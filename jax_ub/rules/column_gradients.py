@@ -23,17 +23,20 @@ from jax_ub.rules.vjp import is_zero
 def column_gradients(
     call_config: CallConfig, residuals: dict, dys: dict[int, jax.Array], d_gathered
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Computes the gradients of `x` and of the kernels, as far as they are wanted.
+    """Computes the gradients of `x` and of the kernels that are needed.
 
     Args:
-        call_config: the call.
-        residuals: `x`, its rows, or `gathered`, all rows, where a kernel's gradient is
-            wanted; `ws` where that of x is; `main_grads` where they are accumulated.
-        dys: gradients of the results that have one, `[..., M, N_i]`, by their index.
-        d_gathered: gradient of the gathered x, `[..., M, K]`, or a zero.
+        call_config: the configuration of the call.
+        residuals: with these keys, each None if it is not needed. "x": this rank's rows
+            of x, or "gathered": all rows of x, to compute kernel gradients. "ws": the
+            kernels, to compute the gradient of x. "main_grads": the accumulators.
+        dys: gradients `[..., M, N_i]` by the index i of the result; results whose
+            gradient is zero are left out.
+        d_gathered: gradient of the gathered x, `[..., M, K]`, or a symbolic zero.
 
     Returns:
-        `[..., M/P, K]` or None, and `[K, N_i]` by the index of the kernel.
+        The gradient of x, `[..., M/P, K]` or None, and the gradients of the kernels,
+        `[K, N_i]` by index i.
     """
     call_config = call_config.dgrad
     ws, main_grads = residuals["ws"], residuals["main_grads"]
@@ -46,13 +49,13 @@ def column_gradients(
     if not dys:
         return _scattered(call_config, ws, d_gathered, call_config.dtype), {}
     _check_bulk(call_config)
-    # Beside a gather kernels are [in, out].
+    # The bulk all-gather primitive takes kernels in [in, out] layout only.
     may_be_bulk = ws is not None and not call_config.rhs_transposed
     if may_be_bulk and x is not None:
         call_config = _as_tuned(call_config, x, gradients)
         is_bulk = call_config.uses_bulk
     else:
-        # Where the forward pass has saved the gathered x, only "bulk" itself is.
+        # If the forward pass has saved the gathered x, "auto" does not become "bulk".
         is_bulk = (
             may_be_bulk and gathered is not None and call_config.method is Method.BULK
         )
@@ -65,9 +68,9 @@ def column_gradients(
 
 
 def _check_bulk(call_config):
-    """Refuses "bulk" for kernels `[out, in]` where it was configured.
+    """Rejects an explicit method "bulk" for kernels that are stored as `[out, in]`.
 
-    Where it is the default of a name, the gradients run as without a method.
+    If "bulk" is only the default of a name, the gradients run without it.
     """
     is_explicit = call_config.method is Method.BULK and call_config.choice.is_explicit
     if is_explicit and call_config.rhs_transposed:
@@ -80,7 +83,7 @@ def _check_bulk(call_config):
 
 
 def _as_tuned(call_config, x, dys):
-    """The call as both gradients were the fastest together, of these sizes."""
+    """Applies the tuned choice for dgrad and wgrad of these sizes, timed together."""
     M = math.prod(dys[0].shape[:-1])
     N = call_config.num_ranks * sum(dy.shape[-1] for dy in dys)
     return call_config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
@@ -119,7 +122,7 @@ def _wgrad(call_config, x, gathered, dys, main_grads):
     gather = "x" if gathered is None else None
     if not call_config.rhs_transposed:
         return wgrad(rows, dys, main_grads, gather=gather, out_dtype=dtype, **where)
-    # dy^T x, a product for each kernel: x is what is contracted with.
+    # dw_i = dy_i^T x, one wgrad per kernel, with x in the place of dy.
     return tuple(
         wgrad(
             dy,
@@ -134,7 +137,8 @@ def _wgrad(call_config, x, gathered, dys, main_grads):
 
 
 def _bulk(call_config, x, gathered, dys, ws, main_grads, d_gathered):
-    # x is gathered beside dy w^T, whose sums are scattered beside x^T dy.
+    # The all-gather of x overlaps the dgrad, dy w^T. The reduce-scatter of the dgrad's
+    # partial sums overlaps the wgrad, x^T dy.
     dtype = call_config.partial_dtype(len(dys))
     if gathered is None:
         partial, gathered = bulk_all_gather(

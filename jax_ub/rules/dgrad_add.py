@@ -1,4 +1,4 @@
-"""dgrad+add: the gradient of a layer's input, added to the residual's gradient."""
+"""dgrad+add: adds the gradient of a layer's input to the residual's gradient."""
 
 import functools
 
@@ -14,23 +14,23 @@ OP = "dgrad_add"
 
 
 def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
-    """Adds `dy @ w.T` to `residual`, in its buffer where that is free.
+    """Adds `dy @ w.T` to `residual`, in place if the buffer of `residual` is free.
 
-    Transformer Engine: `BackwardLinearAdd`. Communicates nothing; under a mesh it is
-    called inside `jax.shard_map`.
+    Transformer Engine: `BackwardLinearAdd`. It does not communicate. With a mesh, call
+    it inside `jax.shard_map`.
 
     Args:
         dy: gradient of a layer's result, `[..., N]`.
-        w: its kernel, `[K, N]`.
-        residual: gradient that arrived on another way, `[..., K]`.
+        w: the layer's kernel, `[K, N]`.
+        residual: gradient of the same input from the residual branch, `[..., K]`.
 
     Returns:
         `[..., K]`, summed in f32 and rounded once to the dtype of `residual`.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other.
-        UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
-            over all of its axes.
+        ShapeContractError: if the operands do not match each other.
+        UnsupportedOverlapError: if the program runs on several devices and the call is
+            not inside a `jax.shard_map` over all mesh axes.
     """
     call_config = make_local_call_config(OP)
     shapes.check_rank(OP, "dy", dy, 1)

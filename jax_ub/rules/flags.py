@@ -10,7 +10,7 @@ from jax_ub.overlap_config.names import DGRAD, FPROP
 from jax_ub.runtime import cuda
 from jax_ub.runtime.overlaps import Overlap
 
-# By op and pass: the flags of what it communicates.
+# By op and pass: the flags that control the communication of the pass.
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "all_gather_matmul": {
         FPROP: ("ub_overlap_ag",),
@@ -27,20 +27,20 @@ def choices_with_flags(
     choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
 ) -> dict[str, MethodChoice]:
-    """Returns how the forward pass and the dgrad of a layer run.
+    """Returns the method choices of a layer's forward pass and dgrad.
 
     Args:
-        op: the function that communicates as the layer does.
-        label: the layer, for errors.
-        flags: its flags.
-        choices: how both passes run without flags.
-        found: what `initialize_ub` configured for its name, by pass.
+        op: the public function whose communication pattern the layer has.
+        label: the layer's name, for errors.
+        flags: the layer's flags.
+        choices: the choices of both passes without flags.
+        found: the overlaps of the layer's name in `initialize_ub`, by pass.
 
     Raises:
         ConfigurationError: if a flag contradicts what the user configured.
     """
     if op not in _FLAGS:
-        return dict(choices)  # nothing is gathered or scattered
+        return dict(choices)  # the op neither gathers nor scatters
     for direction, names in _FLAGS[op].items():
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:
@@ -61,7 +61,7 @@ def choices_with_flags(
 
 
 def _fused(choice, flag, gathers):
-    """Returns the choice of a GEMM that gathers its operand or scatters its result."""
+    """Returns the choice for a GEMM that gathers its operand or scatters its result."""
     if flag is None:
         return choice
     if not flag:
@@ -72,14 +72,17 @@ def _fused(choice, flag, gathers):
 
 
 def _engine_method(gathers):
-    """Returns what the engine makes of "auto", as a method that does not fall back."""
+    """Returns the method that the engine runs for "auto"; unlike it, never XLA."""
     if not cuda.is_traced_for():
         return Method.DIRECT
     return Method.PIPELINE if gathers else Method.RING_EXCHANGE
 
 
 def _column_dgrad(choice, flags):
-    """Returns the choice of a dgrad that scatters its result, or gathers beside it."""
+    """Returns the choice for the dgrad of a column-parallel layer.
+
+    It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
+    """
     scatters, bulk = flags.ub_overlap_rs_dgrad, flags.is_bulk
     if bulk:
         return MethodChoice(Method.BULK)

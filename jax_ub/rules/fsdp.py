@@ -1,6 +1,6 @@
-"""Kernels that lie on data axes, too: gathered for each use, their gradients scattered.
+"""FSDP: all-gathers kernels before each use and reduce-scatters their gradients.
 
-What differs from `jax.lax.all_gather` of everything: a `main_grad` stays where it lies.
+Unlike kernels, a `main_grad` is never gathered. It stays sharded.
 """
 
 import functools
@@ -15,9 +15,14 @@ from jax_ub.primitives import varying
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Lets the backward of a function gather what it gathers over mesh axes anew.
+    """Makes the backward pass of a function repeat its all-gathers over mesh axes.
 
-    The forward would keep it for that: the whole kernels of all layers of a scan.
+    Otherwise the forward pass would save their results: in a scan over layers, the
+    whole kernels of all layers.
+
+    Args:
+        function: the function to differentiate.
+        axes: the mesh axes, as the function's all-gathers name them.
     """
 
     def keep(primitive, *_, **params):
@@ -29,21 +34,22 @@ def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
 def gather_kernels(
     x: jax.Array, kernels: Any, main_grads: Any, *, axes: tuple[str, ...], dim: int
 ) -> tuple[Any, Any]:
-    """Gathers kernels over mesh axes whose ranks multiply other rows by them.
+    """All-gathers kernels over the FSDP mesh axes, whose ranks hold different rows.
 
     Args:
-        x: what they are multiplied with.
-        kernels: the rank's parts of a kernel, or of several.
-        main_grads: those of their accumulators, or None.
-        axes: the mesh axes.
-        dim: the dimension that is sharded over them.
+        x: the activations that are multiplied by the kernels.
+        kernels: this rank's shard of the kernel, or a tree of such shards.
+        main_grads: this rank's shards of their accumulators, or None.
+        axes: the FSDP mesh axes.
+        dim: the kernel dimension that is sharded over `axes`.
 
     Returns:
-        The whole kernels, and accumulators of their shapes: `pad_with_zeros`.
+        The whole kernels, and accumulators of the same shapes, from `pad_with_zeros`.
     """
 
     def gather(kernel):
-        # Further replicas sum their gradients behind the scatter, so parts of them.
+        # Promoting the shard, not the gathered kernel, makes JAX sum the gradients over
+        # the other replicas after the reduce-scatter, when each is only a shard.
         kernel = varying.promote(kernel, varying.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
@@ -55,15 +61,16 @@ def gather_kernels(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The rank's part of a main_grad in its place, and zeros where its peers' are.
+    """Pads this rank's shard of a main_grad with zeros to the kernel's whole shape.
 
-    Every rank adds its own gradient, all are summed, and each takes its part: so that
-    sum has every part of main_grad once.
+    The zeros are in the places of the peers' shards. Each rank adds its gradient to the
+    padded array, and the backward pass reduce-scatters the results, so every shard of
+    the main_grad is counted once.
 
     Args:
-        main_grad: the rank's part.
-        axes: the mesh axes that it is sharded over.
-        dim: the dimension that is.
+        main_grad: this rank's shard.
+        axes: the mesh axes that the main_grad is sharded over.
+        dim: the dimension that is sharded.
     """
     shape = list(main_grad.shape)
     start = lax.axis_index(axes) * shape[dim]

@@ -1,4 +1,4 @@
-"""One custom_vjp for a group of operations whose forward and backward are fused."""
+"""One `custom_vjp` for a group of operations with fused forward and backward passes."""
 
 import functools
 from typing import Any, Protocol
@@ -12,44 +12,47 @@ from jax_ub.runtime import overlaps
 
 
 class Group(Protocol):
-    """Pure functions of operands, hashable, the same on every rank.
+    """The forward and backward functions of a group of operations.
 
-    `operands` is any tree of arrays, and `likes` the tree beside it that says which
-    gradients are wanted: what is `like` the operand for one, None for another.
+    Both are pure functions of `operands`, any tree of arrays. A group is hashable and
+    equal on all ranks. `cotangent_avals` is a tree of the same structure: `like(x)` for
+    an operand x whose gradient is needed, None for any other operand.
     """
 
     def forward(
         self, operands: Any, cotangent_avals: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the results, and residuals for the wanted gradients, by name.
+        """Returns the results, and the residuals by name.
 
-        The tree of the residuals depends on the operands only. In the place of what is
-        not needed is a `vjp.placeholder`.
+        The tree structure of the residuals depends on the operands only: a residual
+        that the needed gradients do not use is replaced by `vjp.placeholder`.
         """
 
     def backward(
         self, residuals: dict[str, Any], cotangents: Any, cotangent_avals: Any
     ) -> Any:
-        """Returns a tree of gradients like the operands, None where there is none.
+        """Returns the gradients in a tree of the operands' structure, None for none.
 
         Args:
-            residuals: as the forward returned them, None for what it left out.
-            cotangents: of the results, None for one that is known to be zero.
-            cotangent_avals: as in the forward.
+            residuals: residuals from `forward`, with None in place of placeholders.
+            cotangents: cotangents of the results; None for one that is known to be
+                zero.
+            cotangent_avals: the same tree as in `forward`.
         """
 
 
 def fused_group(group: Group, operands: Any) -> Any:
-    """Runs the group's forward; its derivative is the group's backward.
+    """Runs the group's forward function; its derivative is the backward function.
 
     Args:
-        group: what to run.
+        group: the group to run.
         operands: a tree of arrays.
 
     Returns:
-        The results, as the group's forward returns them.
+        The results of `group.forward`.
     """
-    # The operations look up names and methods while they are traced.
+    # The configuration is part of jit's cache key, because the operations look up names
+    # and methods in it while they are traced.
     return _compiled_group(overlaps.configuration(), group, operands)
 
 
@@ -94,23 +97,27 @@ _compiled_group = jitted_rule(_group, static_argnums=(0, 1))
 
 
 def like(value) -> jax.Array:
-    """An empty array with the dtype and the mesh axes of an array or aval."""
+    """Returns an empty array with the dtype and varying axes of an array or aval."""
     empty = jnp.zeros((0,), value.dtype)
     return varying.promote(empty, varying.axes_of(value))
 
 
 def aval_or_placeholder(wanted: bool, value) -> jax.Array:
-    """The type of an array or aval where it is wanted, a placeholder elsewhere."""
+    """Returns `like(value)` if wanted, else a placeholder, as also for no value."""
     return like(value) if wanted and value is not None else placeholder()
 
 
 def to_cotangent_aval(
     wanted: jax.Array | None, gradient: jax.Array | None
 ) -> jax.Array | None:
-    """Makes a gradient one of a value that is `like` wanted: its dtype and its axes.
+    """Converts a gradient to the dtype and varying mesh axes of `wanted`.
 
-    What varies over an axis that the value does not was promoted on its way; the
-    transpose of that is a sum.
+    A gradient that varies over more mesh axes belongs to an operand that was promoted
+    to those axes. The transpose of the promotion is a sum, which is computed here.
+
+    Args:
+        wanted: `like` the operand; None if its gradient is not needed.
+        gradient: the gradient of the operand, or None.
     """
     if wanted is None or gradient is None:
         return None

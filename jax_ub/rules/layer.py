@@ -1,8 +1,8 @@
-"""The derivative that all layers with one kernel share.
+"""The `custom_vjp` that all layers with one kernel share.
 
-y = forward(x, w) + bias + residual. A rule says how its two GEMMs backward run; what is
-saved for them, what is left out because nobody asked for it, and the gradients of the
-addends are the same for all.
+y = forward(x, w) + bias + residual. Each rule supplies the two GEMMs of its backward
+pass. This module saves their residuals, skips gradients that are not needed, and
+computes the gradients of bias and residual.
 """
 
 import functools
@@ -28,13 +28,16 @@ from jax_ub.rules.vjp import (
 
 
 def layer(forward: Callable, gemms: Callable) -> Callable:
-    """Returns a differentiable (call_config, x, w, bias, residual, main_grad) -> y.
+    """Makes a differentiable function from a forward pass and two backward GEMMs.
 
     Args:
         forward: (call_config, x, w, bias, residual) -> y.
-        gemms: (call_config, x, w, dy, main_grad) -> (dx, dw), where `w` is None if dx
-            is not wanted, and `x` is None if dw is not; with a `main_grad`, dw is added
-            to it.
+        gemms: (call_config, x, w, dy, main_grad) -> (dx, dw). `w` is None if dx is not
+            needed, and `x` is None if dw is not needed. With a `main_grad`, the second
+            result is main_grad + dw.
+
+    Returns:
+        The function (call_config, x, w, bias, residual, main_grad) -> y.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -49,7 +52,7 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
             ),
             "w": residual_or_placeholder(needs(x), values[1]),
             "bias": residual_or_placeholder(needs(bias), values[2]),
-            # Only its dtype is needed: an empty array keeps that and no memory.
+            # The backward pass needs the dtype only, which an empty array carries.
             "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
             "main_grad": residual_or_placeholder(needs(main_grad), values[4]),
         }
@@ -59,7 +62,7 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
         residuals = present_residuals(residuals)
         main_grad, residual = residuals["main_grad"], residuals["residual"]
         if is_zero(dy):
-            # A main_grad's cotangent is its new value: here nothing is added.
+            # A main_grad's cotangent is its new value, here the unchanged old one.
             return None, None, None, None, main_grad
         dx, dw = gemms(call_config, residuals["x"], residuals["w"], dy, main_grad)
         db = bias_gradient(residuals["bias"], dy)
@@ -81,10 +84,10 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
 
 
 def check_no_main_grad(call_config: CallConfig, main_grad) -> None:
-    """Refuses an accumulator on an axis of `jax.vmap`.
+    """Rejects a `main_grad` if the ranks are on an axis of `jax.vmap`.
 
-    A backward rule may run after the `vmap`, where its axis is unbound. So JAX
-    differentiates such calls itself, which accumulates nothing.
+    The backward rule of a `custom_vjp` may run outside the `vmap`, where the axis is
+    unbound. JAX therefore differentiates such calls itself and cannot accumulate.
     """
     if main_grad is not None:
         raise UnsupportedOverlapError(
@@ -99,7 +102,7 @@ def _emptied(array):
 
 
 def accumulation(call_config, dys, *main_grads):
-    """The accumulators of a wgrad of `dys`, or None, and the dtype of its results."""
+    """Returns the accumulators of a wgrad, or None, and the dtype of its results."""
     if main_grads[0] is None:
         return None, call_config.dw_dtype or call_config.dtype
     pairs = zip(main_grads, dys, strict=True)

@@ -1,4 +1,4 @@
-"""A linear layer, plain, column parallel or row parallel."""
+"""The public `linear`: not parallel, column-parallel or row-parallel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from jax_ub.rules.vjp import promote
 
 OP = "linear"
 _KINDS = ("column", "row")
-# The functions that communicate forward, by kind and sequence parallelism.
+# The functions whose forward pass communicates, by (parallel, sequence_parallel).
 _FUSED: dict[tuple[str | None, bool], tuple[str, Callable[..., jax.Array]]] = {
     ("column", True): ("all_gather_matmul", all_gather_matmul_at),
     ("row", True): ("matmul_reduce_scatter", matmul_reduce_scatter_at),
@@ -58,41 +58,44 @@ def linear(  # noqa: PLR0913, pinned
     | "row" | True | `[..., M, K/P]` | `[K/P, N]` | `[..., M/P, N]`, GEMM+RS |
     | "row" | False | `[..., K/P]` | `[K/P, N]` | `[..., N]`, GEMM+AR |
 
-    For "column" without sequence parallelism `x` is the same on every rank. Under
-    `jax.shard_map(check_vma=True)` its type says so, and the backward returns its full
-    gradient. With `check_vma=False`, or where `x` is typed as varying, the ranks'
-    gradients add up to it, as JAX's own convention has it.
+    For "column" without sequence parallelism, `x` is the same on every rank. If
+    `jax.shard_map(check_vma=True)` types `x` as not varying over `axis_name`, the
+    backward pass returns the full gradient of `x` on every rank. With
+    `check_vma=False`, or if `x` is typed as varying, JAX's convention holds: the full
+    gradient is the sum of the ranks' gradients.
 
     Transformer Engine: `te.Linear(parallel_mode=..., ub_name=...)`.
 
     Args:
         x: activations.
         w: kernel, `[in, out]`.
-        b: bias, `[out]`: this rank's columns of it for "column", all of it for "row".
-        parallel: how the kernel is sharded.
-        axis_name: the mesh axis, of size P, that it is sharded over.
+        b: bias, `[out]`: this rank's columns for "column", the whole bias for "row".
+        parallel: the sharded dimension of the kernel: "column" (out), "row" (in) or
+            None (neither).
+        axis_name: the mesh axis, of size P, that the kernel is sharded over.
         sequence_parallel: whether the activations outside a column-row pair are sharded
             along their rows (axis -2).
-        ub_name: the call's name: in errors, and in `initialize_ub`.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape: its
-            cotangent is `main_grad + dw`, written in place where its buffer is free,
-            and that of `w` is zero. Every call needs its own.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        main_grad: f32 accumulator of the kernel's gradient, of the kernel's shape. Its
+            cotangent is `main_grad + dw`, written in place if its buffer is free, and
+            the cotangent of `w` is zero. Each call needs a separate main_grad.
         rhs_transposed: whether the kernel is `[out, in]`, such as an embedding that the
             output projection reuses. It is read in place, and its gradient has the same
             layout; `w.T` would copy it.
 
     Returns:
-        What the table says, summed in f32 and rounded once to the dtype of `x`.
+        The result in the table's last column, summed in f32 and rounded once to the
+        dtype of `x`.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other, the mesh, or the
-            capacity of `initialize_ub`.
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`.
         UnknownNameError: if there is no such `parallel` or method, or `initialize_ub`
             made no overlap of that `ub_name`.
-        UnsupportedOverlapError: if the method that was named cannot run here, the name
-            is configured for another op, there is no such layer, or `jax.shard_map`
-            leaves mesh axes to XLA.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
     """
     _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
     fused = _FUSED.get((parallel, sequence_parallel))
@@ -144,28 +147,31 @@ def linear_without_gather(  # noqa: PLR0913, those of the functions that communi
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """`linear` where it gathers nothing, with what the fused functions add and round.
+    """Runs the rows of `linear`'s table whose forward pass does not communicate.
+
+    Unlike `linear` it takes a `residual` and an `out_dtype`, as the functions that
+    communicate do.
 
     Args:
         x: activations, `[..., M, K]`, with all features.
         w: kernel, `[K, N/P]`: this rank's columns.
-        axis_name: the mesh axis, of size P, that those are sharded over; None for all
-            columns on this rank.
+        axis_name: the mesh axis, of size P, that the columns are sharded over; None if
+            this rank has all columns.
         bias: `[N/P]`.
-        residual: what is added to the result before it is rounded, `[..., M, N/P]`.
-        ub_name: as of `linear`.
-        method: as of `linear`.
-        out_dtype: dtype of the result; None is that of `x`.
-        main_grad: as of `linear`.
-        rhs_transposed: as of `linear`.
+        residual: addend of the result, `[..., M, N/P]`, added before rounding.
+        ub_name: see `linear`.
+        method: see `linear`.
+        out_dtype: dtype of the result; None takes the dtype of `x`.
+        main_grad: see `linear`.
+        rhs_transposed: see `linear`.
 
     Returns:
         `[..., M, N/P]`.
 
     Raises:
-        ShapeContractError: as `linear`.
-        UnknownNameError: as `linear`.
-        UnsupportedOverlapError: as `linear`.
+        ShapeContractError: see `linear`.
+        UnknownNameError: see `linear`.
+        UnsupportedOverlapError: see `linear`.
     """
     call_config = _open_whole_rows(axis_name, ub_name, method)
     call_config = dataclasses.replace(call_config, rhs_transposed=rhs_transposed)
@@ -224,7 +230,7 @@ def _forward(call_config, x, w, bias, residual):
 
 
 def _replicated_gradients(call_config, x, w, dy, main_grad):
-    # Every rank has the part of x's gradient that its own columns contribute.
+    # Each rank's columns contribute one summand of x's gradient: GEMM+AR adds them.
     dx = dgrad(call_config, summed, call_config.dgrad.fused, w, dy)
     return dx, local_wgrad(call_config, x, dy, main_grad)
 

@@ -1,4 +1,4 @@
-"""The gradients of a product whose operands a rank has whole: two GEMMs of its own."""
+"""The gradients of a GEMM without communication: two local GEMMs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +18,17 @@ def local_gradients(
     dy: jax.Array,
     main_grad: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes the gradients of `x` and of the kernel, as far as they are wanted.
+    """Computes the gradients of `x` and of the kernel, if they are needed.
 
     Args:
-        call_config: the call.
-        x: activations, `[..., M, K]`; None if the kernel's gradient is not wanted.
-        w: kernel, `[K, N]`; None if the gradient of x is not wanted.
+        call_config: the configuration of the call.
+        x: activations, `[..., M, K]`; None if the kernel's gradient is not needed.
+        w: kernel, `[K, N]`; None if the gradient of x is not needed.
         dy: gradient of the result, `[..., M, N]`.
-        main_grad: what the kernel's gradient is added to, f32 `[K, N]`, or None.
+        main_grad: accumulator of the kernel's gradient, f32 `[K, N]`, or None.
 
     Returns:
-        `[..., M, K]` and `[K, N]`, or None.
+        The gradients `[..., M, K]` and `[K, N]`, each None if it is not needed.
     """
     dx = dgrad(call_config, matmul, call_config.local, w, dy)
     return dx, local_wgrad(call_config, x, dy, main_grad)
@@ -41,7 +41,16 @@ def dgrad(
     w: jax.Array | None,
     dy: jax.Array,
 ) -> jax.Array | None:
-    """`dy @ w.T` by a product, which may sum over the ranks; None without `w`."""
+    """Computes `dy @ w.T`, or returns None if `w` is None.
+
+    Args:
+        call_config: the configuration of the call.
+        product: the primitive that multiplies: `matmul`, or `matmul_all_reduce`, which
+            also sums over the ranks.
+        where: the `Call` fields of that primitive.
+        w: kernel, or None.
+        dy: gradient of the result.
+    """
     if w is None:
         return None
     return product(
@@ -61,7 +70,7 @@ def local_wgrad(
     dy: jax.Array,
     main_grad: jax.Array | None,
 ) -> jax.Array | None:
-    """`x.T @ dy`, or its transpose where kernels lie so; None without `x`."""
+    """Computes `x.T @ dy`, or `dy.T @ x` for kernels [out, in]; None if `x` is None."""
     if x is None:
         return None
     main_grads, dtype = accumulation(call_config, (dy,), main_grad)

@@ -1,4 +1,4 @@
-"""The contract of `main_grad`: an accumulator whose cotangent is its new value."""
+"""Checks of `main_grad`: an accumulator whose cotangent is its new value."""
 
 import weakref
 
@@ -11,25 +11,28 @@ from jax_ub import shapes
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub.primitives import varying
 
-# id of a tracer -> (a weak reference to it, the trace it was used in). Entries vanish
-# with their tracers.
+# id of a main_grad's tracer -> (weak reference to the tracer, trace in which it was
+# used). An entry is removed when its tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def prepare(
     op: str, main_grad: jax.Array | None, w: jax.Array, axes
 ) -> jax.Array | None:
-    """Checks one main_grad, if there is one, and claims it for this call.
+    """Checks a main_grad, records its use by this call and promotes it.
 
     Args:
-        op: the op's label.
+        op: the op's label, for errors.
         main_grad: the accumulator, f32 `[K, N]`, or None.
-        w: its kernel.
+        w: the kernel whose gradient is accumulated.
         axes: the mesh axes that the kernel's gradient varies over.
 
+    Returns:
+        The promoted main_grad, or None.
+
     Raises:
-        ShapeContractError: if its shape, its dtype or its mesh axes do not fit, or if
-            it was handed to another call already.
+        ShapeContractError: if shape, dtype or mesh axes do not match, or if another
+            call has used the main_grad already.
     """
     if main_grad is None:
         return None
@@ -38,20 +41,25 @@ def prepare(
 
 
 def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
-    """Checks shape and dtype of a main_grad, and that no other call has it.
+    """Checks shape and dtype of a main_grad, and records its use by this call.
 
     Raises:
-        ShapeContractError: if they do not fit, or another call has it already.
+        ShapeContractError: if shape or dtype do not match, or if another call has used
+            the main_grad already.
     """
     shapes.check_main_grad(op, main_grad, w)
     _claim(op, main_grad)
 
 
 def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
-    """Checks that a main_grad varies over all mesh axes that its gradient does.
+    """Checks that a main_grad varies over all mesh axes that its gradient varies over.
+
+    Returns:
+        The main_grad, promoted over axes of one rank.
 
     Raises:
-        ShapeContractError: if it is the same on ranks whose gradients differ.
+        ShapeContractError: if the main_grad is replicated over ranks whose gradients
+            differ.
     """
     main_grad = _promote_over_single_ranks(main_grad, axes)
     missing = sorted(frozenset(axes) - varying.axes_of(main_grad))
@@ -66,7 +74,7 @@ def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
 
 
 def _promote_over_single_ranks(main_grad, axes):
-    # The sum over an axis of one rank is the value itself: promotion changes nothing.
+    # The transpose of a promotion is a sum, which over one rank is the value itself.
     single = [
         axis
         for axis in frozenset(axes) - varying.axes_of(main_grad)
@@ -76,18 +84,18 @@ def _promote_over_single_ranks(main_grad, axes):
 
 
 def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
-    """Returns main_grad, which is mapped by every `jax.vmap` that maps its gradient.
+    """Returns main_grad, and checks that each `jax.vmap` that maps dy maps it, too.
 
-    BackgroundLoad JAX would sum what each index accumulates, with a main_grad in each
-    of them. In the compiled program this is nothing.
+    Otherwise JAX would sum the accumulated values of all mapped indices, and each of
+    them would contain main_grad. The check adds nothing to the compiled program.
 
     Args:
-        op: the op's label.
+        op: the op's label, for errors.
         main_grad: the accumulator.
-        dy: what its gradient is made of.
+        dy: the result's gradient, from which the accumulated gradient is computed.
 
     Raises:
-        UnsupportedOverlapError: once it is known that it is not.
+        UnsupportedOverlapError: when `jax.vmap` is applied, if it maps dy only.
     """
 
     @custom_vmap
@@ -104,7 +112,7 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
                 "of its rows, without jax.vmap; or map main_grad too, and sum what "
                 "each example accumulates."
             )
-        # Anew, for the jax.vmap around this one.
+        # Applied again, for the next enclosing jax.vmap.
         return same(main_grad, dy), is_mapped[0]
 
     return same(main_grad, dy)

@@ -1,4 +1,4 @@
-"""GEMM+AR and its derivative: a row-parallel linear layer, not sequence parallel."""
+"""GEMM+AR with its derivative: a row-parallel layer without sequence parallelism."""
 
 import dataclasses
 
@@ -36,13 +36,13 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     """Multiplies this rank's features and sums the products over the ranks.
 
     Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
-    rounded once: bias and residual are the same on every rank and are added once, after
+    rounded once. Bias and residual are the same on every rank and are added once, after
     the reduction.
 
-    Under `jax.shard_map(check_vma=True)` the result does not vary over `axis_name`, and
-    neither does its gradient, so the backward does not communicate. With
-    `check_vma=False` JAX's convention holds: the gradient of a replicated value is
-    spread over the ranks and is what they add up to, so the backward sums it first.
+    Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
+    over `axis_name`, so the backward pass does not communicate. With `check_vma=False`
+    JAX's convention holds: the gradient of a replicated value is the sum of the ranks'
+    gradients, so the backward pass all-reduces it first.
 
     Transformer Engine: a row-parallel linear without sequence parallelism, which it
     does not overlap.
@@ -53,12 +53,12 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         axis_name: the mesh axis, of size P, to reduce over.
         bias: `[N]`, the same on every rank.
         residual: `[..., M, N]`, the same on every rank.
-        ub_name: the call's name: in errors, and in `initialize_ub`.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        out_dtype: dtype of the result; None is that of `x`.
-        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
-            is `main_grad + dw`, written in place where its buffer is free, and that of
-            `w` is zero.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        out_dtype: dtype of the result; None takes the dtype of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`. Its cotangent
+            is `main_grad + dw`, written in place if its buffer is free, and the
+            cotangent of `w` is zero.
         rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
             and its gradient has the same layout; `w.T` would copy it.
 
@@ -66,12 +66,14 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         `[..., M, N]`, the same on every rank.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other, the mesh, or the
-            capacity of `initialize_ub`, or bias or residual differ between ranks.
-        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`, or if bias or residual varies over
+            the ranks.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
             of that `ub_name`, or `rhs_transposed` is not a bool.
-        UnsupportedOverlapError: if the method that was named cannot run here, the name
-            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
     """
     call_config = make_call_config(OP, axis_name, ub_name, method)
     shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
@@ -90,7 +92,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 def matmul_all_reduce_at(
     call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """`matmul_all_reduce` of a call whose call_config is open."""
+    """Runs `matmul_all_reduce` with a `CallConfig` that the caller has made."""
     shapes.check_rank(call_config.label, "x", x)
     kernel = call_config.kernel(w)
     shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)

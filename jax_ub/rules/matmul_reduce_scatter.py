@@ -1,4 +1,4 @@
-"""GEMM+RS and its derivative: a row-parallel linear layer, sequence parallel."""
+"""GEMM+RS with its derivative: a row-parallel layer with sequence parallelism."""
 
 import dataclasses
 
@@ -33,9 +33,9 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     """Multiplies this rank's features and scatters the rows of the sum over the ranks.
 
     Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
-    tiled=True) + bias + residual`, summed in f32 and rounded once. Its backward reads
-    the gradient of the result where the peers have it, or gathers it once, for dgrad
-    and wgrad.
+    tiled=True) + bias + residual`, summed in f32 and rounded once. The backward pass
+    reads the gradient of the result directly from the peers' memory, or gathers it once
+    for dgrad and wgrad.
 
     Transformer Engine: a row-parallel linear with `ub_overlap_rs`.
 
@@ -45,12 +45,12 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         axis_name: the mesh axis, of size P, to reduce over.
         bias: `[N]`, added once.
         residual: `[..., M/P, N]`, added to this rank's rows.
-        ub_name: the call's name: in errors, and in `initialize_ub`.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        out_dtype: dtype of the result; None is that of `x`.
-        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`: its cotangent
-            is `main_grad + dw`, written in place where its buffer is free, and that of
-            `w` is zero.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        out_dtype: dtype of the result; None takes the dtype of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`. Its cotangent
+            is `main_grad + dw`, written in place if its buffer is free, and the
+            cotangent of `w` is zero.
         rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
             and its gradient has the same layout; `w.T` would copy it.
 
@@ -58,12 +58,13 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         `[..., M/P, N]`: this rank's rows.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other, the mesh, or the
-            capacity of `initialize_ub`.
-        UnknownNameError: if there is no such method, or `initialize_ub` made no overlap
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
             of that `ub_name`, or `rhs_transposed` is not a bool.
-        UnsupportedOverlapError: if the method that was named cannot run here, the name
-            is configured for another op, or `jax.shard_map` leaves mesh axes to XLA.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
     """
     call_config = make_call_config(OP, axis_name, ub_name, method)
     shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
@@ -82,7 +83,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
 def matmul_reduce_scatter_at(
     call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """`matmul_reduce_scatter` of a call whose call_config is open."""
+    """Runs `matmul_reduce_scatter` with a `CallConfig` that the caller has made."""
     shapes.check_rank(call_config.label, "x", x)
     kernel = call_config.kernel(w)
     shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)

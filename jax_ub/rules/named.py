@@ -1,9 +1,12 @@
-"""What `initialize_ub` configured for the name of a call: how each pass runs.
+"""Method choices of the passes of a call, from the overlaps of its `ub_name`.
+
+What each pass communicates. "Bulk" communication overlaps a GEMM that does not depend
+on it; all other communication is fused with the GEMM.
 
 | op | fprop | dgrad | wgrad |
 |---|---|---|---|
-| all_gather_matmul | AG | AG(x) beside it (bulk), or RS | RS(dx) beside it (bulk) |
-| matmul_reduce_scatter | RS | AG | AG, where the dgrad has not gathered dy |
+| all_gather_matmul | AG | bulk AG of x, or RS | bulk RS of dx |
+| matmul_reduce_scatter | RS | AG | AG, unless the dgrad has gathered dy |
 | matmul_all_reduce | RS | local | local |
 | linear, column, not sequence parallel | local | RS | local |
 """
@@ -17,7 +20,7 @@ from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.runtime.overlaps import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
-# By op and pass: what it may communicate. A pass that is missing does not.
+# By op and pass: the collectives that it may run. Missing passes do not communicate.
 _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
     "all_gather_matmul": {FPROP: (_AG,), DGRAD: (_AG, _RS), WGRAD: (_RS,)},
     "matmul_reduce_scatter": {FPROP: (_RS,), DGRAD: (_AG,), WGRAD: (_AG,)},
@@ -29,18 +32,18 @@ _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
 def choices_by_pass(
     op: str, label: str, found: dict[str, Overlap]
 ) -> dict[str, MethodChoice]:
-    """Reads how the passes of a call run from the overlaps of its name.
+    """Returns the method choice of each pass of a call that has a configured name.
 
     Args:
         op: the op's name.
-        label: the call, for errors.
-        found: its overlaps by pass, from `overlaps.find`.
+        label: the call's name, for errors.
+        found: the call's overlaps by pass, from `overlaps.find`.
 
     Returns:
-        By pass; those that are missing run as the call would without a name.
+        Choices by pass. A missing pass runs as it would without a name.
 
     Raises:
-        UnsupportedOverlapError: if the op cannot run what its name is configured for.
+        UnsupportedOverlapError: if the op cannot run a configured overlap.
     """
     choices = {}
     for direction, possible in _COMMUNICATES.get(op, {}).items():
@@ -48,7 +51,7 @@ def choices_by_pass(
         if overlap is None:
             continue
         _check(label, op, direction, possible, overlap)
-        # A wgrad that nobody configured goes along with its dgrad.
+        # A wgrad that the user did not configure takes the dgrad's choice.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
             choices[direction] = MethodChoice(
@@ -79,7 +82,7 @@ def _check(label, op, direction, possible, overlap: Overlap):
 
 
 def _is_beside(op, direction, comm_type):
-    """Whether the pass communicates beside a GEMM that does not depend on it."""
+    """Returns whether the communication is bulk: independent of the pass's GEMM."""
     if op != "all_gather_matmul":
         return False
     return (direction, comm_type) in ((DGRAD, _AG), (WGRAD, _RS))

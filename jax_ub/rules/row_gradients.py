@@ -1,4 +1,4 @@
-"""The gradients of GEMM+RS: one gather of dy serves dgrad and wgrad."""
+"""The gradients of GEMM+RS: dgrad and wgrad share one all-gather of dy."""
 
 import jax
 
@@ -17,24 +17,26 @@ def row_gradients(
     main_grad: jax.Array | None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes the gradients of `x` and of the kernel, as far as they are wanted.
+    """Computes the gradients of `x` and of the kernel, if they are needed.
 
     Args:
-        call_config: the call.
-        x: activations, `[..., M, K/P]`; None if the kernel's gradient is not wanted.
+        call_config: the configuration of the call.
+        x: activations, `[..., M, K/P]`; None if the kernel's gradient is not needed.
         w: kernel, `[K/P, N]`, or `[N, K/P]` if `call_config.rhs_transposed`; None if
-            the gradient of x is not wanted.
+            the gradient of x is not needed.
         dy: gradient of the result, `[..., M/P, N]`: this rank's rows.
-        main_grad: what the kernel's gradient is added to, f32, of the kernel's shape;
-            or None.
-        residual: what the gradient of x is added to, `[..., M, K/P]`, in its buffer
-            and its dtype; or None.
+        main_grad: accumulator of the kernel's gradient, f32, of the kernel's shape; or
+            None.
+        residual: addend of the gradient of x, `[..., M, K/P]`, or None. The sum has
+            the residual's dtype and overwrites its buffer.
 
     Returns:
-        `[..., M, K/P]` and the kernel's shape, or None.
+        The gradient of x, `[..., M, K/P]`, and the gradient of the kernel, of the
+        kernel's shape; each None if it is not needed.
     """
     dy = dy.astype(call_config.dtype)
-    # What the dgrad gathers serves the wgrad too, unless that reads it in place.
+    # The wgrad reuses the dy that the dgrad gathers, unless the method reads dy from
+    # the peers' memory without gathering it.
     reuses = x is not None and call_config.dgrad.materializes_gather
     dx = gathered = None
     if w is not None:
@@ -57,7 +59,7 @@ def row_gradients(
     rows, where = (
         (dy, call_config.fused) if gathered is None else (gathered, call_config.local)
     )
-    # dy^T x where the kernel is [out, in]: its first operand has the rows.
+    # For a kernel [out, in] the gradient is dy^T x, so dy is wgrad's first operand.
     first, second = (rows, x) if call_config.rhs_transposed else (x, rows)
     name = "x" if call_config.rhs_transposed else "dy"
     gather = name if gathered is None else None

@@ -1,4 +1,4 @@
-"""What the rules share of `custom_vjp`: wrapped operands, residuals, and running it."""
+"""Helpers for `custom_vjp` with symbolic zeros: operands, residuals and jit."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,19 @@ from jax_ub.primitives import varying
 
 
 def promote(operands, axes):
-    """Promotes a tree of operands outside the rule: JAX then sums their gradients."""
+    """Casts a tree of operands to vary over the mesh axes `axes`.
+
+    It is called outside the `custom_vjp`, so that JAX sums the gradients over the new
+    axes.
+    """
     return jax.tree.map(lambda operand: varying.promote(operand, axes), operands)
 
 
 def save(value, name: str, ub_name: str | None = None):
-    """Names what the policies of `jax.checkpoint` may save; None stays None.
+    """Names a value for the policies of `jax.checkpoint`; None stays None.
 
-    The value of a named call has two names, "jax_ub.y" and "jax_ub.qkv.y", so that a
-    policy can choose all calls or one.
+    With a `ub_name` the value has two names, such as "jax_ub.y" and "jax_ub.qkv.y", so
+    that a policy can select the values of all calls or of one.
     """
     if value is None:
         return None
@@ -31,10 +35,10 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def jitted_rule(rule: Callable, static_argnums) -> Callable:
-    """Lets a rule run in a `shard_map` that nothing compiles, also for want of jit.
+    """Works around `custom_vjp` with symbolic zeros inside an eager `shard_map`.
 
-    jax cannot run a custom_vjp with symbolic zeros there, one operation at a time. In a
-    program that is traced as a whole this changes nothing.
+    JAX cannot evaluate one there operation by operation, so the rule is always jitted,
+    even under `jax.disable_jit`. Inside a traced program the jit is inlined.
     """
     jitted = jax.jit(rule, static_argnums=static_argnums, inline=True)
 
@@ -46,11 +50,12 @@ def jitted_rule(rule: Callable, static_argnums) -> Callable:
 
 
 def residual_or_placeholder(wanted: bool, value):
-    """A residual, or placeholders in a tree of the same structure.
+    """Returns a residual, or a tree of placeholders with the residual's structure.
 
-    jax keeps one tree of residuals for all uses of a jaxpr, which may be differentiated
-    for other operands each time, so what is left out must not change the structure. Nor
-    along which axes `jax.vmap` maps it: a placeholder is made of the value it is for.
+    JAX stores one tree structure of residuals per jaxpr, although each use of the jaxpr
+    may be differentiated with respect to different operands. So an omitted residual
+    must not change the structure. A placeholder is a slice of the value that it
+    replaces, so that `jax.vmap` maps both over the same axes.
     """
     return value if wanted else jax.tree.map(_emptied, value)
 
@@ -61,12 +66,12 @@ def _emptied(value):
 
 
 def placeholder() -> jax.Array:
-    """What stands where a residual was left out: an array without a number."""
+    """Returns an empty array that replaces a residual that is not needed."""
     return jnp.zeros(0, bool)
 
 
 def present_residuals(residuals: dict) -> dict:
-    """The residuals by name, None where only placeholders were kept."""
+    """Returns the residuals by name, with None in place of placeholders."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()
@@ -74,36 +79,38 @@ def present_residuals(residuals: dict) -> dict:
 
 
 def is_placeholder(leaf) -> bool:
-    """Whether a residual is a `placeholder`.
+    """Returns whether a residual is a `placeholder`.
 
-    A residual of booleans without an element looks the same, and says as little.
+    An empty array of booleans counts as one, too; it holds no information either.
     """
     return leaf.dtype == bool and leaf.size == 0
 
 
 def value_of(tree):
-    """The values of operands as `custom_vjp(symbolic_zeros=True)` wraps them."""
+    """Unwraps the operands of a forward rule of `defvjp(symbolic_zeros=True)`."""
     if isinstance(tree, tuple):
         return tuple(value_of(leaf) for leaf in tree)
     return None if tree is None else tree.value
 
 
 def needs(tree) -> bool:
-    """Whether a gradient is wanted for any of the wrapped operands."""
+    """Returns whether any of the wrapped operands is differentiated."""
     if isinstance(tree, tuple):
         return any(needs(leaf) for leaf in tree)
     return tree is not None and tree.perturbed
 
 
 def needs_dw(w, main_grad) -> bool:
-    """Whether the gradient of a kernel is wanted, which goes to its main_grad, if any.
+    """Returns whether the wgrad is needed.
 
-    Not by way of stop_gradient(w): a scan over layers would save what that returns,
-    where it takes the kernels themselves.
+    With a `main_grad` the kernel's gradient is accumulated there, so only whether
+    main_grad is differentiated counts. The callers do not apply stop_gradient to `w`
+    instead, because a scan over layers would save its result as another residual,
+    whereas it reuses the kernels themselves.
     """
     return needs(w if main_grad is None else main_grad)
 
 
 def is_zero(cotangent) -> bool:
-    """Whether a cotangent is known to be zero, so that its GEMMs can be left out."""
+    """Returns whether a cotangent is known to be zero; its GEMMs can be skipped."""
     return cotangent is None or isinstance(cotangent, SymbolicZero)

@@ -1,4 +1,4 @@
-"""wgrad+accumulate: the gradient of a kernel, added to its accumulator."""
+"""wgrad+accumulate: adds the gradient of a kernel to its accumulator."""
 
 import functools
 
@@ -13,23 +13,26 @@ OP = "wgrad_accumulate"
 
 
 def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.Array:
-    """Adds `x.T @ dy`, summed over all rows, to `main_grad`, in its buffer if free.
+    """Adds `x.T @ dy`, summed over all rows, to `main_grad`.
 
-    Transformer Engine: `fuse_wgrad_accumulation`. Communicates nothing; under a mesh it
-    is called inside `jax.shard_map`.
+    The sum is written in place if the buffer of `main_grad` is free.
+
+    Transformer Engine: `fuse_wgrad_accumulation`. It does not communicate. With a mesh,
+    call it inside `jax.shard_map`.
 
     Args:
         x: activations, `[..., K]`.
         dy: gradient of the layer's result, `[..., N]`.
-        main_grad: accumulator, `[K, N]`, usually f32; bf16 and f16 round each time.
+        main_grad: accumulator, `[K, N]`, usually f32. A bf16 or f16 accumulator is
+            rounded at every call.
 
     Returns:
         `[K, N]`, summed in f32 and rounded once to the dtype of `main_grad`.
 
     Raises:
-        ShapeContractError: if the operands do not fit each other.
-        UnsupportedOverlapError: under a mesh, if it is not inside a `jax.shard_map`
-            over all of its axes.
+        ShapeContractError: if the operands do not match each other.
+        UnsupportedOverlapError: if the program runs on several devices and the call is
+            not inside a `jax.shard_map` over all mesh axes.
     """
     call_config = make_local_call_config(OP)
     shapes.check_rank(OP, "x", x, 1)
