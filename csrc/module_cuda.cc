@@ -312,8 +312,7 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // A call that is not supported here may be supported by another method, so it is not a
-  // RuntimeError.
+  // NotImplementedError means that another method may support the call.
   nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
     try {
       std::rethrow_exception(failure);

@@ -26,7 +26,7 @@ void Read(const CublasLt& library,
   }
 }
 
-// The path of the file that a loaded function is in.
+// Returns the path of a loaded library, or `name` if the path is unknown.
 std::string PathOf(void* library, const char* name) {
   Dl_info info = {};
   void* function = dlsym(library, "cublasLtGetVersion");

@@ -1,10 +1,10 @@
-// What products use of cuBLASLt's C interface, declared here so that building needs no CUDA
-// library and loading none that is linked: the table is filled from whatever
-// libcublasLt.so JAX has loaded.
+// The subset of cuBLASLt's C interface that the GEMMs use. It is declared here, and its
+// functions are looked up at run time in the libcublasLt.so that JAX has loaded, so that
+// neither building nor loading jax_ub requires the library.
 //
-// Everything declared is the same in cuBLASLt 12 and 13. The objects behind the pointers
-// are not (a layout of 12 is 64 bytes, of 13 it is 112): they are only ever made and ended
-// by the library. Matrices are column-major, as everywhere in BLAS.
+// All declarations are identical in cuBLASLt 12 and 13. The opaque objects behind the
+// pointers are not (a matrix layout has 64 bytes in version 12 and 112 bytes in version 13),
+// so only the library creates and destroys them. Matrices are column-major, as in BLAS.
 #pragma once
 
 #include <cuda.h>
@@ -42,24 +42,24 @@ enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
-// How partial sums of split contractions are kept; the first is a bit of no mask.
+// Where split-K algorithms store partial sums. Values other than kNone are bits of a mask.
 enum class ReductionScheme : uint32_t {
-  kNone = 0,
-  kInPlace = 1,      // in the result, and in its dtype
+  kNone = 0,         // no split-K
+  kInPlace = 1,      // in the result, in the result's dtype
   kComputeType = 2,  // in the workspace, in f32
   kOutputType = 4,   // in the workspace, in the result's dtype
   kAll = 7,
 };
 
-// Attributes, each with the type of its value.
+// Attributes. The comments give the type of each value.
 enum class DescAttribute : int32_t {
   kTransA = 3,            // int32_t, an Operation
   kTransB = 4,            // int32_t, an Operation
   kEpilogue = 7,          // uint32_t
-  kBiasPointer = 8,       // const void*; heuristics take its alignment from its value
+  kBiasPointer = 8,       // const void*; heuristics derive the alignment from the value
   kBiasBatchStride = 10,  // int64_t, in elements
-  kSmCountTarget = 15,    // int32_t; 0: all of the device
-  kBiasDataType = 26,     // int32_t, a DataType; that of D when not set
+  kSmCountTarget = 15,    // int32_t; 0: all SMs of the device
+  kBiasDataType = 26,     // int32_t, a DataType; default: the type of D
 };
 enum class LayoutAttribute : int32_t {
   kBatchCount = 5,          // int32_t
@@ -68,7 +68,7 @@ enum class LayoutAttribute : int32_t {
 enum class PreferenceAttribute : int32_t {
   kMaxWorkspaceBytes = 1,    // uint64_t
   kReductionSchemeMask = 3,  // uint32_t
-  kMinAlignmentA = 5,        // uint32_t, in bytes; 256 when not set
+  kMinAlignmentA = 5,        // uint32_t, in bytes; default: 256
   kMinAlignmentB = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
@@ -81,7 +81,7 @@ struct Algorithm {
 struct HeuristicResult {
   Algorithm algorithm;
   size_t workspace_bytes;
-  Status state;  // kSuccess, or the rest says nothing
+  Status state;  // the other members are valid only if this is kSuccess
   float waves;
   int32_t reserved[4];
 };
@@ -89,9 +89,9 @@ static_assert(sizeof(Algorithm) == 64 && sizeof(HeuristicResult) == 96);
 
 }  // namespace lt
 
-// The functions of one loaded library: a member is its name without "cublasLt".
+// The functions of a loaded library. Each member has its function's name without "cublasLt".
 struct CublasLt {
-  std::string path;    // what was loaded, for reports
+  std::string path;    // path of the loaded file, for reports
   size_t version = 0;  // 130100 is 13.1.0
 
   size_t (*GetVersion)() = nullptr;
@@ -122,7 +122,8 @@ struct CublasLt {
                                              lt::PreferenceAttribute,
                                              const void* value,
                                              size_t size_bytes) = nullptr;
-  // Best first. Where nothing fits: kNotSupported, or kSuccess and none found.
+  // Sorts results by expected speed, fastest first. If there is no algorithm, returns
+  // kNotSupported, or kSuccess with *num_found == 0.
   lt::Status (*MatmulAlgoGetHeuristic)(lt::Handle,
                                        lt::MatmulDesc,
                                        lt::Layout a,
@@ -133,8 +134,9 @@ struct CublasLt {
                                        int num_requested,
                                        lt::HeuristicResult* results,
                                        int* num_found) = nullptr;
-  // D = epilogue(alpha * op(A) * op(B) + beta * C); alpha and beta are f32 on the host,
-  // read before this returns. C may be D, with the same layout.
+  // Computes D = epilogue(alpha * op(A) * op(B) + beta * C). alpha and beta point to f32 values
+  // on the host, which are read before the function returns. C may be D if both have the same
+  // layout.
   lt::Status (*Matmul)(lt::Handle,
                        lt::MatmulDesc,
                        const void* alpha,
@@ -153,20 +155,23 @@ struct CublasLt {
                        CUstream) = nullptr;
 };
 
-// The dtype as cuBLASLt names it.
+// Returns cuBLASLt's value for `dtype`.
 lt::DataType DataTypeOf(DType dtype);
 
-// Fills the table with what `find` returns for "cublasLtMatmul" and the like. Throws
-// UnsupportedError when a function is missing, or its version is neither 12 nor 13.
+// Builds the table with `find`, which returns the address of a function such as
+// "cublasLtMatmul", or null. Throws UnsupportedError if a function is missing or the major
+// version is neither 12 nor 13.
 CublasLt ReadCublasLt(const std::string& path,
                       const std::function<void*(const char*)>& find);
 
-// Loads libcublasLt.so.13 or .12, in this order: the copy that is loaded already (JAX's
-// own), what the system's loader finds, then `directories` ("site-packages/nvidia/cu13/lib").
-// The library stays loaded for good. Throws UnsupportedError that says what was tried.
+// Loads libcublasLt.so.13 or libcublasLt.so.12. Tries, in this order: the copy that is already
+// loaded (usually JAX's), the search path of the dynamic loader, and `directories` (for example
+// "site-packages/nvidia/cu13/lib"). Never unloads the library. Throws UnsupportedError with
+// all attempts if no library is found.
 CublasLt LoadCublasLt(std::span<const std::string> directories);
 
-// Throws SystemError "cublasLtMatmul: CUBLAS_STATUS_..." unless it succeeded.
+// Throws SystemError unless `status` is kSuccess. `what` is the name of the function:
+// "cublasLtMatmul: CUBLAS_STATUS_...".
 void Check(const CublasLt& library, lt::Status status, const char* what);
 
 }  // namespace jax_ub

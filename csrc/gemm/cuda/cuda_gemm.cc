@@ -21,11 +21,11 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// Which addends cuBLASLt adds, as indices; the sum needs no further pass if it adds all.
+// The addends that cuBLASLt adds, as indices into GemmProblem::addends.
 struct Fused {
-  int64_t matrix = kNoAddend;  // as C
-  int64_t bias = kNoAddend;
-  bool all = true;
+  int64_t matrix = kNoAddend;  // passed as C
+  int64_t bias = kNoAddend;    // added by the epilogue
+  bool all = true;             // whether no other addends remain
 };
 
 bool IsBias(const AddendView& addend) {
@@ -48,8 +48,8 @@ Fused FuseAddends(const GemmProblem& problem) {
   return fused;
 }
 
-// Whether cuBLASLt can leave the finished sum in the result. By shapes and dtypes alone,
-// so that the workspace of a problem does not depend on addresses.
+// Returns whether cuBLASLt can store the final result itself. Depends only on shapes and
+// dtypes, so that the workspace size does not depend on addresses.
 bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   const int64_t num_terms = MaxTerms(problem);
   if (num_terms == 0) return problem.addends.empty();
@@ -58,14 +58,14 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   return problem.c.dtype == problem.a.dtype && num_terms == 1;
 }
 
-// Bytes of the f32 sum that lies in the workspace.
+// Returns the size in bytes of the f32 sum in the workspace, or 0 if it is not needed.
 int64_t SumBytes(const GemmProblem& problem) {
   if (IsSummedInResult(problem, FuseAddends(problem))) return 0;
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// The largest power of two, up to kPlannedAlignmentBytes, that all of a batch is aligned
-// to.
+// Returns the largest power of two, at most kPlannedAlignmentBytes, to which all matrices of a
+// batch are aligned.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -84,7 +84,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // The stride of a single row says nothing.
+  // The stride of a single row is arbitrary.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -97,7 +97,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// What cuBLASLt shall compute of a term, but for the addresses.
+// Returns the part of the key that describes a term's operands, with A and B swapped.
 MatmulKey KeyOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
   MatmulKey key;
   key.operand_dtype = dtype;
@@ -119,8 +119,8 @@ class CudaGemm::State {
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
       : driver_(driver), sums_(sums), plans_(library) {}
 
-  // Enqueues, or prepares where there is no stream. Returns the number of algorithms, of
-  // the term that has most.
+  // Enqueues the product, or prepares it if `stream` is nullopt. Returns the number of
+  // algorithms of the term that has the most.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -151,9 +151,9 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    CUdeviceptr sums =
-        0;  // f32, where they are not in the result; of one block at a time
-    CUdeviceptr library = 0;  // cuBLASLt's own workspace
+    // The f32 sum of one block at a time, if !in_result.
+    CUdeviceptr sums = 0;
+    CUdeviceptr library = 0;  // the workspace for cuBLASLt
     int64_t library_bytes = 0;
   };
 
@@ -178,7 +178,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // The sum of all terms, into the result or into pass.sums.
+  // Computes the sum of all terms into the result or into pass.sums. Returns the number of
+  // algorithms of the term that has the most.
   int Multiply(const Pass& pass, const GemmBlock& block) {
     const DType dtype = pass.in_result ? pass.problem.c.dtype : DType::kF32;
     const BlockMatrix to = pass.in_result
@@ -235,7 +236,7 @@ class CudaGemm::State {
     }
   }
 
-  // The result from pass.sums and all addends, rounded once.
+  // Computes the result from pass.sums and all addends, and rounds it once.
   void Finish(const Pass& pass, const GemmBlock& block) const {
     const auto part = [&](const BlockMatrix& matrix, int64_t b, DType dtype) {
       return SumPart{AddressOf(matrix.data + b * matrix.batch_stride * SizeOf(dtype)),
@@ -258,7 +259,7 @@ class CudaGemm::State {
     }
   }
 
-  // The empty sum.
+  // Sets the result to zero, for K = 0.
   void Clear(const Pass& pass, const GemmBlock& block) const {
     const int64_t element_bytes = SizeOf(pass.problem.c.dtype);
     for (int64_t b = 0; b < block.batch; ++b) {

@@ -13,14 +13,14 @@ namespace {
 
 enum Axis { kRows, kColumns, kInner };
 
-// A piece of an axis, and where it begins in both views that are cut along it.
+// An interval of an axis, and where it begins in the two views that have this axis.
 struct Cut {
   int64_t size = 0;
   std::array<size_t, 2> segment;
-  std::array<int64_t, 2> offset;  // in elements of that segment
+  std::array<int64_t, 2> offset;  // in elements, from the begin of the segment
 };
 
-// The common refinement of two lists of bounds, without empty pieces.
+// Returns the common refinement of two lists of bounds, without empty intervals.
 std::vector<Cut> Refine(const std::vector<int64_t>& first,
                         const std::vector<int64_t>& second) {
   std::vector<int64_t> bounds;
@@ -42,12 +42,14 @@ std::vector<Cut> Refine(const std::vector<int64_t>& first,
   return cuts;
 }
 
-// Where a view has the piece (i, j) of its two axes. Strides are in elements.
+// The address of the block of a view that belongs to interval i of its first axis and interval
+// j of its second axis. Strides are in elements.
 struct Spot {
   const std::byte* data = nullptr;
   std::array<int64_t, 2> strides;
 };
 
+// The addresses of all blocks of one view.
 struct Table {
   std::array<Axis, 2> axes;
   int64_t element_bytes = 0;
@@ -56,11 +58,12 @@ struct Table {
 
   const Spot& At(size_t i, size_t j) const { return spots[i * size[1] + j]; }
   int Side(Axis axis) const { return axes[0] == axis ? 0 : axes[1] == axis ? 1 : -1; }
-  // Along one side at `along`, across the other at `across`.
+  // Returns the block with index `along` on axis `side` and index `across` on the other axis.
   const Spot& Along(int side, size_t along, size_t across) const {
     return side == 0 ? At(along, across) : At(across, along);
   }
 
+  // Drops all blocks except those whose index on axis `side` is in `kept`.
   void Keep(int side, const std::vector<size_t>& kept) {
     std::vector<Spot> left;
     for (size_t i = 0; i < (side == 0 ? kept.size() : size[0]); ++i) {
@@ -73,7 +76,7 @@ struct Table {
   }
 };
 
-// Pieces [first, first + count) of an axis that make one batch.
+// Intervals [first, first + count) of an axis, which form one batch.
 struct Run {
   size_t first = 0;
   int64_t count = 1;
@@ -144,7 +147,8 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Whether test(table, here, next, side) holds of pieces i and i + 1, everywhere.
+  // Returns whether test(table, here, next, side) is true for intervals i and i + 1 of `axis`
+  // in all views, and whether their strides are equal.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {
@@ -164,8 +168,9 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
-    // Single rows of several tensors may adjoin in one run and not in the next, where a
-    // graph that was captured could not be updated.
+    // Does not merge terms of a single row: single rows of several tensors may be adjacent by
+    // chance in one run but not in the next, and then the structure of the product would
+    // differ, so XLA could not update a captured graph.
     if (axis == kInner && num_rows_ == 1) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;
@@ -193,8 +198,8 @@ class Grid {
                                 reinterpret_cast<uintptr_t>(here.data));
   }
 
-  // Whether piece i + 1 continues the batch that began with pieces i - 1 and i, or may
-  // begin one with i.
+  // Returns whether interval i + 1 can join the batch of interval i. If the batch already has
+  // several intervals (`has_begun`), the distance must equal that of intervals i - 1 and i.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(
@@ -249,7 +254,7 @@ class Grid {
     const auto [outer_stride, inner_stride] = spot.strides;
     BlockOperand operand;
     operand.data = spot.data;
-    // The stride of a single line says nothing.
+    // The stride of a single line is arbitrary.
     if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
       operand.line_stride = std::max(outer_stride, k);
     } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {

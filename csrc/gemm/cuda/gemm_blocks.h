@@ -1,9 +1,10 @@
-// Cuts a product over segments into as few products of plain matrices as its addresses
-// allow: what a library that knows matrices and strided batches can compute.
+// Converts a product over segmented operands to as few products of plain matrices or strided
+// batches as the addresses allow, for a library such as cuBLASLt.
 //
-// Every dimension is cut wherever a view begins a new segment. Neighbours that adjoin in
-// all views become one again; neighbours of one size, equally far apart in every view,
-// become a batch (rows, or else columns). Cuts of the contracted dimension become terms:
+// Each dimension is cut where any view begins a new segment. Intervals that are adjacent in
+// memory in all views are merged again. Consecutive intervals of equal size with a constant
+// distance in every view become a batch, along rows or else along columns. Each interval of
+// the contracted dimension becomes a term:
 //
 //   C = sum over terms of A[term] * B[term]
 #pragma once
@@ -16,13 +17,13 @@
 
 namespace jax_ub {
 
-// A [m, k] or B [k, n]. Lines are contiguous, `line_stride` elements apart, and run along k
-// or along the dimension that survives the product.
+// A [m, k] or B [k, n] of a term. A line is a contiguous row or column, along k or along the
+// dimension that is not contracted. Lines are `line_stride` elements apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
   int64_t line_stride = 0;
-  int64_t batch_stride = 0;  // in elements; 0: the whole batch shares it
+  int64_t batch_stride = 0;  // in elements; 0: the same matrix for the whole batch
 };
 
 struct BlockTerm {
@@ -31,7 +32,7 @@ struct BlockTerm {
   BlockOperand b;
 };
 
-// The result [m, n] or an addend: rows of contiguous columns.
+// The result or an addend [m, n]. The columns of a row are contiguous. Strides are in elements.
 struct BlockMatrix {
   std::byte* data = nullptr;
   int64_t row_stride = 0;
@@ -42,16 +43,16 @@ struct GemmBlock {
   int64_t batch = 1;
   int64_t m = 0;
   int64_t n = 0;
-  std::vector<BlockTerm> terms;  // none where nothing is contracted
+  std::vector<BlockTerm> terms;  // empty if K = 0
   BlockMatrix c;
   std::vector<BlockMatrix> addends;  // parallel to GemmProblem::addends
 };
 
-// In the order of the result's rows. Throws std::invalid_argument where views and sizes
-// disagree or the result has replicas.
+// Returns the blocks in the order of the result's rows. Throws std::invalid_argument if views
+// and sizes are inconsistent or the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
-// Terms of each block at most: as many as there are if nothing adjoins.
+// Returns the maximum number of terms of a block, which is reached if no intervals are merged.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

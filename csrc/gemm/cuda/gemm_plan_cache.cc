@@ -11,7 +11,7 @@ namespace jax_ub {
 
 namespace {
 
-// What heuristics are asked for; the first is used unless an option says otherwise.
+// Number of algorithms to request. The first is used unless GemmOptions::algorithm is set.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
@@ -48,7 +48,8 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// From a matrix's first element to its last, of all of the batch.
+// Returns the number of bytes from the first element of a batch of matrices to its last,
+// rounded up.
 int64_t SpanBytes(const MatmulKey& key,
                   DType dtype,
                   int64_t columns,
@@ -130,7 +131,7 @@ void MatmulPlan::MakeDescription() {
   if (key_.batch > 1) {
     set(lt::DescAttribute::kBiasBatchStride, key_.bias.batch_stride);
   }
-  // Nothing reads it yet; the heuristics look how it is aligned.
+  // Not a valid address: the heuristics only use its alignment, and Run sets the real one.
   set(lt::DescAttribute::kBiasPointer,
       reinterpret_cast<const void*>(key_.bias.alignment_bytes));
 }
@@ -146,7 +147,7 @@ void MatmulPlan::FindAlgorithms() {
   };
   set(lt::PreferenceAttribute::kMaxWorkspaceBytes,
       static_cast<uint64_t>(key_.workspace_bytes));
-  // Partial sums of a contraction that is split are never rounded to the result's dtype.
+  // Partial sums of split-K algorithms must not be rounded to the result's dtype.
   if (key_.result_dtype != DType::kF32) {
     set(lt::PreferenceAttribute::kReductionSchemeMask,
         static_cast<uint32_t>(lt::ReductionScheme::kComputeType));
@@ -206,7 +207,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   const int index = IndexOf(algorithm);
   const std::lock_guard lock(warming_mutex_);
   if (warm_.contains({index, adds})) return;
-  // What it computes is nobody's, so that what is only read may lie in one place.
+  // The result is discarded, so all inputs may share the same memory.
   const int64_t read_bytes = LargestOperandBytes();
   const int64_t result_bytes = ResultBytes();
   const Stream stream(driver);

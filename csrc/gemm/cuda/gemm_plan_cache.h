@@ -1,5 +1,5 @@
-// How cuBLASLt computes a product: its descriptions of the matrices, and the algorithms
-// that its heuristics propose. Made once per key, of one device.
+// Plans of cuBLASLt matmuls, cached per key and device. A plan holds the descriptors of the
+// matrices and the algorithms that cuBLASLt's heuristics propose.
 #pragma once
 
 #include <cuda.h>
@@ -21,8 +21,8 @@
 
 namespace jax_ub {
 
-// A matrix as cuBLASLt sees it, column-major: what is known of its place before its
-// address is. `alignment_bytes` is a power of two, at most kPlannedAlignmentBytes.
+// The layout of a column-major matrix, without its address. Strides are in elements.
+// `alignment_bytes` is a power of two, at most kPlannedAlignmentBytes.
 struct PlannedMatrix {
   int64_t leading = 0;
   int64_t batch_stride = 0;
@@ -30,17 +30,18 @@ struct PlannedMatrix {
   auto operator<=>(const PlannedMatrix&) const = default;
 };
 
-// XLA aligns parameters of programs to that (its own buffers to 128), and cuBLAS asks for
-// no more where it uses tensor cores. A plan that asked for more would be another one in a
-// next run, with other kernels maybe; and a graph that had captured the first could not be
-// updated.
+// The largest alignment that plans rely on. XLA aligns program parameters to 16 bytes (its own
+// buffers to 128), and cuBLAS needs no more to use tensor cores. If plans relied on more, the
+// plan could differ between runs and use different kernels, and XLA could not update a graph
+// that has captured the first plan.
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], of each of the batch.
+// Everything that selects a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], for
+// each matrix of a batch.
 struct MatmulKey {
   DType operand_dtype = DType::kF32;
-  DType result_dtype = DType::kF32;  // of C and the bias too
+  DType result_dtype = DType::kF32;  // dtype of C, D and the bias
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
@@ -59,34 +60,35 @@ struct MatmulKey {
   auto operator<=>(const MatmulKey&) const = default;
 };
 
-// "bf16[4096, 8192] x bf16[8192, 1024] to f32", as the caller sees it: row-major.
+// Returns a text such as "bf16[4096, 8192] x bf16[8192, 1024] to f32", in the caller's
+// row-major order.
 std::string Describe(const MatmulKey& key);
 
 struct MatmulArguments {
   const void* a = nullptr;
   const void* b = nullptr;
-  const void* c = nullptr;  // not read unless beta is another than 0
+  const void* c = nullptr;  // read only if beta != 0
   void* d = nullptr;
   const void* bias = nullptr;
   float alpha = 1;
   float beta = 0;
-  void* workspace = nullptr;  // of the key's size
+  void* workspace = nullptr;  // MatmulKey::workspace_bytes bytes
 };
 
 class MatmulPlan {
  public:
-  // Throws UnsupportedError where cuBLASLt has no algorithm.
+  // Throws UnsupportedError if cuBLASLt has no algorithm.
   MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulKey& key);
 
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
 
-  // Runs it once, in memory of its own, and waits for that: a matmul may load kernels when
-  // it is first enqueued, and loading may wait for all that the device has to do, also for
-  // a kernel that waits for a peer. Nothing where it has been done; not while this thread
-  // captures. `adds`: whether beta will be another than 0.
+  // Runs the plan once with temporary memory and waits until it is done. Otherwise the first
+  // Enqueue might load kernels, which may wait for all work of the device, including a kernel
+  // that waits for a peer (a deadlock). Does nothing if this was done before. Must not be called
+  // while the thread captures a stream. `adds` says whether beta will be nonzero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // By any thread. `algorithm` beyond the last is the last.
+  // Enqueues the matmul. Thread-safe. An `algorithm` past the end selects the last one.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:
@@ -116,19 +118,21 @@ class MatmulPlan {
   const Owned<lt::LayoutObject> d_;
   std::vector<lt::Algorithm> algorithms_;
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
-  std::mutex warming_mutex_;              // held while one warms up
-  std::set<std::pair<int, bool>> warm_;   // algorithm, adds; guarded by it
-  std::mutex
-      mutex_;  // the description holds the address of the bias, of one call at a time
+  std::mutex warming_mutex_;              // held during WarmUp
+  std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
+  // Guards description_ if there is a bias: the description contains the bias address of one
+  // call at a time.
+  std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };
 
 class GemmPlanCache {
  public:
-  // In the context that is current. `library` must outlive it.
+  // Creates a cuBLASLt handle in the current context. `library` must outlive the cache.
   explicit GemmPlanCache(const CublasLt& library);
 
-  // By any thread, with the same context current. Plans live as long as the cache.
+  // Returns the plan for `key`, and creates it at the first call. Thread-safe; requires the
+  // context of the constructor to be current. Plans live as long as the cache.
   MatmulPlan& Find(const MatmulKey& key);
 
  private:
