@@ -1,7 +1,7 @@
-"""Fused operations: each file has one, and the scan that puts it into a list.
+"""Fused operations: each module has one class and the function that inserts it.
 
-They are registered here, in Transformer Engine's order: what comes first takes an
-operation away from what comes later.
+They are registered below in Transformer Engine's order. An operation that one fusion
+has taken is no longer available to later fusions.
 """
 
 from jax_ub.ops.fused.backward_activation_bias import (

@@ -1,4 +1,4 @@
-"""The gradients of an activation and of the bias before it, together."""
+"""Fused backward of a bias and the activation function after it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,9 +19,11 @@ from jax_ub.rules.bias import row_sum
 
 @dataclasses.dataclass(frozen=True)
 class BackwardActivationBias(FusedOperation):
-    """`Bias` and an activation: the bias gradient is summed before anything is rounded.
+    """Backward of `Bias` and an activation function, rounded once.
 
-    Transformer Engine: `BackwardActivationBias`, which does so where it quantizes.
+    The bias gradient is summed from the f32 gradient, before it is rounded.
+
+    Transformer Engine: `BackwardActivationBias`, which fuses only if it quantizes.
     """
 
     def __init__(
@@ -31,15 +33,15 @@ class BackwardActivationBias(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
-            bias: the bias before the activation.
-            activation: the activation.
+            basic_ops: the operations in forward order, instead of the keywords.
+            bias: the bias before the activation function.
+            activation: the activation function.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         bias, activation = collect(
             "BackwardActivationBias",
@@ -50,7 +52,7 @@ class BackwardActivationBias(FusedOperation):
         super().__init__((bias, activation))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """One derivative, for both."""
+        """Computes dx and the bias gradient from one f32 derivative."""
         _, activation = self.basic_ops
         if dy is None or not needs[1].x:
             return super().backward(residuals, dy, d_extra_outputs, needs)
@@ -60,7 +62,7 @@ class BackwardActivationBias(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces activations with the bias before them."""
+        """Fuses each activation function with the bias before it."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of an RMSNorm's input, added to that of a residual."""
+"""Fused backward of an RMSNorm whose input is also an extra output."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,10 +22,12 @@ OP = "BackwardAddRMSNorm"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardAddRMSNorm(FusedOperation):
-    """`MakeExtraOutput(in_place=False)` and `RMSNorm`: both gradients, rounded once.
+    """Backward of `MakeExtraOutput(in_place=False)` and `RMSNorm`, rounded once.
 
-    Transformer Engine: `BackwardAddRMSNorm`. Saves the pass that adds the two, and the
-    rounding before it.
+    Adds the gradient of the extra output to the gradient of the norm's input in f32.
+    This saves a separate pass for the sum, and the rounding before it.
+
+    Transformer Engine: `BackwardAddRMSNorm`.
     """
 
     def __init__(
@@ -35,16 +37,16 @@ class BackwardAddRMSNorm(FusedOperation):
         add: MakeExtraOutput | None = None,
         rmsnorm: RMSNorm | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
-            add: what hands the input of the norm out, not in place: its backward adds
-                the two gradients.
+            basic_ops: the operations in forward order, instead of the keywords.
+            add: the `MakeExtraOutput(in_place=False)` before the norm. Its backward
+                adds the two gradients.
             rmsnorm: the norm.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         add, rmsnorm = collect(
             OP,
@@ -56,7 +58,7 @@ class BackwardAddRMSNorm(FusedOperation):
         super().__init__((add, rmsnorm))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """The sum in f32."""
+        """Adds both gradients in f32 and rounds the sum once."""
         _, norm = self.basic_ops
         (d_extra,) = d_extra_outputs[0]
         alone = dy is None or d_extra is None or not needs[1].x
@@ -68,7 +70,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces norms whose input was handed out."""
+        """Fuses each RMSNorm with the `MakeExtraOutput` before it."""
         return fuse_windows(ops, _match)
 
 

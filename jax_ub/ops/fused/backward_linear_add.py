@@ -1,4 +1,4 @@
-"""The gradient of a linear's input, added to that of a residual."""
+"""Fused backward of a linear whose input is also an extra output."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,16 +25,19 @@ from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_window
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearAdd(FusedOperation):
-    """`MakeExtraOutput(in_place=True)` and `BasicLinear`: the dgrad GEMM adds.
+    """Backward of `MakeExtraOutput(in_place=True)` and `BasicLinear` in one dgrad GEMM.
 
-    Transformer Engine: `BackwardLinearAdd`. Saves the pass that adds the two gradients,
-    and a buffer: the sum is written where the gradient of the extra output was. Where
-    that is still read, for example by the wgrad, because a later operation handed one
-    gradient to both, XLA copies it first.
+    The dgrad GEMM adds the gradient of the extra output and reuses its buffer for the
+    sum. This saves a pass and a buffer. XLA copies the buffer first if it is still
+    read. This is the case, for example, if a later operation returned the same array as
+    both gradients, so that the wgrad GEMM reads it.
 
-    Not for a column-parallel linear, whose dgrad is reduced first, as there. A
-    row-parallel one with `userbuffers_options` adds while it gathers, which Transformer
-    Engine cannot.
+    Column-parallel linears are not fused, as in Transformer Engine, because their dgrad
+    is reduced over the ranks before the sum. A row-parallel linear with
+    `userbuffers_options` adds in its AG+GEMM, which Transformer Engine does not
+    support.
+
+    Transformer Engine: `BackwardLinearAdd`.
 
     Attributes:
         userbuffers: the overlapped linear in the window, or None.
@@ -50,17 +53,17 @@ class BackwardLinearAdd(FusedOperation):
         backward_add: MakeExtraOutput | None = None,
         linear: BasicLinear | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             userbuffers: the overlapped linear that `basic_ops` contains, or None.
-            backward_add: what hands the input of the linear out, in place.
+            backward_add: the `MakeExtraOutput(in_place=True)` before the linear.
             linear: a linear that is not column parallel; a row-parallel one with
                 `userbuffers_options` is overlapped.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         op = "BackwardLinearAdd"
         window = basic_ops
@@ -84,11 +87,15 @@ class BackwardLinearAdd(FusedOperation):
 
     @property
     def overlaps(self):
-        """Where the linear is an overlapped one."""
+        """Whether the linear in the window is overlapped."""
         return self.userbuffers is not None
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """One GEMM for dx; without a gradient of the extra output, as without it."""
+        """Computes dx and the gradient of the extra output in one GEMM.
+
+        The basic operations run separately if the sum needs a reduction first, or if
+        the linear needs no gradient.
+        """
         (d_extra,) = d_extra_outputs[0]
         alone = dy is None or not any(needs[1:])
         if alone or (d_extra is not None and is_partial_sum(d_extra, dy)):
@@ -109,13 +116,13 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Why linears behind an extra output stay as they are."""
+        """Returns why linears after a `MakeExtraOutput` are not fused, by index."""
         found = {i: _refusal(ops[i - 1], ops[i]) for i in range(1, len(ops))}
         return {i: reason for i, reason in found.items() if reason}
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces linears whose input was handed out in place."""
+        """Fuses each linear with the in-place `MakeExtraOutput` before it."""
         return fuse_windows(ops, _match)
 
 
@@ -127,7 +134,10 @@ def _match(ops):
 
 
 def _refusal(extra, linear):
-    """Why two operations are no window, "" if they do not look like one; or None."""
+    """Returns why two operations are not fused, or None if they are.
+
+    The reason is empty if the operations are not a `MakeExtraOutput` and a linear.
+    """
     mode: str | None = None
     if isinstance(linear, UserbuffersBackwardLinear):
         mode = Window.of(linear.basic_ops).mode

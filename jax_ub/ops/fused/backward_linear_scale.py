@@ -1,4 +1,4 @@
-"""The gradients of a linear whose product was scaled."""
+"""Fused backward of a linear whose result is scaled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ OP = "BackwardLinearScale"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearScale(FusedOperation):
-    """`BasicLinear` and `ConstantScale`: both GEMMs scale what they sum.
+    """Backward of `BasicLinear` and `ConstantScale`; both GEMMs scale their results.
 
-    Transformer Engine: `BackwardLinearScale`. Saves the pass that scales dy, and its
-    buffer. Not for a column-parallel linear, as there.
+    This saves a pass that scales dy, and its buffer. Column-parallel linears are not
+    fused, as in Transformer Engine.
+
+    Transformer Engine: `BackwardLinearScale`.
     """
 
     def __init__(
@@ -34,15 +36,15 @@ class BackwardLinearScale(FusedOperation):
         linear: BasicLinear | None = None,
         scale: ConstantScale | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             linear: a linear that is not column parallel.
-            scale: what scales its product.
+            scale: the scale after the linear.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         linear, scale = collect(
             OP,
@@ -54,7 +56,7 @@ class BackwardLinearScale(FusedOperation):
         super().__init__((linear, scale))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Two GEMMs."""
+        """Computes dx and the kernel's gradient; each GEMM applies the scale."""
         linear, scale = self.basic_ops
         if dy is None or not needs[0]:
             return super().backward(residuals, dy, d_extra_outputs, needs)
@@ -65,7 +67,7 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces linears that are scaled."""
+        """Fuses each linear with the `ConstantScale` after it."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""A linear with its bias in the GEMM, and the activation behind them."""
+"""Fused forward of a linear, its bias and an activation function."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,10 +16,13 @@ OP = "ForwardLinearBiasActivation"
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasActivation(FusedOperation):
-    """`BasicLinear`, `Bias`, and an activation where there is one.
+    """Forward of `BasicLinear`, `Bias` and optionally an activation function.
 
-    Transformer Engine: `ForwardLinearBiasActivation`, which has no activation yet.
-    Saves the pass that adds the bias, and the rounding before it.
+    The GEMM adds the bias. This saves a separate pass, and the rounding before it. The
+    activation function runs after the GEMM.
+
+    Transformer Engine: `ForwardLinearBiasActivation`, which does not support an
+    activation function yet.
     """
 
     def __init__(
@@ -30,16 +33,16 @@ class ForwardLinearBiasActivation(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             linear: a linear that is not row parallel.
-            bias: what is added in its GEMM.
-            activation: what is applied behind it.
+            bias: the bias that the GEMM adds.
+            activation: the activation function after the bias.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         parts = collect(
             OP,
@@ -52,7 +55,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         super().__init__(present(*parts))
 
     def forward(self, params, x, extra_inputs, saves):
-        """One GEMM; then the activation."""
+        """Runs one GEMM with bias, then the activation function."""
         linear, *behind = self.basic_ops
         bias = behind.pop(0) if behind and isinstance(behind[0], Bias) else None
         y, residuals = linear_windows.forward(linear, bias, params, x)
@@ -65,7 +68,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces linears that reduce nothing, with their bias."""
+        """Fuses each linear that is not row parallel with the bias after it."""
         return fuse_windows(ops, _match)
 
 

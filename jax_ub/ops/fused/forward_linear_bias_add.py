@@ -1,4 +1,4 @@
-"""A linear with its bias, and a residual that is added, in one call."""
+"""Fused forward of a linear, its bias and the addition of a residual."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,12 +27,16 @@ from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_window
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasAdd(FusedOperation):
-    """`BasicLinear`, `Bias` where there is one, and `AddExtraInput(in_place=True)`.
+    """Forward of `BasicLinear`, optional `Bias` and `AddExtraInput(in_place=True)`.
 
-    Transformer Engine: `ForwardLinearBiasAdd`. Saves the pass that adds the residual,
-    and the buffer of the product: it is written where the residual was. A row-parallel
-    linear is reduced before anything is added, so it stays by itself, as there; but
-    with `userbuffers_options` its GEMM+RS adds both, which Transformer Engine cannot.
+    The GEMM adds bias and residual and writes the sum to the residual's buffer. This
+    saves a pass and a buffer.
+
+    The result of a row-parallel linear is reduced over the ranks before the sum, so it
+    is not fused, as in Transformer Engine. With `userbuffers_options`, however, its
+    GEMM+RS adds both, which Transformer Engine does not support.
+
+    Transformer Engine: `ForwardLinearBiasAdd`.
 
     Attributes:
         userbuffers: the overlapped row-parallel linear in the window, or None.
@@ -49,17 +53,17 @@ class ForwardLinearBiasAdd(FusedOperation):
         bias: Bias | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             userbuffers: the overlapped linear that `basic_ops` contains, or None.
             linear: a linear; a row-parallel one needs `userbuffers_options`.
-            bias: what is added in its GEMM.
-            add: what is added behind that, in place.
+            bias: the bias after the linear.
+            add: the `AddExtraInput(in_place=True)` after linear and bias.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         op = "ForwardLinearBiasAdd"
         window = basic_ops
@@ -86,11 +90,11 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     @property
     def overlaps(self):
-        """Where the linear is an overlapped one."""
+        """Whether the linear in the window is overlapped."""
         return self.userbuffers is not None
 
     def forward(self, params, x, extra_inputs, saves):
-        """One call."""
+        """Computes linear, bias and residual in one GEMM or one GEMM+RS."""
         extras, found = extra_inputs[-1], self.userbuffers
         if found is None:
             y, residuals = self._alone(params, x, extras)
@@ -123,7 +127,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces linears behind which something is added in place."""
+        """Fuses each linear with the in-place `AddExtraInput` after it."""
         return fuse_windows(ops, _match)
 
 
@@ -136,7 +140,7 @@ def _match(ops):
         found = linear
     elif not linear_windows.is_unreduced(linear):
         return None
-    # The biases before a scatter are in its window already.
+    # A bias before the reduce-scatter is already part of the overlapped linear.
     bias = tuple(op for op in ops[1:2] if isinstance(op, Bias))
     behind = ops[1 + len(bias) : 2 + len(bias)]
     if not behind or not isinstance(behind[0], AddExtraInput) or not behind[0].in_place:

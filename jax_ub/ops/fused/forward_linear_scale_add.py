@@ -1,4 +1,4 @@
-"""A linear whose product is scaled and added to a residual, in one GEMM."""
+"""Fused forward of a linear, a scale and the addition of a residual."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,11 +22,13 @@ OP = "ForwardLinearScaleAdd"
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearScaleAdd(FusedOperation):
-    """`BasicLinear`, `ConstantScale` and `AddExtraInput(in_place=True)`.
+    """Forward of `BasicLinear`, `ConstantScale` and `AddExtraInput(in_place=True)`.
 
-    Transformer Engine: `ForwardLinearScaleAdd`. Saves two passes over the product, and
-    its buffer: it is written where the residual was. Not for a row-parallel linear,
-    which is reduced first.
+    The GEMM scales its result, adds the residual and writes the sum to the residual's
+    buffer. This saves two passes and a buffer. Row-parallel linears are not fused,
+    because their result is reduced over the ranks before the sum.
+
+    Transformer Engine: `ForwardLinearScaleAdd`.
     """
 
     def __init__(
@@ -37,16 +39,16 @@ class ForwardLinearScaleAdd(FusedOperation):
         scale: ConstantScale | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             linear: a linear that is not row parallel.
-            scale: what scales its product.
-            add: what is added to that, in place.
+            scale: the scale after the linear.
+            add: the `AddExtraInput(in_place=True)` after the scale.
 
         Raises:
-            ShapeContractError: if a part is missing or the window is not fused.
+            ShapeContractError: if an operation is missing or not supported here.
         """
         linear, scale, add = collect(
             OP,
@@ -60,7 +62,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         super().__init__((linear, scale, add))
 
     def forward(self, params, x, extra_inputs, saves):
-        """One GEMM."""
+        """Computes linear, scale and residual in one GEMM."""
         linear, scale, add = self.basic_ops
         rows = linear_windows.rows_of(linear, x)
         extra = linear_windows.extra_input(
@@ -73,7 +75,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces linears that are scaled and added to something in place."""
+        """Fuses each linear with the scale and the in-place addition after it."""
         return fuse_windows(ops, _match)
 
 

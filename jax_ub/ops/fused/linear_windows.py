@@ -1,4 +1,4 @@
-"""What the fusions around a linear share: how a window begins, and one GEMM for it."""
+"""Helpers of the fused operations that begin with a linear."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,10 @@ REDUCED = "its result is reduced before anything is added"
 
 
 def is_unreduced(op: Op) -> bool:
-    """Whether it is a linear whose product is its result.
+    """Returns whether `op` is a linear whose result is not reduced over the ranks.
 
-    A row-parallel one is reduced first, so what is added cannot be added in the GEMM.
+    The result of a row-parallel linear is reduced before a bias or a residual is added,
+    so its GEMM cannot add them.
     """
     return isinstance(op, BasicLinear) and op.tensor_parallel_mode != "row"
 
@@ -34,15 +35,16 @@ def forward(
     """Computes `scale * x @ kernel + bias + residual` in one GEMM.
 
     Args:
-        linear: the linear.
-        bias: what is behind it, or None.
-        params: those of the linear, then those of the bias.
-        x: the linear's input.
-        residual: of the result's shape, written in place if its buffer is free.
+        linear: a linear that is not row parallel.
+        bias: the bias after the linear, or None.
+        params: the parameters of the linear, then the parameters of the bias.
+        x: the input of the linear.
+        residual: array with the shape of the result, which reuses its buffer if it is
+            not read later.
         scale: factor of the product.
 
     Returns:
-        The result, in the dtype of the bias's, and the linear's residuals.
+        The result, in the dtype of `bias` if that is set, and the linear's residuals.
     """
     dtype = None if bias is None or bias.dtype is None else np.dtype(bias.dtype)
     return products.forward(
@@ -63,17 +65,17 @@ def extra_input(
     kernel: jax.Array,
     rows: int,
 ) -> jax.Array:
-    """What is added to a linear's result, checked before it gets there.
+    """Returns the extra input that a linear adds, after checking its shape and dtype.
 
     Args:
-        add: the operation that would add it.
-        extras: its extra inputs.
-        x: the linear's input.
-        kernel: the linear's kernel.
-        rows: of the result; see `rows_of`.
+        add: the operation that takes the extra input.
+        extras: the extra inputs of `add`; exactly one.
+        x: the input of the linear.
+        kernel: the kernel of the linear.
+        rows: number of rows of the result; see `rows_of`.
 
     Raises:
-        ShapeContractError: if it has not the shape of the result.
+        ShapeContractError: if the extra input does not have the shape of the result.
     """
     (extra,) = extras
     assert extra is not None
@@ -83,7 +85,7 @@ def extra_input(
 
 
 def rows_of(linear: BasicLinear, x: jax.Array) -> int:
-    """How many rows the result of a linear that reduces nothing has."""
+    """Returns the number of rows of the result of a linear that is not row parallel."""
     rows = x.shape[-2] if x.ndim > 1 else 1
     if linear.tensor_parallel_mode == "column" and linear.sequence_parallel:
         return rows * linear.call_config().num_ranks

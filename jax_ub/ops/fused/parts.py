@@ -1,4 +1,4 @@
-"""Checks the operations that a fused operation is constructed from."""
+"""Checks of the operations from which a fused operation is constructed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jax_ub.ops.operation import BasicOperation
 
 
 class Part(NamedTuple):
-    """One operation of a window: its keyword, its type, and what the caller passed."""
+    """One operation of a window: its keyword, its type, and the caller's argument."""
 
     name: str
     kind: type[BasicOperation]
@@ -19,16 +19,16 @@ class Part(NamedTuple):
 def collect(
     op: str, basic_ops: Sequence[BasicOperation] | None, *parts: Part
 ) -> tuple[Any, ...]:
-    """Returns the operation of every part, None for an optional part that is absent.
+    """Returns the operation of every part; None for an optional part that is absent.
 
     Args:
-        op: the fused operation, for errors.
-        basic_ops: the window in forward order, or None where the parts are given.
+        op: the name of the fused operation in error messages.
+        basic_ops: the window in forward order; None if the caller passed keywords.
         *parts: the parts of the window in forward order.
 
     Raises:
-        ShapeContractError: if a part is missing or has another type, or if both
-            spellings are used.
+        ShapeContractError: if a part is missing or has the wrong type, or if the caller
+            passed both `basic_ops` and keywords.
     """
     named = [part for part in parts if part.given is not None]
     if basic_ops is None:
@@ -64,7 +64,7 @@ def _check_type(op, part):
 
 
 def _in_order(op, basic_ops, parts):
-    """Assigns the operations of a tuple to the parts."""
+    """Assigns the operations of a tuple to the parts, in order."""
     rest = list(basic_ops)
     found: list[BasicOperation | None] = []
     for part in parts:
@@ -84,7 +84,7 @@ def _in_order(op, basic_ops, parts):
 
 
 def _call(op, parts):
-    """Returns the call by keyword."""
+    """Returns the constructor call with keywords, for error messages."""
     keywords = ", ".join(
         f"{part.name}={'None' if part.is_optional else '...'}" for part in parts
     )
@@ -97,10 +97,10 @@ def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
 
 
 def check_userbuffers(op: str, given: Any, kind: type) -> None:
-    """Checks the overlapped linear of a window, where there is one.
+    """Checks the type of the `userbuffers` argument.
 
     Raises:
-        ShapeContractError: if it is of another type than `kind`.
+        ShapeContractError: if it is neither None nor an instance of `kind`.
     """
     if given is not None and not isinstance(given, kind):
         raise ShapeContractError(
@@ -110,7 +110,7 @@ def check_userbuffers(op: str, given: Any, kind: type) -> None:
 
 
 def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
-    """Checks `in_place` of a `MakeExtraOutput` or an `AddExtraInput`.
+    """Checks the field `in_place` of a `MakeExtraOutput` or an `AddExtraInput`.
 
     Raises:
         ShapeContractError: if it differs from `wanted`.
@@ -124,10 +124,10 @@ def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
 
 
 def check_mode(op: str, linear: Any, refused: str, reason: str) -> None:
-    """Checks that a linear has another `tensor_parallel_mode` than `refused`.
+    """Checks that the `tensor_parallel_mode` of a linear is not `refused`.
 
     Raises:
-        ShapeContractError: if it has that one.
+        ShapeContractError: if it is.
     """
     if linear.tensor_parallel_mode == refused:
         raise ShapeContractError(

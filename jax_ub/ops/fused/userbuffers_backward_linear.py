@@ -1,4 +1,4 @@
-"""A linear whose GEMMs overlap with their communication, backward."""
+"""Backward of a linear, overlapped with its communication."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,19 +25,20 @@ OP = "UserbuffersBackwardLinear"
 
 @dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
-    """Both gradients of a linear, beside their communication.
+    """Backward of a linear; both GEMMs overlap with communication.
+
+    | mode | method | dgrad GEMM | wgrad GEMM |
+    |---|---|---|---|
+    | "column" | "bulk" | during the gather of x | during the scatter of dx |
+    | "column" | others | GEMM+RS | reads x from the peers, or gathers it once |
+    | "row" | all | AG+GEMM | reads the dy that the AG+GEMM gathered |
+
+    If only the input needs a gradient, no wgrad GEMM runs. The method "bulk" then has
+    no GEMM to overlap the scatter with, so the dgrad GEMM runs as GEMM+RS. If only the
+    kernel needs a gradient, no dgrad GEMM runs.
 
     Transformer Engine: `UserbuffersBackwardLinear`, for the patterns in
-    `userbuffers_linear`:
-
-    | mode | method | dgrad | wgrad |
-    |---|---|---|---|
-    | "column" | "bulk" | beside the gather of x | beside the scatter of dx |
-    | "column" | others | GEMM+RS | reads x of the peers, or gathers it once |
-    | "row" | all | AG+GEMM | reads the dy that was gathered for the dgrad |
-
-    A frozen kernel costs no wgrad, and then "bulk" has nothing to hide behind: the
-    dgrad is GEMM+RS. A frozen input costs no dgrad.
+    `userbuffers_linear`.
     """
 
     @staticmethod
@@ -67,36 +68,39 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
 
         Args:
             grad_output: gradient of the result.
-            input: the forward's activations; may be None if `weight_requires_grad` is
+            input: activations of the forward; may be None if `weight_requires_grad` is
                 False.
             weight: kernel, `[in, out]`; may be None if `input_requires_grad` is False.
             input_requires_grad: whether grad_input is computed.
             weight_requires_grad: whether grad_weight is computed; False for a frozen
                 kernel.
             bias_requires_grad: whether grad_bias is computed.
-            main_grad: f32 accumulator like `weight`: grad_weight is then `main_grad`
-                plus the gradient, in f32, in its buffer where that is free.
-            residual: another gradient of the input, shaped like it: grad_input is then
-                the sum of both, rounded once to the dtype of `residual`, for "row" in
-                its buffer where that is free.
+            main_grad: f32 accumulator with the shape of `weight`. grad_weight is then
+                `main_grad` plus the gradient, in f32. It reuses the buffer of
+                `main_grad` if that is not read later.
+            residual: another gradient of the input, with its shape. grad_input is then
+                the sum of both, rounded once to the dtype of `residual`. For "row" it
+                reuses the buffer of `residual` if that is not read later.
             tensor_parallel_mode: "column" or "row".
             axis_name: the mesh axis of the P ranks.
-            sequence_parallel: must be True: rows are what is gathered and scattered.
-            ub_comm_name: name of the communicator's configuration, in errors too.
-            method: how it runs; None is what the name, `JAX_UB_METHOD` or "auto" says.
-            dtype: what it computes in and returns; None is that of `weight`, or of
-                `input`.
+            sequence_parallel: must be True; only collectives of rows are overlapped.
+            ub_comm_name: name of the overlap configuration; also in error messages.
+            method: how GEMM and communication overlap. None takes the method that is
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+            dtype: dtype of the computation and the results; None takes the dtype of
+                `weight`, else of `input`, else of `grad_output`.
 
         Returns:
-            grad_input, grad_weight and {"grad_bias": ...}; None for what was not asked
-            for. grad_bias is `grad_output` summed over all rows, in f32: `[N/P]` for
-            "column"; `[N]` for "row", summed over the ranks too.
+            grad_input, grad_weight and {"grad_bias": ...}; None for a gradient that was
+            not requested. grad_bias is the sum of `grad_output` over all rows, in f32:
+            `[N/P]` for "column"; `[N]` for "row", where it is also summed over the
+            ranks.
 
         Raises:
-            ShapeContractError: if an operand is missing, or they do not fit each other.
-            UnknownNameError: if there is no such mode or method.
-            UnsupportedOverlapError: without sequence parallelism, or if the method that
-                was named cannot run here.
+            ShapeContractError: if an operand is missing, or shapes do not match.
+            UnknownNameError: if the mode or the method is unknown.
+            UnsupportedOverlapError: if `sequence_parallel` is False, or if an
+                explicitly requested method cannot run here.
         """
         for name, array in (("weight", weight), ("input", input)):
             if array is not None:
@@ -136,7 +140,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         return dx, dw, {"grad_bias": db}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """One call for every gradient that is needed."""
+        """Computes every requested gradient in one call."""
         if dy is None or not any(needs):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         dx, d_params = window_gradients(OP, self.basic_ops, residuals, dy, needs)
@@ -144,12 +148,15 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces every window that is one of the three patterns."""
+        """Replaces every window that matches one of the three patterns."""
         return cls.fuse(ops)
 
 
 def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
-    """The gradients of a window: of its input, and of its parameters by operation."""
+    """Returns dx and the parameter gradients, by operation, of a window.
+
+    `residual` is added to dx if it is not None.
+    """
     window = userbuffers.Window.of(basic_ops)
     linear, saved = window.linear, residuals[0]
     x = saved.get("x") if linear.wants_wgrad(needs[0]) else None
@@ -178,7 +185,10 @@ def gradients(
     main_grad: jax.Array | None,
     residual: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes dx where there is a `w`, and dw where there is an `x`."""
+    """Computes dx if `w` is given, and dw if `x` is given; None otherwise.
+
+    `main_grad` is added to dw and `residual` to dx if they are given.
+    """
     if x is None and w is None:
         return None, None
     operands = (dy, x, w, main_grad, residual)
@@ -192,7 +202,7 @@ def gradients(
 
 
 def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
-    """The gradients of AG+GEMM with one kernel."""
+    """Computes the gradients of a column-parallel layer with one kernel."""
     saved = {
         "x": x,
         "gathered": None,
@@ -206,13 +216,16 @@ def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
 
 
 def _own_bias_gradient(call_config, window, dy):
-    """That of this rank's bias; the group sums those of a replicated one."""
+    """Returns the gradient of this rank's bias.
+
+    If the bias is replicated, the operation group sums the results of all ranks.
+    """
     db = row_sum(dy)
     if window.reduce_scatter is None:
         return db
-    # The ranks' biases are summed (pattern 3), so the gradient of each is that of the
-    # sum, on every rank. Typed as the own one, for the group to sum these once more
-    # where one array is the bias of all ranks.
+    # Pattern 3 adds the sum of the ranks' biases, so the gradient of each bias is the
+    # gradient of the sum. It is typed as varying: if the bias is replicated, the group
+    # sums it over the ranks once more.
     return promote(
         all_reduce(promote(db, call_config.axes(db)), **call_config.alone),
         call_config.axes(db),

@@ -1,4 +1,4 @@
-"""A linear whose GEMM overlaps with its gather or its scatter, forward."""
+"""Forward of a linear, overlapped with its communication."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,10 +30,13 @@ OP = "UserbuffersForwardLinear"
 
 @dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
-    """`BasicLinear`, `Bias`, `ReduceScatter` in one call (see `userbuffers_linear`).
+    """Forward of a linear, as one AG+GEMM or GEMM+RS.
 
-    Transformer Engine: `UserbuffersForwardLinear`. Saves the gathered input, or the
-    product before it is scattered, and the pass that adds the bias.
+    Covers the patterns in `userbuffers_linear`. Compared with separate operations it
+    saves the buffer of the gathered input, or of the product before the scatter, and
+    the pass that adds the bias.
+
+    Transformer Engine: `UserbuffersForwardLinear`.
     """
 
     @staticmethod
@@ -49,7 +52,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes the forward, inside `jax.shard_map`; not differentiable by itself.
+        """Computes the forward inside `jax.shard_map`; cannot be differentiated.
 
         | mode | input | weight | bias | result |
         |---|---|---|---|---|
@@ -59,24 +62,26 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         Args:
             input: activations.
             weight: kernel, `[in, out]`.
-            bias: in "row" every rank has one of its own, and their sum is added, as if
-                each were added to its rank's product before the scatter.
+            bias: for "row", each rank passes its own bias and the sum over the ranks is
+                added, as if each rank added its bias before the reduce-scatter.
             tensor_parallel_mode: "column" or "row".
             axis_name: the mesh axis of the P ranks.
-            sequence_parallel: must be True: rows are what is gathered and scattered.
-            ub_comm_name: name of the communicator's configuration, in errors too.
-            method: how it runs; None is what the name, `JAX_UB_METHOD` or "auto" says.
-            dtype: what it computes in and returns; None is that of `weight`.
+            sequence_parallel: must be True; only collectives of rows are overlapped.
+            ub_comm_name: name of the overlap configuration; also in error messages.
+            method: how GEMM and communication overlap. None takes the method that is
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+            dtype: dtype of the computation and the result; None takes the dtype of
+                `weight`.
 
         Returns:
-            The result, and what `UserbuffersBackwardLinear.functional_backward` takes:
-            {"input": ..., "weight": ...} in the dtype of the computation.
+            The result, and the operands {"input": ..., "weight": ...} in the dtype of
+            the computation, for `UserbuffersBackwardLinear.functional_backward`.
 
         Raises:
-            ShapeContractError: if the operands do not fit each other or the mesh.
-            UnknownNameError: if there is no such mode or method.
-            UnsupportedOverlapError: without sequence parallelism, or if the method that
-                was named cannot run here.
+            ShapeContractError: if the shapes do not match each other or the mesh.
+            UnknownNameError: if the mode or the method is unknown.
+            UnsupportedOverlapError: if `sequence_parallel` is False, or if an
+                explicitly requested method cannot run here.
         """
         shapes.check_array(OP, "weight", weight)
         call_config = userbuffers.open_linear(
@@ -94,14 +99,14 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         return y, {"input": x, "weight": w}
 
     def forward(self, params, x, extra_inputs, saves):
-        """One call; residuals are those of the `BasicLinear`."""
+        """Runs the window in one call; only the linear has residuals."""
         y, residuals = run_window(self.basic_ops, params, x)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces every window that is one of the three patterns."""
+        """Replaces every window that matches one of the three patterns."""
         return cls.fuse(ops)
 
 
@@ -116,11 +121,12 @@ def run_window(
     """Runs the forward of a window.
 
     Args:
-        basic_ops: the window.
-        params: those of its operations.
-        x: its input.
-        added: a bias that is added once, after a scatter.
-        residual: likewise, of the result's shape.
+        basic_ops: the operations of the window.
+        params: the parameters of each operation.
+        x: the input of the window.
+        added: a bias that is added once, after the reduce-scatter.
+        residual: array with the shape of the result, added once after the
+            reduce-scatter.
 
     Returns:
         The result, and the linear's residuals.
@@ -152,7 +158,11 @@ def overlapped(
     added: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """AG+GEMM, or GEMM+RS with the biases of all ranks and what is added once."""
+    """Runs AG+GEMM for "column", or GEMM+RS for "row".
+
+    For "row", the sum of `bias` over all ranks is added; `added` and `residual` are
+    added once.
+    """
     axes = call_config.axes(x, w, bias, added, residual)
     if mode == "row" and bias is not None:
         bias = _summed(call_config, bias)
@@ -171,7 +181,7 @@ def overlapped(
 
 
 def _summed(call_config, bias):
-    """The sum of all ranks' biases, which is what a scatter makes of them."""
+    """Returns the sum of all ranks' biases, which the reduce-scatter would add."""
     if call_config.is_vma_checked and not varying.axes_of(bias) & frozenset(
         call_config.axis_name
     ):

@@ -1,12 +1,12 @@
 """Patterns, checks and call configuration of the two Userbuffers linears.
 
-Transformer Engine's three patterns, in forward order; each may begin a window:
+Transformer Engine's three patterns, in forward order:
 
-| | operations | runs |
+| | operations | runs as |
 |---|---|---|
-| 1 | `BasicLinear("column")`, `Bias` where there is one | AG+GEMM |
-| 2 | `BasicLinear("row")` | GEMM+RS; a `Bias` behind it stays by itself |
-| 3 | `BasicLinear(None)`, `Bias` where there is one, `ReduceScatter` | GEMM+RS |
+| 1 | `BasicLinear("column")`, optional `Bias` | AG+GEMM |
+| 2 | `BasicLinear("row")`; a `Bias` after it is not part of the window | GEMM+RS |
+| 3 | `BasicLinear(None)`, optional `Bias`, `ReduceScatter` | GEMM+RS |
 """
 
 import dataclasses
@@ -37,16 +37,17 @@ from jax_ub.ops.operation import (
 )
 from jax_ub.rules.call_config import CallConfig, make_call_config
 
-# The public function that communicates as each mode does.
+# Maps each mode to the public function with the same communication.
 LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
 MODES = tuple(LIKE)
 
 
 def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
-    """Looks for a pattern at the front of `ops`.
+    """Matches the patterns against the first operations of `ops`.
 
     Returns:
-        The window; or why the linear there is none; or None where there is no linear.
+        The matching operations; or the reason why a linear does not match; or None if
+        `ops` does not start with a linear.
     """
     linear = ops[0]
     if not isinstance(linear, BasicLinear):
@@ -70,7 +71,7 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedOperation):
-    """A window that is one of the patterns."""
+    """Base class of fused operations that cover one of the patterns."""
 
     def __init__(
         self,
@@ -80,16 +81,16 @@ class UserbuffersLinear(FusedOperation):
         bias: Bias | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ):
-        """Makes the operation of its parts, or of a tuple of them in forward order.
+        """Initializes the operation from keywords, or from a tuple of operations.
 
         Args:
-            basic_ops: the parts in forward order, in the place of the keywords.
+            basic_ops: the operations in forward order, instead of the keywords.
             linear: the linear, with `userbuffers_options`.
-            bias: what is added behind a linear whose mode is "column" or None.
-            reduce_scatter: what scatters the result of a linear whose mode is None.
+            bias: the bias after a linear whose mode is "column" or None.
+            reduce_scatter: the reduce-scatter after a linear whose mode is None.
 
         Raises:
-            ShapeContractError: if the parts are none of the three patterns.
+            ShapeContractError: if the operations match none of the three patterns.
         """
         op = type(self).__name__
         parts = collect(
@@ -104,18 +105,18 @@ class UserbuffersLinear(FusedOperation):
 
     @property
     def overlaps(self):
-        """Yes."""
+        """True: the communication overlaps a GEMM."""
         return True
 
     @classmethod
     def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Why linears stay as they are, by their index."""
+        """Returns why linears match no pattern, by index."""
         found = {i: match(ops[i:]) for i in range(len(ops))}
         return {i: reason for i, reason in found.items() if isinstance(reason, str)}
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Replaces every pattern by an operation of this class."""
+        """Replaces every window that matches a pattern by an instance of this class."""
 
         def match_front(rest):
             window = match(rest)
@@ -125,7 +126,7 @@ class UserbuffersLinear(FusedOperation):
 
 
 def _check_pattern(op, linear, bias, reduce_scatter):
-    """Checks that the operations are one of the three patterns."""
+    """Checks that the operations match one of the three patterns."""
     mode = linear.tensor_parallel_mode
     reason = None
     if linear.comm_name is None:
@@ -156,7 +157,7 @@ def _check_pattern(op, linear, bias, reduce_scatter):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What a window of basic operations computes together."""
+    """The operations of a window, by role."""
 
     linear: BasicLinear
     bias: Bias | None
@@ -164,7 +165,7 @@ class Window:
 
     @classmethod
     def of(cls, basic_ops: Sequence[BasicOperation]) -> "Window":
-        """Tells the operations of a window apart."""
+        """Assigns the operations of a window to their roles."""
         bias = [op for op in basic_ops if isinstance(op, Bias)]
         scatter = [op for op in basic_ops if isinstance(op, ReduceScatter)]
         linear = basic_ops[0]
@@ -173,13 +174,13 @@ class Window:
 
     @property
     def mode(self) -> str:
-        """How it is parallel: a `ReduceScatter` makes it "row"."""
+        """The tensor-parallel mode; "row" for a window with a `ReduceScatter`."""
         return self.linear.tensor_parallel_mode or "row"
 
     def call_config(
         self, op: str, dtype: DTypeLike, *, is_backward: bool = False
     ) -> CallConfig:
-        """Where it runs."""
+        """Returns the call configuration of the window."""
         linear, scatter = self.linear, self.reduce_scatter
         return open_linear(
             op,
@@ -204,13 +205,13 @@ def open_linear(
     *,
     is_backward: bool = False,
 ) -> CallConfig:
-    """Checks how a linear is parallel, and finds its ranks and its method.
+    """Checks the parallelism of a linear and returns its call configuration.
 
     Raises:
-        UnknownNameError: if there is no such mode.
-        UnsupportedOverlapError: without sequence parallelism.
-        ShapeContractError: if the dtype is no f32, bf16 or f16, or the axis no manual
-            mesh axis.
+        UnknownNameError: if the mode is unknown.
+        UnsupportedOverlapError: if `sequence_parallel` is False.
+        ShapeContractError: if the dtype is not f32, bf16 or f16, or the axis is not a
+            manual mesh axis.
     """
     mode = tensor_parallel_mode
     if not isinstance(mode, str) or mode not in MODES:
@@ -247,7 +248,7 @@ def open_linear(
 
 
 def check_activation(call_config: CallConfig, name: str, array: jax.Array) -> None:
-    """Checks what every activation of the functional interface has to be."""
+    """Checks that an activation is a non-empty float array of at least rank 2."""
     shapes.check_float(call_config.label, **{name: array})
     shapes.check_rank(call_config.label, name, array)
     shapes.check_not_empty(call_config.label, name, array)
