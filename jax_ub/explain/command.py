@@ -1,8 +1,8 @@
-"""Says what overlaps in a program of yours: `python -m jax_ub explain script.py ...`.
+"""Explains what overlaps in a program: `python -m jax_ub explain script.py ...`.
 
-Runs it, and prints a line for every call of jax_ub that it compiled, with the reason
-where one became plain JAX, and for every collective of XLA's that could be one call
-with the dot next to it; and how long ranks waited in the calls.
+Runs the program and prints one line per compiled call of jax_ub, with the reason if it
+fell back to plain JAX. A collective of XLA that could be fused with an adjacent dot
+also gets a line. The table shows how long ranks waited in each call.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from jax_ub.simulate.hardware import find
 from jax_ub.tracing.record import trace
 from jax_ub.tracing.script import is_script, run_script
 
-# JAX's event for a program that XLA compiles or the compilation cache has.
+# JAX's event for a program that XLA compiles or that the compilation cache returns.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """What the program compiled cannot be explained."""
+    """Raised when XLA wrote none of the compiled programs, so nothing is explained."""
 
 
 class ExplainArgumentError(UbError, ValueError):
-    """The command line of `explain` cannot be meant."""
+    """Raised when the arguments of `explain` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """Runs the program and prints the table."""
-    # Python before 3.13 leaves the "--" there that ends the options of explain.
+    # Before Python 3.13, argparse keeps the "--" that ends the options of explain.
     script, *arguments = given.program[given.program[0] == "--" :]
     if not is_script(script):
         raise ExplainArgumentError(f"explain: there is no script {shown(script)}.")
@@ -72,19 +72,19 @@ def command(given: argparse.Namespace) -> int:
 def explain_script(
     script: str, arguments: list[str], hardware: str | None
 ) -> tuple[Table, int]:
-    """Runs a script as `__main__` and explains all that it compiled.
+    """Runs a script as `__main__` and explains all programs that it compiled.
 
     Returns:
         The table, and the script's exit status.
 
     Raises:
-        UnknownNameError: if the hardware is not known, before the script runs.
+        UnknownNameError: if the hardware is not known; the script is not run.
         ExplainError: if the script compiled programs, but XLA wrote none of them.
     """
     if hardware is not None:
         find(hardware)
     with tempfile.TemporaryDirectory() as folder:
-        # XLA reads where to when its backend starts: in the script.
+        # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)
         with recording() as lowered, trace() as traced, _counting() as num_compiled:
             status = run_script(script, arguments)
@@ -105,7 +105,7 @@ def explain_script(
 
 @contextlib.contextmanager
 def _counting() -> Iterator[collections.Counter[str]]:
-    """Counts the programs that JAX compiles in the block."""
+    """Yields a counter of the programs that JAX compiles in the block."""
     counts: collections.Counter[str] = collections.Counter()
 
     def count(event: str, duration_secs: float, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What XLA does by itself: its collectives next to its dots, in the compiled text."""
+"""Finds XLA's own collectives and the adjacent dots in optimized HLO text."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ _INSTRUCTION = re.compile(
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
-# The groups of a collective: listed, as a shape of the iota, or as axes of a mesh.
+# Replica groups of a collective: listed, in iota format, or as axes of a mesh.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
@@ -20,14 +20,14 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
-# Which dot could be one call with a collective, and which call that is.
+# jax_ub's fused call for a collective and an adjacent dot, by the collective's opcode.
 _GATHERS = {"all-gather": "all_gather_matmul"}
 _REDUCTIONS = {
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
 }
 _OTHERS = ("all-to-all", "collective-permute")
-# Between a collective and a dot there may be what only moves or converts.
+# Instructions that only move or convert data, and may separate collective and dot.
 _PASSED = frozenset(
     (
         "bitcast",
@@ -46,17 +46,17 @@ _MAX_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A collective of XLA's and the dot next to it, which could be one call.
+    """A collective of XLA and an adjacent dot that could be one call of jax_ub.
 
     Attributes:
-        scope: where the collective comes from.
-        collective: its name.
-        could_be: the public function for both.
-        num_ranks: how many devices it joins.
-        moved_bytes: what a rank sends.
-        sizes: M, K and N over all ranks, as that function counts them; None where the
-            text does not say.
-        itemsize: bytes of an element of the dot's operands.
+        scope: the collective's name stack.
+        collective: opcode of the collective.
+        could_be: jax_ub's function that computes both.
+        num_ranks: number of devices in each group of the collective.
+        moved_bytes: bytes that each rank sends.
+        sizes: global M, K and N as arguments of that function; None if the HLO text
+            does not contain them.
+        itemsize: bytes per element of the dot's operands.
     """
 
     scope: str
@@ -70,7 +70,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """All of XLA's collectives in a program: pairs with dots, and the rest by name."""
+    """XLA's collectives in a program: pairs with dots, and counts of the others."""
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
@@ -87,7 +87,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """One rank's product: elements of both operands and of the result, and K."""
+    """One rank's dot: numbers of elements of its operands and result, and K."""
 
     lhs: int
     rhs: int
@@ -97,9 +97,9 @@ class _Dot:
 
 
 def collectives(text: str) -> Found:
-    """Reads a program's optimised HLO."""
+    """Finds the collectives in a program's optimized HLO text."""
     computations = dict(_computations(text))
-    # The first dot of each computation that has one.
+    # By name of the computation: its first dot.
     dots = {
         name: _dot(one, body)
         for name, body in computations.items()
@@ -143,7 +143,7 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
 
 
 def _instruction(name, shape, opcode, rest):
-    # Operands end where the attributes begin.
+    # The operand list ends where the attributes start.
     operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
     return _Instruction(name, shape, opcode, operands, rest)
 
@@ -169,12 +169,12 @@ def _operands(body):
 
 
 def _dot(one, body):
-    """The sizes of a product; 0 for what the text does not say."""
+    """Returns the sizes of a dot; 0 for sizes that the text does not contain."""
     operands = [body[name].shape for name in one.operands[:2] if name in body]
     left, right = ([*operands, "", ""])[:2]
     itemsize, sizes = _first_array(left)
     lhs, rhs = math.prod(sizes), math.prod(_first_array(right)[1])
-    # A library's product may return its workspace, too.
+    # A library call may also return its workspace; the result is the first array.
     out = math.prod(_first_array(one.shape)[1])
     named = _CONTRACTING.search(one.text)
     if named and lhs:
@@ -186,13 +186,13 @@ def _dot(one, body):
 
 
 def _first_array(text):
-    """Bytes of an element and the sizes of the first array of a shape."""
+    """Returns bytes per element and dimensions of the first array in a shape."""
     found = _SHAPE.search(text)
     return (_bits(found[1]) // 8, _ints(found[2])) if found else (0, [0])
 
 
 def _near(start, edges, body, dots):
-    """The first dot that is reached through what only moves or converts, or None."""
+    """Returns the first dot that is reached through `_PASSED` instructions, or None."""
     reached = list(edges.get(start, ()))
     for _ in range(_MAX_STEPS):
         following = []
@@ -214,7 +214,7 @@ def _near(start, edges, body, dots):
 def _pair(one, kind, dot):
     num_ranks = _group_size(one.text)
     share = (num_ranks - 1) / max(num_ranks, 1)
-    # The scattered result is one rank's share of what is moved.
+    # A reduce-scatter's result is 1 / num_ranks of the reduced array.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     named = _NAME.search(one.text)
     return Pair(
@@ -235,14 +235,14 @@ def _global_sizes(one, kind, dot, num_ranks):
     if kind not in _GATHERS:
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
-    # What is gathered has the rows, on whichever side it is multiplied.
+    # The gathered operand contributes the rows M, whether it is lhs or rhs of the dot.
     gathered = math.prod(_ints(_SHAPE.findall(one.shape)[-1][1]))
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)
 
 
 def _group_size(text):
-    """How many devices a collective joins; 1 where that is not said."""
+    """Returns the number of devices per group; 1 if the text does not contain it."""
     if listed := _LISTED.search(text):
         return len(listed[1].split(","))
     if iota := _IOTA.search(text):
@@ -256,7 +256,7 @@ def _group_size(text):
 
 
 def _size_bytes(text):
-    """Of the last array of a shape: an async start lists operand and result."""
+    """Returns the size of the last array: async starts list operand and result."""
     arrays = _SHAPE.findall(text)
     if not arrays:
         return 0

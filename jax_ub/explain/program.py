@@ -1,4 +1,4 @@
-"""`ub.explain`: what overlaps in a function, from its jaxpr and its compiled text."""
+"""Implements `ub.explain`, which inspects a function's jaxpr and compiled HLO."""
 
 import ast
 import collections
@@ -27,7 +27,7 @@ from jax_ub.tracing.spans import Trace
 
 _SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
-_ASSUMED = "h200"  # of GPUs that the simulator does not know
+_ASSUMED = "h200"  # for GPUs that the simulator does not know
 _Path = str | pathlib.Path
 _Trace = Recording | Trace | _Path | Sequence[_Path]
 
@@ -39,27 +39,28 @@ def explain(
     trace: _Trace | None = None,
     **kwargs: Any,
 ) -> Table:
-    """Says what overlaps in `fn(*args, **kwargs)`, what does not, and why.
+    """Explains what overlaps in `fn(*args, **kwargs)`, what does not, and why.
 
-    The function is traced and compiled, not run, whether it has run before or not.
-    Print what is returned. Transformer Engine: none.
+    The function is traced and compiled but not executed. Print the returned table.
+    Transformer Engine: none.
 
     Args:
-        fn: a function, jitted or not, by `nnx.jit` too; `jax.grad` of one shows its
-            backward.
-        *args: its arguments, or `jax.ShapeDtypeStruct`s with shardings.
-        hardware: for which the times are predicted: a name or a machine of
-            `jax_ub.simulate`; None takes the devices' own kind.
-        trace: what `ub.trace` yielded, its `.trace`, or its files: adds how long ranks
-            waited.
+        fn: a function, possibly jitted with `jax.jit` or `nnx.jit`. Pass `jax.grad` of
+            a function to include its backward pass.
+        *args: positional arguments, or `jax.ShapeDtypeStruct`s with shardings.
+        hardware: predicts times for this machine: a name or a `Hardware` of
+            `jax_ub.simulate`. None selects the kind of the present devices.
+        trace: adds measured waiting times. Pass the recording of `ub.trace`, its
+            `.trace`, or the files that it wrote.
         **kwargs: keyword arguments of `fn`.
 
     Returns:
-        A row for every call of jax_ub, and for every collective of XLA's that could be
-        one call with the dot next to it: bytes that a rank sends in it, seconds.
+        A table with a row for each call of jax_ub, and for each collective of XLA that
+        could be fused with an adjacent dot. Rows show the bytes that a rank sends and
+        predicted seconds.
 
     Raises:
-        UnknownNameError: if there is no such hardware, or a file is no trace.
+        UnknownNameError: if the hardware is not known or a file is not a trace.
         InputError: if a file cannot be read (an `OSError`).
         TraceError: if `trace` is a recording whose block has not ended.
     """
@@ -82,10 +83,11 @@ def explain(
 
 
 def _unseen(fn, args, kwargs):
-    """The same program as a function that JAX has not lowered, and its arrays.
+    """Wraps `fn` in a new jitted function of its array arguments, and returns both.
 
-    JAX lowers a function once: whoever listens hears nothing the second time. What is
-    no array is closed over, since `fn` may take it as static.
+    JAX lowers each function once, and `recording` only sees calls that are lowered in
+    its block. Other arguments than arrays are closed over, because `fn` may declare
+    them as static.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -107,7 +109,7 @@ def summary(
     found: Iterable[hlo.Found],
     hardware: str | Hardware | None,
 ) -> Table:
-    """Rows with a first line that answers the first question, and what is left."""
+    """Builds the table: title with the number of overlapped calls, rows and notes."""
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
     others: collections.Counter[str] = collections.Counter()
@@ -132,13 +134,13 @@ def call_rows(
     hardware: str | Hardware,
     waited: Mapping[tuple[str, str], float],
 ) -> Iterator[Row]:
-    """One row for all call sites that are alike."""
+    """Yields one row for each group of equal calls."""
     alike: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
         like = (one.call, one.operands, one.method, one.reason)
         alike.setdefault(like, []).append(one)
     for (call, operands, method, reason), sites in alike.items():
-        # What "auto" is on that machine need not be what it is here.
+        # "auto" may resolve to another method on the predicted machine than here.
         asked = "xla" if reason else call.method.value
         found = sizes.prediction(call, operands, asked, hardware)
         local = not call.axis_name or call.num_ranks == 1
@@ -162,7 +164,7 @@ def call_rows(
 
 
 def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
-    """One row for all pairs of XLA's that are alike."""
+    """Yields one row for each group of equal pairs of a collective and a dot."""
     places = collections.Counter(map(_place, pairs))
     for (pair, fallen, repeated), count in places.items():
         reverse = pair.collective == "all-gather"
@@ -184,7 +186,7 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
 
 
 def _place(pair):
-    """A pair with the user's name of where it is, and the call it stands for."""
+    """Returns the pair with its user-visible scope, its fallback and a note."""
     fallen = methods.called_instead(pair.scope)
     scope = _scope(pair.scope, "") if fallen is None else _scope("", fallen.label)
     repeated = methods.replicated_in(pair.scope)
@@ -193,7 +195,7 @@ def _place(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Calls that became a dot of JAX's when traced, which XLA gave no collective."""
+    """Yields rows for fallbacks to a dot that has no adjacent collective in the HLO."""
     known = {methods.called_instead(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
@@ -205,12 +207,12 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 
 def machine() -> str:
-    """The simulator's name for the devices of this process, or what is assumed."""
+    """Returns the simulator's name of this process's devices, or `_ASSUMED`."""
     return _known() or _ASSUMED
 
 
 def assumed(hardware: str | Hardware | None, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Notes of a table whose times are predicted for a machine that is assumed."""
+    """Returns a note if times are predicted for `_ASSUMED`, for unknown devices."""
     is_predicted = any(row.predicted_s is not None for row in rows)
     if hardware is not None or not is_predicted or _known():
         return ()
@@ -230,7 +232,7 @@ def _known():
 
 
 def exposed(trace: Any) -> dict[tuple[str, str], float]:
-    """Seconds that a rank waited in a call, by label and op."""
+    """Returns a rank's average waiting time per call in seconds, by label and op."""
     if trace is None:
         return {}
     if isinstance(trace, Recording):
@@ -252,7 +254,7 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
 
 
 def _scope(stack, label):
-    """The user's own names: of the call, or of the functions around it."""
+    """Returns the user's name of a call, or else of the functions around it."""
     named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
         return _text(named[1])
@@ -263,7 +265,7 @@ def _scope(stack, label):
 
 
 def _text(shown):
-    """The text that a label shows in quotes; as it is where it was cut."""
+    """Evaluates the quoted text of a label; returns a truncated text unchanged."""
     try:
         return str(ast.literal_eval(shown))
     except (SyntaxError, ValueError):
@@ -271,7 +273,7 @@ def _text(shown):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
-    """How often each call is made, scans counted by their length."""
+    """Counts the executions of each call; a scan multiplies by its length."""
     counts: collections.Counter[_SITE] = collections.Counter()
     loops: set[_SITE] = set()
     for site, times in _sites(jaxpr):
@@ -292,7 +294,7 @@ def _sites(jaxpr):
 
 
 def _equations(jaxpr, times):
-    """All equations, and how often each runs; None is not known."""
+    """Yields equations with their number of executions, None in a while loop."""
     for equation in jaxpr.eqns:
         yield equation, times
         inner = times

@@ -1,4 +1,4 @@
-"""What a call costs, by the cost model."""
+"""Costs of a call by the simulator's model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from jax_ub.simulate.predict import Prediction
 def prediction(
     call: Call, operands: Sequence[Any], method: str, hardware: str | Hardware
 ) -> Prediction:
-    """What the model says of a call with these operands on every rank."""
+    """Predicts a call with these operands on every rank."""
     op, M, K, N = global_sizes(call, operands)
     sizes = {"M": max(M, 1), "K": max(K, 1), "N": max(N, 1)}
     ranks = call.num_ranks if call.axis_name else 1
@@ -27,7 +27,7 @@ def prediction(
 
 
 def flops(call: Call, operands: Sequence[Any]) -> int:
-    """Floating-point operations of a rank in one call; reductions do not count."""
+    """Returns a rank's floating-point operations per call, without reductions."""
     if call.communicates_only:
         return 0
     _, M, K, N = global_sizes(call, operands)
@@ -35,7 +35,7 @@ def flops(call: Call, operands: Sequence[Any]) -> int:
 
 
 def pair_flops(pair: Pair) -> int | None:
-    """The same of XLA's dot, None where the program's text does not say the sizes."""
+    """Returns a rank's operations in XLA's dot; None if its sizes are unknown."""
     if pair.sizes is None:
         return None
     M, K, N = pair.sizes
@@ -43,13 +43,13 @@ def pair_flops(pair: Pair) -> int | None:
 
 
 def pair_seconds(pair: Pair, hardware: str | Hardware) -> float | None:
-    """What the model says of XLA's dot and collective, one after the other.
+    """Predicts XLA's dot and collective, one after the other, in seconds.
 
-    None where the program's text does not say the sizes, and for f64.
+    Returns None if the sizes are unknown, and for f64.
     """
     if pair.sizes is None or pair.itemsize not in (1, 2, 4):
         return None
-    # The model asks a dtype for nothing but its size.
+    # The model only uses the item size of the dtype.
     dtype = np.dtype(("V", pair.itemsize))
     M, K, N = pair.sizes
     return simulate.predict(

@@ -1,4 +1,4 @@
-"""The table that every `explain` returns: a line for every linear or collective."""
+"""The table that `explain` returns, with one row per linear or collective."""
 
 import dataclasses
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call.
+    """One call, or several equal ones.
 
     Attributes:
-        scope: where it is: a name of the user's, or a path in the program.
-        op: what is computed, such as "all_gather_matmul".
-        overlapped: whether communication hides behind a GEMM, or there is none.
-        method: how it runs, such as "direct" or "xla".
-        reason: why it is not overlapped; empty where it is.
-        moved_bytes: what each rank sends in one call; None where that is not known.
-        predicted_s: seconds of one call by the cost model.
-        measured_exposed_s: seconds that ranks waited in it, on average, in a trace.
-        note: what else there is to say, such as how often it is called.
-        flops: floating-point operations of a rank in one call; None where unknown.
-        count: how often it is called, as far as that is known; at least 1.
+        scope: a name given by the user, or a path in the program.
+        op: computation, such as "all_gather_matmul".
+        overlapped: whether a GEMM hides the communication, or there is none.
+        method: method that runs, such as "direct" or "xla".
+        reason: why the call is not overlapped; empty if it is.
+        moved_bytes: bytes that each rank sends per call; None if unknown.
+        predicted_s: predicted seconds per call.
+        measured_exposed_s: average waiting time of a rank in a trace, in seconds.
+        note: further remarks, such as the number of calls.
+        flops: a rank's floating-point operations per call; None if unknown.
+        count: number of calls as far as it is known; at least 1.
     """
 
     scope: str
@@ -37,12 +37,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows in the order of the program; `print` it.
+    """Rows in program order, to be printed.
 
     Attributes:
         rows: the calls.
         title: the first line.
-        notes: what is printed below the table.
+        notes: lines printed below the table.
     """
 
     rows: tuple[Row, ...]
@@ -51,21 +51,21 @@ class Table:
 
     @property
     def overlapped(self) -> bool:
-        """Whether every call is; true for none."""
+        """Returns whether every row is overlapped; true for an empty table."""
         return all(row.overlapped for row in self.rows)
 
     @property
     def custom_call_flops(self) -> int:
-        """Operations of a rank in all custom calls: XLA's cost analysis misses them."""
+        """Returns a rank's FLOPs in custom calls, which XLA's cost analysis omits."""
         custom = (row for row in self.rows if row.method != "xla")
         return sum(row.count * (row.flops or 0) for row in custom)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in JSON's types."""
+        """Returns the table as JSON types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Aligned columns; those that no row fills are left out."""
+        """Formats aligned columns, without those that are empty in every row."""
         lines = [self.title] if self.title else []
         if self.rows:
             lines += _aligned([_cells(row) for row in self.rows])

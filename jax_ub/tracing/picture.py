@@ -1,4 +1,4 @@
-"""A call as a picture: what each rank did, above what its schedule says."""
+"""Draws a traced call: each rank's steps, with the replayed schedule below them."""
 
 import pathlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _LEGEND = {
     "wait": "wait",
 }
 _LEGEND_OF = {UNIT: "multiply", **dict.fromkeys(WAITS, "wait")}
-# Units of products by rank, so that neighbours differ.
+# Colors of GEMM work units by rank; adjacent ranks differ.
 _UNITS = ("#2f6fb0", "#4f9d98", "#1d3f6e", "#7f8fd0", "#3c8dbc", "#9a7fc0")
 
 
@@ -27,13 +27,12 @@ def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
     """Writes a PNG of one call.
 
     Args:
-        trace: what was recorded.
-        path: where to.
-        call: which call; None takes the one with the median time among those of the
-            label that took longest in all.
+        trace: the trace.
+        path: the file to write.
+        call: index of the call; None selects the result of `typical`.
 
     Raises:
-        UnknownNameError: if nothing was recorded.
+        UnknownNameError: if the trace has no calls.
     """
     index = typical(trace) if call is None else call
     spans = trace.of_call(index)
@@ -70,10 +69,12 @@ def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
 
 
 def typical(trace: Trace) -> int:
-    """The call that stands for the trace.
+    """Returns the index of a representative call.
+
+    It has the median time among the calls of the label with the largest total time.
 
     Raises:
-        UnknownNameError: if nothing was recorded.
+        UnknownNameError: if the trace has no calls.
     """
     times: dict[str, list[tuple[float, int]]] = {}
     for index, call in enumerate(trace.calls):
@@ -88,12 +89,12 @@ def typical(trace: Trace) -> int:
 
 
 def _on_thread(span: Span) -> bool:
-    shared = (BARRIER, "copy", "reduce")  # by all ranks of a process
+    shared = (BARRIER, "copy", "reduce")  # steps that a process runs for all its ranks
     return span.kind == UNIT or (span.rank < 0 and span.kind in shared)
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """What threads did, on as few lanes as there were threads at work at a time."""
+    """Distributes the spans of threads to the fewest lanes without overlaps."""
     lanes: list[list[Span]] = []
     for span in sorted(filter(_on_thread, spans), key=lambda s: s.begin_ns):
         free = (
@@ -126,7 +127,7 @@ def _ranks(axes: Any, spans: Sequence[Span], start: int, scale: float) -> None:
                 color=pictures.INK,
                 lw=1.2,
             )
-            if together:  # no steps of its own: what the threads do is for all ranks
+            if together:  # no steps per rank: the threads work for all ranks together
                 begin = (there.get(span.rank, span.begin_ns) - start) * scale
                 rest = left + width - begin
                 _box(axes, "call", span.rank - 0.08, 0.44, begin, rest)
@@ -146,7 +147,7 @@ def _schedule(
     timeline = replayed(call, spans)
     if timeline is None:
         return False
-    # The schedule begins when all ranks are there.
+    # The schedule starts when the calls of all ranks have arrived.
     there = max((s.end_ns for s in spans if s.kind == GATHER), default=start)
     for span in timeline.spans:
         left = (there - start + span.start_s * 1e9) * scale

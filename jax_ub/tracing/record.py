@@ -1,4 +1,4 @@
-"""Starting and reading the engine's recorder."""
+"""Records traces: starts the engine's recorder and reads its events."""
 
 import contextlib
 import pathlib
@@ -17,14 +17,14 @@ _MOST_EVENTS_PER_THREAD = 1 << 24
 
 
 class TraceError(UbError, RuntimeError):
-    """A trace was begun inside another one."""
+    """Raised when a trace is started inside another one."""
 
 
 class Recording:
-    """What `trace` yields: holds the trace once its block has ended."""
+    """A recording that `trace` yields. It holds the trace after the block has ended."""
 
     def __init__(self):
-        """Nothing is recorded yet."""
+        """Creates a recording without a trace."""
         self.trace: Trace | None = None
 
 
@@ -43,26 +43,28 @@ def trace(
             jax.block_until_ready(step(state))
 
     Open the file at ui.perfetto.dev, or draw it with `python -m jax_ub trace --merge
-    step.json --png step.png`. Wait for results inside the block: JAX returns before
-    they are there. In a job of several processes each writes a file of its own,
-    "step.0.json" and so on; `--merge` takes all of those.
+    step.json --png step.png`. Wait for the results inside the block, because JAX
+    dispatches asynchronously. In a multi-process job, each process writes its own file,
+    "step.0.json" and so on; pass all of them to `--merge`.
 
-    Calls of the CPU engine are recorded. For those on GPUs take `jax.profiler.trace`:
-    their kernels and copies are in its profile.
+    Only calls of the CPU engine are recorded. On GPUs, use `jax.profiler.trace`, which
+    shows the kernels and copies of jax_ub.
 
     Transformer Engine: none.
 
     Args:
-        path: where to; None only keeps the trace, in `.trace` of what this yields.
-        events_per_thread: how much room every thread gets, 32 bytes a span; what comes
-            behind is dropped and counted.
+        path: the file to write; None keeps the trace only in `.trace` of the yielded
+            object.
+        events_per_thread: capacity of each thread's buffer, with 32 bytes per span.
+            Further spans are dropped and counted.
 
     Yields:
-        A `Recording`, whose `.trace` there is after the block: spans in ns.
+        A `Recording`. After the block, its `.trace` has all spans, with times in ns.
 
     Raises:
         TraceError: inside another trace.
-        ShapeContractError: if `path` is no path, or there is no room for one event.
+        ShapeContractError: if `path` is not a path, or `events_per_thread` is out of
+            range.
         OutputError: if the file cannot be written.
     """
     if _running:
@@ -97,7 +99,7 @@ def trace(
 
 
 def read() -> Trace:
-    """What was recorded in this process."""
+    """Returns the trace that the engine has recorded in this process."""
     found = engine.load().read_trace()
     backend.start()
     process = jax.process_index()
@@ -114,14 +116,14 @@ def read() -> Trace:
 
 
 def of_process(path: pathlib.Path) -> pathlib.Path:
-    """Where this process of the job writes: "out.1.json" where there are several."""
+    """Returns this process's file: `path`, or "out.1.json" in a multi-process job."""
     if jax.process_count() == 1:
         return path
     return path.with_suffix(f".{jax.process_index()}{path.suffix}")
 
 
 def of_every_process(path: pathlib.Path, num_processes: int) -> list[pathlib.Path]:
-    """Where the processes of a job of several write."""
+    """Returns the files of all processes of a multi-process job, by process index."""
     return [
         path.with_suffix(f".{process}{path.suffix}") for process in range(num_processes)
     ]

@@ -1,4 +1,4 @@
-"""The schedule of a call, replayed with the times that its own steps took."""
+"""Replays the schedule of a traced call with its measured step times."""
 
 import dataclasses
 import statistics
@@ -10,7 +10,7 @@ from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 from jax_ub.tracing.spans import AROUND, Call, Span
 
-# What a bulk op communicates beside its product.
+# The collective of ops that run it concurrently with a GEMM, by op.
 _PATTERNS = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -20,7 +20,7 @@ _PATTERNS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step of each kind."""
+    """Median seconds of a step, by kind of step."""
 
     multiply: float
     put: float
@@ -29,10 +29,10 @@ class StepTimes:
 
 
 def replayed(call: Call, spans: Sequence[Span]) -> Timeline | None:
-    """When each rank would have taken its steps, had nothing else been in its way.
+    """Replays the schedule as if every step took the median time of its kind.
 
-    Every step takes the median of what the steps of its kind took. None for a call
-    without a schedule of steps, such as "direct".
+    Deviations of the recorded spans are delays that the schedule does not explain.
+    Returns None if the call has no schedule of steps, as with method "direct".
     """
     steps = [span for span in spans if span.kind not in AROUND and span.rank >= 0]
     if not any(span.kind == "put" for span in steps):
@@ -58,10 +58,10 @@ def _median(steps, kind):
 
 
 def _costs(pattern, num_ranks, num_splits, times, *, whole):
-    """Sizes of 1 and rates that make each step take its time.
+    """Returns a workload of unit sizes, and rates that give each step its time.
 
-    A host's product takes 2 m n k / (rate / P), a put its bytes / (wire / P), a sum or
-    a copy its bytes / (memory / P).
+    On a host, a GEMM takes 2 m n k / (rate / P), a put bytes / (wire / P), and a sum or
+    copy bytes / (memory / P) seconds.
     """
     work = Workload(pattern, num_ranks * num_splits, num_ranks, num_ranks, num_ranks)
     tiny = 1e-12

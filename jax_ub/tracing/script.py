@@ -1,4 +1,4 @@
-"""Runs a program of the user's inside a command that watches it."""
+"""Runs a user's program inside the commands `trace` and `explain`."""
 
 import pathlib
 import runpy
@@ -9,15 +9,15 @@ from jax_ub.errors import UbError, shown
 
 
 class ScriptError(UbError, ValueError):
-    """A program cannot be read, or is no Python."""
+    """Raised when a program cannot be read or is not Python source."""
 
 
 def is_script(path: str) -> bool:
-    """Whether Python can run it: a file, or a folder with a `__main__.py`."""
+    """Returns whether Python can run it: a file, or a folder with a `__main__.py`."""
     found = pathlib.Path(path)
     try:
         return found.is_file() or (found / "__main__.py").is_file()
-    except (OSError, ValueError):  # too long, or a null byte
+    except (OSError, ValueError):  # path too long, or with a null byte
         return False
 
 
@@ -25,10 +25,10 @@ def run_script(script: str, arguments: list[str]) -> int:
     """Runs a script as `__main__`, until it ends or calls `sys.exit`.
 
     Returns:
-        Its exit status.
+        The script's exit status.
 
     Raises:
-        ScriptError: if the file cannot be read, or is no Python.
+        ScriptError: if the file cannot be read or is not Python source.
     """
     _check_source(script)
     sys.argv = [script, *arguments]
@@ -41,7 +41,7 @@ def run_script(script: str, arguments: list[str]) -> int:
 
 
 def _check_source(script):
-    """Compiles a source file, which runpy would do without naming the command."""
+    """Compiles the source file; unlike runpy, a failure names the command."""
     path = pathlib.Path(script)
     if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         return
@@ -54,7 +54,7 @@ def _check_source(script):
 
 
 def _status(code):
-    # As Python does it: anything else is a message, and a failure.
+    # As in Python, any other object is printed and means failure.
     if code is None or isinstance(code, int):
         return int(code or 0)
     sys.stderr.write(f"{code}\n")

@@ -1,4 +1,4 @@
-"""A trace: calls, and spans of time in which ranks and threads did something."""
+"""Data types of a trace: calls, and spans of time of ranks and threads."""
 
 import collections
 import dataclasses
@@ -8,28 +8,28 @@ from typing import TypeVar
 
 Key = TypeVar("Key")
 
-# The engine's kinds, apart from the steps of schedules.
-CALL = "call"  # a rank's call, from its arrival to its completion
-GATHER = "gather"  # until the other ranks' calls have arrived
-BARRIER = "barrier"  # until the other processes are there
-UNIT = "unit"  # a part of a GEMM, on one thread
+# Kinds of spans that are not steps of a schedule.
+CALL = "call"  # a rank's call, from its start to its completion
+GATHER = "gather"  # waits until the calls of the other ranks have arrived
+BARRIER = "barrier"  # waits until the other processes have arrived
+UNIT = "unit"  # a work unit of a GEMM on one thread
 WAITS = (GATHER, BARRIER, "wait", "wait_free")
 AROUND = (CALL, GATHER, BARRIER, UNIT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One execution of a call by the ranks of a group.
+    """One execution of a call by all ranks of a group.
 
     Attributes:
-        label: the public function and the user's name for it.
-        op: the FFI target without "jax_ub$".
-        method: how it ran.
-        num_ranks: P.
-        num_splits: pieces of a shard that were asked for; 0 left it to the engine.
-        devices: ids by rank; one where nothing is communicated.
-        operands: of one rank, as in "bf16[128, 512] bf16[512, 256]".
-        variant: of the method's schedule, where that has it.
+        label: names the public function and the user's name for the call.
+        op: name of the FFI target without "jax_ub$".
+        method: method that ran.
+        num_ranks: tensor-parallel size P.
+        num_splits: requested number of splits of a chunk; 0 lets the engine choose.
+        devices: device ids by rank; a single id if the call does not communicate.
+        operands: operands of one rank, such as "bf16[128, 512] bf16[512, 256]".
+        variant: variant of the method's schedule.
     """
 
     label: str
@@ -44,20 +44,20 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What was done from `begin_ns` to `end_ns` of the host's monotonic clock.
+    """One activity, timed with the host's monotonic clock.
 
     Attributes:
-        begin_ns: begin.
-        end_ns: end.
-        process: in which process of the job.
-        thread: on which of its threads.
+        begin_ns: start time.
+        end_ns: end time.
+        process: process index in the job.
+        thread: thread index in the process.
         call: index into `Trace.calls`.
-        kind: a step of a schedule, or one of `AROUND`.
-        rank: in the group; -1 for all of them.
-        chunk: whose rows, the first of several; -1 for everything.
-        split: which piece of the chunk.
+        kind: kind of the schedule's step, or one of `AROUND`.
+        rank: rank in the group; -1 if the activity is for all ranks of the process.
+        chunk: index of the chunk, or of the first of several; -1 for all rows.
+        split: index of the split within the chunk.
         peer: the other rank, or -1.
-        payload: "operand", "partial" or "sum".
+        payload: what is communicated: "operand", "partial" or "sum".
     """
 
     begin_ns: int
@@ -74,18 +74,18 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Returns the duration in seconds."""
         return (self.end_ns - self.begin_ns) * 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What several processes of one host did, on one clock.
+    """The trace of one or several processes of a host, on one clock.
 
     Attributes:
-        calls: in the order in which they began.
-        spans: in no order.
-        num_dropped: spans and calls for which there was no room.
+        calls: the calls, ordered by their start.
+        spans: the spans, in no particular order.
+        num_dropped: number of spans and calls that did not fit into the buffers.
     """
 
     calls: tuple[Call, ...]
@@ -93,32 +93,32 @@ class Trace:
     num_dropped: int = 0
 
     def of_call(self, index: int) -> list[Span]:
-        """The spans of one call, by time."""
+        """Returns the spans of one call, sorted by their start."""
         return sorted(
             (span for span in self.spans if span.call == index),
             key=lambda span: (span.begin_ns, -span.end_ns),
         )
 
     def seconds_of(self, index: int) -> float:
-        """From the first rank's arrival to the last one's completion."""
+        """Returns the seconds from the first rank's start to the last one's end."""
         spans = self.of_call(index)
         if not spans:
             return 0.0
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
     def exposed_s(self) -> dict[str, float]:
-        """Seconds that a rank waited in a call, on average, by the call's label."""
+        """Returns a rank's average waiting time per call in seconds, by label."""
         return self._exposed_s(lambda call: call.label)
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """The same by label and op: a label is that of the backward's calls too."""
+        """Returns `exposed_s` by label and op; calls of a backward share the label."""
         return self._exposed_s(lambda call: (call.label, call.op))
 
     def _exposed_s(self, key: Callable[[Call], Key]) -> dict[Key, float]:
-        """The mean over ranks and calls.
+        """Averages waiting times over ranks and calls.
 
-        Waiting for other ranks' calls, for chunks, for free slots and for other
-        processes; what was hidden behind a product does not show.
+        Includes waits for other ranks' calls, chunks, free slots and other processes.
+        Communication that is hidden behind a GEMM causes no waits.
         """
         ranks: dict[tuple[int, int], set[int]] = {}
         for span in self.spans:
@@ -127,7 +127,7 @@ class Trace:
         waited: collections.Counter[int] = collections.Counter()
         for span in self.spans:
             if span.kind in WAITS:
-                # A barrier is waited for by all ranks of its process.
+                # All ranks of a process wait in its barrier.
                 here = ranks.get((span.call, span.process), ())
                 count = len(here) if span.rank < 0 else 1
                 waited[span.call] += count * (span.end_ns - span.begin_ns)
@@ -139,7 +139,7 @@ class Trace:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """One trace of several: the n-th call of a label and a group is one call."""
+    """Merges traces of processes: the n-th equal calls of all traces are one call."""
     calls: list[Call] = []
     spans: list[Span] = []
     found: dict[tuple[Call, int], int] = {}

@@ -1,4 +1,4 @@
-"""The choices of how a product runs with its communication, worth timing."""
+"""Candidate methods and kernel options that `tune` measures."""
 
 import dataclasses
 import itertools
@@ -16,28 +16,28 @@ _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
 _MARGINS = (0, 2)
 _ALGORITHMS = (1, 2, 3)
-# Thread blocks of kernels that send: few for small messages, more for larger ones.
+# Thread blocks of kernels that send data: few for small messages, more for large ones.
 _BLOCKS = (4, 16)
-# Of a partial sum on a CPU.
+# Element size of a partial sum on a CPU.
 _F32_BYTES = 4
 
 
 def candidates(
     case: Case, is_cuda: bool, dgrad: MethodChoice | None = None
 ) -> list[MethodChoice]:
-    """Every choice, the likeliest first, and not to overlap at all last.
+    """Returns all candidates, the most promising first, and "xla" last.
 
-    On a GPU the streams of products and the multiprocessors that they leave free are
-    choices too, and cuBLASLt's algorithm where those are the defaults. Communication is
-    the copy engines', which take no multiprocessors; where nothing is cut into pieces,
-    also that of kernels, to which products leave theirs. A rank's own product has
-    nothing but algorithms to choose.
+    On a GPU, candidates also vary the number of GEMM streams and of multiprocessors
+    that GEMMs leave free; with the defaults of both, they vary cuBLASLt's algorithm.
+    Copy engines communicate, which use no multiprocessors. If chunks are not split,
+    kernels on the multiprocessors left free are tried, too. Ops without communication
+    only vary the algorithm.
 
     Args:
-        case: what is chosen for.
-        is_cuda: whether it runs on GPUs.
-        dgrad: of a column layer's gradients: what was chosen for its dgrad's product,
-            which is a GEMM+RS.
+        case: the op and its sizes.
+        is_cuda: whether the op runs on GPUs.
+        dgrad: for the gradients of a column layer, the best choice for its dgrad as a
+            GEMM+RS; None otherwise.
     """
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
@@ -55,7 +55,7 @@ def candidates(
         *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
         *(KernelOptions(gemm_algorithm=number) for number in _ALGORITHMS),
     ]
-    # Kernels send what is too small for copy engines: it is not cut.
+    # Kernels send messages that are too small for copy engines, so nothing is split.
     whole = [
         choice
         for choice in choices
@@ -82,9 +82,9 @@ def _by_kernels() -> list[KernelOptions]:
 
 
 def _of_column_gradients(is_cuda, dgrad):
-    """Bulk, whose products are one after the other: streams change nothing.
+    """Returns bulk methods, and methods that run GEMM+RS for dgrad before wgrad.
 
-    Else the dgrad's own communication, and then the wgrad.
+    Bulk runs its two GEMMs one after the other, so the number of streams has no effect.
     """
     apart = (
         MethodChoice(Method.RING_EXCHANGE) if is_cuda else MethodChoice(Method.DIRECT)
@@ -114,7 +114,7 @@ def _tuned(choice, kernel_options):
 
 
 def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
-    """Methods with their variants, where those do anything."""
+    """Yields methods with the variants that have an effect."""
     if not is_cuda:
         yield MethodChoice(Method.DIRECT)
     yield MethodChoice(Method.RING_EXCHANGE)
@@ -129,7 +129,7 @@ def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
         )
     for num_splits in _SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # A CPU does one step after the other: to put a piece later gains nothing.
+        # Without concurrency, as on a CPU, it does not help to put a split later.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)
@@ -137,7 +137,7 @@ def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Whether `initialize_ub` of the case's own shape makes enough room."""
+    """Returns whether `initialize_ub` with the case's shape provides enough memory."""
     platform = "cuda" if is_cuda else "cpu"
     itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
     num_elements = case.M * case.N

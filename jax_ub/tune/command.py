@@ -1,7 +1,7 @@
-"""Finds the fastest way to run each linear on this machine, and writes it down.
+"""Finds the fastest way to run each linear on this machine, and writes it to a file.
 
-`initialize_ub(ub_cfgs="FILE")`, or `JAX_UB_TUNED=FILE`, makes method "auto" take what
-was found, for the sizes that were tuned. Not to overlap is one of the choices.
+With `initialize_ub(ub_cfgs="FILE")` or `JAX_UB_TUNED=FILE`, method "auto" uses these
+results for the tuned sizes. Running without overlap is one of the candidates.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Times all candidates of all cases, prints the best, and writes after each."""
+    """Times all candidates of each case, prints the best, and updates the file."""
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         if not shape.divides(num_ranks):
@@ -84,7 +84,7 @@ def command(given: argparse.Namespace) -> int:
     )
     num_candidates = 0
     for case in wanted:
-        # Tuned before it.
+        # `cases` yields the GEMM+RS of the dgrad before the column gradients.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
@@ -95,7 +95,7 @@ def command(given: argparse.Namespace) -> int:
         print(_line(case, timed), flush=True)
         for choice, reason in refused:
             print(f"    {choice} cannot run: {reason}")
-    # Once more, to compile it.
+    # Each candidate runs once more than `rounds`, to compile.
     print(
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}"
@@ -110,7 +110,7 @@ def _shapes(given) -> Sequence[Shape]:
         return given.shapes or workloads.DEFAULT
     if given.shapes is not None:
         raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
-    # A row linear [M, K, N] is the one behind a column linear [M, N, K].
+    # `cases` takes the column linear [M, N, K] that precedes a row linear [M, K, N].
     layers = models.find(given.model).layers
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
@@ -120,7 +120,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, num_devices) -> bool:
-    """Whether it runs on GPUs."""
+    """Starts JAX's backend and returns whether it uses GPUs."""
     devices.start(num_devices, wanted)
     if wanted == "cpu":
         return False

@@ -1,4 +1,4 @@
-"""Times the candidates of a case, in turns."""
+"""Times the candidates of a case in interleaved rounds."""
 
 import dataclasses
 import statistics
@@ -14,19 +14,19 @@ from jax_ub.tune.programs import Operands
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One candidate of a case and how long a call took, dispatch included."""
+    """A candidate of a case and its time per call in microseconds."""
 
     choice: MethodChoice
-    us: float  # the median over the rounds
+    us: float  # median over the rounds, including dispatch
 
 
 def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[Case]:
-    """The products of a column linear of this shape, and of the row linear behind it.
+    """Yields the cases of a column linear of this shape and of the row linear after it.
 
-    Those of their gradients have the same sizes: the AG+GEMM that a row linear's
-    gradient is has those of the column linear's forward. How a column linear's two
-    gradients run together is a case of its own, with the sizes of its forward. On GPUs
-    so are a rank's own products, which have algorithms there.
+    The gradients have the same sizes: a row linear's dgrad is an AG+GEMM with the sizes
+    of the column linear's forward pass. The two gradients of a column linear together
+    are a separate case, with the sizes of its forward pass. On GPUs, GEMMs without
+    communication are cases, too, because they have algorithms to choose from.
     """
     row = shape.row
     yield Case("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
@@ -40,7 +40,7 @@ def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[C
 
 
 def _own_products(M, K, N, dtype):
-    """Those of a rank's kernel [K, N] and M rows."""
+    """Yields the cases without communication for a kernel [K, N] and M rows."""
     yield Case("matmul", 1, M, K, N, dtype)
     yield Case("dgrad", 1, M, N, K, dtype)
     yield Case("dgrad_add", 1, M, N, K, dtype)
@@ -49,17 +49,18 @@ def _own_products(M, K, N, dtype):
 
 
 def dgrad_of(case: Case) -> Case:
-    """The product that a column linear's dgrad is, a GEMM+RS."""
+    """Returns the case of a column linear's dgrad, which is a GEMM+RS."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
 def measure(
     case: Case, choices: Sequence[MethodChoice], rounds: int
 ) -> tuple[list[Timed], list[tuple[MethodChoice, str]]]:
-    """Times every candidate once in each round.
+    """Times every candidate once per round.
 
     Returns:
-        What was timed, the fastest first; and what could not run, with its reason.
+        The timed candidates, fastest first; and the candidates that failed to run, with
+        the error text.
     """
     operands = Operands(case)
     candidates: list[Candidate] = []
