@@ -119,7 +119,8 @@ nb::dict ReadTrace() {
   return dict;
 }
 
-// Returns the enumerator (0 .. count - 1) whose name is `wanted`. Throws if there is none.
+// Returns the enumerator (0 .. count - 1) whose name is `wanted`. Throws if there is
+// none.
 template <typename Enum>
 Enum Named(const char* what,
            const std::string& wanted,
@@ -142,8 +143,8 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
-// A bulk op has the same schedule as the plain collective; it only runs concurrently with a
-// GEMM.
+// A bulk op has the same schedule as the plain collective; it only runs concurrently
+// with a GEMM.
 jax_ub::CollectiveKind PatternNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;

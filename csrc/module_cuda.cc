@@ -223,9 +223,9 @@ std::map<std::string, std::string> Failures() {
   return texts;
 }
 
-// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it. The name
-// differs from the CPU module's class, because nanobind identifies the types of both modules
-// by their names.
+// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it.
+// The name differs from the CPU module's class, because nanobind identifies the types
+// of both modules by their names.
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();

@@ -27,7 +27,8 @@ class Reader {
     return static_cast<int>(InRange(name, 1, 1 << 16));
   }
 
-  // Reads an optional attribute of KernelOptions. `value` is unchanged if it is missing.
+  // Reads an optional attribute of KernelOptions. `value` is unchanged if it is
+  // missing.
   void MayHave(const char* name, bool& value) const {
     if (source_.Has(name)) value = Flag(name);
   }

@@ -1,5 +1,5 @@
-// Reads the attributes of a custom call, from XLA's dictionary in an FFI handler or from a
-// Python dictionary during lowering.
+// Reads the attributes of a custom call, from XLA's dictionary in an FFI handler or
+// from a Python dictionary during lowering.
 #pragma once
 
 #include <cstdint>
@@ -24,18 +24,21 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is out of
-// range or a required attribute is missing. The attributes of KernelOptions are optional.
+// Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
+// out of range or a required attribute is missing. The attributes of KernelOptions are
+// optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Converts an array with these dimensions to [batch, rows, features]. For an all-reduce, all
-// elements become features of one row, because the shape does not matter.
+// Converts an array with these dimensions to [batch, rows, features]. For an
+// all-reduce, all elements become features of one row, because the shape does not
+// matter.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// Returns the prefix of an error message: "jax_ub.all_gather_matmul: attribute num_ranks: ".
+// Returns the prefix of an error message: "jax_ub.all_gather_matmul: attribute
+// num_ranks: ".
 std::string AttributeError(Op op, std::string_view name);
 
 }  // namespace jax_ub

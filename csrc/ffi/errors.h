@@ -7,7 +7,8 @@
 
 namespace jax_ub {
 
-// Maps each exception type of platform/error.h to an XLA error code and keeps its message.
+// Maps each exception type of platform/error.h to an XLA error code and keeps its
+// message.
 xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
 
 }  // namespace jax_ub

@@ -15,12 +15,12 @@ std::array<Target, kNumOps> Targets();
 // Returns the type of the state of an instantiated call.
 CallSiteType TheCallSiteType();
 
-// Returns the engine that all handlers of this process share, and creates it at the first
-// call. It is global because handlers are plain functions. A child of fork() gets a new
-// engine, since a child does not inherit threads.
+// Returns the engine that all handlers of this process share, and creates it at the
+// first call. It is global because handlers are plain functions. A child of fork() gets
+// a new engine, since a child does not inherit threads.
 Engine& ProcessEngine();
-// Returns the same engine, or nullptr if it does not exist yet. For queries and releases,
-// which should not create an engine, since that starts a thread.
+// Returns the same engine, or nullptr if it does not exist yet. For queries and
+// releases, which should not create an engine, since that starts a thread.
 Engine* ExistingEngine();
 
 }  // namespace jax_ub

@@ -1,5 +1,5 @@
-// What is registered with XLA for an engine: its FFI handlers and the type of their state.
-// This header does not need XLA's headers.
+// What is registered with XLA for an engine: its FFI handlers and the type of their
+// state. This header does not need XLA's headers.
 #pragma once
 
 #include <array>
@@ -27,17 +27,17 @@ std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   }(std::make_integer_sequence<int, kNumOps>());
 }
 
-// The type of the state of an instantiated call. It must be registered under `name` before
-// any target. The backend must exist by then, because older jaxlibs register queued targets
-// before queued types.
+// The type of the state of an instantiated call. It must be registered under `name`
+// before any target. The backend must exist by then, because older jaxlibs register
+// queued targets before queued types.
 struct CallSiteType {
   std::string name;  // "jax_ub$CallSite"
   void* type_id = nullptr;
   void* type_info = nullptr;
 };
 
-// Returns (major, minor) of the FFI API in the XLA headers that the handlers were compiled
-// with.
+// Returns (major, minor) of the FFI API in the XLA headers that the handlers were
+// compiled with.
 std::pair<int, int> XlaFfiApiVersion();
 
 }  // namespace jax_ub

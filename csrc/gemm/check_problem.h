@@ -5,8 +5,8 @@
 
 namespace jax_ub {
 
-// Checks that views and sizes are consistent. Throws std::invalid_argument with the actual
-// and the expected values.
+// Checks that views and sizes are consistent. Throws std::invalid_argument with the
+// actual and the expected values.
 void CheckProblem(const GemmProblem& problem);
 
 // Returns `problem` after checking it with CheckProblem.

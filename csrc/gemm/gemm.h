@@ -2,10 +2,10 @@
 //
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
-// Products of bf16 and f16 operands are exact and summed in f32, in an order that depends
-// on the views and the instruction set only, never on threads: results are bitwise
-// repeatable. Subnormal f32 numbers, also as values of bf16, count as zero: XLA:CPU runs
-// its own arithmetic that way. Subnormal f16 numbers keep their value.
+// Products of bf16 and f16 operands are exact and summed in f32, in an order that
+// depends on the views and the instruction set only, never on threads: results are
+// bitwise repeatable. Subnormal f32 numbers, also as values of bf16, count as zero:
+// XLA:CPU runs its own arithmetic that way. Subnormal f16 numbers keep their value.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,8 @@ struct Workers {
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 
 // Instruction sets that have kernels, slowest first: "portable", "avx2", "avx512",
-// "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws otherwise.
+// "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws
+// otherwise.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

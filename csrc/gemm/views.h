@@ -1,9 +1,10 @@
-// Views of segmented matrices. An operand or result of a GEMM may be distributed over the
-// buffers of several ranks, along either dimension. The GEMM reads and writes it in place.
+// Views of segmented matrices. An operand or result of a GEMM may be distributed over
+// the buffers of several ranks, along either dimension. The GEMM reads and writes it in
+// place.
 //
-// A view is a grid of rectangular segments. The `bounds` of a dimension contain the first
-// index of every segment and, last, the size: {0, 3, 7} means rows 0..2 and rows 3..6.
-// `segments` lists the grid in row-major order.
+// A view is a grid of rectangular segments. The `bounds` of a dimension contain the
+// first index of every segment and, last, the size: {0, 3, 7} means rows 0..2 and rows
+// 3..6. `segments` lists the grid in row-major order.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,9 @@ struct ConstSegment {
   int64_t inner_stride = 0;
 };
 
-// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that is not contracted
-// (M of A, N of B) and `inner` is the contracted dimension (K), independent of the layout.
+// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that is not
+// contracted (M of A, N of B) and `inner` is the contracted dimension (K), independent
+// of the layout.
 struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;
@@ -43,8 +45,8 @@ struct Segment {
   int64_t row_stride = 0;  // in elements; columns are contiguous
 };
 
-// The result C [M, N]. Every element is stored `num_replicas` times: an all-reduce stores one
-// replica per rank.
+// The result C [M, N]. Every element is stored `num_replicas` times: an all-reduce
+// stores one replica per rank.
 struct ResultView {
   DType dtype = DType::kF32;
   int num_replicas = 1;
@@ -53,9 +55,9 @@ struct ResultView {
   std::vector<Segment> segments;  // [replica][row segment][column segment]
 };
 
-// A segment of an addend, which is added to the f32 sum before the only rounding. An addend
-// has the same segments as the result. A bias has row_stride 0. An addend may be stored in
-// the memory of the result.
+// A segment of an addend, which is added to the f32 sum before the only rounding. An
+// addend has the same segments as the result. A bias has row_stride 0. An addend may be
+// stored in the memory of the result.
 struct AddendSegment {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;

@@ -1,5 +1,5 @@
-// Sets the floating-point mode of XLA:CPU: subnormal f32 operands and results are flushed to
-// zero, and inexact results are rounded to nearest.
+// Sets the floating-point mode of XLA:CPU: subnormal f32 operands and results are
+// flushed to zero, and inexact results are rounded to nearest.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace jax_ub {
 
-// RAII: sets the mode of the calling thread and restores the previous mode at the end of
-// the scope. Needed because a thread inherits the mode of the thread that started it.
+// RAII: sets the mode of the calling thread and restores the previous mode at the end
+// of the scope. Needed because a thread inherits the mode of the thread that started
+// it.
 class ArithmeticMode {
  public:
   ArithmeticMode() : saved_(Control()) { SetControl(kControl); }

@@ -27,8 +27,9 @@ std::optional<double> QuotaOf(const std::string& folder) {
                 std::ifstream(folder + "/cpu.cfs_period_us"));
 }
 
-// Parses a line "number:controllers:path" of /proc/self/cgroup. Returns the path if this
-// hierarchy has the CPU controller. `hierarchy` is its directory below the mount point.
+// Parses a line "number:controllers:path" of /proc/self/cgroup. Returns the path if
+// this hierarchy has the CPU controller. `hierarchy` is its directory below the mount
+// point.
 std::optional<std::string> PathOf(const std::string& line, std::string* hierarchy) {
   const size_t first = line.find(':');
   const size_t second = line.find(':', first + 1);

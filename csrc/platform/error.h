@@ -17,27 +17,29 @@ class ShapeError : public Error {
   using Error::Error;
 };
 
-// The call is valid, but not supported: for example, the op does not have this method, or
-// the machine has no CUDA driver.
+// The call is valid, but not supported: for example, the op does not have this method,
+// or the machine has no CUDA driver.
 class UnsupportedError : public Error {
  public:
   using Error::Error;
 };
 
-// A collective call failed because a rank failed, made a different call, or never arrived.
+// A collective call failed because a rank failed, made a different call, or never
+// arrived.
 class CommunicatorError : public Error {
  public:
   using Error::Error;
 };
 
-// A wait timed out. The message names the waiting rank, the missing ranks, and the timeout.
+// A wait timed out. The message names the waiting rank, the missing ranks, and the
+// timeout.
 class DeadlineError : public CommunicatorError {
  public:
   using CommunicatorError::CommunicatorError;
 };
 
-// A call to the operating system or to a driver failed. The message contains the function's
-// name and the reason.
+// A call to the operating system or to a driver failed. The message contains the
+// function's name and the reason.
 class SystemError : public Error {
  public:
   using Error::Error;

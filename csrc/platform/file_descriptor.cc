@@ -32,7 +32,8 @@ FileDescriptor NewEvent() {
 
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
-  // The write fails only if the counter is at its maximum, and then the event is readable.
+  // The write fails only if the counter is at its maximum, and then the event is
+  // readable.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
@@ -52,11 +53,11 @@ FileDescriptor WatchProcess(pid_t pid) {
 }
 
 std::string DescribeIfStopped(pid_t pid) {
-  // The file contains "<pid> (<name>) <state> ...". The name may contain any characters,
-  // also ")".
+  // The file contains "<pid> (<name>) <state> ...". The name may contain any
+  // characters, also ")".
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  // 256 bytes include the state; the rest is not needed. If the process exits during the
-  // read, `read` returns fewer bytes, while a stream iterator would throw.
+  // 256 bytes include the state; the rest is not needed. If the process exits during
+  // the read, `read` returns fewer bytes, while a stream iterator would throw.
   std::string line(256, '\0');
   file.read(line.data(), static_cast<std::streamsize>(line.size()));
   line.resize(static_cast<size_t>(file.gcount()));

@@ -22,19 +22,19 @@ using FileDescriptor = UniqueHandle<FileDescriptorTraits>;
 // Throws SystemError with the text "`what`: <message of the errno value `error`>".
 [[noreturn]] void ThrowSystemError(const std::string& what, int error);
 
-// Creates an event: a descriptor that becomes readable on NotifyEvent and stays readable
-// until ClearEvent.
+// Creates an event: a descriptor that becomes readable on NotifyEvent and stays
+// readable until ClearEvent.
 FileDescriptor NewEvent();
 void NotifyEvent(const FileDescriptor& event) noexcept;
 void ClearEvent(const FileDescriptor& event) noexcept;
 
 // Returns a descriptor that becomes readable when the process exits for any reason (a
-// pidfd). Returns an empty handle if the kernel does not support this or the process is not
-// visible.
+// pidfd). Returns an empty handle if the kernel does not support this or the process is
+// not visible.
 FileDescriptor WatchProcess(pid_t pid);
 
-// Returns " (it is stopped)" if a signal has stopped the process, else an empty string. For
-// error messages.
+// Returns " (it is stopped)" if a signal has stopped the process, else an empty string.
+// For error messages.
 std::string DescribeIfStopped(pid_t pid);
 
 // Waits until a descriptor has an event. Returns false if `until` passes first.

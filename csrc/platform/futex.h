@@ -1,5 +1,5 @@
-// Futexes: a thread sleeps until another thread changes a word and wakes it. The word may
-// be in memory that several processes share.
+// Futexes: a thread sleeps until another thread changes a word and wakes it. The word
+// may be in memory that several processes share.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@ namespace jax_ub {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps until FutexWake or the deadline, if the word equals `expected`. May return early,
-// so callers check their condition in a loop.
+// Sleeps until FutexWake or the deadline, if the word equals `expected`. May return
+// early, so callers check their condition in a loop.
 void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline);

@@ -24,9 +24,9 @@ using HostMapping = UniqueHandle<MappingTraits>;
 // Huge pages reduce TLB misses. Small pages are faster to fault in.
 enum class Pages { kHuge, kSmall };
 
-// Maps private, zero-filled memory. Physical pages are allocated on first access. Returns
-// an empty handle if the mapping fails. `pages` is only a hint: a system without huge pages
-// ignores it.
+// Maps private, zero-filled memory. Physical pages are allocated on first access.
+// Returns an empty handle if the mapping fails. `pages` is only a hint: a system
+// without huge pages ignores it.
 HostMapping MapPrivate(size_t size_bytes, Pages pages) noexcept;
 
 }  // namespace jax_ub

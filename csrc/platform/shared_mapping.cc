@@ -40,8 +40,8 @@ FileDescriptor NewMemory() {
   return memory;
 }
 
-// Linux overcommits memory: a too large allocation succeeds, and the kernel kills a process
-// that touches it later. This check reports an error instead.
+// Linux overcommits memory: a too large allocation succeeds, and the kernel kills a
+// process that touches it later. This check reports an error instead.
 void CheckAvailable(int64_t size_bytes) {
   const int64_t available_bytes = AvailableBytes();
   if (size_bytes <= available_bytes) return;
@@ -59,7 +59,8 @@ SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
   if (data == MAP_FAILED) ThrowSystemError("mmap of " + Bytes(size_bytes), errno);
   mapping_ = HostMapping({.data = static_cast<std::byte*>(data), .size = size});
   // Both calls are hints. Huge pages reduce TLB misses of large copies. MADV_DONTFORK
-  // prevents that a child of fork() keeps the memory alive after this process has exited.
+  // prevents that a child of fork() keeps the memory alive after this process has
+  // exited.
   static_cast<void>(madvise(data, size, MADV_HUGEPAGE));
   static_cast<void>(madvise(data, size, MADV_DONTFORK));
 }
@@ -72,8 +73,8 @@ SharedMapping SharedMapping::Create(int64_t size_bytes) {
     ThrowSystemError("ftruncate to " + Bytes(size_bytes), errno);
   }
   SharedMapping mapping(std::move(memory), size_bytes);
-  // Faulting the pages in first yields huge pages on the local NUMA node, which fallocate
-  // alone does not. fallocate then guarantees that every page is allocated.
+  // Faulting the pages in first yields huge pages on the local NUMA node, which
+  // fallocate alone does not. fallocate then guarantees that every page is allocated.
   static_cast<void>(
       madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_WRITE));
   int failed = 0;

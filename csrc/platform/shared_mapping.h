@@ -1,6 +1,6 @@
 // Anonymous shared memory (memfd). Processes share it by passing its descriptor, so it
-// needs no file in /dev/shm or /tmp, and the kernel frees it when the last process that maps
-// it exits.
+// needs no file in /dev/shm or /tmp, and the kernel frees it when the last process that
+// maps it exits.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +16,9 @@ class SharedMapping {
  public:
   SharedMapping() = default;
 
-  // Creates zero-filled memory. All pages are allocated here, so no later access can fail,
-  // and the size is sealed, so no process can change it. Throws SystemError if there is not
-  // enough memory.
+  // Creates zero-filled memory. All pages are allocated here, so no later access can
+  // fail, and the size is sealed, so no process can change it. Throws SystemError if
+  // there is not enough memory.
   static SharedMapping Create(int64_t size_bytes);
 
   // Maps memory that another process created. Throws SystemError unless its size is
@@ -32,8 +32,9 @@ class SharedMapping {
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // Drops the mapping without unmapping it. For a child of fork(): the child does not inherit
-  // the mapping (MADV_DONTFORK), so its address range may contain another mapping.
+  // Drops the mapping without unmapping it. For a child of fork(): the child does not
+  // inherit the mapping (MADV_DONTFORK), so its address range may contain another
+  // mapping.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

@@ -1,7 +1,7 @@
-// Threads of the engine. XLA may run any part of a program on them, because the thread that
-// completes a call continues the program. They therefore start in the same state as the
-// threads of XLA:CPU's pool (source: tsl/platform/threadpool.cc and cpu_client.cc, and a
-// probe in a host callback):
+// Threads of the engine. XLA may run any part of a program on them, because the thread
+// that completes a call continues the program. They therefore start in the same state
+// as the threads of XLA:CPU's pool (source: tsl/platform/threadpool.cc and
+// cpu_client.cc, and a probe in a host callback):
 //
 //   floating point   round to nearest, subnormals flushed to zero (ArithmeticMode)
 //   stack            8 MiB, independent of `ulimit -s`; here at least 8 MiB

@@ -19,7 +19,8 @@ constexpr int kBacklog = 256;
 
 struct Address {
   explicit Address(const std::string& name) {
-    // In the abstract namespace the first byte is zero, and the length delimits the name.
+    // In the abstract namespace the first byte is zero, and the length delimits the
+    // name.
     if (name.empty() || name.size() + 1 > sizeof(address.sun_path)) {
       throw SystemError("'" + name + "' is no name for a socket");
     }
@@ -139,8 +140,8 @@ Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) 
     header.msg_control = control.bytes;
     header.msg_controllen = sizeof(control.bytes);
     size = recvmsg(connection.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    // ECONNRESET: the peer exited with unread messages. The kernel reports this once, before
-    // the messages that the peer sent.
+    // ECONNRESET: the peer exited with unread messages. The kernel reports this once,
+    // before the messages that the peer sent.
   } while (size < 0 && (errno == EINTR || errno == ECONNRESET));
   if (size < 0 && errno == EAGAIN) return {};
   if (size < 0) ThrowSystemError("recvmsg", errno);

@@ -1,6 +1,6 @@
-// Unix domain sockets between processes of one host. A message may carry a file descriptor.
-// Sockets preserve message boundaries (SOCK_SEQPACKET), never block, and are bound to names
-// in the abstract namespace, which are not files.
+// Unix domain sockets between processes of one host. A message may carry a file
+// descriptor. Sockets preserve message boundaries (SOCK_SEQPACKET), never block, and
+// are bound to names in the abstract namespace, which are not files.
 #pragma once
 
 #include <sys/types.h>

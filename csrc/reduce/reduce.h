@@ -24,9 +24,9 @@ struct Matrix {
 
 // out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
 //
-// Adds in f32, in the order of `chunks` (the order of the ranks), and rounds once, so every
-// rank computes the same bits. `out` may be exactly the memory of one chunk. Throws
-// std::invalid_argument if `chunks` is empty.
+// Adds in f32, in the order of `chunks` (the order of the ranks), and rounds once, so
+// every rank computes the same bits. `out` may be exactly the memory of one chunk.
+// Throws std::invalid_argument if `chunks` is empty.
 void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t rows,
                int64_t columns,

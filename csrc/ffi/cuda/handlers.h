@@ -25,22 +25,22 @@ std::array<Target, kNumOps> CudaTargets();
 // Returns the type of the state of an instantiated call.
 CallSiteType TheCudaCallSiteType();
 
-// Returns the engine that all handlers of this process share, and creates it at the first
-// call. Throws UnsupportedError if the driver or cuBLASLt is missing.
+// Returns the engine that all handlers of this process share, and creates it at the
+// first call. Throws UnsupportedError if the driver or cuBLASLt is missing.
 CudaEngine& ProcessCudaEngine();
 
-// Returns the cuBLASLt library that the engine uses, and loads it at the first call. Throws
-// UnsupportedError if it is missing.
+// Returns the cuBLASLt library that the engine uses, and loads it at the first call.
+// Throws UnsupportedError if it is missing.
 const CublasLt& ProcessCublasLt();
 
-// Sets additional directories to search for cuBLASLt. Has no effect after the library has
-// been loaded.
+// Sets additional directories to search for cuBLASLt. Has no effect after the library
+// has been loaded.
 void SetLibraryPaths(std::vector<std::string> directories);
 // Sets the timeout of waits, also for an existing engine.
 void SetCudaTimeout(double timeout_s);
 
-// Sets whether all-reduces may use multicast (NVLink SHARP). Must be called before the engine
-// exists.
+// Sets whether all-reduces may use multicast (NVLink SHARP). Must be called before the
+// engine exists.
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 

@@ -1,10 +1,12 @@
-// The AMX micro-kernel: computes one tile of C, 16 x 32 or 32 x 32, over a block of K, and
-// keeps its sums in tile registers. Included after simd_avx512.h and simd_bf16_pairs.h.
+// The AMX micro-kernel: computes one tile of C, 16 x 32 or 32 x 32, over a block of K,
+// and keeps its sums in tile registers. Included after simd_avx512.h and
+// simd_bf16_pairs.h.
 //
-// A tile register holds 16 rows of 64 bytes. Four registers hold sums of 16 x 16 elements.
-// Each step of 16 words of K loads two registers of A and two of B. A needs no packing. A
-// panel of B holds a row of 32 words for each word of K, which is the layout that TDPBF16PS
-// requires. TDPBF16PS flushes subnormal numbers regardless of MXCSR.
+// A tile register holds 16 rows of 64 bytes. Four registers hold sums of 16 x 16
+// elements. Each step of 16 words of K loads two registers of A and two of B. A needs
+// no packing. A panel of B holds a row of 32 words for each word of K, which is the
+// layout that TDPBF16PS requires. TDPBF16PS flushes subnormal numbers regardless of
+// MXCSR.
 #pragma once
 
 #include <string.h>
@@ -42,8 +44,8 @@ inline void ConfigureTiles() {
 
 inline void ReleaseTiles() { _tile_release(); }
 
-// A compiler barrier between AMX intrinsics and other loads and stores: GCC's intrinsics do
-// not declare that they access memory.
+// A compiler barrier between AMX intrinsics and other loads and stores: GCC's
+// intrinsics do not declare that they access memory.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
 // Registers 0 to 3 hold the sums: upper left, upper right, lower left, lower right.
@@ -111,8 +113,8 @@ inline void MultiplyRest(const char* a,
   MultiplyStep<kIsTall>(a_words, 4 * kAmxWords, b_words);
 }
 
-// Stores the sums through a copy in the L1 cache, which is where they are rounded and the
-// addend is added.
+// Stores the sums through a copy in the L1 cache, which is where they are rounded and
+// the addend is added.
 template <bool kIsTall>
 inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
@@ -159,8 +161,8 @@ void AmxTile(const void* a,
   }
 }
 
-// Packs A as rows of words, that is, into panels of width 1. The source is contiguous along
-// K.
+// Packs A as rows of words, that is, into panels of width 1. The source is contiguous
+// along K.
 inline void CopyRows(const void* source,
                      int64_t stride,
                      int64_t outer,
@@ -173,8 +175,8 @@ inline void CopyRows(const void* source,
   }
 }
 
-// Packs A as rows of words. The source is contiguous along the outer dimension; `stride` is
-// the distance of neighbors along K.
+// Packs A as rows of words. The source is contiguous along the outer dimension;
+// `stride` is the distance of neighbors along K.
 inline void TransposeToRows(const void* source,
                             int64_t stride,
                             int64_t outer,

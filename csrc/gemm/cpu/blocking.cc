@@ -15,8 +15,8 @@ constexpr int64_t kMaxUnitColumns = 1024;
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
 // The shortest segments that blocks of K are cut at, in words, and with how many rows:
-// packing costs the more, the fewer rows share it (Zen 4, 96 words: +25 % of 64 rows, +5 %
-// of 256, -2 % of 1024). Not of a unit's rows: bits must not depend on the units.
+// packing costs the more, the fewer rows share it (Zen 4, 96 words: +25 % of 64 rows,
+// +5 % of 256, -2 % of 1024). Not of a unit's rows: bits must not depend on the units.
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
@@ -29,8 +29,8 @@ int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
 
 // Chooses the grid of units with the least time for the busiest worker,
 //   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns)),
-// since every unit packs what it reads. Two units a worker or more even out workers that
-// are held up.
+// since every unit packs what it reads. Two units a worker or more even out workers
+// that are held up.
 void ChooseUnits(const GemmProblem& problem,
                  const KernelSet& kernels,
                  int num_workers,
@@ -59,8 +59,8 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// The places where a segment of either operand ends, from 0 to K; of 0 and K alone where
-// segments are so short that the sums would leave the registers too often.
+// The places where a segment of either operand ends, from 0 to K; of 0 and K alone
+// where segments are so short that the sums would leave the registers too often.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;

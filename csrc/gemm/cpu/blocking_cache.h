@@ -1,5 +1,5 @@
-// Caches blockings between calls, because choosing a blocking takes longer than the rest of
-// planning a product.
+// Caches blockings between calls, because choosing a blocking takes longer than the
+// rest of planning a product.
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@
 
 namespace jax_ub {
 
-// Maps the inputs of ChooseBlocking (sizes, bounds along K, kernels, number of workers) to
-// its result. Keys and values contain no addresses of operands. Thread-safe.
+// Maps the inputs of ChooseBlocking (sizes, bounds along K, kernels, number of workers)
+// to its result. Keys and values contain no addresses of operands. Thread-safe.
 class BlockingCache {
  public:
   // A full cache is cleared. A program has only a few distinct products.
@@ -25,7 +25,8 @@ class BlockingCache {
                    const KernelSet& kernels,
                    int num_workers);
 
-  // Returns how often a blocking was computed, that is, the number of misses. For tests.
+  // Returns how often a blocking was computed, that is, the number of misses. For
+  // tests.
   int64_t num_chosen() const { return num_chosen_.load(); }
 
  private:

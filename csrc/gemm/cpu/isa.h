@@ -5,8 +5,8 @@
 
 namespace jax_ub {
 
-// An instruction set: `general` are its kernels for any pair of dtypes, `bf16` those for two
-// bf16 operands.
+// An instruction set: `general` are its kernels for any pair of dtypes, `bf16` those
+// for two bf16 operands.
 struct Isa {
   const KernelSet* general;
   const KernelSet* bf16;
@@ -15,8 +15,9 @@ struct Isa {
 
 const Isa& IsaInUse();
 
-// RAII: prepares the calling thread for these kernels, and restores its state at the end of
-// the scope. Required around calls of tile functions (AMX configures its tile registers).
+// RAII: prepares the calling thread for these kernels, and restores its state at the
+// end of the scope. Required around calls of tile functions (AMX configures its tile
+// registers).
 class ScopedKernelState {
  public:
   explicit ScopedKernelState(const KernelSet& kernels) : kernels_(kernels) {

@@ -1,7 +1,8 @@
 // What an instruction set provides to the GEMM: plain functions over raw pointers.
 //
 // Kernel files are compiled with their own instruction set flags, so they include only
-// this header, C headers and intrinsics, and put everything into a namespace of their own.
+// this header, C headers and intrinsics, and put everything into a namespace of their
+// own.
 //
 // A *word* is what one multiply-add consumes of K: one f32, or a pair of bf16 (two
 // consecutive k; the lower address is the lower k). Words are 32 bits in either case.
@@ -31,8 +32,8 @@ struct TileOutput {
 inline constexpr int kLineBytes = 64;  // of the caches
 inline constexpr int kStepWords = 8;   // of K, between two times that a tile asks
 
-// Memory that will be packed next: rows of `row_bytes`, `stride` apart. Tiles ask for its
-// lines while they multiply, each from where the one before left off.
+// Memory that will be packed next: rows of `row_bytes`, `stride` apart. Tiles ask for
+// its lines while they multiply, each from where the one before left off.
 struct PrefetchCursor {
   const char* row = nullptr;  // the one that the next line is of
   int64_t row_bytes = 0;
@@ -63,8 +64,9 @@ using TileFunction = void (*)(const void* a,
 
 // Packs a rectangle of `outer` x `num_words` words into panels: word (o, k) goes to
 // panels + o / panel * panel_bytes + 4 * (k * panel + o % panel), where `panel` is the
-// width that the function is made for. `stride` is the distance in bytes of two elements
-// that are neighbours along the dimension that is not contiguous in the source.
+// width that the function is made for. `stride` is the distance in bytes of two
+// elements that are neighbours along the dimension that is not contiguous in the
+// source.
 using PackFunction = void (*)(const void* source,
                               int64_t stride,
                               int64_t outer,
@@ -88,8 +90,8 @@ using SumFunction = void (*)(const Summand* summands,
                              int64_t out_stride,
                              DType out_dtype);
 
-// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B in
-// place (see few_rows_kernel.h).
+// sums[m, c] += sum_k A[m, k] * B[k, c] for few rows and any number of columns, with B
+// in place (see few_rows_kernel.h).
 using SmallMFunction = void (*)(const void* a,
                                 int64_t a_stride,
                                 const void* b,

@@ -8,9 +8,9 @@ namespace jax_ub {
 
 namespace {
 
-// Packs one k of `outer` words that are pairs of bf16: the high or the low half of each word.
-// For a range of K that begins or ends inside a pair. Writing the low half clears the high
-// half, which is correct if K ends there.
+// Packs one k of `outer` words that are pairs of bf16: the high or the low half of each
+// word. For a range of K that begins or ends inside a pair. Writing the low half clears
+// the high half, which is correct if K ends there.
 void PackHalf(const std::byte* source,
               int64_t stride,
               int64_t outer,
@@ -25,15 +25,16 @@ void PackHalf(const std::byte* source,
   }
 }
 
-// Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the same
-// cache set, which holds only a few of them. AMX loads 16 rows at once. They are copied first
-// if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x 1024 x 1536 and
-// 2048 x 2048 x 2048: 10 to 25 % faster than in place), else read in place
-// (256 x 1408 x 1024: 15 % faster).
+// Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the
+// same cache set, which holds only a few of them. AMX loads 16 rows at once. They are
+// copied first if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x
+// 1024 x 1536 and 2048 x 2048 x 2048: 10 to 25 % faster than in place), else read in
+// place (256 x 1408 x 1024: 15 % faster).
 constexpr int64_t kWayBytes = 4096;
 constexpr int64_t kRowsInOnePlace = 4;
 
-// Returns whether `at_once` rows that are `stride` bytes apart fit the L1 cache together.
+// Returns whether `at_once` rows that are `stride` bytes apart fit the L1 cache
+// together.
 bool FitFirstCache(int64_t at_once, int64_t stride) {
   return at_once <= kRowsInOnePlace * (kWayBytes / std::gcd(stride, kWayBytes));
 }
@@ -54,8 +55,8 @@ OperandReader::OperandReader(const OperandView& view,
             return s.inner_stride == 1;
           })) {}
 
-// Returns an odd number of cache lines. Panels that are a multiple of 4096 bytes apart would
-// map to the same L1 cache set, and packing writes a row of all panels at a time.
+// Returns an odd number of cache lines. Panels that are a multiple of 4096 bytes apart
+// would map to the same L1 cache set, and packing writes a row of all panels at a time.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -166,8 +167,8 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
                 element_bytes_,
       .num_rows = is_k_contiguous ? num_outer : num_k,
   };
-  // A row of this block continues the row of the previous panel. The cache line that both
-  // share is already in the cache, so skip it.
+  // A row of this block continues the row of the previous panel. The cache line that
+  // both share is already in the cache, so skip it.
   if (!is_k_contiguous) lines.row += kLineBytes - 1;
   const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
   lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));

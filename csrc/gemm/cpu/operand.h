@@ -1,5 +1,6 @@
-// Reads an operand from its segments: in place if the micro-kernel supports that, else by
-// packing it into panels of words. Packing also gathers segments and widens elements to f32.
+// Reads an operand from its segments: in place if the micro-kernel supports that, else
+// by packing it into panels of words. Packing also gathers segments and widens elements
+// to f32.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +29,8 @@ struct ATile {
   int64_t stride;  // in bytes
 };
 
-// A block within one segment that is contiguous along the outer dimension. `data` is null if
-// the block has another layout or spans several segments.
+// A block within one segment that is contiguous along the outer dimension. `data` is
+// null if the block has another layout or spans several segments.
 struct InPlaceRows {
   const std::byte* data = nullptr;
   int64_t stride = 0;  // in bytes, between neighbors along K
@@ -37,8 +38,8 @@ struct InPlaceRows {
 
 class OperandReader {
  public:
-  // `panel` is the width of a panel: panel_of_a for A, tile_columns for B. All referenced
-  // arguments must outlive the reader.
+  // `panel` is the width of a panel: panel_of_a for A, tile_columns for B. All
+  // referenced arguments must outlive the reader.
   OperandReader(const OperandView& view,
                 const KernelSet& kernels,
                 const PanelPackers& packers,
@@ -46,8 +47,8 @@ class OperandReader {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // Returns whether tiles of A are read as rows, and in place if possible: every segment is
-  // contiguous along K, and the kernels are fast with rows.
+  // Returns whether tiles of A are read as rows, and in place if possible: every
+  // segment is contiguous along K, and the kernels are fast with rows.
   bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
   // Returns whether tiles of A consist of rows, either in place or packed.
@@ -58,24 +59,25 @@ class OperandReader {
     return {panels, panel_ == 1 ? PanelBytes(k) : int64_t{4} * panel_};
   }
 
-  // Returns the distance in bytes between neighboring packed panels over `k` elements of K.
+  // Returns the distance in bytes between neighboring packed panels over `k` elements
+  // of K.
   int64_t PanelBytes(int64_t k) const;
 
-  // Packs the block `outer` x `k` into consecutive panels: word (o, k) goes to
-  // panels + o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). If the
-  // last panel is not full, its remaining words are not written.
+  // Packs the block `outer` x `k` into consecutive panels: word (o, k) goes to panels +
+  // o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). If the last
+  // panel is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // Returns the block `outer` x `k` in place, for a packing tile. `data` is null if its layout
-  // does not allow that.
+  // Returns the block `outer` x `k` in place, for a packing tile. `data` is null if its
+  // layout does not allow that.
   InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
-  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps. Covers only
-  // the segment in which the block begins.
+  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps.
+  // Covers only the segment in which the block begins.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
-  // Returns a tile of rows, if reads_rows(): in place if one segment contains it and its
-  // elements need no widening, else copied to consecutive rows at `rows`.
+  // Returns a tile of rows, if reads_rows(): in place if one segment contains it and
+  // its elements need no widening, else copied to consecutive rows at `rows`.
   ATile ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
@@ -83,15 +85,15 @@ class OperandReader {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
-  // Packs the part of the block whose segments have the index `outer_segment`. The panels
-  // begin at `first_outer`.
+  // Packs the part of the block whose segments have the index `outer_segment`. The
+  // panels begin at `first_outer`.
   void PackOuterSegment(int64_t outer_segment,
                         Range outer,
                         int64_t first_outer,
                         Range k,
                         std::byte* panels) const;
-  // Packs the part that one segment holds, starting at `source`. Both ranges are relative to
-  // the begin of the panels.
+  // Packs the part that one segment holds, starting at `source`. Both ranges are
+  // relative to the begin of the panels.
   void PackSegment(const ConstSegment& segment,
                    const std::byte* source,
                    Range outer,

@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// The `Words` policy of PackCopied for f32 words: a word is one element of a source row,
-// widened to f32. The source is contiguous along the outer dimension.
+// The `Words` policy of PackCopied for f32 words: a word is one element of a source
+// row, widened to f32. The source is contiguous along the outer dimension.
 template <DType kDType>
 struct Widened {
   static constexpr int64_t kBytes =
@@ -18,7 +18,8 @@ struct Widened {
 
   static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
 
-  // Converts one word through a vector, so that the conversion is identical to LoadWords.
+  // Converts one word through a vector, so that the conversion is identical to
+  // LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -32,16 +33,17 @@ struct Widened {
   }
 };
 
-// Number of rows at the end of a full panel that must not be stored as whole vectors. A vector
-// store may write past the end of its row of kPanel words, into the next kHeldBack rows.
+// Number of rows at the end of a full panel that must not be stored as whole vectors. A
+// vector store may write past the end of its row of kPanel words, into the next
+// kHeldBack rows.
 template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
-// Packs a source that is contiguous along the outer dimension; `stride` is the distance of
-// neighbors along K. Writes a source row to all panels before it reads the next row, since
-// rows are on different pages. Writes rows of a full panel as whole vectors: the words past
-// the end of a row are overwritten by the following rows.
+// Packs a source that is contiguous along the outer dimension; `stride` is the distance
+// of neighbors along K. Writes a source row to all panels before it reads the next row,
+// since rows are on different pages. Writes rows of a full panel as whole vectors: the
+// words past the end of a row are overwritten by the following rows.
 template <typename Words, int kPanel>
 void PackCopied(const void* source,
                 int64_t stride,
@@ -87,9 +89,9 @@ void PackCopied(const void* source,
   }
 }
 
-// Packs a full panel that is narrower than a vector. Stores whole vectors: the words past the
-// end of a row are overwritten by the following rows. The last kHeldBack rows are stored
-// exactly.
+// Packs a full panel that is narrower than a vector. Stores whole vectors: the words
+// past the end of a row are overwritten by the following rows. The last kHeldBack rows
+// are stored exactly.
 template <DType kDType, int kPanel>
 void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
@@ -114,8 +116,9 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   }
 }
 
-// Packs fewer rows than a vector has words: at the end of an operand, or in a panel that spans
-// two segments. Pads the block with zeros and stores only the words of the rows.
+// Packs fewer rows than a vector has words: at the end of an operand, or in a panel
+// that spans two segments. Pads the block with zeros and stores only the words of the
+// rows.
 template <DType kDType, int kPanel>
 void PackFewRows(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
@@ -140,9 +143,10 @@ void PackFewRows(
 }
 
 // Transposes a rectangle: word (row, column) goes to to + column * to_stride + 4 * row.
-// load(row, column) returns kLanes words of a row. Transposes blocks of kLanes x kLanes words
-// in registers. The last block of each dimension ends at the end of the rectangle, so it may
-// overlap the previous block. Requires at least kLanes rows and columns.
+// load(row, column) returns kLanes words of a row. Transposes blocks of kLanes x kLanes
+// words in registers. The last block of each dimension ends at the end of the
+// rectangle, so it may overlap the previous block. Requires at least kLanes rows and
+// columns.
 template <typename Load>
 inline void TransposeBlocks(
     int64_t rows, int64_t columns, Load load, char* to, int64_t to_stride) {
@@ -194,8 +198,8 @@ void PackTransposedPanel(
   TransposeBlocks(outer, num_words, load, to, kRowBytes);
 }
 
-// Packs a source that is contiguous along K; `stride` is the distance of neighbors along the
-// outer dimension.
+// Packs a source that is contiguous along K; `stride` is the distance of neighbors
+// along the outer dimension.
 template <DType kDType, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

@@ -12,11 +12,13 @@ namespace jax_ub {
 
 namespace {
 
-// Size of both panels. They and the sums must fit the L1 cache, which has at least 32 KiB.
-// Longer panels are faster as long as they fit, because sums are stored less often: on Zen 3
-// (6 x 16 tiles), panels of 64 words reach 0.97 of the rate of 320 words, and 352 words 0.99.
+// Size of both panels. They and the sums must fit the L1 cache, which has at least 32
+// KiB. Longer panels are faster as long as they fit, because sums are stored less
+// often: on Zen 3 (6 x 16 tiles), panels of 64 words reach 0.97 of the rate of 320
+// words, and 352 words 0.99.
 constexpr int64_t kPanelsBytes = 28 << 10;
-// Tiles between two reads of the clock. Reading it takes a few percent of the time of a tile.
+// Tiles between two reads of the clock. Reading it takes a few percent of the time of a
+// tile.
 constexpr int kTilesPerLook = 16;
 
 }  // namespace

@@ -62,13 +62,13 @@ class TiledPlan : public GemmPlan {
                 Range columns,
                 int64_t k_index,
                 const Workspace& workspace) const;
-  // How many of a unit's rows have sums at the same time: those of a block if nothing is
-  // added to them, all if another block of K follows.
+  // How many of a unit's rows have sums at the same time: those of a block if nothing
+  // is added to them, all if another block of K follows.
   int64_t RowsOfSums(Range rows) const;
   // The k_index-th block of K; empty behind the last one.
   Range BlockOfK(int64_t k_index) const;
-  // Stores the finished tiles of rows `block` of a result that takes whole rows; a column
-  // tile of `sums` begins `row_tiles` tiles after the one before.
+  // Stores the finished tiles of rows `block` of a result that takes whole rows; a
+  // column tile of `sums` begins `row_tiles` tiles after the one before.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,
@@ -80,10 +80,10 @@ class TiledPlan : public GemmPlan {
   }
   // Packs or finds the tiles of A in rows `block`.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets first:
-  // packs it, or finds it for a tile that packs, and says which memory comes next: behind
-  // the unit's last columns that of the block next_k. Returns where the columns end that
-  // need no preparation any more.
+  // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets
+  // first: packs it, or finds it for a tile that packs, and says which memory comes
+  // next: behind the unit's last columns that of the block next_k. Returns where the
+  // columns end that need no preparation any more.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,

@@ -37,17 +37,18 @@ void ScaleBlock(
   }
 }
 
-// Replicas are written with non-temporal stores if all replicas together are larger than this.
-// Such stores do not read the lines that they overwrite, and the replicas would not fit the
-// caches anyway (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 % faster; including the next
-// operations, which read the result, 0 to 6 % faster).
+// Replicas are written with non-temporal stores if all replicas together are larger
+// than this. Such stores do not read the lines that they overwrite, and the replicas
+// would not fit the caches anyway (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 %
+// faster; including the next operations, which read the result, 0 to 6 % faster).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
 void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
   std::memcpy(to, from, size);
 }
 
-// Copies with non-temporal stores. FinishStream must follow before another thread reads.
+// Copies with non-temporal stores. FinishStream must follow before another thread
+// reads.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
   constexpr int64_t kVector = sizeof(__m128i);
@@ -168,7 +169,8 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
   PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows, own_columns);
   for (const AddendView& addend : addends_) {
     const AddendSegment& from = addend.segments[index];
-    // The lines of the result were prefetched above, and a bias is already in the cache.
+    // The lines of the result were prefetched above, and a bias is already in the
+    // cache.
     if (from.data == to.data || from.row_stride == 0) continue;
     PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
                      own_columns);

@@ -15,29 +15,30 @@ class ResultWriter {
   // Both arguments must outlive the writer.
   ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
-  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica, or only
-  // in the first if CopyReplicas copies the others. The rows of `sums` are `sums_stride`
-  // elements apart. Multiplies `sums` by the scale in place.
+  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica,
+  // or only in the first if CopyReplicas copies the others. The rows of `sums` are
+  // `sums_stride` elements apart. Multiplies `sums` by the scale in place.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
   // Copies the first replica to the other replicas, if there are no addends.
   void CopyReplicas(Range rows, Range columns) const;
 
-  // Returns whether Store should be called for whole rows of a unit instead of single tiles,
-  // because storing short rows to several replicas is slow.
+  // Returns whether Store should be called for whole rows of a unit instead of single
+  // tiles, because storing short rows to several replicas is slow.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
-  // Returns whether a tile kernel can store the rectangle itself, because one segment contains
-  // it and no scale, replica or second addend is needed. If so, sets the destination and the
-  // addend in `output`.
+  // Returns whether a tile kernel can store the rectangle itself, because one segment
+  // contains it and no scale, replica or second addend is needed. If so, sets the
+  // destination and the addend in `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
-  // Prefetches the memory that Store will read and write. Covers only the segment in which the
-  // rectangle begins, since this is only a hint.
+  // Prefetches the memory that Store will read and write. Covers only the segment in
+  // which the rectangle begins, since this is only a hint.
   void Prefetch(Range rows, Range columns) const;
 
  private:
-  // The intersection of a rectangle with one segment. Ranges are relative to the segment.
+  // The intersection of a rectangle with one segment. Ranges are relative to the
+  // segment.
   struct SegmentBlock {
     int64_t segment;
     Range rows;
@@ -49,8 +50,8 @@ class ResultWriter {
     int64_t row_stride;
   };
 
-  // Calls visit(block, first row, first column) for every segment block of the rectangle. The
-  // first row and column are relative to the rectangle.
+  // Calls visit(block, first row, first column) for every segment block of the
+  // rectangle. The first row and column are relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
   void StoreSegmentBlock(const float* sums,

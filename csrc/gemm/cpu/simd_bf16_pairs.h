@@ -1,7 +1,7 @@
 // Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h.
 //
-// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It treats
-// subnormal operands as zero and flushes subnormal results to zero.
+// vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It
+// treats subnormal operands as zero and flushes subnormal results to zero.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -20,8 +20,9 @@ inline Vec LoadPairs(const void* first, const void* second) {
   return _mm512_castsi512_ps(_mm512_or_si512(low, high));
 }
 
-// The `Words` policy of PackCopied and of packing tiles for pairs of bf16: word k consists of
-// an element of row 2k and an element of row 2k + 1. See Widened for the members.
+// The `Words` policy of PackCopied and of packing tiles for pairs of bf16: word k
+// consists of an element of row 2k and an element of row 2k + 1. See Widened for the
+// members.
 struct Pairs {
   static constexpr int64_t kBytes = 2;
   static constexpr int64_t kRows = 2;

@@ -1,5 +1,5 @@
-// Loads elements of any dtype as f32 vectors, and stores f32 vectors as elements of any dtype.
-// Included after a simd header.
+// Loads elements of any dtype as f32 vectors, and stores f32 vectors as elements of any
+// dtype. Included after a simd header.
 #pragma once
 
 #include "gemm/cpu/kernels.h"

@@ -1,4 +1,5 @@
-// Vectors of four f32 in C++ with GCC's vector extension, for any x86-64 or AArch64 CPU.
+// Vectors of four f32 in C++ with GCC's vector extension, for any x86-64 or AArch64
+// CPU.
 #pragma once
 
 #include <stdint.h>
@@ -61,9 +62,9 @@ inline void StoreBF16(void* p, Vec v) {
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// The value of a subnormal f16 is fraction * 2^-24. Combining the fraction with the exponent
-// bits of 2^23 converts it to an integer-valued f32, so no intermediate value is a subnormal
-// f32, which the processor may flush to zero.
+// The value of a subnormal f16 is fraction * 2^-24. Combining the fraction with the
+// exponent bits of 2^23 converts it to an integer-valued f32, so no intermediate value
+// is a subnormal f32, which the processor may flush to zero.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
@@ -75,9 +76,9 @@ inline Vec LoadF16(const void* p) {
   return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
 }
 
-// Rounds to nearest even. For magnitudes below 2^-14, adding 0.5 aligns the last bit of the
-// subnormal f16 with the last bit of the f32, so that the addition does the rounding.
-// Magnitudes of at least 65520 become infinite.
+// Rounds to nearest even. For magnitudes below 2^-14, adding 0.5 aligns the last bit of
+// the subnormal f16 with the last bit of the f32, so that the addition does the
+// rounding. Magnitudes of at least 65520 become infinite.
 inline void StoreF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits sign = (u >> 16) & 0x8000;

@@ -1,10 +1,10 @@
-// Products with few rows of A. They are limited by the memory bandwidth of reading B, so B is
-// read once, in place, without packing.
+// Products with few rows of A. They are limited by the memory bandwidth of reading B,
+// so B is read once, in place, without packing.
 //
 //   sums[m, c] += sum_k A[m, k] * B[k, c],   m < kRows <= kMaxSmallM, c < columns
 //
-// A is f32, with element (m, k) at a + m * a_stride + 4 * k. Element (m, c) of sums is at
-// sums + m * sums_stride + 4 * c. All strides are in bytes.
+// A is f32, with element (m, k) at a + m * a_stride + 4 * k. Element (m, c) of sums is
+// at sums + m * sums_stride + 4 * c. All strides are in bytes.
 #pragma once
 
 #include <string.h>
@@ -22,8 +22,8 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// Adds the products with kStep rows of B, for all columns. Loads and stores each sum once for
-// kStep words of K.
+// Adds the products with kStep rows of B, for all columns. Loads and stores each sum
+// once for kStep words of K.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
@@ -104,7 +104,8 @@ inline float SumOfLanes(Vec v) {
   return lanes[0];
 }
 
-// Computes kColumns dot products with every row of A. Lane i sums k = i, i + kLanes, ...
+// Computes kColumns dot products with every row of A. Lane i sums k = i, i + kLanes,
+// ...
 template <int kRows, int kColumns, DType kDType>
 inline void AddDots(const char* a,
                     int64_t a_stride,

@@ -11,7 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// The sums of a column block stay in the first cache; several strips a worker balance the load.
+// The sums of a column block stay in the first cache; several strips a worker balance
+// the load.
 int64_t StripColumns(int64_t n, int num_workers) {
   const int64_t even = CeilDiv(n, 4 * std::max(1, num_workers));
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);

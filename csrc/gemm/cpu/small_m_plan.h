@@ -1,5 +1,5 @@
-// The plan for products with at most kMaxSmallM rows. A unit is a block of columns. B is read
-// in place.
+// The plan for products with at most kMaxSmallM rows. A unit is a block of columns. B
+// is read in place.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ class SmallMPlan : public GemmPlan {
  private:
   // Writes A to `rows` as f32, with one row of K elements per row of A.
   void WidenA(std::byte* rows) const;
-  // Adds the product of A and one segment of B to `sums`, for the columns of this segment that
-  // are in the column block `columns`.
+  // Adds the product of A and one segment of B to `sums`, for the columns of this
+  // segment that are in the column block `columns`.
   void AddSegment(int64_t column_segment,
                   int64_t k_segment,
                   Range columns,

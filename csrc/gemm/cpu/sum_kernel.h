@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// Sums kVectors vectors of one row, starting at `column`. The dtype of each summand is tested
-// once for all kVectors vectors.
+// Sums kVectors vectors of one row, starting at `column`. The dtype of each summand is
+// tested once for all kVectors vectors.
 template <DType kOut, int kVectors>
 inline void SumVectors(
     const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {

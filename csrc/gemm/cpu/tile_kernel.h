@@ -1,10 +1,12 @@
-// The micro-kernel: computes one tile of C over a block of K and keeps its sums in registers.
+// The micro-kernel: computes one tile of C over a block of K and keeps its sums in
+// registers.
 //
 //   sum[r, c] = sum_k A[r, k] * B[k, c],   r < kRows, c < kVectors * kLanes
 //
-// For each k it loads kVectors vectors of B and broadcasts kRows words of A. In a full tile
-// (6 x 16 with AVX2, 6 x 64 with AVX512), the kRows * kVectors sums, the vectors of B and one
-// broadcast word exactly fit the registers. Sums are added in the order k = 0, 1, 2, ...
+// For each k it loads kVectors vectors of B and broadcasts kRows words of A. In a full
+// tile (6 x 16 with AVX2, 6 x 64 with AVX512), the kRows * kVectors sums, the vectors
+// of B and one broadcast word exactly fit the registers. Sums are added in the order k
+// = 0, 1, 2, ...
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -69,8 +71,8 @@ inline void FetchStep(PrefetchCursor& prefetch) {
   }
 }
 
-// The `Words` policy of tiles that read a packed B. Other policies (Widened, Pairs) make the
-// tile pack B from its source.
+// The `Words` policy of tiles that read a packed B. Other policies (Widened, Pairs)
+// make the tile pack B from its source.
 struct Packed {};
 
 template <typename Words>
@@ -97,8 +99,8 @@ void Tile(const void* a,
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
   if (output.before != nullptr) {
-    // The sums of earlier blocks of K are in an outer cache by now, and are needed after the
-    // loop.
+    // The sums of earlier blocks of K are in an outer cache by now, and are needed
+    // after the loop.
     for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(output.before + i);
   }
   const char* a_word[kColumnsOfA ? 1 : kRows];

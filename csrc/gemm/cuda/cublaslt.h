@@ -1,10 +1,11 @@
 // The subset of cuBLASLt's C interface that the GEMMs use. It is declared here, and its
-// functions are looked up at run time in the libcublasLt.so that JAX has loaded, so that
-// neither building nor loading jax_ub requires the library.
+// functions are looked up at run time in the libcublasLt.so that JAX has loaded, so
+// that neither building nor loading jax_ub requires the library.
 //
 // All declarations are identical in cuBLASLt 12 and 13. The opaque objects behind the
-// pointers are not (a matrix layout has 64 bytes in version 12 and 112 bytes in version 13),
-// so only the library creates and destroys them. Matrices are column-major, as in BLAS.
+// pointers are not (a matrix layout has 64 bytes in version 12 and 112 bytes in version
+// 13), so only the library creates and destroys them. Matrices are column-major, as in
+// BLAS.
 #pragma once
 
 #include <cuda.h>
@@ -42,7 +43,8 @@ enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
-// Where split-K algorithms store partial sums. Values other than kNone are bits of a mask.
+// Where split-K algorithms store partial sums. Values other than kNone are bits of a
+// mask.
 enum class ReductionScheme : uint32_t {
   kNone = 0,         // no split-K
   kInPlace = 1,      // in the result, in the result's dtype
@@ -89,7 +91,8 @@ static_assert(sizeof(Algorithm) == 64 && sizeof(HeuristicResult) == 96);
 
 }  // namespace lt
 
-// The functions of a loaded library. Each member has its function's name without "cublasLt".
+// The functions of a loaded library. Each member has its function's name without
+// "cublasLt".
 struct CublasLt {
   std::string path;    // path of the loaded file, for reports
   size_t version = 0;  // 130100 is 13.1.0
@@ -134,9 +137,9 @@ struct CublasLt {
                                        int num_requested,
                                        lt::HeuristicResult* results,
                                        int* num_found) = nullptr;
-  // Computes D = epilogue(alpha * op(A) * op(B) + beta * C). alpha and beta point to f32 values
-  // on the host, which are read before the function returns. C may be D if both have the same
-  // layout.
+  // Computes D = epilogue(alpha * op(A) * op(B) + beta * C). alpha and beta point to
+  // f32 values on the host, which are read before the function returns. C may be D if
+  // both have the same layout.
   lt::Status (*Matmul)(lt::Handle,
                        lt::MatmulDesc,
                        const void* alpha,
@@ -159,15 +162,15 @@ struct CublasLt {
 lt::DataType DataTypeOf(DType dtype);
 
 // Builds the table with `find`, which returns the address of a function such as
-// "cublasLtMatmul", or null. Throws UnsupportedError if a function is missing or the major
-// version is neither 12 nor 13.
+// "cublasLtMatmul", or null. Throws UnsupportedError if a function is missing or the
+// major version is neither 12 nor 13.
 CublasLt ReadCublasLt(const std::string& path,
                       const std::function<void*(const char*)>& find);
 
-// Loads libcublasLt.so.13 or libcublasLt.so.12. Tries, in this order: the copy that is already
-// loaded (usually JAX's), the search path of the dynamic loader, and `directories` (for example
-// "site-packages/nvidia/cu13/lib"). Never unloads the library. Throws UnsupportedError with
-// all attempts if no library is found.
+// Loads libcublasLt.so.13 or libcublasLt.so.12. Tries, in this order: the copy that is
+// already loaded (usually JAX's), the search path of the dynamic loader, and
+// `directories` (for example "site-packages/nvidia/cu13/lib"). Never unloads the
+// library. Throws UnsupportedError with all attempts if no library is found.
 CublasLt LoadCublasLt(std::span<const std::string> directories);
 
 // Throws SystemError unless `status` is kSuccess. `what` is the name of the function:

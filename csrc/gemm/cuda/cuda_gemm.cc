@@ -48,8 +48,8 @@ Fused FuseAddends(const GemmProblem& problem) {
   return fused;
 }
 
-// Returns whether cuBLASLt can store the final result itself. Depends only on shapes and
-// dtypes, so that the workspace size does not depend on addresses.
+// Returns whether cuBLASLt can store the final result itself. Depends only on shapes
+// and dtypes, so that the workspace size does not depend on addresses.
 bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   const int64_t num_terms = MaxTerms(problem);
   if (num_terms == 0) return problem.addends.empty();
@@ -64,8 +64,8 @@ int64_t SumBytes(const GemmProblem& problem) {
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the largest power of two, at most kPlannedAlignmentBytes, to which all matrices of a
-// batch are aligned.
+// Returns the largest power of two, at most kPlannedAlignmentBytes, to which all
+// matrices of a batch are aligned.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -178,8 +178,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Computes the sum of all terms into the result or into pass.sums. Returns the number of
-  // algorithms of the term that has the most.
+  // Computes the sum of all terms into the result or into pass.sums. Returns the number
+  // of algorithms of the term that has the most.
   int Multiply(const Pass& pass, const GemmBlock& block) {
     const DType dtype = pass.in_result ? pass.problem.c.dtype : DType::kF32;
     const BlockMatrix to = pass.in_result

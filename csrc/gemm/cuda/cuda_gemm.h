@@ -1,19 +1,19 @@
 // GEMMs over segmented operands in device memory, computed by cuBLASLt.
 //
-// The guarantees are those of the GEMM on the CPU: products are summed in f32, addends are
-// added to this sum, and the result is rounded once. One difference: subnormal f32 numbers
-// keep their value.
+// The guarantees are those of the GEMM on the CPU: products are summed in f32, addends
+// are added to this sum, and the result is rounded once. One difference: subnormal f32
+// numbers keep their value.
 //
-// Row-major C [m, n] = A [m, k] B [k, n] is column-major C^T = B^T A^T. So cuBLASLt's A is this
-// file's B, and its M is this file's N. Segments are merged into as few calls as their
-// addresses allow (gemm_blocks.h). cuBLASLt computes the final result itself in the cases of
-// the first two rows below. Else the f32 sum is stored in the workspace, and SumKernels adds
-// the addends and rounds:
+// Row-major C [m, n] = A [m, k] B [k, n] is column-major C^T = B^T A^T. So cuBLASLt's A
+// is this file's B, and its M is this file's N. Segments are merged into as few calls
+// as their addresses allow (gemm_blocks.h). cuBLASLt computes the final result itself
+// in the cases of the first two rows below. Else the f32 sum is stored in the
+// workspace, and SumKernels adds the addends and rounds:
 //
-//   result dtype   segments along k   addends                                  final result by
-//   f32            any number         at most a bias and a matrix, both f32    cuBLASLt
-//   as A and B     one                at most a bias and a matrix, as result   cuBLASLt
-//   otherwise                                                                  SumKernels
+//   dtype of C   segments along k   addends (at most a bias and a matrix)   done by
+//   f32          any number         f32                                     cuBLASLt
+//   as A and B   one                dtype of C                              cuBLASLt
+//   otherwise                                                               SumKernels
 #pragma once
 
 #include <cuda.h>
@@ -31,13 +31,13 @@ namespace jax_ub {
 struct GemmOptions {
   int sm_target = 0;        // number of SMs that cuBLASLt plans for; 0: all SMs
   bool allow_tf32 = false;  // whether f32 operands may be rounded to TF32
-  // Index into the algorithms that cuBLASLt proposes, fastest first. An index past the end
-  // selects the last algorithm.
+  // Index into the algorithms that cuBLASLt proposes, fastest first. An index past the
+  // end selects the last algorithm.
   int algorithm = 0;
 };
 
-// Device memory that a product uses until it completes. 256-byte aligned. Each lane has its
-// workspace, so products of different lanes do not share one.
+// Device memory that a product uses until it completes. 256-byte aligned. Each lane has
+// its workspace, so products of different lanes do not share one.
 struct GemmWorkspace {
   CUdeviceptr data = 0;
   int64_t size_bytes = 0;
@@ -46,8 +46,8 @@ struct GemmWorkspace {
 // Size of the workspace for cuBLASLt, as NVIDIA recommends for Hopper and newer.
 inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 
-// The GEMMs of one device, the device of the context that is current in the constructor. Any
-// thread may use it while this context is current.
+// The GEMMs of one device, the device of the context that is current in the
+// constructor. Any thread may use it while this context is current.
 class CudaGemm {
  public:
   // All arguments must outlive the object.
@@ -56,28 +56,29 @@ class CudaGemm {
   CudaGemm(const CudaGemm&) = delete;
   CudaGemm& operator=(const CudaGemm&) = delete;
 
-  // Returns a workspace size, a multiple of 256, that is sufficient for all problems with these
-  // shapes and dtypes, independent of addresses. Needs no device.
+  // Returns a workspace size, a multiple of 256, that is sufficient for all problems
+  // with these shapes and dtypes, independent of addresses. Needs no device.
   static int64_t WorkspaceBytes(const GemmProblem& problem);
 
-  // Creates the plans that Enqueue looks up: queries cuBLASLt's heuristics, and runs each new
-  // plan once so that its kernels are loaded. Allocates device memory for this run and waits
-  // for it, so it must not be called while the thread captures a stream. Plans depend on
-  // addresses only through their alignment and through which segments are adjacent.
+  // Creates the plans that Enqueue looks up: queries cuBLASLt's heuristics, and runs
+  // each new plan once so that its kernels are loaded. Allocates device memory for this
+  // run and waits for it, so it must not be called while the thread captures a stream.
+  // Plans depend on addresses only through their alignment and through which segments
+  // are adjacent.
   void Prepare(const GemmProblem& problem,
                const GemmOptions& options,
                const GemmWorkspace& workspace);
 
-  // Enqueues the product. Allocates no device memory, does not wait, and can be captured.
-  // Throws std::invalid_argument if views and sizes are inconsistent or the workspace is too
-  // small, and UnsupportedError if cuBLASLt has no algorithm.
+  // Enqueues the product. Allocates no device memory, does not wait, and can be
+  // captured. Throws std::invalid_argument if views and sizes are inconsistent or the
+  // workspace is too small, and UnsupportedError if cuBLASLt has no algorithm.
   void Enqueue(const GemmProblem& problem,
                const GemmOptions& options,
                const GemmWorkspace& workspace,
                CUstream stream);
 
-  // Returns the number of algorithms for the problem (at least 1), which is the number of
-  // useful values of GemmOptions::algorithm. Also does what Prepare does.
+  // Returns the number of algorithms for the problem (at least 1), which is the number
+  // of useful values of GemmOptions::algorithm. Also does what Prepare does.
   int NumAlgorithms(const GemmProblem& problem,
                     const GemmOptions& options,
                     const GemmWorkspace& workspace);

@@ -42,8 +42,8 @@ std::vector<Cut> Refine(const std::vector<int64_t>& first,
   return cuts;
 }
 
-// The address of the block of a view that belongs to interval i of its first axis and interval
-// j of its second axis. Strides are in elements.
+// The address of the block of a view that belongs to interval i of its first axis and
+// interval j of its second axis. Strides are in elements.
 struct Spot {
   const std::byte* data = nullptr;
   std::array<int64_t, 2> strides;
@@ -58,7 +58,8 @@ struct Table {
 
   const Spot& At(size_t i, size_t j) const { return spots[i * size[1] + j]; }
   int Side(Axis axis) const { return axes[0] == axis ? 0 : axes[1] == axis ? 1 : -1; }
-  // Returns the block with index `along` on axis `side` and index `across` on the other axis.
+  // Returns the block with index `along` on axis `side` and index `across` on the other
+  // axis.
   const Spot& Along(int side, size_t along, size_t across) const {
     return side == 0 ? At(along, across) : At(across, along);
   }
@@ -147,8 +148,8 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Returns whether test(table, here, next, side) is true for intervals i and i + 1 of `axis`
-  // in all views, and whether their strides are equal.
+  // Returns whether test(table, here, next, side) is true for intervals i and i + 1 of
+  // `axis` in all views, and whether their strides are equal.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {
@@ -168,9 +169,9 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
-    // Does not merge terms of a single row: single rows of several tensors may be adjacent by
-    // chance in one run but not in the next, and then the structure of the product would
-    // differ, so XLA could not update a captured graph.
+    // Does not merge terms of a single row: single rows of several tensors may be
+    // adjacent by chance in one run but not in the next, and then the structure of the
+    // product would differ, so XLA could not update a captured graph.
     if (axis == kInner && num_rows_ == 1) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;
@@ -198,8 +199,9 @@ class Grid {
                                 reinterpret_cast<uintptr_t>(here.data));
   }
 
-  // Returns whether interval i + 1 can join the batch of interval i. If the batch already has
-  // several intervals (`has_begun`), the distance must equal that of intervals i - 1 and i.
+  // Returns whether interval i + 1 can join the batch of interval i. If the batch
+  // already has several intervals (`has_begun`), the distance must equal that of
+  // intervals i - 1 and i.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(

@@ -1,10 +1,10 @@
-// Converts a product over segmented operands to as few products of plain matrices or strided
-// batches as the addresses allow, for a library such as cuBLASLt.
+// Converts a product over segmented operands to as few products of plain matrices or
+// strided batches as the addresses allow, for a library such as cuBLASLt.
 //
-// Each dimension is cut where any view begins a new segment. Intervals that are adjacent in
-// memory in all views are merged again. Consecutive intervals of equal size with a constant
-// distance in every view become a batch, along rows or else along columns. Each interval of
-// the contracted dimension becomes a term:
+// Each dimension is cut where any view begins a new segment. Intervals that are
+// adjacent in memory in all views are merged again. Consecutive intervals of equal size
+// with a constant distance in every view become a batch, along rows or else along
+// columns. Each interval of the contracted dimension becomes a term:
 //
 //   C = sum over terms of A[term] * B[term]
 #pragma once
@@ -17,8 +17,8 @@
 
 namespace jax_ub {
 
-// A [m, k] or B [k, n] of a term. A line is a contiguous row or column, along k or along the
-// dimension that is not contracted. Lines are `line_stride` elements apart.
+// A [m, k] or B [k, n] of a term. A line is a contiguous row or column, along k or
+// along the dimension that is not contracted. Lines are `line_stride` elements apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
@@ -32,7 +32,8 @@ struct BlockTerm {
   BlockOperand b;
 };
 
-// The result or an addend [m, n]. The columns of a row are contiguous. Strides are in elements.
+// The result or an addend [m, n]. The columns of a row are contiguous. Strides are in
+// elements.
 struct BlockMatrix {
   std::byte* data = nullptr;
   int64_t row_stride = 0;
@@ -48,11 +49,12 @@ struct GemmBlock {
   std::vector<BlockMatrix> addends;  // parallel to GemmProblem::addends
 };
 
-// Returns the blocks in the order of the result's rows. Throws std::invalid_argument if views
-// and sizes are inconsistent or the result has several replicas.
+// Returns the blocks in the order of the result's rows. Throws std::invalid_argument if
+// views and sizes are inconsistent or the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
-// Returns the maximum number of terms of a block, which is reached if no intervals are merged.
+// Returns the maximum number of terms of a block, which is reached if no intervals are
+// merged.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

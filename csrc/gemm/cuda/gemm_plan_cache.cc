@@ -11,7 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Number of algorithms to request. The first is used unless GemmOptions::algorithm is set.
+// Number of algorithms to request. The first is used unless GemmOptions::algorithm is
+// set.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
@@ -48,8 +49,8 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// Returns the number of bytes from the first element of a batch of matrices to its last,
-// rounded up.
+// Returns the number of bytes from the first element of a batch of matrices to its
+// last, rounded up.
 int64_t SpanBytes(const MatmulKey& key,
                   DType dtype,
                   int64_t columns,
@@ -131,7 +132,8 @@ void MatmulPlan::MakeDescription() {
   if (key_.batch > 1) {
     set(lt::DescAttribute::kBiasBatchStride, key_.bias.batch_stride);
   }
-  // Not a valid address: the heuristics only use its alignment, and Run sets the real one.
+  // Not a valid address: the heuristics only use its alignment, and Run sets the real
+  // one.
   set(lt::DescAttribute::kBiasPointer,
       reinterpret_cast<const void*>(key_.bias.alignment_bytes));
 }

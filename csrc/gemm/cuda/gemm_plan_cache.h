@@ -1,5 +1,5 @@
-// Plans of cuBLASLt matmuls, cached per key and device. A plan holds the descriptors of the
-// matrices and the algorithms that cuBLASLt's heuristics propose.
+// Plans of cuBLASLt matmuls, cached per key and device. A plan holds the descriptors of
+// the matrices and the algorithms that cuBLASLt's heuristics propose.
 #pragma once
 
 #include <cuda.h>
@@ -30,15 +30,15 @@ struct PlannedMatrix {
   auto operator<=>(const PlannedMatrix&) const = default;
 };
 
-// The largest alignment that plans rely on. XLA aligns program parameters to 16 bytes (its own
-// buffers to 128), and cuBLAS needs no more to use tensor cores. If plans relied on more, the
-// plan could differ between runs and use different kernels, and XLA could not update a graph
-// that has captured the first plan.
+// The largest alignment that plans rely on. XLA aligns program parameters to 16 bytes
+// (its own buffers to 128), and cuBLAS needs no more to use tensor cores. If plans
+// relied on more, the plan could differ between runs and use different kernels, and XLA
+// could not update a graph that has captured the first plan.
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// Everything that selects a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], for
-// each matrix of a batch.
+// Everything that selects a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias
+// [m], for each matrix of a batch.
 struct MatmulKey {
   DType operand_dtype = DType::kF32;
   DType result_dtype = DType::kF32;  // dtype of C, D and the bias
@@ -82,10 +82,11 @@ class MatmulPlan {
 
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
 
-  // Runs the plan once with temporary memory and waits until it is done. Otherwise the first
-  // Enqueue might load kernels, which may wait for all work of the device, including a kernel
-  // that waits for a peer (a deadlock). Does nothing if this was done before. Must not be called
-  // while the thread captures a stream. `adds` says whether beta will be nonzero.
+  // Runs the plan once with temporary memory and waits until it is done. Otherwise the
+  // first Enqueue might load kernels, which may wait for all work of the device,
+  // including a kernel that waits for a peer (a deadlock). Does nothing if this was
+  // done before. Must not be called while the thread captures a stream. `adds` says
+  // whether beta will be nonzero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
   // Enqueues the matmul. Thread-safe. An `algorithm` past the end selects the last one.
@@ -120,8 +121,8 @@ class MatmulPlan {
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
   std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
-  // Guards description_ if there is a bias: the description contains the bias address of one
-  // call at a time.
+  // Guards description_ if there is a bias: the description contains the bias address
+  // of one call at a time.
   std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };
@@ -131,8 +132,8 @@ class GemmPlanCache {
   // Creates a cuBLASLt handle in the current context. `library` must outlive the cache.
   explicit GemmPlanCache(const CublasLt& library);
 
-  // Returns the plan for `key`, and creates it at the first call. Thread-safe; requires the
-  // context of the constructor to be current. Plans live as long as the cache.
+  // Returns the plan for `key`, and creates it at the first call. Thread-safe; requires
+  // the context of the constructor to be current. Plans live as long as the cache.
   MatmulPlan& Find(const MatmulKey& key);
 
  private:

@@ -17,7 +17,8 @@ namespace {
 constexpr int kOldestVersion = 12000;
 
 // A driver function and the oldest API version at which its signature matches the
-// declaration in cuda.h. Newer versions with the same name may take different arguments.
+// declaration in cuda.h. Newer versions with the same name may take different
+// arguments.
 struct Symbol {
   size_t member;
   const char* name;

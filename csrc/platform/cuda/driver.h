@@ -1,5 +1,6 @@
-// The CUDA driver as a table of function pointers, so that no library links to libcuda and
-// tests can substitute an emulation. Each member has its function's name without "cu".
+// The CUDA driver as a table of function pointers, so that no library links to libcuda
+// and tests can substitute an emulation. Each member has its function's name without
+// "cu".
 #pragma once
 
 #include <cuda.h>
@@ -89,19 +90,20 @@ struct Driver {
   decltype(&cuMulticastGetGranularity) MulticastGetGranularity;
 };
 
-// Returns the driver from libcuda.so.1 after initializing it. Throws UnsupportedError if
-// the library is missing, is older than CUDA 12.0, or finds no device. The message contains
-// the reason and the driver's version.
+// Returns the driver from libcuda.so.1 after initializing it. Throws UnsupportedError
+// if the library is missing, is older than CUDA 12.0, or finds no device. The message
+// contains the reason and the driver's version.
 const Driver& SystemDriver();
 
-// Builds the table with `find_symbol`, which returns null for an unknown name. For tests.
+// Builds the table with `find_symbol`, which returns null for an unknown name. For
+// tests.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
 
 // Returns a text such as "CUDA_ERROR_INVALID_VALUE: invalid argument".
 std::string DescribeResult(const Driver& driver, CUresult result);
 
-// Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the name of the function:
-// "cuMemCreate: CUDA_ERROR_...: text".
+// Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the name of the
+// function: "cuMemCreate: CUDA_ERROR_...: text".
 void Check(const Driver& driver, CUresult result, const char* what);
 
 }  // namespace jax_ub

@@ -1,15 +1,15 @@
 // PTX instructions that CUDA C++ does not offer. The functions are declared for every
-// compiler, because tests also compile the kernels for the host and define the functions
-// there (tests/csrc/cuda/emulated_kernels.cc).
+// compiler, because tests also compile the kernels for the host and define the
+// functions there (tests/csrc/cuda/emulated_kernels.cc).
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ub::gpu {
 
-// Acquire loads and release stores with system scope, which includes other devices and the
-// host. Addresses refer to global memory: of this device, of a peer, or pinned memory of the
-// host.
+// Acquire loads and release stores with system scope, which includes other devices and
+// the host. Addresses refer to global memory: of this device, of a peer, or pinned
+// memory of the host.
 __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
@@ -27,23 +27,23 @@ __device__ void Pause(uint32_t ns);
 // Synchronizes the lanes of a warp.
 __device__ void SyncWarp();
 
-// Convert two 16-bit elements, of which the first is in the low half of `pair`, to and from
-// f32. Narrowing rounds to nearest even.
+// Convert two 16-bit elements, of which the first is in the low half of `pair`, to and
+// from f32. Narrowing rounds to nearest even.
 __device__ float2 WidenBF16(uint32_t pair);
 __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
-// Access 16 bytes at a multicast address (compute capability 9.0). MulticastSum* returns the
-// sum over the memory of all devices, added in f32 and rounded once to the dtype of the
-// elements. MulticastStore writes the same bytes to all devices. Ordinary loads and stores
-// at a multicast address are undefined behavior.
+// Access 16 bytes at a multicast address (compute capability 9.0). MulticastSum*
+// returns the sum over the memory of all devices, added in f32 and rounded once to the
+// dtype of the elements. MulticastStore writes the same bytes to all devices. Ordinary
+// loads and stores at a multicast address are undefined behavior.
 __device__ uint4 MulticastSumF32(uint64_t address);
 __device__ uint4 MulticastSumBF16(uint64_t address);
 __device__ uint4 MulticastSumF16(uint64_t address);
 __device__ void MulticastStore(uint64_t address, uint4 vector);
-// Orders accesses to the same memory through different virtual addresses (fence.proxy.alias),
-// which other fences do not order.
+// Orders accesses to the same memory through different virtual addresses
+// (fence.proxy.alias), which other fences do not order.
 __device__ void FenceAliases();
 
 #ifdef __CUDACC__

@@ -12,8 +12,8 @@ CUcontext CurrentContext(const Driver& driver) {
   return current;
 }
 
-// Calls `close` with `context` current. For destructors: ignores errors, because a driver
-// that rejects these calls is shutting down.
+// Calls `close` with `context` current. For destructors: ignores errors, because a
+// driver that rejects these calls is shutting down.
 template <typename Function>
 void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
   CUcontext before = nullptr;

@@ -1,6 +1,7 @@
-// Move-only owners of CUDA driver resources. Destructors never throw: they ignore errors,
-// because a driver that is shutting down rejects every call. The Driver must outlive the
-// owners. An owner may be destroyed on any thread, with any context current.
+// Move-only owners of CUDA driver resources. Destructors never throw: they ignore
+// errors, because a driver that is shutting down rejects every call. The Driver must
+// outlive the owners. An owner may be destroyed on any thread, with any context
+// current.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +12,9 @@
 
 namespace jax_ub {
 
-// The common part of all owners: the driver and a value, which is zero in an empty owner.
-// `Traits` has a type Value and a function
-// `static void Close(const Driver&, Value) noexcept`.
+// The common part of all owners: the driver and a value, which is zero in an empty
+// owner. `Traits` has a type Value and a function `static void Close(const Driver&,
+// Value) noexcept`.
 template <typename Traits>
 class DriverHandle {
  public:
@@ -45,8 +46,8 @@ class DriverHandle {
   Value value_{};
 };
 
-// RAII: makes a context current on the calling thread, and restores the previous context at
-// the end of the scope.
+// RAII: makes a context current on the calling thread, and restores the previous
+// context at the end of the scope.
 class ScopedContext {
  public:
   ScopedContext(const Driver& driver, CUcontext context);
@@ -93,8 +94,8 @@ struct StreamTraits {
 class Stream : public DriverHandle<StreamTraits> {
  public:
   Stream() = default;
-  // Creates a stream that does not synchronize with the default stream. A lower number is a
-  // higher priority, as in cuCtxGetStreamPriorityRange.
+  // Creates a stream that does not synchronize with the default stream. A lower number
+  // is a higher priority, as in cuCtxGetStreamPriorityRange.
   explicit Stream(const Driver& driver, int priority = 0);
 };
 
@@ -132,10 +133,10 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
   int64_t size_bytes_ = 0;
 };
 
-// Stream-ordered memory: for work that is enqueued on the stream while the owner exists. It
-// is freed after this work has completed. Allocating and freeing do not wait, while
-// cuMemAlloc and cuMemFree may wait for all work of the device and of the devices that can
-// access it.
+// Stream-ordered memory: for work that is enqueued on the stream while the owner
+// exists. It is freed after this work has completed. Allocating and freeing do not
+// wait, while cuMemAlloc and cuMemFree may wait for all work of the device and of the
+// devices that can access it.
 struct InStream {
   CUdeviceptr address = 0;
   CUstream stream = nullptr;
@@ -178,8 +179,8 @@ class Library : public DriverHandle<LibraryTraits> {
   Library(const Driver& driver, const unsigned char* image);
 
   // Returns the kernel for the current context. The kernel is loaded here, so its first
-  // launch allocates nothing and can be captured in a graph. Throws SystemError if the image
-  // has no kernel with this name.
+  // launch allocates nothing and can be captured in a graph. Throws SystemError if the
+  // image has no kernel with this name.
   CUfunction Function(const char* name) const;
 };
 

@@ -1,9 +1,9 @@
 // Memory-bound kernels that sum and copy, as grid-stride loops over 16-byte accesses.
 //
-// A vector is eight elements of a row. Each thread loads kVectors vectors of a part before
-// it uses the first, so that the loads overlap. Each element is summed in f32 in the order of
-// the parts, so the result does not depend on the threads, and has the same bits as on the
-// CPU, except that the CPU flushes subnormal f32 numbers to zero.
+// A vector is eight elements of a row. Each thread loads kVectors vectors of a part
+// before it uses the first, so that the loads overlap. Each element is summed in f32 in
+// the order of the parts, so the result does not depend on the threads, and has the
+// same bits as on the CPU, except that the CPU flushes subnormal f32 numbers to zero.
 
 #include "platform/cuda/instructions.cuh"
 #include "reduce/cuda/sum_params.h"
@@ -15,8 +15,8 @@ constexpr int kLanes = 8;
 constexpr int kVectors = 2;
 constexpr int kUnits = 4;
 
-// Iterates over the cells of a grid with `columns` columns, in row-major order with a stride
-// of `step` cells. Only the constructor divides.
+// Iterates over the cells of a grid with `columns` columns, in row-major order with a
+// stride of `step` cells. Only the constructor divides.
 struct Walk {
   int64_t row;
   int64_t column;
@@ -91,8 +91,8 @@ __device__ void LoadVectors(const SumPart& part,
   }
 }
 
-// Sums the vectors at kCount positions. The dtype of each part is tested once for all kCount
-// vectors.
+// Sums the vectors at kCount positions. The dtype of each part is tested once for all
+// kCount vectors.
 template <int kCount>
 __device__ void SumVectors(const SumParams& params,
                            const int64_t (&rows)[kCount],

@@ -9,19 +9,19 @@
 
 namespace jax_ub {
 
-// The kernels of one device. The constructor loads them in the current context. Any thread
-// may use them while this context is current.
+// The kernels of one device. The constructor loads them in the current context. Any
+// thread may use them while this context is current.
 class SumKernels {
  public:
   SumKernels(const Driver& driver, CUdevice device);
 
-  // Enqueues a sum; sets params.is_aligned itself. Throws std::invalid_argument unless there
-  // are 1 to kMaxParts parts.
+  // Enqueues a sum; sets params.is_aligned itself. Throws std::invalid_argument unless
+  // there are 1 to kMaxParts parts.
   void Sum(CUstream stream, SumParams params) const;
 
-  // Enqueues a copy; sets params.unit_bytes itself. Uses `num_blocks` blocks (0: 16), in
-  // clusters of `cluster_size` if the device supports clusters (0 or 1: no clusters). The
-  // number of blocks is rounded up to a multiple of the cluster size.
+  // Enqueues a copy; sets params.unit_bytes itself. Uses `num_blocks` blocks (0: 16),
+  // in clusters of `cluster_size` if the device supports clusters (0 or 1: no
+  // clusters). The number of blocks is rounded up to a multiple of the cluster size.
   void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
  private:

@@ -1,5 +1,6 @@
-// Parameters of the sum and copy kernels. Shared by the kernels, their launcher and their
-// host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr values.
+// Parameters of the sum and copy kernels. Shared by the kernels, their launcher and
+// their host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr
+// values.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@ struct SumPart {
 //
 //   out[r, c] = round(((parts[0][r, c] + parts[1][r, c]) + parts[2][r, c]) ...)
 //
-// It adds in f32 and rounds once to nearest even. `out` may be exactly the memory of a part.
+// It adds in f32 and rounds once to nearest even. `out` may be exactly the memory of a
+// part.
 struct SumParams {
   uint32_t num_parts;
   uint32_t is_aligned;  // 1: all addresses and strides are multiples of 16 bytes
