@@ -22,7 +22,7 @@ class LaneDependencies {
         known_(1 + device.num_product_lanes(),
                Clock(1 + device.num_product_lanes(), 0)) {}
 
-  // Returns the GEMM lanes round-robin.
+  // Returns the next GEMM lane, round-robin.
   Lane NextProduct() { return 1 + next_++ % device_.num_product_lanes(); }
 
   Dependency Record(Lane lane) {

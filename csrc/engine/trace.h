@@ -30,7 +30,7 @@ enum class TraceKind : uint8_t {
   kWaitFree,
   kCall,     // a rank's call, from arrival to completion
   kGather,   // a rank's wait for the calls of the other local ranks
-  kBarrier,  // a wait for other processes
+  kBarrier,  // a wait at a barrier with other processes
   kUnit,     // a work unit of a GEMM
 };
 inline constexpr int kNumTraceKinds = 12;
@@ -50,7 +50,7 @@ struct TraceEvent {
   Payload payload = Payload::kOperand;
 };
 
-// One execution of a call site by its group.
+// One execution of a call site by the ranks of one group.
 struct TraceCall {
   std::string label;
   Op op = Op::kMatmul;

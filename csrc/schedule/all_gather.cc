@@ -82,7 +82,7 @@ void AppendPieces(ScheduleBuilder& builder,
 //   rank 2             2      3     0 1    4 5
 //   from slots         -      0     1 2    3 4
 //   sent to r xor 1    r
-//   sent to r + 2      r    r xor 1  chunks received from r - 2, except in the last step
+//   sent to r + 2      r    r xor 1  received from r - 2, except in the last step
 //
 // Slots 2d - 1 and 2d hold the pair that is d pairs behind, the even chunk first.
 void AppendRingOfPairs(ScheduleBuilder& builder) {

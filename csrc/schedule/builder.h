@@ -23,7 +23,7 @@ class ScheduleBuilder {
   int SlotOf(int distance, int split) const {
     return first_slot_ + (distance - 1) * num_splits() + split;
   }
-  // Starts a stage: its steps use new slots.
+  // Starts a stage, one exchange between all ranks. Its steps use new slots.
   void BeginStage() {
     first_slot_ = schedule_.num_slots;
     schedule_.num_slots += (num_ranks() - 1) * num_splits();

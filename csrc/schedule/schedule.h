@@ -51,20 +51,21 @@ bool IsAllReduce(CollectiveKind pattern);
 bool HasProduct(CollectiveKind pattern);
 
 enum class StepKind : uint8_t {
-  kMultiply,  // the GEMM of a split, or of all rows (chunk kAllChunks)
-  kCopy,      // a split, local or from a slot, into the gathered result
-  kReduce,    // adds own and received partial sums in rank order into the result
+  kMultiply,  // runs the GEMM of a split, or of all rows (chunk kAllChunks)
+  kCopy,      // copies a split, local or from a slot, into the gathered result
+  kReduce,    // adds this rank's and received partial sums, in rank order
   kPut,       // writes a split into the peer's slot
-  kPublish,   // the peer may read this rank's operands in place; no bytes move
-  kWait,      // waits for the peer's put or publish into the own slot
-  kRelease,   // allows peers to overwrite the own slot
+  kPublish,   // allows the peer to read this rank's operands in place; moves no data
+  kWait,      // waits for the peer's put or publish into this rank's slot
+  kRelease,   // allows peers to overwrite this rank's slot
   kWaitFree,  // waits until the peer has released its slot
 };
 inline constexpr int kNumStepKinds = 8;
 
 std::string_view StepKindName(StepKind kind);
 
-// The contents of a split.
+// What a split contains: rows of an operand, of one rank's partial sum, or of the sum
+// over all ranks.
 enum class Payload : uint8_t { kOperand, kPartial, kSum };
 
 std::string_view PayloadName(Payload payload);

@@ -39,9 +39,8 @@ namespace jax_ub {
 // Maps the leader's run ids to this process's run ids, by call site.
 class RunIdOffsets {
  public:
-  // Returns the complete collective call that matches the leader's log entry `order`,
-  // or nullptr if it has not arrived yet. Throws CommunicatorError if the match is
-  // ambiguous.
+  // Returns the collective call that matches the leader's log entry `order`, or nullptr
+  // if it is not complete yet. Throws CommunicatorError if the match is ambiguous.
   std::shared_ptr<CollectiveCall> Find(
       const CallLogEntry& order,
       const std::deque<std::shared_ptr<CollectiveCall>>& complete);

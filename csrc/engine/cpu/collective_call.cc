@@ -253,7 +253,8 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
 }
 
 // Throws CommunicatorError unless all ranks of the group are in this process. A program
-// that was compiled between initialize_ub and destroy_ub may still run after destroy_ub.
+// that was compiled between initialize_ub and destroy_ub may still run after
+// destroy_ub.
 void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
   const CallAttributes& at = site.attributes();
   std::string devices;

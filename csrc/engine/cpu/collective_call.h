@@ -203,7 +203,8 @@ class Rendezvous {
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<CallSequencer>> sequencers_;
   std::unordered_set<int64_t> local_devices_;
-  std::unordered_map<std::string, uint64_t> ordinals_;  // by channel
+  // Number of call sites so far, by channel.
+  std::unordered_map<std::string, uint64_t> ordinals_;
   bool watchdog_started_ = false;
   bool watchdog_armed_ = false;
 };

@@ -1,6 +1,6 @@
 // Enqueues a rank's call on the streams of its GPU. Functions return before the work is
-// done. All of it can be captured in a graph, because no state of a call is kept on the
-// host.
+// done. All of it can be captured in a graph and replayed: epochs are counted on the
+// device, not on the host.
 //
 //   XLA's stream ---begin-----------------------------------------------end--->
 //   lane 0            +--put--signal--wait--put--signal--wait---------+--+
@@ -86,7 +86,7 @@ class StreamDevice : public CudaDevice {
   void Divide(const WorkspacePlan& plan, const DeviceBytes& workspace);
 
   const StreamResources kit_;
-  const CUstream stream_;  // XLA's
+  const CUstream stream_;  // XLA's stream
   StreamLanes* const lanes_;
   const KernelOptions tuning_;
   const GemmOptions options_;
