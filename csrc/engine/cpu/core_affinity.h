@@ -1,13 +1,16 @@
 // Keeps the computing threads of a thread pool on different cores.
 //
 // Linux places a woken thread on a busy core if no core is idle at that moment. When a
-// third thread wakes up, Linux moves a thread onto a core where another one computes,
-// and then it takes many milliseconds to separate two busy threads. A job of 20 ms
-// would finish on one core, and a job of 2 ms before its second thread ran at all.
+// third thread wakes up, Linux may move a computing thread onto another one's core. It
+// takes many milliseconds to separate two busy threads again: a job of 20 ms would run
+// on one core to its end, and a job of 2 ms would end before its second thread ran at
+// all.
+//
 // Therefore a thread that wakes another one to compute first restricts it to cores
 // where no thread computes. If the pool has at least as many threads as cores, its
-// computing threads are pinned. With fewer threads they may migrate: other processes
-// use the remaining cores, and which ones these are is unknown here.
+// computing threads are pinned. With fewer threads they may migrate, because other
+// processes use the remaining cores, and this process does not know which ones these
+// are.
 #pragma once
 
 #include <sched.h>
