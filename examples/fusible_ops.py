@@ -2,9 +2,10 @@
 
     python examples/fusible_ops.py
 
-Prints what the fuser makes of the block, forward and backward, then trains two copies
-in turns, from the same parameters on the same data: one as it is fused, one with every
-operation by itself. At the end, the time and the memory of a step of both.
+Prints how the operations of the block are fused, forward and backward. Then trains two
+copies of the model with the same parameters and data, one step of each in turn: one
+fused, and one with every operation run separately. Finally prints time and memory of a
+step of both.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import os
 import statistics
 import time
 
-# jaxlib's thread pools: four threads a device, before jax is imported.
+# jaxlib's pools need four threads per device; JAX reads this when it is imported.
 os.environ.setdefault("NPROC", "64")
 
 import jax
@@ -27,34 +28,34 @@ from jax.sharding import PartitionSpec as P
 from jax_ub import ops
 
 AXIS = "tp"
-TOKENS = P(None, AXIS)  # [batch, tokens], and the activations outside the GEMM pairs
+TOKENS = P(None, AXIS)  # [batch, tokens]; also activations between the linear pairs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CausalAttention(ops.BasicOperation):
-    """Attention of this rank's heads: an operation of one's own among jax_ub's.
+    """Causal attention over this rank's heads, as an example of a custom operation.
 
-    Takes `[batch, tokens, heads * 3 * head_dim]`, q, k and v side by side for each
-    head. Its residual is its input; the backward computes the attention again.
+    Takes `[batch, tokens, heads * 3 * head_dim]`, with q, k and v of each head next to
+    each other. Saves only its input; the backward pass recomputes the attention.
     """
 
     head_dim: int
 
     def saved(self, needs):
-        """The input."""
+        """Returns the names of the saved residuals: only the input."""
         return frozenset({"x"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """One vector for each token and head."""
+        """Computes the attention, `[batch, tokens, heads * head_dim]`."""
         return self.attend(x), (), {"x": x}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """What jax derives from the forward."""
+        """Recomputes the attention and applies JAX's derivative."""
         _, transposed = jax.vjp(self.attend, residuals["x"])
         return transposed(dy)[0], {}, ()
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Softmax of the scores of earlier tokens, times their values."""
+        """Splits q, k and v and computes causal dot-product attention."""
         q, k, v = jnp.moveaxis(x.reshape(*x.shape[:2], -1, 3, self.head_dim), 3, 0)
         return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(
             *x.shape[:2], -1
@@ -62,7 +63,7 @@ class CausalAttention(ops.BasicOperation):
 
 
 def block(width: int, head_dim: int) -> ops.Sequential:
-    """Attention and MLP, each with its norm before and its residual around it."""
+    """Returns attention and MLP, each with a norm and a residual connection."""
 
     def linear(name, inputs, outputs, mode, **options):
         return ops.Linear(
@@ -96,7 +97,7 @@ def block(width: int, head_dim: int) -> ops.Sequential:
 
 
 class Model:
-    """Blocks between an embedding and its transpose, on a mesh of tp devices."""
+    """Transformer blocks with a tied embedding, on a mesh of `tp` devices."""
 
     def __init__(self, flags: argparse.Namespace):
         self.block = block(flags.width, flags.head_dim)
@@ -113,7 +114,7 @@ class Model:
         self.mesh = Mesh(np.array(devices), (AXIS,))
 
     def init(self, key: jax.Array):
-        """The parameters and the optimizer's state."""
+        """Returns the initial parameters and the optimizer's state."""
         keys = jax.random.split(key, self.layers + 1)
         shape = (self.vocabulary, self.width)
         params = {
@@ -124,7 +125,7 @@ class Model:
         return params, self.optimizer.init(params)
 
     def loss(self, params, tokens, targets):
-        """Cross entropy of this rank's tokens, over those of all ranks."""
+        """Returns the cross entropy, averaged over the tokens of all ranks."""
         x = params["embedding"][tokens]
         for own in params["blocks"]:
             x = self.block(own, x)
@@ -134,10 +135,10 @@ class Model:
         return lax.pmean(jnp.mean(losses), AXIS)
 
     def step(self):
-        """A jitted step: (params, state, tokens, targets) -> the same, and the loss."""
+        """Returns a jitted step: (params, state, tokens, targets) -> (..., loss)."""
         blocks = [self.block.specs()] * self.layers
         params = {"embedding": P(), "norm": self.norm.specs(), "blocks": blocks}
-        # Adam's moments lie as the parameters do.
+        # Adam's moments are sharded like the parameters.
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         state = optax.tree_utils.tree_map_params(
             self.optimizer,
@@ -162,7 +163,7 @@ class Model:
 
 
 def batch(key: jax.Array, flags: argparse.Namespace):
-    """Random tokens; what follows each is for the model to find out."""
+    """Returns random tokens and targets, a fixed permutation of the vocabulary."""
     shape = (flags.batch, flags.tokens)
     tokens = jax.random.randint(key, shape, 0, flags.vocabulary)
     next_one = jax.random.permutation(jax.random.key(2), flags.vocabulary)
@@ -183,7 +184,7 @@ def train(model: Model, flags: argparse.Namespace) -> None:
                 lowered = model.step().lower(*arguments)
         programs[name] = lowered.compile()
         memory[name] = programs[name].memory_analysis().temp_size_in_bytes
-        # Where the program wants them: its own results lie there too.
+        # Place inputs in the compiled program's shardings; its results have the same.
         shardings = programs[name].input_shardings[0][:2]
         copies[name] = jax.device_put(copies[name], shardings)
 
@@ -234,7 +235,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with a message that says which flag to change, and to what."""
+    """Exits with a message that names the flag to change, and a value that works."""
     for name, value in vars(flags).items():
         if value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value} is not positive")
@@ -251,7 +252,7 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """Explains the block and trains it."""
+    """Prints how the block is fused, and trains it."""
     flags = parse_flags()
     if jax.config.jax_platforms == "cpu" or not jax.config.jax_platforms:
         jax.config.update("jax_num_cpu_devices", flags.tp)

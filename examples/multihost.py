@@ -3,11 +3,11 @@
     srun python examples/multihost.py                                 # under Slurm
     python -m jax_ub launch -n 4 --hosts 2 examples/multihost.py      # on one machine
 
-Started in another way, every process says which one it is: --coordinator,
---num-processes and --process-id. docs/processes.md has the job files.
+If processes are started in another way, pass --coordinator, --num-processes and
+--process-id to each. docs/processes.md has the job files.
 
-Processes may have one device or several. Devices of a host share its memory, so that a
-linear layer's GEMM and communication overlap there; between hosts XLA sums gradients.
+Processes may have one or several devices. The devices of a host share memory, so each
+linear layer overlaps its GEMM with communication. XLA sums gradients between hosts.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import math
 import os
 import socket
 
-# jaxlib's thread pools: four threads a device, before jax is imported.
+# jaxlib's pools need four threads per device; JAX reads this when it is imported.
 os.environ.setdefault("NPROC", "64")
 
 import jax
@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 
-# Tokens are sharded over the devices of a host, the batch over hosts; kernels over the
-# devices of a host, and the same on all hosts.
+# Tokens are sharded over the devices of a host, and the batch over hosts. Kernels are
+# sharded over the devices of a host, and replicated over hosts.
 TOKENS = P("dp", "tp")
 KERNELS = {"up": P(None, "tp"), "down": P("tp"), "scale": P()}
 
@@ -65,10 +65,10 @@ def say(text: str) -> None:
 
 
 def join(flags: argparse.Namespace) -> None:
-    """Makes this process one of its job.
+    """Connects this process to its job.
 
     Raises:
-        SystemExit: if neither the flags nor what started it say which job that is.
+        SystemExit: if neither the flags nor the environment specify the job.
     """
     where = flags.coordinator, flags.num_processes, flags.process_id
     try:
@@ -82,7 +82,7 @@ def join(flags: argparse.Namespace) -> None:
 
 
 def devices_by_host() -> list[list[jax.Device]]:
-    """Asks every process for the name of its host."""
+    """Gathers the host names of all processes and groups devices by host."""
     name = os.environ.get("JAX_UB_HOST_ID") or socket.gethostname()
     digest = hashlib.sha256(name.encode()).digest()[:4]
     hosts = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
@@ -94,10 +94,10 @@ def devices_by_host() -> list[list[jax.Device]]:
 
 
 def make_mesh(tp: int | None) -> Mesh:
-    """Arranges the devices: every row of the mesh, a tp group, lies in one host.
+    """Arranges the devices as a mesh, with each tp group inside one host.
 
     Raises:
-        SystemExit: if the hosts' devices cannot be cut into groups of `tp`.
+        SystemExit: if a host's number of devices is not a multiple of `tp`.
     """
     hosts = devices_by_host()
     sizes = [len(host) for host in hosts]
@@ -116,12 +116,12 @@ def make_mesh(tp: int | None) -> Mesh:
 
 
 def check_sizes(flags: argparse.Namespace, tp: int) -> None:
-    """Sees that the devices of a tp group have equal shares.
+    """Checks that the devices of a tp group get equal shards.
 
     Raises:
-        SystemExit: if they have not; says what to give instead.
+        SystemExit: if a size is not divisible; suggests another value.
     """
-    # The MLP has four features for each of --d-model.
+    # The MLP has 4 * d_model hidden features.
     for name, size, each in (
         ("--seq-len", flags.seq_len, 1),
         ("--d-model", flags.d_model, 4),
@@ -134,7 +134,7 @@ def check_sizes(flags: argparse.Namespace, tp: int) -> None:
 
 
 def loss_on_device(params: list[dict], x: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The mean squared error, the same on all devices; x is this device's tokens."""
+    """Computes the global mean squared error; x has this device's tokens."""
     y = x
     for layer in params:
         h = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * layer["scale"]
@@ -144,7 +144,7 @@ def loss_on_device(params: list[dict], x: jax.Array, wanted: jax.Array) -> jax.A
 
 
 def make_params(mesh: Mesh, num_layers: int, width: int) -> list[dict]:
-    """Makes the same parameters on every replica, each device its own shards."""
+    """Initializes equal parameters on every replica, sharded over its devices."""
 
     def make(key):
         up, down = jax.random.split(key)
@@ -160,7 +160,7 @@ def make_params(mesh: Mesh, num_layers: int, width: int) -> list[dict]:
 
 
 def make_batch(mesh: Mesh, flags: argparse.Namespace, step: int) -> list[jax.Array]:
-    """Makes only what this process's devices need: here, reversed features to learn."""
+    """Creates the shards of this process; the targets are the reversed features."""
     shape = (flags.batch * mesh.shape["dp"], flags.seq_len, flags.d_model)
 
     def read(index):
@@ -174,12 +174,12 @@ def make_batch(mesh: Mesh, flags: argparse.Namespace, step: int) -> list[jax.Arr
 
 
 def main() -> None:
-    """Trains; process 0 prints the losses."""
+    """Trains the model; process 0 prints the losses."""
     flags = parse_flags()
     join(flags)
     mesh = make_mesh(flags.tp)
     check_sizes(flags, mesh.shape["tp"])
-    num_tokens = flags.batch * flags.seq_len  # of a replica
+    num_tokens = flags.batch * flags.seq_len  # per replica
     ub.initialize_ub((num_tokens, flags.d_model), mesh.shape["tp"], mesh=mesh)
     params = make_params(mesh, flags.layers, flags.d_model)
     loss = jax.shard_map(

@@ -4,9 +4,9 @@
     python -m jax_ub launch -n 4 examples/train_lm.py --distributed
 
 The text is Python's own standard library. Every linear layer's GEMM and communication
-is one XLA FFI call, forward and backward. Beside it a twin is trained with XLA's own
-collectives, from the same parameters on the same text; at the end a plot compares the
-two. examples/README.md explains the flags and the code in `lm`.
+is one XLA FFI call, forward and backward. A twin with XLA's own collectives is trained
+from the same parameters on the same text; at the end, a plot compares the two.
+examples/README.md explains the flags and the code in `lm`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ METHODS = (
 
 
 def parse_flags() -> argparse.Namespace:
-    """Reads the command line, and refuses what cannot run."""
+    """Parses the command line and rejects invalid combinations."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level language model with tensor parallelism.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -79,7 +79,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the program with a message that says which flag to change, and to what."""
+    """Exits with a message that names the flag to change, and a value that works."""
     for name, value in vars(flags).items():
         if type(value) is int and value < 1 and name not in ("seed", "resume"):
             parser.error(f"{flag(name)} {value} is too small: give at least 1")
@@ -118,23 +118,23 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def flag(name: str) -> str:
-    """Spells the flag whose value has this name."""
+    """Returns the command-line flag of an attribute name."""
     return "--" + name.replace("_", "-")
 
 
 def prepare_jax(num_devices: int) -> None:
-    """Sets what jax reads when it is imported, unless a launcher has set it.
+    """Sets variables that JAX reads on import, unless a launcher has set them.
 
-    A CPU counts as `num_devices` devices. XLA's own collectives deadlock with fewer
-    pool threads than two a device while many steps are in flight, and its pools have
-    `NPROC` threads: four a device are enough.
+    The CPU is divided into `num_devices` devices. With fewer than two pool threads per
+    device, XLA's own collectives deadlock while many steps are in flight. `NPROC` sets
+    the number of threads of each pool; four per device are enough.
     """
     os.environ.setdefault("NPROC", str(max(os.cpu_count(), 4 * num_devices)))
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(num_devices))
 
 
 def main() -> None:
-    """Trains as the flags say."""
+    """Trains as the flags specify."""
     flags = parse_flags()
     prepare_jax(flags.dp * flags.tp)
     from lm.run import run  # imports jax

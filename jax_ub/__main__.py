@@ -28,7 +28,7 @@ _COMMANDS = {
 }
 
 
-# What a write to stdout fails with, in a command that runs no program of the user.
+# Errors of a full disk. Commands that run no user program report them in one line.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 
@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit status: 0 for success, 1 if the doctor found a fault, 2 for a call that
-        is wrong; 128 + n, as shells have it, where Ctrl-C or a reader that closed its
-        pipe, as `head` does, ended it.
+        The exit status: 0 for success, 1 if the doctor found a fault, 2 for invalid
+        arguments or another `UbError`. 128 + n, as in shells, for signal n: SIGINT
+        after Ctrl-C, SIGPIPE if the reader of stdout has closed the pipe, as `head`
+        does.
     """
     parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # The command's own usage, where argparse shows that of the whole.
+        # Shows the usage of the command; argparse would show that of the main parser.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     try:
@@ -72,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush(status):
-    """Writes the rest of stdout, where there is one; a closed pipe is noticed here."""
+    """Flushes stdout, which is where a closed pipe or full disk is noticed."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:
         raise
-    except OSError as error:  # as where a disk is full
-        if status == 0:  # otherwise the command has said why
+    except OSError as error:  # for example, a full disk
+        if status == 0:  # otherwise the command has already reported an error
             return _say_full(error)
         _drop(sys.stdout)
     return status
@@ -93,11 +94,11 @@ def _say_full(error):
 def _has_reader(output):
     asking = select.poll()
     asking.register(output, 0)
-    return not asking.poll(0)  # an error, where the other end is closed
+    return not asking.poll(0)  # poll reports an error if the other end is closed
 
 
 def _drop(output):
-    """Lets what is left in a buffer go: Python would fail with it when it ends."""
+    """Discards buffered output, because Python would fail to flush it at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), output.fileno())
 

@@ -1,1 +1,1 @@
-"""The parts of train_lm.py: text, model, training step, timing, checkpoints, plot."""
+"""Modules of train_lm.py: text, model, training step, timing, checkpoints, plot."""

@@ -1,4 +1,4 @@
-"""Checkpoints that fit any mesh: arrays are saved whole and restored by shard."""
+"""Checkpoints that can be restored on any mesh: arrays are saved with global shapes."""
 
 import dataclasses
 import pathlib
@@ -10,14 +10,14 @@ from lm.train import State
 
 
 class Checkpoints:
-    """The checkpoints of one run, by step."""
+    """Saves and restores the checkpoints of one run, by step."""
 
     def __init__(self, directory: str, sizes: Sizes):
-        """Opens a directory.
+        """Opens a checkpoint directory.
 
         Args:
-            directory: where the checkpoints lie; made if it is not there.
-            sizes: of the model, saved beside its state.
+            directory: path of the directory, which is created if it does not exist.
+            sizes: sizes of the model, which are saved together with the state.
         """
         self._sizes = dataclasses.asdict(sizes)
         self._directory = pathlib.Path(directory).absolute()
@@ -26,9 +26,9 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: State) -> None:
-        """Saves the state after `step` steps, while training goes on.
+        """Saves the state after `step` steps asynchronously.
 
-        A run that was resumed replaces what an earlier one has left of that step.
+        After a resume, this replaces a checkpoint that an earlier run has left.
         """
         if step in self._manager.all_steps():
             self._manager.delete(step)
@@ -41,11 +41,11 @@ class Checkpoints:
         """Restores the state after `step` steps, or the latest one if `step` is -1.
 
         Args:
-            step: which checkpoint.
-            shapes: the state's shapes, dtypes, and shardings on the mesh of this run.
+            step: number of the checkpoint.
+            shapes: shapes, dtypes, and shardings of the state on the mesh of this run.
 
         Raises:
-            SystemExit: if it is not there, or belongs to a model of other sizes.
+            SystemExit: if there is no such checkpoint, or the model's sizes differ.
         """
         steps = sorted(self._manager.all_steps())
         wanted = max(steps, default=-1) if step == -1 else step
@@ -67,5 +67,5 @@ class Checkpoints:
         return wanted, self._manager.restore(wanted, args=items)["state"]
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
+        """Waits until all checkpoints are written."""
         self._manager.close()

@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches in place, as one device of the mesh makes them."""
+"""Gradients summed over microbatches in place, computed per device of the mesh."""
 
 from collections.abc import Callable
 
@@ -20,20 +20,21 @@ def accumulate(
     batch: tuple[jax.Array, ...],
     dtype: jnp.dtype,
 ) -> tuple[nnx.State, jax.Array]:
-    """Sums a loss and its gradients over microbatches, on this device alone.
+    """Sums a loss and its gradients over microbatches on this device.
 
-    A kernel's gradient is added to its main_grad by the GEMM that makes it, in the
-    buffer that the scan carries. The few other gradients are added by XLA.
+    The wgrad GEMM adds a kernel's gradient to its main_grad, in the buffer that the
+    scan carries. XLA adds the other, smaller gradients.
 
     Args:
-        loss_fn: called with the model and one microbatch; sums over its tokens.
-        graph: of the model.
-        params: this device's shards, f32.
-        batch: arrays [microbatches, ...].
-        dtype: of the kernels that are multiplied.
+        loss_fn: called with the model and one microbatch; returns a sum over tokens.
+        graph: graph definition of the model.
+        params: this device's parameter shards in f32.
+        batch: arrays of shape [microbatches, ...].
+        dtype: dtype that kernels are cast to for the GEMMs.
 
     Returns:
-        this device's share of the gradients, f32, as `params`; and of the loss.
+        This device's contributions to the gradients, f32 like `params`, and to the
+        loss.
     """
     kernels, others = _promoted(params)
     rounded = jax.tree.map(lambda kernel: kernel.astype(dtype), kernels)
@@ -53,15 +54,15 @@ def accumulate(
 
 
 def assemble(graph: nnx.GraphDef, params: nnx.State, dtype: jnp.dtype) -> LanguageModel:
-    """Builds the model to call it without taking gradients."""
+    """Builds the model for calls without gradients."""
     kernels, others = _promoted(params)
     rounded = jax.tree.map(lambda kernel: kernel.astype(dtype), kernels)
-    # Without a gradient nobody looks at the main_grads: any array of the shape will do.
+    # main_grads are only used in gradients, so any arrays of the right shape will do.
     return _merge(graph, rounded, kernels, others)
 
 
 def mean(gradients: nnx.State, specs: nnx.State, num_tokens: int) -> nnx.State:
-    """Averages the devices' shares over all tokens, in one sum over the devices."""
+    """Sums gradients over the devices and divides them by the number of tokens."""
 
     def of_parameter(share: jax.Array, spec: PartitionSpec) -> jax.Array:
         replicated_over = tuple(axis for axis in AXES if axis not in spec)
@@ -71,8 +72,8 @@ def mean(gradients: nnx.State, specs: nnx.State, num_tokens: int) -> nnx.State:
 
 
 def _promoted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    # Kernels, and all else. Where parameters vary over all axes, gradients stay where
-    # they arise until `mean`: JAX would sum them over the devices for each microbatch.
+    # Splits kernels from other parameters. Both are cast to vary over all mesh axes:
+    # otherwise JAX would sum gradients over devices for each microbatch, not in `mean`.
     kernels, others = nnx.split_state(params, Kernel, ...)
     kernels = lax.pcast(kernels, "dp", to="varying")
     return kernels, lax.pcast(others, AXES, to="varying")

@@ -1,4 +1,4 @@
-"""What was measured while a model was trained."""
+"""Losses and times that are recorded during training."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ class History:
     """Losses and times of one run.
 
     Attributes:
-        name: of the run.
-        steps: the numbers of the steps, from 0.
-        losses: the mean loss of each step, in nats per byte.
-        steps_s: the time of each step in seconds; the first includes compilation.
-        linear_s: the time of a step's linear layers alone, measured now and then.
+        name: name of the run.
+        steps: indices of the steps, from 0.
+        losses: mean loss of each step, in nats per byte.
+        steps_s: time of each step in seconds; the first includes compilation.
+        linear_s: times of a step's linear layers alone, measured at some steps.
     """
 
     name: str
@@ -25,11 +25,11 @@ class History:
 
     @property
     def warm_steps_s(self) -> list[float]:
-        """The times of steps without compilation, where there are any."""
+        """Returns the times of all steps but the first, which compiles."""
         return self.steps_s[1:] or self.steps_s
 
     def describe_times(self) -> str:
-        """The step's median and quartiles, and the linear layers' share."""
+        """Describes the median and quartiles of a step, and the linear layers' time."""
         low, median, high = 1e3 * np.percentile(self.warm_steps_s, (25, 50, 75))
         linear = 1e3 * np.median(self.linear_s)
         return (
@@ -39,6 +39,6 @@ class History:
 
 
 def speedup(history: History, twin: History) -> np.ndarray:
-    """How many times as fast as its twin: quartiles over pairs of steps."""
+    """Returns quartiles of the speed-up over the twin, from pairs of steps."""
     ratios = np.divide(twin.warm_steps_s, history.warm_steps_s)
     return np.percentile(ratios, (25, 50, 75))

@@ -1,4 +1,4 @@
-"""What is minimised, and its twin that has the linear layers only, to time them."""
+"""The training loss, and a variant with only the linear layers for timing."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ def language_loss(
     """Sums -log p(next byte) over all tokens.
 
     Args:
-        model: this device's shard.
-        inputs: this device's tokens, [B, S/P].
-        targets: the byte after each token, of all tokens, [B, S].
+        model: this device's shard of the model.
+        inputs: this device's tokens [B, S/P].
+        targets: the byte after each token, for all tokens [B, S].
     """
     return cross_entropy(model(inputs), targets)
 
@@ -25,8 +25,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Sums -log p(target) over all tokens, from logits sharded over the vocabulary.
 
     Args:
-        logits: f32 [B, S, vocabulary/P].
-        targets: [B, S].
+        logits: this device's part of the vocabulary, f32 [B, S, vocabulary/P].
+        targets: target bytes [B, S].
     """
     highest = lax.pmax(lax.stop_gradient(logits).max(axis=-1), "tp")
     vocabulary = logits.shape[-1]
@@ -40,12 +40,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def linear_layers_loss(
     model: LanguageModel, inputs: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """Runs the linear layers of `model`, with next to nothing between them.
+    """Runs the linear layers of `model`, with almost nothing between them.
 
-    Its value has no meaning. Its gradient takes the same calls, of the same shapes, as
-    that of `language_loss`: how long they take together is how long they take there.
-    No two results are just added: their gradients would be equal, and XLA would
-    multiply by only one of them.
+    The value has no meaning. Its gradient makes the same calls with the same shapes as
+    the gradient of `language_loss`, so it times the linear layers. Results are not just
+    added, because their gradients would then be equal and XLA would compute only one
+    of the GEMMs.
     """
     del targets
     x = model.embed(inputs)

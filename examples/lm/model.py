@@ -1,13 +1,13 @@
 """A decoder-only transformer over bytes, as one device of the mesh runs it.
 
-Between the layers an activation is sharded over its tokens, x [B, S/P, D] (sequence
-parallel). A column linear gathers the tokens and shards the features, a row linear
-takes sharded features and scatters the tokens again; in between, a device has its own
-attention heads or its own part of the MLP. Each linear is one call that overlaps the
-GEMM with its communication, forward and backward.
+Between the layers, activations are sharded over tokens, x [B, S/P, D] (sequence
+parallel). A column linear gathers the tokens and shards the features; a row linear
+takes sharded features and scatters the tokens again. In between, each device has its
+own attention heads or its own part of the MLP. Each linear is one call that overlaps
+the GEMM with its communication, forward and backward.
 
-Outside `jax.shard_map` the parameters have their global shapes, and their `spec` says
-how they are sharded; inside, a module sees its device's shard.
+Outside `jax.shard_map`, parameters have their global shapes, and their `spec` is the
+sharding. Inside, a module has its device's shard.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec
 import jax_ub as ub
 
 VOCABULARY = 256  # the values of a byte
-QUERY_BLOCKS = 4  # that the tokens of a sequence are taken in by attention
+QUERY_BLOCKS = 4  # number of blocks of queries in attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the model; a checkpoint fits a model of the same sizes."""
+    """Sizes of the model. A checkpoint can only be restored with equal sizes."""
 
     d_model: int
     d_ff: int
@@ -38,29 +38,29 @@ class Sizes:
 class Kernel(nnx.Param):
     """The kernel [in, out] of a linear layer.
 
-    Where the model is called, its value is a pair (kernel, main_grad): main_grad, f32
-    [in, out], is the sum of the gradients of earlier microbatches. The cotangent of
-    main_grad is the new sum, which the GEMM of the gradient writes in its place.
+    When the model is called, its value is a pair (kernel, main_grad). main_grad, f32
+    [in, out], is the sum of the gradients of earlier microbatches. Its cotangent is the
+    new sum, which the wgrad GEMM writes in place.
     """
 
 
 def kernel(size_in: int, size_out: int, spec: PartitionSpec, rngs: nnx.Rngs) -> Kernel:
-    """Makes a kernel that keeps the variance of what it multiplies."""
+    """Initializes a kernel that preserves the variance of its input."""
     init = nnx.initializers.normal(size_in**-0.5)
     return Kernel(init(rngs.params(), (size_in, size_out)), spec=spec)
 
 
 class ColumnLinear(nnx.Module):
-    """Gathers the tokens, and multiplies by kernels that are sharded over features."""
+    """Gathers the tokens and multiplies by kernels sharded over output features."""
 
     def __init__(self, size_in: int, *sizes_out: int, method: str, rngs: nnx.Rngs):
-        """Makes the kernels.
+        """Initializes the kernels.
 
         Args:
-            size_in: the features of x.
-            sizes_out: the features that each kernel makes; one gather serves them all.
+            size_in: number of features of x.
+            sizes_out: number of output features of each kernel; all share one gather.
             method: how GEMM and communication are combined (`method` of jax_ub).
-            rngs: where the initial kernels come from.
+            rngs: random streams for the initial kernels.
         """
         self.method = method
         spec = PartitionSpec(None, "tp")
@@ -80,10 +80,10 @@ class ColumnLinear(nnx.Module):
 
 
 class RowLinear(nnx.Module):
-    """Multiplies by a kernel sharded over its rows, and scatters the tokens."""
+    """Multiplies by a kernel sharded over input features, and scatters the tokens."""
 
     def __init__(self, size_in: int, size_out: int, *, method: str, rngs: nnx.Rngs):
-        """Makes the kernel; the arguments are those of `ColumnLinear`."""
+        """Initializes the kernel; see `ColumnLinear` for the arguments."""
         self.method = method
         self.kernel = kernel(size_in, size_out, PartitionSpec("tp", None), rngs)
 
@@ -104,7 +104,7 @@ class RMSNorm(nnx.Module):
     """Divides each token by its root mean square, in f32."""
 
     def __init__(self, size: int):
-        """Makes a scale of ones for `size` features."""
+        """Initializes the scale of `size` features with ones."""
         self.scale = nnx.Param(jnp.ones(size), spec=PartitionSpec())
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -115,13 +115,13 @@ class RMSNorm(nnx.Module):
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Turns pairs of features by angles that grow with the token (RoPE).
+    """Applies rotary position embedding (RoPE).
 
     Args:
-        x: [B, S, heads, head size].
+        x: queries or keys [B, S, heads, head size].
     """
     _, num_tokens, _, head_size = x.shape
-    # Of numpy, so that the program holds sines instead of computing them.
+    # Computed by numpy, so that sines and cosines are constants of the program.
     speeds = 10_000.0 ** -np.linspace(0.0, 1.0, head_size // 2, endpoint=False)
     angles = np.arange(num_tokens)[:, None, None] * speeds
     cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
@@ -130,17 +130,17 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention in f32, which is what XLA:CPU multiplies fastest.
+    """Computes causal attention in f32, the fastest dtype in XLA:CPU.
 
-    A block of queries multiplies the keys up to its own last token, not those after.
+    Each block of queries is only multiplied by keys up to its last token.
 
     Args:
-        q: queries, [B, S, heads, head size].
-        k: keys, of the same shape.
-        v: values, of the same shape.
+        q: queries [B, S, heads, head size].
+        k: keys of the same shape.
+        v: values of the same shape.
 
     Returns:
-        [B, S, heads * head size], of the dtype of `q`.
+        The result [B, S, heads * head size] in the dtype of `q`.
     """
     dtype, (_, num_tokens, _, head_size) = q.dtype, q.shape
     q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
@@ -159,10 +159,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention, then a SwiGLU MLP, each added to what went in."""
+    """Attention and a SwiGLU MLP, each with a norm and a residual connection."""
 
     def __init__(self, sizes: Sizes, *, method: str, rngs: nnx.Rngs):
-        """Makes four calls of linear layers, and two norms."""
+        """Initializes the linear layers and norms."""
         d, ff = sizes.d_model, sizes.d_ff
         self.head_size = d // sizes.num_heads
         self.attention_norm = RMSNorm(d)
@@ -173,7 +173,7 @@ class Block(nnx.Module):
         self.down = RowLinear(ff, d, method=method, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Computes the next x [B, S/P, D]."""
+        """Computes the block's output [B, S/P, D] from x of the same shape."""
         qkv = self.qkv(self.attention_norm(x))
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_size) for y in qkv)
         x = self.attention_out(attend(q, k, v), residual=x)
@@ -182,10 +182,10 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes in, the logits of the next byte out."""
+    """A language model that maps bytes to logits of the next byte."""
 
     def __init__(self, sizes: Sizes, *, dtype: jnp.dtype, method: str, rngs: nnx.Rngs):
-        """Makes the model with f32 parameters; `dtype` is what it computes in."""
+        """Initializes f32 parameters; the model computes in `dtype`."""
         d = sizes.d_model
         self.dtype = dtype
         table = nnx.initializers.normal(1.0)(rngs.params(), (VOCABULARY, d))
@@ -198,17 +198,17 @@ class LanguageModel(nnx.Module):
         self.head = ColumnLinear(d, VOCABULARY, method=method, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Computes f32 logits [B, S, vocabulary/P] from own tokens [B, S/P]."""
+        """Computes f32 logits [B, S, vocabulary/P] from a device's tokens [B, S/P]."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.logits(self.norm(x))
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks tokens [B, S/P] up in the table, which every device has."""
+        """Looks up tokens [B, S/P] in the embedding, which is replicated."""
         return self.embedding[...][tokens].astype(self.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Multiplies by the head: f32 [B, S, vocabulary/P]."""
+        """Multiplies by the head, which returns f32 [B, S, vocabulary/P]."""
         (logits,) = self.head(x, out_dtype=jnp.float32)
         return logits

@@ -1,4 +1,4 @@
-"""The picture at the end: loss curves on top of each other, and the time of a step."""
+"""Plots the loss curves of both runs and the time of a step."""
 
 import pathlib
 
@@ -12,12 +12,12 @@ _COLORS = ("tab:green", "black")
 
 
 def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
-    """Writes the picture of one or two runs.
+    """Writes the plot of one or two runs.
 
     Args:
-        path: of the PNG.
-        histories: the run, and its twin if it had one.
-        entropy: of the byte frequencies, in nats.
+        path: path of the PNG.
+        histories: history of the run, and of its twin if there is one.
+        entropy: entropy of the byte frequencies in nats.
     """
     matplotlib.use("agg")
     figure, (losses, times) = plt.subplots(

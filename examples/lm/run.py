@@ -1,4 +1,4 @@
-"""The whole run: train, train a twin with XLA's own collectives beside it, compare."""
+"""Trains the model and a twin with XLA's own collectives, and compares them."""
 
 import argparse
 import dataclasses
@@ -24,14 +24,14 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 class Run:
-    """One trainer with its state and what was measured of it."""
+    """A trainer with its state and recorded history."""
 
     def __init__(self, trainer: Trainer, state: State, name: str):
         """Starts from `state`, which the first step donates."""
         self.trainer, self.state, self.history = trainer, state, History(name)
 
     def step(self, number: int, data: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes one step, and its time."""
+        """Runs and times one training step."""
         begin = time.perf_counter()
         self.state, loss = self.trainer.step(self.state, *data)
         loss = float(loss)  # waits for the step
@@ -40,7 +40,7 @@ class Run:
         self.history.losses.append(loss)
 
     def time_linear_layers(self, data: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes the time of a step's linear layers; the first call compiles them."""
+        """Times the linear layers of a step; the first call also compiles them."""
         if not self.history.linear_s:
             jax.block_until_ready(self.trainer.linear_layers(self.state.params, *data))
         begin = time.perf_counter()
@@ -49,13 +49,13 @@ class Run:
 
 
 def say(*words: object) -> None:
-    """Prints in one process of several."""
+    """Prints in process 0."""
     if jax.process_index() == 0:
         print(*words)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains as the flags say; writes the plot, its numbers, and checkpoints."""
+    """Trains as the flags specify; writes the plot, its numbers, and checkpoints."""
     begin = time.perf_counter()
     if args.distributed:
         jax.distributed.initialize()
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
     quiet = jax.process_index() > 0
     steps = range(first, args.steps)
-    # A log is not a terminal: a line in ten seconds is enough there.
+    # In a log, which is not a terminal, a line every ten seconds is enough.
     live = sys.stderr.isatty()
     bar = tqdm(
         steps,
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     with bar:
         for step in bar:
             data = batch(text.train, shape, (args.seed, step))
-            # Twins take turns in going first, so that noise hits both alike.
+            # The order of the twins alternates, so that noise affects both equally.
             turns = runs if step % 2 else runs[::-1]
             for each in turns:
                 each.step(step, data)
@@ -109,9 +109,9 @@ def run(args: argparse.Namespace) -> None:
 def start(
     args: argparse.Namespace, sizes: Sizes, checkpoints: Checkpoints | None
 ) -> tuple[int, list[Run]]:
-    """Makes the run and its twin, with the same initial or restored state."""
+    """Creates the run and its twin with the same initial or restored state."""
     mesh = make_mesh(args.dp, args.tp)
-    # What a call communicates at most: the tokens of a replica's microbatch.
+    # Capacity: a call communicates at most the tokens of a replica's microbatch.
     num_tokens = args.batch // args.microbatches // args.dp * args.seq_len
     ub.initialize_ub((num_tokens, args.d_model), args.tp, mesh=mesh)
     methods = [args.method]
@@ -137,7 +137,7 @@ def start(
         say(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
     else:
         state = trainers[0].init(jax.random.key(args.seed))
-    # A step donates its state, so each twin has a copy of its own.
+    # A step donates its state, so each twin needs a separate copy.
     return first, [
         Run(
             trainer,
@@ -149,7 +149,7 @@ def start(
 
 
 def progress(runs: list[Run], tokens: int) -> str:
-    """What the progress bar says."""
+    """Returns the text of the progress bar."""
     mine = runs[0].history
     losses = [f"{each.history.name} {each.history.losses[-1]:.3f}" for each in runs]
     return (
@@ -164,7 +164,7 @@ def report(
     entropy: float,
     validation: float,
 ) -> None:
-    """Prints the comparison, and writes it as a picture and as numbers."""
+    """Prints the comparison; writes the plot and a JSON file of the numbers."""
     mine = histories[0]
     final = np.mean(mine.losses[-10:])
     say(

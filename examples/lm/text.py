@@ -1,4 +1,4 @@
-"""The text that every machine has: the source of Python's own standard library."""
+"""Training text that is available everywhere: Python's standard library."""
 
 import dataclasses
 import pathlib
@@ -6,22 +6,22 @@ import sysconfig
 
 import numpy as np
 
-# Packages that were installed beside the library, and its tests, are not the library.
+# Not part of the standard library, or only its tests.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Bytes to train on, and bytes of other files to validate with."""
+    """Bytes for training, and bytes of other files for validation."""
 
     train: np.ndarray
     validation: np.ndarray
 
     @property
     def entropy(self) -> float:
-        """The entropy of the byte frequencies of `train`, in nats.
+        """Returns the entropy of the byte frequencies of `train`, in nats.
 
-        No model that looks at one byte at a time has a lower loss than this.
+        A model that ignores the context cannot have a lower loss.
         """
         counts = np.bincount(self.train, minlength=256)
         shares = counts[counts > 0] / counts.sum()
@@ -29,10 +29,10 @@ class Text:
 
 
 def read_standard_library(validation_every: int = 20) -> Text:
-    """Reads the standard library, in the order of its paths, split by file.
+    """Reads the standard library, sorted by path, and splits it by file.
 
     Args:
-        validation_every: of so many files one is kept for validation.
+        validation_every: one in this many files is kept for validation.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = [
@@ -54,16 +54,16 @@ def batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cuts random windows out of `text`.
 
-    The windows depend on `seed` alone, not on the mesh: a run that is resumed, or that
-    runs on another number of devices, sees the same bytes.
+    The windows depend only on `seed`, not on the mesh. A resumed run, or a run with
+    another number of devices, gets the same bytes.
 
     Args:
-        text: [bytes].
-        shape: [..., sequence length] of the batch.
-        seed: for training (the run's seed, step).
+        text: bytes, a one-dimensional array.
+        shape: shape of the batch, [..., sequence length].
+        seed: seed of the batch; in training (seed of the run, step).
 
     Returns:
-        inputs and targets, both int32 of `shape`; targets are one byte ahead.
+        Inputs and targets, int32 of `shape`; targets are shifted by one byte.
     """
     *leading, length = shape
     starts = np.random.default_rng(seed).integers(len(text) - length, size=leading)

@@ -1,4 +1,4 @@
-"""The trainer: a model, its optimizer, and one compiled `jax.shard_map` for a step."""
+"""The trainer: model, optimizer, and a jitted training step in `jax.shard_map`."""
 
 from typing import NamedTuple
 
@@ -14,25 +14,25 @@ from lm.gradients import AXES, accumulate, assemble, mean
 from lm.losses import language_loss, linear_layers_loss
 from lm.model import LanguageModel, Sizes
 
-# Inputs and targets, [microbatches, B, S]. A device embeds its own tokens, and computes
-# the logits of all tokens for its part of the vocabulary.
+# Inputs and targets, [microbatches, B, S]. A device embeds its own tokens, but computes
+# logits of all tokens for its part of the vocabulary.
 BATCH_SPECS = (PartitionSpec(None, "dp", "tp"), PartitionSpec(None, "dp", None))
 
-WARM_UP_STEPS = 10  # until the learning rate is at its highest
+WARM_UP_STEPS = 10  # number of steps until the learning rate has its maximum
 
 
 class State(NamedTuple):
-    """What training changes and a checkpoint keeps; the arrays are global."""
+    """Training state with global arrays, as a checkpoint stores it."""
 
     params: nnx.State
     optimizer: optax.OptState
 
 
 def make_mesh(dp: int, tp: int) -> Mesh:
-    """Arranges the first dp * tp devices.
+    """Arranges the first dp * tp devices as a mesh.
 
     Raises:
-        SystemExit: if there are fewer.
+        SystemExit: if JAX has fewer devices.
     """
     devices = jax.devices()[: dp * tp]
     if len(devices) < dp * tp:
@@ -44,10 +44,10 @@ def make_mesh(dp: int, tp: int) -> Mesh:
 
 
 def make_optimizer(learning_rate: float) -> optax.GradientTransformation:
-    """Makes Adam with a rate that rises for some steps, then falls as 1/sqrt(step).
+    """Returns Adam with a learning rate that warms up, then decays as 1/sqrt(step).
 
-    It does not know how many steps there will be: a run that was resumed, with more
-    steps than it was started with, goes on as if it had not ended.
+    The rate does not depend on the total number of steps, so a run can be resumed with
+    more steps.
     """
 
     def rate(step: jax.Array) -> jax.Array:
@@ -61,12 +61,12 @@ class Trainer:
     """Trains a model on a mesh with the axes dp and tp.
 
     Attributes:
-        init: key -> the first `State`, the same on every mesh.
+        init: key -> the initial `State`, equal on every mesh.
         step: (state, inputs, targets) -> (new state, loss); donates the state.
         evaluate: (params, inputs, targets) -> loss.
-        linear_layers: (params, inputs, targets) -> gradients of the linear layers
-            alone, with the calls of one step and nothing between them.
-        shapes: the shapes, dtypes and shardings of the `State`.
+        linear_layers: (params, inputs, targets) -> gradients of
+            `linear_layers_loss`, which makes the linear layers' calls of one step.
+        shapes: shapes, dtypes and shardings of the `State`.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Trainer:
         dtype: jnp.dtype,
         optimizer: optax.GradientTransformation,
     ):
-        """Traces the model; its programs are compiled when they are called.
+        """Traces the model. Its programs are compiled on their first call.
 
         Args:
-            sizes: of the model.
-            mesh: the batch is sharded over dp, tokens and kernels over tp.
-            method: how the linear layers communicate; "xla" is plain `jax.lax`.
-            dtype: what the model computes in; parameters and gradients are f32.
-            optimizer: works element by element: a device updates its own shards.
+            sizes: sizes of the model.
+            mesh: the mesh; dp shards the batch, tp shards tokens and kernels.
+            method: method of the linear layers; "xla" is plain `jax.lax`.
+            dtype: dtype of the computation; parameters and gradients are f32.
+            optimizer: an elementwise optimizer, because devices update their shards.
         """
         self._mesh, self._optimizer, self._dtype = mesh, optimizer, dtype
 
@@ -142,7 +142,7 @@ class Trainer:
 
 
 def _specs(shapes: State, optimizer: optax.GradientTransformation) -> State:
-    """Finds how each array is sharded: Adam's moments as their parameters."""
+    """Returns the sharding of each array; Adam's moments are sharded as parameters."""
     variables = jax.tree.leaves(
         shapes.params, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )

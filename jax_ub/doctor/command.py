@@ -1,7 +1,7 @@
 """Says what is installed, what can run here and why not: `python -m jax_ub doctor`.
 
-With `--processes` it looks from each of several processes, which compute together as
-those of a job would.
+With `--processes`, several processes are started, which also compute together as the
+processes of a job do.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="with --processes: CPU devices of each, or GPUs (default: 1)",
     )
-    # Of one of several processes: where it writes, before its number is put in.
+    # Internal, in each process of --processes: output path without the process index.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
@@ -43,7 +43,7 @@ def command(given: argparse.Namespace) -> int:
     """
     if given.part is not None:
         jax.distributed.initialize()
-        backend.start()  # where it cannot, this says so in one line
+        backend.start()  # fails with a one-line error if JAX cannot start
         _write(_part(given.part, jax.process_index()), list(examine(together=True)))
         return 0
     several = given.processes > 1
@@ -59,7 +59,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(num_processes: int, devices_per_process: int) -> list[Finding]:
-    """What process 0 finds, then what others find and it does not."""
+    """Returns the findings of process 0, then further findings of the others."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "findings.json")
         status = run_parts(

@@ -1,4 +1,4 @@
-"""How processes are connected, and the named overlaps of the axes."""
+"""Findings about shared memory between processes and about named overlaps."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from jax_ub.runtime import communicators, engine, hosts, overlaps
 
 
 def between_processes() -> Iterator[Finding]:
-    """What processes of a host need to share memory."""
+    """Yields whether this process can share memory with others on its host."""
     host = hosts.short_name(hosts.identity())
     try:
         engine.load().endpoint()
@@ -23,7 +23,7 @@ def between_processes() -> Iterator[Finding]:
 
 
 def _connections():
-    """How the ranks of each group share memory, and what they would have preferred."""
+    """Yields how the ranks of each group are connected, or why they are not."""
     failed = dict(communicators.failures())
     for connection in communicators.connections():
         name = f"devices {list(connection.group)}"
@@ -38,7 +38,7 @@ def _connections():
 
 
 def _connected(connection):
-    """How, and what would have been preferred."""
+    """Names the sharing mode, and each preferred mode with the reason against it."""
     how = getattr(connection.communicator, "how", None)
     if how is None:
         return "connected"
@@ -51,7 +51,7 @@ def _connected(connection):
 
 
 def named_overlaps(together: bool) -> Iterator[Finding]:
-    """The names of `initialize_ub` and their methods; the defaults if it has none."""
+    """Yields the named overlaps of `initialize_ub`, or its defaults if not called."""
     if overlaps.domains():
         yield from _connections()
         yield from map(_finding_of, overlaps.domains())
@@ -59,7 +59,7 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
     mesh = trials.mesh_of(together)
     try:
         initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=trials.AXIS)
-    except Exception as error:  # Whatever it is, the report is where it belongs.
+    except Exception as error:  # any error is a finding
         yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
         return
     yield from _connections()

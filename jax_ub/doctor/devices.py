@@ -1,4 +1,4 @@
-"""The devices that there are, and what drives them."""
+"""Findings about devices and their drivers."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jax_ub.runtime import cuda, settings
 
 
 def devices() -> Iterator[Finding]:
-    """How many there are, and of what kind; jaxlib's threads for them, or the GPUs."""
+    """Yields number and kind of devices, and jaxlib's pool threads or the GPUs."""
     everywhere = jax.devices()
     platform = cuda.platform_of(everywhere[0])
     found = f"{len(everywhere)} {platform}"
@@ -44,14 +44,14 @@ def devices() -> Iterator[Finding]:
 
 
 def _cuda_engine():
-    """Where no GPU is used: whether programs may be lowered for one."""
+    """Returns whether the CUDA engine is built, on a machine that uses no GPU."""
     reason = cuda.why_not()
     text = "built; there are no CUDA devices here" if reason is None else reason
     return Finding("CUDA engine", State.NOTE, text)
 
 
 def _gpus():
-    """The GPUs of this process, what drives them, and whether they reach each other."""
+    """Yields this process's GPUs, driver, cuBLASLt and peer access."""
     reason = cuda.why_not()
     if reason is not None:
         yield Finding("CUDA engine", State.FAULT, f"calls run plain jax.lax: {reason}")

@@ -1,4 +1,4 @@
-"""Everything that the doctor looks at, in order."""
+"""Runs all checks of the doctor in order."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,12 @@ from jax_ub.runtime import backend
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Looks at everything, in the order in which one thing needs another.
+    """Yields the findings of all checks. Checks follow those that they depend on.
 
     Args:
-        together: whether all processes of the job do so now, and try to compute with
-            one another. None of them has called `initialize_ub`.
+        together: whether all processes of the job call this at the same time; the
+            checks then compute across processes. No process may have called
+            `initialize_ub`.
     """
     trials.start_devices()
     yield from installation.packages()
@@ -24,7 +25,7 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
     yield from installation.ffi_api()
     try:
         backend.start()
-    except UnsupportedOverlapError as error:  # what follows needs devices
+    except UnsupportedOverlapError as error:  # the remaining checks need devices
         yield Finding("devices", State.FAULT, str(error))
         return
     yield from installation.engine_here()
@@ -37,7 +38,7 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
 
 
 def _fallbacks():
-    """The calls of this process that were not overlapped, by reason."""
+    """Yields the calls of this process that were not overlapped, by reason."""
     by_reason: dict[str, list[str]] = {}
     for fallback in fallbacks():
         by_reason.setdefault(fallback.reason, []).append(fallback.label)

@@ -1,11 +1,11 @@
-"""What the doctor says of one thing."""
+"""The result of one check of the doctor."""
 
 import dataclasses
 import enum
 
 
 class State(enum.Enum):
-    """How a finding is marked; only a fault makes the doctor fail."""
+    """Severity of a finding; the doctor's exit status is 1 only for a fault."""
 
     FINE = "ok"
     NOTE = "--"
@@ -22,10 +22,10 @@ class Finding:
     text: str
 
     def as_json(self) -> dict[str, str]:
-        """The same in JSON's types."""
+        """Returns the finding as JSON types."""
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
     @classmethod
     def from_json(cls, found: dict[str, str]) -> "Finding":
-        """What `as_json` was made of."""
+        """Restores a finding from the result of `as_json`."""
         return cls(found["name"], State[found["state"].upper()], found["text"])

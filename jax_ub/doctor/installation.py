@@ -1,4 +1,4 @@
-"""What is installed, what the environment asks for, and the engine that is loaded."""
+"""Findings about packages, environment variables and the loaded engine."""
 
 import contextlib
 import importlib.metadata
@@ -16,7 +16,7 @@ _REQUIRED = _PACKAGES[1:4]
 
 
 def packages() -> Iterator[Finding]:
-    """The versions of Python and of the packages that belong together."""
+    """Yields the versions of Python and of relevant packages."""
     yield Finding("python", State.FINE, platform.python_version())
     for name in _PACKAGES:
         try:
@@ -27,7 +27,7 @@ def packages() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """What the variables say, those that no one reads, and values that are none."""
+    """Yields jax_ub's environment variables, unknown names and invalid values."""
     for name, value in settings.given().items():
         if name in settings.NAMES:
             yield Finding(name, State.NOTE, value)
@@ -56,12 +56,12 @@ def _method():
 
 
 def _isa():
-    with contextlib.suppress(ImportError):  # another finding's
+    with contextlib.suppress(ImportError):  # `ffi_api` reports it
         engine.check_isa()
 
 
 def ffi_api() -> Iterator[Finding]:
-    """Whether the engine was built for a jaxlib like this one."""
+    """Yields whether the engine was built for the XLA FFI API of this jaxlib."""
     running = ".".join(map(str, engine.running_ffi_api()))
     try:
         built = ".".join(map(str, engine.load().xla_ffi_api_version))
@@ -73,7 +73,7 @@ def ffi_api() -> Iterator[Finding]:
 
 
 def engine_here() -> Iterator[Finding]:
-    """What the engine computes with: instruction set and threads."""
+    """Yields the engine's instruction set and number of threads."""
     try:
         cpu = engine.load()
     except ImportError:

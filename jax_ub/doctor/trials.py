@@ -1,4 +1,4 @@
-"""A small call by every method, to see that it runs and computes what it should."""
+"""Runs a small call with each method and checks its result."""
 
 import contextlib
 import functools
@@ -16,32 +16,32 @@ from jax_ub.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub.rules.all_gather_matmul import all_gather_matmul
 from jax_ub.runtime import cuda, settings
 
-# As many devices as a trial needs to communicate at all.
+# The smallest number of devices with communication.
 _TRIAL_DEVICES = 2
-# An axis that no program has initialised.
+# Must differ from the axis names of user programs, which may be initialized.
 AXIS = "doctor"
-# jaxlib needs at least two, and waits for some of them itself.
+# jaxlib needs at least two per device, and blocks some of them itself.
 POOL_THREADS_EACH = 4
 
 
 def start_devices() -> None:
-    """Sees that jax starts with enough devices for a trial, where it has not yet."""
+    """Requests enough CPU devices for a trial, unless JAX has already started."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
     settings.set_pool_threads(POOL_THREADS_EACH * _TRIAL_DEVICES)
-    # Where jax has started already, its devices are what there is.
+    # If JAX has already started, its number of devices cannot be changed.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", _TRIAL_DEVICES)
 
 
 def mesh_of(together: bool) -> Mesh:
-    """A few devices of this process, or all devices of all."""
+    """Returns a mesh of two local devices, or if `together` of all devices."""
     devices = jax.devices() if together else jax.local_devices()[:_TRIAL_DEVICES]
     return Mesh(np.array(devices), (AXIS,))
 
 
 def methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """A trial of every method."""
+    """Yields the result of a trial of each method."""
     for method in Method:
         yield _trial(mesh, method)
 
@@ -54,7 +54,7 @@ def _trial(mesh: Mesh, method: Method) -> Finding:
     try:
         y = _column_linear(mesh, method)(x, w)
         mine = [(np.asarray(part.data), part.index) for part in y.addressable_shards]
-    except Exception as error:  # Whatever it is, the report is where it belongs.
+    except Exception as error:  # any error is a finding
         state = _state_of(method, mesh.local_devices)
         return Finding(name, state, f"{type(error).__name__}: {error}")
     if not all(np.array_equal(part, (x @ w)[index]) for part, index in mine):
@@ -78,7 +78,7 @@ def _column_linear(mesh, method):
 
 
 def _beside_a_gather(num_ranks, x, w):
-    """The same product of an x that is gathered beside an independent one."""
+    """Computes the same product, gathering x concurrently with an independent GEMM."""
     dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
     _, gathered = bulk_all_gather(
         (dy,),
@@ -93,7 +93,7 @@ def _beside_a_gather(num_ranks, x, w):
 
 
 def _state_of(method, devices):
-    """How bad it is that a method does not run: not all run everywhere."""
+    """Returns FAULT if the method should run on these devices, else NOTE."""
     platform = cuda.platform_of(devices[0])
     if platform == "cuda":
         expected = method is not Method.DIRECT and cuda.why_not() is None

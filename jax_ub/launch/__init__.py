@@ -1,1 +1,1 @@
-"""Starts the processes of a job on this machine, and leaves none behind."""
+"""Starts the processes of a job on this machine, and ends all of them with the job."""

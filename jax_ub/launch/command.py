@@ -1,9 +1,9 @@
 """Starts one program in several processes on this machine, as a cluster would.
 
-`jax.distributed.initialize()` needs no arguments in them. Every line that they write is
-preceded by the number of its process. The first process that fails ends all others,
-with its message and exit status; so does Ctrl-C, and so does the launcher's own end,
-whatever its cause: no process is left behind.
+`jax.distributed.initialize()` needs no arguments in these processes. Every output line
+is prefixed with the index of its process. When a process fails, the launcher reports
+it, ends all others and returns its exit status. Ctrl-C, and any end of the launcher
+itself, also end all processes: none is left behind.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="from the signal that ends a process to SIGKILL; default 5",
     )
-    # Of a launcher that another command starts, see parts.py.
+    # Internal, for launchers that `parts.run_parts` starts.
     add("--parent", type=int, help=argparse.SUPPRESS)
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
@@ -76,14 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the program to its end.
+    """Runs the program in all processes until they have exited.
 
     Returns:
-        0 if all processes ended with 0; the exit status of the first one that did not,
-        128 + n where signal n ended it; 124 after `--timeout`.
+        0 if all processes exited with 0; otherwise the exit status of the first one
+        that failed, or 128 + n if signal n ended it; 124 after `--timeout`.
 
     Raises:
-        LaunchError: if the options cannot be meant.
+        LaunchError: if the options are invalid.
     """
     _check(given)
     with reserve_port() as port:
@@ -133,7 +133,7 @@ def _check(given):
 
 
 def _program(given):
-    # Python before 3.13 leaves the "--" there that ends the options of launch.
+    # Before Python 3.13, argparse keeps the "--" that ends the options of launch.
     return given.program[given.program[0] == "--" :]
 
 
@@ -142,29 +142,30 @@ def _command(given):
 
 
 def _supervise(job, parent, parent_folder):
-    """Runs the supervisor: who is killed, this process or that, the other ends all.
+    """Runs the supervisor. If it or this process is killed, the other ends all ranks.
 
-    If the process `parent` dies, this process ends all, then removes `parent_folder`.
+    If the process `parent` exits, this process ends all ranks and removes
+    `parent_folder`.
     """
     supervisor.adopt_orphans()
     others = supervisor.descendants()
     process = subprocess.Popen(
-        # Isolated: it needs neither jax nor what PYTHONPATH says, and starts at once.
+        # Isolated mode starts fast; the supervisor needs neither jax nor PYTHONPATH.
         [sys.executable, "-I", "-S", supervisor.__file__],
         stdin=subprocess.PIPE,
-        # The terminal's Ctrl-C comes here only, and is handed on once.
+        # In a new session, so that only this process gets Ctrl-C and forwards it.
         start_new_session=True,
     )
     assert process.stdin is not None
     with _forwarding_signals(process):
         if parent is not None:
             supervisor.signal_at_death_of_parent(signal.SIGTERM)
-            if os.getppid() != parent:  # it died before
+            if os.getppid() != parent:  # it exited before the call above
                 process.terminate()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-        # The pipe stays open: its end is the end of this process.
+        # The pipe stays open. The supervisor sees it close when this process exits.
         status = process.wait()
         supervisor.kill_descendants(others)
         if parent_folder is not None and os.getppid() != parent:

@@ -1,26 +1,26 @@
-"""What a launched process finds in its environment."""
+"""Environment variables of the launched processes."""
 
 import os
 from collections.abc import Mapping
 
 from jax_ub.errors import UbError, shown
 
-# Where the processes of a machine meet.
+# Address of the coordinator, which all processes of this machine can reach.
 HOST = "127.0.0.1"
-# Of processes, and of devices of each: far more than work on one machine.
+# Limit for processes and for devices per process, far above what one machine can run.
 MOST = 4096
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class LaunchError(UbError, ValueError):
-    """The command line of `launch` cannot run."""
+    """Raised when the options of `launch` are invalid."""
 
 
 def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
-    """Rejects more processes or devices than one machine can run.
+    """Checks the numbers of processes and devices per process.
 
     Raises:
-        LaunchError: says the limits.
+        LaunchError: if a number is larger than `MOST`.
     """
     for option, value in (
         ("--processes", num_processes),
@@ -42,18 +42,19 @@ def environment(
     port: int,
     num_hosts: int = 1,
 ) -> dict[str, str]:
-    """The environment in which `jax.distributed.initialize()` needs no arguments.
+    """Returns an environment where `jax.distributed.initialize()` needs no arguments.
 
-    JAX asks the cluster it runs on who it is. It has no variables of its own for that,
-    so that these are the ones of a Slurm step on one node.
+    JAX has no environment variables for the process index and the number of processes.
+    It detects clusters by their variables, so this function sets those of a Slurm step
+    on one node.
 
     Args:
-        given: the environment of the launcher; what it sets on purpose is kept.
-        process: which process this is, from 0.
-        num_processes: how many there are, all on this machine.
-        devices_per_process: CPU devices of each, or GPUs.
-        port: of the coordinator, which is process 0.
-        num_hosts: how many hosts the processes play, in equal parts.
+        given: the launcher's environment; user settings are kept.
+        process: index of the process.
+        num_processes: number of processes, all on this machine.
+        devices_per_process: number of CPU devices or GPUs of each process.
+        port: port of the coordinator, which is process 0.
+        num_hosts: number of simulated hosts with equally many processes.
 
     Raises:
         LaunchError: if `XLA_FLAGS` sets another number of devices.
@@ -68,14 +69,14 @@ def environment(
     devices = range(first, first + devices_per_process)
     address = f"{HOST}:{port}"
     defaults = {
-        # jaxlib deadlocks with more launches in flight than its pool has threads.
+        # jaxlib deadlocks if more launches are in flight than its pool has threads.
         "NPROC": str(max(os.cpu_count() or 1, 4 * devices_per_process)),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }
     ours = {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # nobody else's business
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # not reachable from other machines
         "JAX_NUM_CPU_DEVICES": str(devices_per_process),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices)),
         "SLURM_JOB_ID": given.get("SLURM_JOB_ID", "1"),
@@ -88,7 +89,7 @@ def environment(
     if num_hosts > 1:
         ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
     result = {**defaults, **given, **ours, **_past_proxies(given, HOST)}
-    # JAX looks for Open MPI first: an mpirun that started the launcher is not ours.
+    # JAX detects Open MPI first. An mpirun around the launcher does not count.
     result.pop("OMPI_MCA_orte_hnp_uri", None)
     return result
 

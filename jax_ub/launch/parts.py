@@ -1,4 +1,4 @@
-"""Runs a command of jax_ub in several processes, each of which does a part of it."""
+"""Runs a command of jax_ub in several processes, as parts of one job."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from jax_ub.launch.environment import LaunchError, check_counts
 
-_STDERR = 2  # the descriptor: sys.stderr may be an object without one
+_STDERR = 2  # file descriptor, because sys.stderr may be an object without one
 
 
 def run_parts(
@@ -25,16 +25,16 @@ def run_parts(
     """Runs `python -m jax_ub ARGUMENTS` in several processes, under `launch`.
 
     Args:
-        arguments: the command, and what tells it that it is one of several.
-        num_processes: how many.
-        devices_per_process: CPU devices of each, or GPUs.
-        folder: what they write to. If this process is killed, the launcher ends the
-            processes and removes the folder.
-        prints_aside: whether what they print goes to stderr, since it is no part of
-            this process's report.
+        arguments: command and options, including the one that marks it as a part.
+        num_processes: number of processes.
+        devices_per_process: number of CPU devices or GPUs of each process.
+        folder: folder that the processes write to. If this process is killed, the
+            launcher ends the processes and removes the folder.
+        prints_aside: whether the processes' stdout is redirected to stderr, because it
+            is not part of this command's output.
 
     Returns:
-        The launcher's exit status: that of the first process that failed, or 0.
+        The launcher's exit status: 0, or that of the first process that failed.
     """
     launch = ["launch", "-n", str(num_processes)]
     launch += ["--devices-per-process", str(devices_per_process)]
@@ -45,9 +45,10 @@ def run_parts(
 
 
 def _run_passing_sigterm_on(command, stdout):
-    """Lets SIGTERM end the launcher, then this process: its folder for the parts goes.
+    """Runs the launcher. SIGTERM ends it first, then this process, with cleanup.
 
-    The handler raises nothing: amid the launcher's start, that would leave it behind.
+    The signal handler does not raise. An exception while the launcher is being started
+    would leave it running.
     """
     process: subprocess.Popen | None = None
     is_explicit = threading.Event()
@@ -75,11 +76,11 @@ def _run_passing_sigterm_on(command, stdout):
 
 
 def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
-    """How many devices a process has: one, where nothing was asked for.
+    """Returns the number of devices per process; 1 if none was requested.
 
     Raises:
-        LaunchError: if something was, but the command starts no processes; and for
-            more than a machine can run.
+        LaunchError: if a number was requested but the command starts no processes, or
+            if it is larger than one machine can run.
     """
     if asked is not None and num_processes == 1:
         raise LaunchError(
@@ -92,10 +93,10 @@ def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
 
 @contextlib.contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """Ends a process whose part fails, so that the launcher ends the others.
+    """Exits the process at once if its part fails, so the launcher ends the others.
 
-    JAX would let it wait at its exit, for minutes, until the others end, too; and they
-    may wait for it, in collectives of JAX.
+    Otherwise JAX waits at exit for minutes until the other processes exit, while they
+    may wait for this process in a collective.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The port on which the processes of a job meet."""
+"""Reserves the coordinator's port."""
 
 import contextlib
 import socket
@@ -9,13 +9,13 @@ from jax_ub.launch.environment import HOST, LaunchError
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """Finds a free port, and keeps other programs from being given it.
+    """Yields a free port, and prevents other programs from getting it in the block.
 
-    The coordinator shares its port (SO_REUSEPORT), as this socket does, which does not
-    listen: nobody ever connects to it.
+    Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
+    port. This socket does not listen, so it receives no connections.
 
     Raises:
-        LaunchError: if the processes could not reach each other there.
+        LaunchError: if the loopback address cannot be reached.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -26,7 +26,7 @@ def reserve_port() -> Iterator[int]:
 
 
 def _check_route(port):
-    """Asks the kernel for the way, and sends nothing: JAX would wait for minutes."""
+    """Checks the route to `HOST` without sending; JAX would wait for minutes."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((HOST, port))

@@ -1,12 +1,13 @@
-"""The process that starts the ranks, relays what they write, and ends them.
+"""Supervisor: the process that starts the ranks, relays their output, and ends them.
 
-The launcher runs this file as a script, isolated, so that it does without jax: it
-imports nothing of jax_ub, has one thread, and starts at once. Three things see to it
-that no process is left behind:
+The launcher runs this file as an isolated script. It imports neither jax nor jax_ub, so
+that it starts fast and has only one thread. Three mechanisms ensure that no process is
+left behind:
 
-- its standard input is a pipe from the launcher: when that ends, it ends all ranks;
-- each rank asks the kernel for SIGKILL at the death of this process;
-- this process and the launcher adopt the orphans of what they started, and end them.
+- Standard input is a pipe from the launcher. When it closes, the supervisor kills all
+  ranks.
+- Each rank asks the kernel for SIGKILL when the supervisor exits.
+- The supervisor and the launcher adopt orphaned descendants and kill them.
 """
 
 import collections
@@ -26,18 +27,18 @@ from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TIMED_OUT = 124  # as timeout(1) has it
+_TIMED_OUT = 124  # the exit status of timeout(1)
 _TAIL_LINES = 15
-_LONGEST_WAIT_S = 3600.0  # epoll counts milliseconds in 32 bits
+_LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent died."""
+    """Makes this process the parent of descendants whose parent has exited."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_at_death_of_parent(number: int) -> None:
-    """Asks the kernel for signal `number` when the parent of this process dies."""
+    """Asks the kernel to send signal `number` when this process's parent exits."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -52,11 +53,11 @@ def _libc():
 
 
 def descendants() -> frozenset[int]:
-    """The processes that this one started, and those that they did."""
+    """Returns the process ids of all live descendants of this process."""
     children = collections.defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name, in parentheses, may hold anything, parentheses too.
+            # The command name in parentheses may contain any character.
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children[int(parent)].append(int(path.parent.name))
@@ -69,16 +70,16 @@ def descendants() -> frozenset[int]:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
-    """Kills all descendants but the `spared`, those that come meanwhile too."""
+    """Kills all descendants except `spared`, including those started meanwhile."""
     while alive := descendants() - spared:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)  # the kernel has no wait for a process of somebody else's
+        time.sleep(0.005)  # polls: only children can be waited for
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Returns the name of a signal, such as "SIGKILL" for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -86,14 +87,14 @@ def signal_name(number: int) -> str:
 
 
 class OutputError(Exception):
-    """What a rank wrote cannot be passed on, as where a disk is full."""
+    """Raised when a rank's output cannot be written, for example on a full disk."""
 
 
 class Relay:
-    """Writes what a process writes, line by line, each after the process's number."""
+    """Copies the output of a process line by line, prefixed with its index."""
 
     def __init__(self, source: int, target: int, prefix: bytes):
-        """Reads from the descriptor `source` without waiting."""
+        """Makes the descriptor `source` non-blocking."""
         os.set_blocking(source, False)
         self.source, self._target, self._prefix = source, target, prefix
         self._rest = b""
@@ -101,19 +102,19 @@ class Relay:
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
 
     def read(self) -> bool:
-        """Relays what there is; False at the end of it."""
+        """Copies available output; returns False at end of file."""
         try:
             found = os.read(self.source, 1 << 16)
         except BlockingIOError:
             return True
-        # A carriage return ends a line too: progress bars have no other end.
+        # Carriage returns end lines, too, because progress bars write no newline.
         text = (self._rest + found).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = text.split(b"\n")
         self._write(lines)
         return bool(found)
 
     def close(self) -> None:
-        """Relays what was written before the process ended, then no more."""
+        """Copies the rest of the output after the process has exited."""
         while select.select([self.source], [], [], 0)[0] and self.read():
             pass
         if self._rest:
@@ -127,7 +128,7 @@ class Relay:
         while data:
             try:
                 data = data[os.write(self._target, data) :]
-            except BlockingIOError:  # others that have it may have asked for that
+            except BlockingIOError:  # another process has made it non-blocking
                 select.select([], [self._target], [])
             except BrokenPipeError:
                 raise
@@ -138,10 +139,10 @@ class Relay:
 
 
 class Rank:
-    """One process of the job, in a session of its own."""
+    """A process of the job, in a separate session."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]):
-        """Starts it."""
+        """Starts the process."""
         parent = os.getpid()
 
         def die_with_parent():
@@ -157,7 +158,7 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # one thread: nothing can be locked
+            preexec_fn=die_with_parent,  # safe: with one thread, no lock can be held
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self.pidfd = os.pidfd_open(self.process.pid)
@@ -166,12 +167,12 @@ class Rank:
         self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process and to those that it started."""
+        """Sends a signal to the process group of this rank."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def __str__(self):
-        """Names the process, and says how it ended."""
+        """Names the process and its exit status or signal."""
         status = self.process.returncode
         how = f"ended with exit status {status}"
         if status is not None and status < 0:
@@ -180,13 +181,13 @@ class Rank:
 
 
 class Supervisor:
-    """The loop: it waits for output, ends, signals and deadlines at once."""
+    """Event loop that waits for output, exits, signals and deadlines of all ranks."""
 
     def __init__(self, job: dict):
-        """Starts the ranks of `job`, which `command.run` describes."""
+        """Starts the ranks of `job`, which `command.run` creates."""
         self._job, self._status = job, 0
         self._failed: Rank | None = None
-        self._num_lines = 0  # when the first rank failed
+        self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
         self._events = selectors.DefaultSelector()
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
@@ -212,7 +213,7 @@ class Supervisor:
         self._events.register(descriptor, selectors.EVENT_READ, action)
 
     def _ignore(self, descriptor):
-        # A process and its output end in either order, or at once.
+        # End of file on a rank's output may be handled before or after its exit.
         with contextlib.suppress(KeyError):
             self._events.unregister(descriptor)
 
@@ -228,7 +229,7 @@ class Supervisor:
             self._on(relay.source, functools.partial(self._relay, relay))
 
     def run(self) -> int:
-        """Waits for the end of all ranks; returns the exit status."""
+        """Waits until all ranks have exited; returns the exit status."""
         try:
             while self._running:
                 self._wait()
@@ -269,7 +270,7 @@ class Supervisor:
             self._end(128 - status if status < 0 else status)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
-        """Asks those that run to end; the first reason for that stays the reason."""
+        """Schedules signals that end the running ranks. The first status is kept."""
         self._status = self._status or status
         linger_s = self._job["linger_s"] if linger_s is None else linger_s
         self._after(linger_s, lambda: self._send(number))
@@ -300,7 +301,7 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Repeats the reason, if other ranks wrote something below it meanwhile."""
+        """Repeats the failure if other ranks have written output after it."""
         if self._failed is None or self._lines_written() == self._num_lines:
             return
         tail = " The end of its stderr:" if self._failed.stderr.tail else ""
@@ -314,7 +315,7 @@ class Supervisor:
 
 
 def _open_standard_descriptors():
-    """Opens those that the launcher was started without, before others get them."""
+    """Opens closed standard descriptors, before other files get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -327,7 +328,7 @@ def main() -> int:
     adopt_orphans()
     try:
         return Supervisor(job).run()
-    except BrokenPipeError:  # nobody reads what the ranks write
+    except BrokenPipeError:  # the reader of the output has closed it
         return 128 + signal.SIGPIPE
     except OutputError as error:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the candidates of a case compute, and of which operands."""
+"""Programs and operands of the candidates of a case."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from jax_ub.rules.column_gradients import column_gradients
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Sizes of the operands, by their names in a case, and how they are sharded.
+    """Operand sizes, as pairs of names of a case's sizes, and shardings.
 
-    Where `adds` is set, the last operand is what the product is added to, in place.
+    If `adds` is set, the product is added in place to the last operand.
     """
 
     operands: tuple[str, ...]
@@ -62,10 +62,10 @@ _PAIRS = {
 
 
 class Operands:
-    """Those of a case: shared by its candidates, but for what is written in place."""
+    """The operands of a case. Candidates share all but the one written in place."""
 
     def __init__(self, case: Case):
-        """Draws them."""
+        """Draws the operands and places them on the devices."""
         self._case = case
         self._layout = layout = _LAYOUTS[case.op]
         self._ranks = Ranks(case.num_ranks)
@@ -78,7 +78,7 @@ class Operands:
         self._placed = [*map(self._place, range(len(self._drawn)))]
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
-        """The program of one candidate, ready to be timed."""
+        """Returns the program of one candidate with its operands."""
         layout, operands = self._layout, list(self._placed)
         last = len(operands) - 1
         if layout.adds:
@@ -103,7 +103,7 @@ def _function(case: Case, choice: MethodChoice) -> Callable[..., Any]:
 
 
 def call_of(case: Case) -> Call:
-    """A call of the case's op, for one kernel."""
+    """Returns a call of the case's op with a single kernel."""
     shared: dict[str, Any] = {
         "choice": MethodChoice(Method.AUTO),
         "label": f"tune {case.op}",
