@@ -144,7 +144,7 @@ class CudaTransportSetup:
             "address": offered.address,
             "token": offered.token,
             "host": hosts.identity(),
-            "offer": offered.open_endpoint,
+            "offer": offered.offer,
         }
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):

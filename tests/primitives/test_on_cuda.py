@@ -201,9 +201,8 @@ def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
 
 
 def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
-    tuned = MethodChoice(
-        Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
-    )
+    one_shot = KernelOptions(variant=Variant.ONE_SHOT)
+    tuned = MethodChoice(Method.RING_EXCHANGE, kernel_options=one_shot)
     # Any number of tokens where the slots need no more than the capacity's 8 bytes.
     assert summed(8192, tuned, num_ranks=5) is Variant.ONE_SHOT
     assert summed(8192, tuned, num_ranks=5, num_pairs=2) is Variant.PLAIN
@@ -245,9 +244,8 @@ def test_a_local_product_is_the_engines_too(engine, method):
 def test_bulk_stays_bulk(engine):
     def function(dy, w, x):
         where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        return bulk_all_gather(
-            (dy,), (w,), x, choice=MethodChoice(Method.BULK), **where
-        )
+        where = {"choice": MethodChoice(Method.BULK), **where}
+        return bulk_all_gather((dy,), (w,), x, **where)
 
     specs = (P(None, "tp"), P(None, "tp"), P("tp"))
     run = on_ranks(function, tp_mesh(2), specs, (P(), P()), check_vma=False)

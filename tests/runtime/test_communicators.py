@@ -157,7 +157,7 @@ def test_another_axis_shares_what_has_room_and_has_not_failed(monkeypatch):
 
 def test_a_platform_without_an_engine_connects_nothing():
     transport_setup = NoTransportSetup("rocm")
-    assert transport_setup.offer(None, (0, 1)) is None
+    assert transport_setup.open_endpoint(None, (0, 1)) is None
     assert transport_setup.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):
         transport_setup.connect(None, (0, 1), None, {}, 1)

@@ -120,8 +120,7 @@ class Linear(TensorParallel):
         if not given or not all(map(shapes.is_integer, given)):
             raise ShapeContractError(
                 f"{self.sharding_layout.op}: axis = {shown(self.axis)} is neither an "
-                f"integer "
-                "nor several. Pass the dimensions that are contracted, for example -1."
+                "integer nor several. Pass the dimensions that are contracted, for example -1."
             )
         axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
         if axes != list(range(-len(axes), 0)):
@@ -185,8 +184,10 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        shapes.check_initial(op, name, nn.meta.unbox(values), flat)
-        # Metadata around the values stays there.
+        # Not nn.meta.unbox: it would apply the layout of the final shape to `flat`.
+        leaves = jax.tree.leaves(values)
+        shapes.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
+        # The tree keeps metadata that surrounds the values.
         return jax.tree.map(lambda values: values.reshape(shape), values)
 
     return initialize
