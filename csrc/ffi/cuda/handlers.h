@@ -1,10 +1,10 @@
 // The FFI targets of the CUDA engine, and the engine that their handlers use. Stages:
 //
-//   instantiate   Runs once per custom call of a compiled program. Reads the attributes.
-//   initialize    Runs before every run of the program, on each device. Makes the plans,
-//                 loads the kernels, binds the communicator, and raises errors of earlier
-//                 calls. Waits for no peer.
-//   execute       Enqueues the call. XLA may capture this once in a graph and replay it.
+//   instantiate   Runs once per custom call of a compiled program. Reads attributes.
+//   initialize    Runs before every run of the program, on each device. Makes plans,
+//                 loads kernels, binds the communicator, and raises errors of earlier
+//                 calls. Does not wait for peers.
+//   execute       Enqueues the call. XLA may capture it once in a graph and replay it.
 //
 // The last result of a call is its workspace, with element type u8.
 #pragma once
