@@ -58,6 +58,9 @@ struct Workers {
 // where views and sizes disagree.
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 
+// How long one thread takes on the instruction set in use, in microseconds. Rough.
+double EstimateGemmUs(const GemmProblem& problem);
+
 // Instruction sets that have kernels, slowest first: "portable", "avx2", "avx512",
 // "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws
 // otherwise.

@@ -22,7 +22,7 @@ namespace jax_ub {
 // The f32 kernels of avx512, out of the same headers; a small block of K makes the
 // problems cross several.
 constinit const KernelSet kGeneral =
-    emulated_kernels::KernelsOfF32<6, 4>("f32", 64, true);
+    emulated_kernels::KernelsOfF32<6, 4>("f32", 105, 64, true);
 constinit const KernelSet kPairs = [] {
   KernelSet set = emulated_kernels::KernelsOfPairs<6, 4>("pairs");
   set.k_block = 64;

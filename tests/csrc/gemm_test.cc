@@ -48,7 +48,7 @@ TEST(bits_depend_neither_on_the_order_of_units_nor_on_the_number_of_workers) {
     Random random(seed);
     const GemmSizes sizes = RandomSizes(random);
     std::vector<float> first;
-    for (int num_workers : {1, 2, 7}) {
+    for (int num_workers : {1, 2, 7, 64}) {
       const auto gemm = MakeGemm(seed, sizes, Values::kNormal);
       RunUnits(*PlanGemm(gemm->problem, num_workers), &random);
       const std::vector<float> elements = Elements(*gemm);

@@ -129,7 +129,7 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
     int64_t run_id = 0;
     const auto call = [&] {
       Arrays arrays(static_cast<int>(run_id));
-      const auto calls = MakeCalls(at, {1, 40, 48, 40}, arrays);
+      const auto calls = MakeCalls(at, {1, 8, 48, 40}, arrays);
       Run(engine, site, run_id++, calls);
       CHECK_EQ(NumWrong(at, calls), 0);
     };
@@ -138,14 +138,10 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
     CHECK(first > 0);
     for (int i = 0; i < 3; ++i) call();
     CHECK_EQ(num_chosen(), first);
-    // Another number of threads shares the units in another way.
+    // A product this small is cut for one worker, whatever the number of threads.
     engine.pool().set_num_threads(3);
     call();
-    const int64_t second = num_chosen();
-    CHECK(second > first);
-    engine.pool().set_num_threads(2);
-    call();
-    CHECK_EQ(num_chosen(), second);
+    CHECK_EQ(num_chosen(), first);
   }
 }
 

@@ -20,9 +20,12 @@ constexpr int kMaxWakes = 2;
 
 }  // namespace
 
-Job::Job(double estimated_us)
-    : max_workers_(static_cast<int>(std::clamp(
-          estimated_us / kGrainUs, 1.0, double{std::numeric_limits<int>::max()}))) {}
+int WorkersFor(double estimated_us) {
+  return static_cast<int>(std::clamp(estimated_us / kGrainUs, 1.0,
+                                     double{std::numeric_limits<int>::max()}));
+}
+
+Job::Job(double estimated_us) : max_workers_(WorkersFor(estimated_us)) {}
 
 void WaitedJob::Done(std::exception_ptr failure, bool helped) noexcept {
   std::lock_guard lock(mutex_);

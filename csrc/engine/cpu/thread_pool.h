@@ -41,6 +41,10 @@ inline constexpr double kMaxInlineUs = 50;
 // The minimum work per woken thread.
 inline constexpr double kGrainUs = kMaxInlineUs / 2;
 
+// How many threads to use for work that takes one thread `estimated_us`, so that each gets
+// at least kGrainUs of it.
+int WorkersFor(double estimated_us);
+
 class Job : public Queued<Job> {
  public:
   virtual ~Job() = default;
@@ -55,8 +59,8 @@ class Job : public Queued<Job> {
 
  protected:
   Job() = default;
-  // `estimated_us` is the run time on one thread. It limits the workers so that each
-  // gets at least kGrainUs of work.
+  // `estimated_us` is the run time on one thread. At most WorkersFor(estimated_us) threads
+  // take part.
   explicit Job(double estimated_us);
 
  private:

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/cpu/thread_pool.h"
 #include "reduce/reduce.h"
 
 namespace jax_ub {
@@ -15,7 +16,6 @@ constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
 // Throughput of one thread on an average machine, a low estimate.
-constexpr double kFlopsPerUs = 30e3;
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
@@ -32,10 +32,10 @@ void SumInto(const Sum& sum) {
 }  // namespace
 
 void WorkList::Add(GemmProblem problem, const Workers& workers) {
-  estimated_us_ += 2.0 * static_cast<double>(problem.m) *
-                   static_cast<double>(problem.n) * static_cast<double>(problem.k) /
-                   kFlopsPerUs;
-  plans_.push_back(PlanGemm(std::move(problem), workers));
+  const double us = EstimateGemmUs(problem);
+  const int num_workers = std::min(WorkersFor(us), workers.num);
+  estimated_us_ += us;
+  plans_.push_back(PlanGemm(std::move(problem), {num_workers, workers.blockings}));
   const int64_t begin = plan_ends_.empty() ? 0 : plan_ends_.back();
   plan_ends_.push_back(begin + plans_.back()->num_units());
 }

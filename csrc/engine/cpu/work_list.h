@@ -39,6 +39,7 @@ struct MatrixSum {
 
 class WorkList {
  public:
+  // Cuts the product for the workers that it is worth, at most `workers`.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);

@@ -22,6 +22,9 @@ constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
 // What packing a word costs, in multiply-adds of a tile.
 constexpr int64_t kPackCost = 16;
+// Bytes of B that one thread reads per microsecond in a product of few rows. Measured with
+// tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3, according to layout, dtype and rows.
+constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
   return RoundUp(CeilDiv(size, parts), multiple);
@@ -29,8 +32,8 @@ int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
 
 // Chooses the grid of units with the least time for the busiest worker,
 //   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns)),
-// since every unit packs what it reads. Two units a worker or more even out workers
-// that are held up.
+// since every unit packs what it reads. Two units per worker or more balance the load of
+// several workers; one worker gets as few units as the workspace allows.
 void ChooseUnits(const GemmProblem& problem,
                  const KernelSet& kernels,
                  int num_workers,
@@ -41,7 +44,8 @@ void ChooseUnits(const GemmProblem& problem,
   const int64_t column_parts = CeilDiv(n, kMaxUnitColumns);
   const int64_t most_units =
       CeilDiv(m, kernels.tile_rows) * CeilDiv(n, kernels.tile_columns);
-  const int64_t fewest_units = std::min<int64_t>(2 * num_workers, most_units);
+  const int64_t fewest_units =
+      num_workers == 1 ? 1 : std::min<int64_t>(2 * num_workers, most_units);
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int64_t i = row_parts; i < row_parts + 4; ++i) {
     for (int64_t j = column_parts; j < column_parts + 8 + 2 * num_workers; ++j) {
@@ -98,6 +102,19 @@ void ChooseBlocksOfK(const GemmProblem& problem,
 }
 
 }  // namespace
+
+double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels) {
+  const auto m = static_cast<double>(problem.m);
+  const auto n = static_cast<double>(problem.n);
+  const auto k = static_cast<double>(problem.k);
+  if (problem.m <= 0 || problem.n <= 0) return 0;
+  const double flops_per_us = kernels.gflops * 1e3;
+  if (problem.m <= kMaxSmallM) {
+    return std::max(2 * m * n * k / flops_per_us,
+                    n * k * SizeOf(problem.b.dtype) / kSmallMBytesPerUs);
+  }
+  return 2 * (m * n + kPackCost * (m + n)) * k / flops_per_us;
+}
 
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,

@@ -47,7 +47,10 @@ constexpr void AddSmallM(KernelSet& set) {
 }
 
 template <int kRows, int kVectors>
-constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_place) {
+constexpr KernelSet KernelsOfF32(const char* isa,
+                                 double gflops,
+                                 int k_block,
+                                 bool reads_a_in_place) {
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = kRows;
@@ -56,6 +59,7 @@ constexpr KernelSet KernelsOfF32(const char* isa, int k_block, bool reads_a_in_p
   set.tile_columns = kVectors * kLanes;
   set.k_per_word = 1;
   set.k_block = k_block;
+  set.gflops = gflops;
   set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   AddPackingTile<Widened<DType::kF32>, kRows, kVectors, MultiplyAdd>(set, DType::kF32);

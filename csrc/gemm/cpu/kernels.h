@@ -121,6 +121,9 @@ struct KernelSet {
   int panel_of_a;  // the width of A's panels: tile_rows, or 1 of tiles of rows alone
   int k_per_word;  // elements of K in a word: 1, operands are widened to f32; 2, bf16 pairs
   int k_block;  // words of K that a tile sums before its sums leave the registers
+  // GF/s of one thread in a product of 1024 x 1024 x 1024, rough: decides how many threads
+  // a product is cut for. Measured with tests/csrc/gemm_bench.cc on Zen 4, except for AMX.
+  double gflops;
   bool reads_a_in_place;  // rows of A that need no widening are not packed
   TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
   TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]; of panel_of_a > 1

@@ -22,6 +22,7 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   set.panel_of_a = 1;
   set.k_per_word = 2;
   set.k_block = 1024;
+  set.gflops = 800;
   set.reads_a_in_place = true;
   for (int rows = 1; rows <= 2 * kAmxRows; ++rows) {
     set.tile_of_rows[rows - 1] = rows <= kAmxRows ? AmxTile<false> : AmxTile<true>;

@@ -8,6 +8,6 @@ namespace jax_ub {
 // 16 columns of B over 352 words are 22 of the 32 KiB of the first cache. Rows of A in
 // place were 6 % slower than packed ones on Zen 3.
 constinit const KernelSet kAvx2Kernels =
-    kernels_avx2::KernelsOfF32<6, 2>("avx2", 352, false);
+    kernels_avx2::KernelsOfF32<6, 2>("avx2", 100, 352, false);
 
 }  // namespace jax_ub

@@ -6,6 +6,6 @@
 namespace jax_ub {
 
 constinit const KernelSet kAvx512Kernels =
-    kernels_avx512::KernelsOfF32<6, 4>("avx512", 512, true);
+    kernels_avx512::KernelsOfF32<6, 4>("avx512", 105, 512, true);
 
 }  // namespace jax_ub

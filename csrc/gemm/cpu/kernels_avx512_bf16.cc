@@ -21,6 +21,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.tile_columns = kColumns;
   set.k_per_word = 2;
   set.k_block = 1024;
+  set.gflops = 210;
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
   AddPackingTile<Pairs, kRows, kVectors, MultiplyAddPairs>(set, DType::kBF16);

@@ -6,6 +6,6 @@
 namespace jax_ub {
 
 constinit const KernelSet kPortableKernels =
-    kernels_portable::KernelsOfF32<4, 2>("portable", 256, false);
+    kernels_portable::KernelsOfF32<4, 2>("portable", 35, 256, false);
 
 }  // namespace jax_ub

@@ -34,6 +34,11 @@ std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers) 
   return PlanCpuGemm(std::move(problem), kernels, workers);
 }
 
+double EstimateGemmUs(const GemmProblem& problem) {
+  return EstimateCpuGemmUs(problem,
+                           KernelsFor(IsaInUse(), problem.a.dtype, problem.b.dtype));
+}
+
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {

@@ -16,6 +16,9 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
 
+// EstimateGemmUs with these kernels.
+double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels);
+
 // Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of K, each
 // between two of k_bounds; in each, it multiplies block_rows of A with one panel of B
 // after the other, tile by tile.

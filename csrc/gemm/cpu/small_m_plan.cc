@@ -11,10 +11,10 @@ namespace jax_ub {
 
 namespace {
 
-// The sums of a column block stay in the first cache; several strips a worker balance
-// the load.
+// The sums of a column block stay in the first cache. Several blocks per worker balance the
+// load of several workers.
 int64_t StripColumns(int64_t n, int num_workers) {
-  const int64_t even = CeilDiv(n, 4 * std::max(1, num_workers));
+  const int64_t even = num_workers <= 1 ? n : CeilDiv(n, 4 * num_workers);
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
 }
 
