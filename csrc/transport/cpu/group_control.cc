@@ -12,12 +12,14 @@ namespace {
 
 constexpr int kNumPhases = 16;
 
-// Barriers in the order in which they are reached; 0 is before the first.
+// Returns the generation of a barrier. Generations grow in the order in which barriers
+// are reached; 0 is the state before the first barrier.
 uint64_t Place(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
-// The calls below this one were ended, or their order at least read.
+// Returns the number of calls that a process with this barrier generation has begun. It
+// has read the log entries of all of them.
 uint64_t CallsBegun(uint64_t place) {
   return place == 0 ? 0 : (place - 1) / kNumPhases + 1;
 }
@@ -41,8 +43,9 @@ void GroupControl::AppendToCallLog(const CallLogEntry& order) {
   AppendPending();
 }
 
-// An entry is overwritten when every process has begun the call it was for, and so has
-// read it: progress is stored behind that read and loaded before the entry is written.
+// An entry is overwritten only after every process has begun the entry's call, and has
+// therefore read it: a process stores its progress after that read, and this function
+// loads the progress before it writes the entry.
 void GroupControl::AppendPending() {
   ProcessControlBlock& own = *headers_[own_];
   uint64_t num_read = UINT64_MAX;
@@ -83,8 +86,8 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *order;
 }
 
-// Read by the others between their Barrier(call, 0) and Barrier(call + 1, 0), which is
-// before this process comes to call + 2, the next that writes here.
+// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). Call `call +
+// 2`, the next one that writes this record, begins only after the latter.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {
@@ -101,19 +104,20 @@ CallSignature GroupControl::call_signature(int process, int64_t call) const {
           {record.text, std::min<uint64_t>(size, SignatureRecord::kMaxBytes)}};
 }
 
-// The store releases all that this process wrote, and comes behind all it read; the
-// loads of IsMissing acquire what its peers wrote.
+// The store of `progress` releases all earlier writes of this process and comes after
+// its reads. The loads in IsMissing acquire the peers' writes.
 //
-// Only the last process to arrive wakes the others: 15 system calls for a barrier of 16
-// processes, where every arrival would take as many. All processes come to the same
-// barriers in the same order, so whoever waits here waits for `place`. Stores and loads
-// of progress are sequentially consistent: the process whose store is the last one sees
-// all of them. If it dies before it rings, the notice of its death wakes the others.
+// Only the last process to arrive wakes the others. A barrier of 16 processes then
+// needs 15 wake-up calls in total, rather than 15 for each arrival. This suffices
+// because all processes reach the same barriers in the same order, so every waiting
+// process waits for the generation `place`. Stores and loads of `progress` are
+// sequentially consistent, so the process that stores last sees the stores of all
+// others. If it dies before it wakes them, the notification of its death does.
 uint64_t GroupControl::Arrive(int64_t call, int phase) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
   }
-  // A process that has failed does not come: the others would go on without its part.
+  // A failed process must not arrive, or the others would continue without its data.
   peer_status_.ThrowIfPoisoned();
   const uint64_t place = Place(call, phase);
   headers_[own_]->progress.store(place);
@@ -138,7 +142,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
       [&] { return (first = FirstMissing(first, place)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
-          // Gone before it is looked for again: what it stored before it left counts.
+          // IsLost is evaluated first: a process that arrived and then exited is not
+          // missing.
           if (peer_status_.IsLost(p) && IsMissing(p, place)) return p;
         }
         return PeerStatus::kNoProcess;
@@ -155,7 +160,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
   AppendRemaining();
 }
 
-// The others have begun one more call.
+// Posts queued entries after a barrier: the other processes may have begun another
+// call, which frees an entry of the log.
 void GroupControl::AppendRemaining() {
   if (own_ != 0) return;
   std::lock_guard lock(order_mutex_);

@@ -12,7 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// Where there is no memory to say more.
+// The description of a loss if there is no memory for the actual one. Allocated in
+// advance.
 const std::string kLost = "is lost";
 
 }  // namespace
@@ -67,7 +68,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // Who closed because another one had died is not the reason.
+    // Report the first process that died, if any: others may have closed because of
+    // that.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

@@ -24,13 +24,15 @@ struct SharedMemoryCommunicator::State {
 
   const ProcessGroup group;
   const Layout layout;
-  std::vector<SharedMapping> memories;  // [process]
+  std::vector<SharedMapping> memories;  // indexed by process
   PeerStatus peer_status;
   GroupControl group_control;
-  std::vector<RankMemory> areas;                     // [rank]
-  std::vector<std::unique_ptr<SlotTransport>> ends;  // [rank]; none of other processes
+  std::vector<RankMemory> areas;  // indexed by rank
+  // Indexed by rank; nullptr for the ranks of other processes.
+  std::vector<std::unique_ptr<SlotTransport>> ends;
 
-  GroupFailure failure;  // the last: its thread uses what is above
+  // Destroyed first, because its thread uses the members above.
+  GroupFailure failure;
 };
 
 namespace {
@@ -55,9 +57,10 @@ std::vector<PeerStatus::PeerName> MembersOf(
   return members;
 }
 
-// That all say the same: what they share, and how it lies.
+// Returns the setup text of the handshake, which must be equal in all processes: the
+// group, the buffer size and the memory layout.
 std::string SetupText(const ProcessGroup& group, const Layout& layout) {
-  // Raised with every change of what processes share.
+  // Increment with every change of the shared memory layout or the protocol.
   constexpr int kProtocol = 2;
   return group.RanksText() + ", halves of " + std::to_string(layout.buffer_bytes()) +
          " bytes, protocol " + std::to_string(kProtocol) + "." +
@@ -65,7 +68,7 @@ std::string SetupText(const ProcessGroup& group, const Layout& layout) {
          std::to_string(sizeof(RankHeader));
 }
 
-// The memory that a process has passed on.
+// Maps the memory that a peer has passed in the handshake.
 SharedMapping MapOf(const ProcessGroup& group,
                     const Layout& layout,
                     int place,
@@ -105,7 +108,8 @@ SharedMemoryCommunicator::State::State(ProcessGroup its_group,
       failure(group,
               {.fail_waits = [this](const auto& poison) { FailWaits(poison); },
                .set_lost = [this](int p, const auto& how) { SetLost(p, how); },
-               .on_signature = {}}) {  // a call is announced in shared memory
+               // Signatures are exchanged through shared memory.
+               .on_signature = {}}) {
   for (int p = 0; p < group.num_processes(); ++p) {
     const std::vector<int>& ranks = group.ranks_of(p);
     for (int n = 0; n < static_cast<int>(ranks.size()); ++n) {

@@ -31,7 +31,8 @@ SlotTransport::SlotTransport(int rank,
 void SlotTransport::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
-  // Those that no call has used yet are where all ranks' flags begin.
+  // Slots that no call has used yet have the initial epoch, as the flags of all ranks
+  // do.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
     uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }
@@ -50,7 +51,8 @@ void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   }
 }
 
-// The store releases what Write wrote; the load in the peer's Wait acquires it.
+// The store of `arrived` releases the data that Write copied. The load in the peer's
+// Wait acquires it.
 void SlotTransport::Signal(int peer, int slot) {
   uses_[slot].put = true;
   areas_[peer].flags[slot].arrived.store(uses_[slot].epoch + 1);
@@ -63,12 +65,13 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
 }
 
-// The store comes behind what this rank read of the slot; whoever writes it next has
-// loaded the new epoch before.
+// The store of `released` comes after this rank's reads of the slot. The next rank that
+// writes the slot first loads the new epoch in WaitFree.
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
-  // Whoever writes the slot next: that is for the next schedule to say.
+  // Ring all ranks: which rank writes this slot next depends on the next call's
+  // schedule.
   for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 

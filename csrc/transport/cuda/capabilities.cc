@@ -27,8 +27,9 @@ std::string NameOf(int rank, int process) {
   return "rank " + std::to_string(rank) + " (process " + std::to_string(process) + ")";
 }
 
-// The first pair of ranks whose devices are known not to reach each other. A process may
-// see its own devices only: then nothing is known before its memory is mapped.
+// Returns the error for the first pair of ranks whose devices are known to have no
+// access to each other, or "". If a process can see only its own devices, this is not
+// known before the memory is mapped.
 std::string WhyApart(const std::vector<int>& processes,
                      const std::map<int, Capabilities>& capabilities_of) {
   std::vector<std::string> gpus;  // [rank]
@@ -55,7 +56,7 @@ std::string WhyApart(const std::vector<int>& processes,
   return "";
 }
 
-// Which process cannot, and why; or "".
+// Returns the first process without the key `can_key`, with its reason, or "".
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,
@@ -170,7 +171,8 @@ SharingDecision Agree(const std::vector<int>& processes,
   return decision;
 }
 
-// Between hosts nobody could say that he failed while others wait for him.
+// Multicast setup needs the processes' connections to report a failure while the others
+// wait. There are none between hosts, so a group that spans hosts cannot use multicast.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of) {

@@ -21,13 +21,13 @@ namespace jax_ub {
 
 namespace {
 
-// How long Close waits for peers after a failure.
+// The longest time, in seconds, that Close waits for peers after a failure.
 constexpr double kFailedCloseS = 5;
 
-// Raised with every change of what lies in a heap, or of what processes say.
+// Increment with every change of the heap layout or of the messages.
 constexpr int kProtocol = 3;
 
-// That all say the same: what they share, and how it lies.
+// Returns the setup text of the handshake, which must be equal in all processes.
 std::string SetupText(const ProcessGroup& group, const HeapLayout& layout, bool nvls) {
   return group.RanksText() + ", slots of " + std::to_string(layout.slots_bytes()) +
          " bytes on GPUs, " + (nvls ? "NVLS, " : "") + "protocol " +
@@ -67,20 +67,24 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  std::vector<ConnectedPeer> connected_peers;  // [place]; failure has the connections
+  // Indexed by process index. Their connections have been moved to `failure`.
+  std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> refuses_calls{false};
   std::atomic<bool> is_closed{false};
 
-  std::mutex mutex;                       // guards what follows
-  int num_connected = 0;                  // peers that have not gone
-  std::condition_variable gone;           // one has
-  std::string who_closed;                 // the first peer that did
-  std::atomic<bool> has_closed{false};    // there is one
-  std::vector<CallSiteName> sites;        // [number]
-  std::map<uint32_t, std::string> calls;  // by tag, of all ranks that said so
+  std::mutex mutex;                     // guards the members below, except `failure`
+  int num_connected = 0;                // peers that have neither died nor closed
+  std::condition_variable gone;         // notified when num_connected decreases
+  std::string who_closed;               // the first peer that closed in order; or ""
+  std::atomic<bool> has_closed{false};  // whether who_closed is set; read without mutex
+  std::vector<CallSiteName> sites;      // indexed by call site number
+  // Descriptions of the calls in all signatures that were sent or received, keyed by
+  // tag.
+  std::map<uint32_t, std::string> calls;
   SignatureTable decision;
 
-  GroupFailure failure;  // the last: its thread uses what is above
+  // Destroyed first, because its thread uses the members above.
+  GroupFailure failure;
 };
 
 CudaCommunicator::State::State(ProcessGroup its_group,
@@ -107,7 +111,8 @@ CudaCommunicator::State::State(ProcessGroup its_group,
 CudaCommunicator::State::~State() {
   Close();
   if (!failure.IsForkedChild()) return;
-  // The driver does not work here, and what it lent is the parent's.
+  // The CUDA driver does not work in a forked child, and the memory belongs to the
+  // parent.
   static_cast<void>(new GroupHeaps(std::move(heaps)));
 }
 
@@ -117,13 +122,15 @@ std::string CudaCommunicator::State::NameOf(int rank) const {
   return group.DescribeRank(rank, connected_peers[place].pid);
 }
 
-// With what it is doing at this moment, as seen from here: for the messages of a wait.
+// Returns the rank's name, followed by " (it is stopped)" if its process is stopped.
+// Used in the errors of waits.
 std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
   return NameOf(rank) +
          DescribeIfStopped(connected_peers[group.process_index_of_rank(rank)].seen_pid);
 }
 
-// What the local devices recorded: a rank's own reason rather than that of a peer.
+// Returns the failure that a local device recorded, or nullptr. Prefers a record that
+// has the cause to one that only says that a peer failed.
 std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
   const ErrorRecord* found = nullptr;
   for (int n = 0; n < num_own(); ++n) {
@@ -153,14 +160,15 @@ std::string CudaCommunicator::State::CallOf(uint32_t tag) {
 
 std::exception_ptr CudaCommunicator::State::Failure() {
   if (const std::exception_ptr reason = failure.reason()) return reason;
-  if (is_closed.load()) return nullptr;  // Close is at it
+  if (is_closed.load()) return nullptr;  // Close is running and sets the reason
   const std::exception_ptr fault = FaultOfDevices();
   if (!fault) return nullptr;
   bool is_own = false;
   for (int n = 0; n < num_own(); ++n) {
     is_own = is_own || IsOwnFault(record(n));
   }
-  // A peer that failed says why, as soon as it looks: that shall be the reason.
+  // If only a peer failed, do not poison: the peer will send the cause, which should
+  // become the reason.
   if (!is_own) return fault;
   failure.Poison(fault);
   return failure.reason();
@@ -190,7 +198,7 @@ void CudaCommunicator::State::Add(const GpuCallSignature& statement) {
     other = decision.Add(statement);
   }
   if (!other) return;
-  // In one order, so that all say the same.
+  // Order by rank, so that all processes raise the same error.
   const auto& [first, second] = std::minmax(
       statement, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group.ErrorPrefix();
@@ -209,23 +217,25 @@ void CudaCommunicator::State::Add(const GpuCallSignature& statement) {
 
 void CudaCommunicator::State::HearStatement(const PeerEvent& news) {
   const auto statement = GpuCallSignature::Unpack(news.text);
-  // Of a rank of its own: what a peer says may be nonsense.
+  // Accept a signature only from the process that owns the rank.
   if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
       group.process_index_of_rank(statement->rank) == news.process) {
     Add(*statement);
   }
 }
 
-// Whoever says goodbye has done all that it was given, and writes to nobody any more.
-// Memory by virtual memory management lives as long as somebody has it mapped, so that
-// only a peer that opened it by cuIpc can be harmed by not being waited for.
+// A process sends its close message after its devices have finished, so it no longer
+// writes to its peers' memory. If a peer does not close in time, virtual memory can
+// still be freed, because the driver keeps it as long as a process has it mapped.
+// Memory that the peer has opened with cuIpc cannot: it is kept until the process
+// exits.
 void CudaCommunicator::State::Close() {
   if (failure.IsForkedChild() || is_closed.exchange(true)) return;
   const Driver& driver = heaps.devices().driver();
   for (const Context& context : heaps.devices().contexts()) {
     try {
       const ScopedContext scoped(driver, context.get());
-      // A context that is broken has nothing more to do.
+      // Ignore the result: a context with an error has no more work to wait for.
       driver.CtxSynchronize();
     } catch (const SystemError&) {
       continue;
@@ -301,7 +311,7 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
                                 std::move(connected_peers), timeout_s)));
   } catch (const UnsupportedError&) {
-    throw;  // all of them do
+    throw;  // all processes throw the same error, so there is no need to send it
   } catch (const CommunicatorError&) {
     notes.BroadcastFailure(std::current_exception());
     throw;

@@ -3,7 +3,7 @@
 // device memory, so that a captured CUDA graph can be replayed. A flag consists of an
 // epoch and the tag of a call site (flag_params.h):
 //
-//   e = *epoch: the number of calls that this rank has ended, and the tag of the last one
+//   e = *epoch: the number of calls that this rank has ended, and the tag of the last
 //   c = (epoch of e) + 1, and the tag of this call
 //   first wait           announced[own rank] = c at every peer
 //   Signal(peer, slot)   peer's arrived[slot] = c

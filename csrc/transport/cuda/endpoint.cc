@@ -18,7 +18,8 @@ std::string UuidOf(const Driver& driver, CUdevice device) {
   return HexOf(&uuid, sizeof(uuid));
 }
 
-// "GPU 0 has no POSIX descriptors of memory", or "".
+// Returns, for example, "GPU 0 has no virtual memory management", or "" if all devices
+// have the attribute.
 std::string WhyLacks(const LocalDevices& devices,
                      CUdevice_attribute attribute,
                      const char* what) {
@@ -74,7 +75,8 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
   }
 }
 
-// Fabric handles may be refused where descriptors are not: without an IMEX channel.
+// Allocates the heaps with all supported handle types. If that fails, tries again
+// without fabric handles, which the driver refuses without an IMEX channel.
 void CudaEndpoint::OfferVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -119,7 +121,8 @@ void CudaEndpoint::OfferVirtual() {
   }
 }
 
-// With what shall be shared where there is nothing better, otherwise with a little.
+// Tests CUDA IPC: with a small allocation if the heaps can be shared in a preferred
+// mode, and otherwise with the heaps themselves, which it allocates.
 void CudaEndpoint::OfferIpc() {
   try {
     if (heaps_) {
@@ -130,7 +133,8 @@ void CudaEndpoint::OfferIpc() {
     }
     capabilities_[WayName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // No room for that little, beside heaps that can be shared otherwise, is no failure.
+    // If the heaps can be shared in another mode, a lack of memory for the small
+    // allocation only means that IPC is not available.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

@@ -4,7 +4,7 @@
 
 namespace jax_ub {
 
-// The image of flag_kernels.cu.
+// The compiled image of flag_kernels.cu.
 extern const unsigned char kFlagKernels[];
 
 namespace {

@@ -1,9 +1,9 @@
-// Flags between ranks: one warp each, and nothing that depends on the host.
+// The kernels that exchange flags between ranks, without the host.
 //
-// What a stream did before a signal, be it a kernel or a copy engine, happens before the
-// signal's store, which releases it to the whole system; the waiter's load acquires it
-// for what its stream does next. A wait looks at its flag first: if that is reached,
-// neither the host's memory nor the clock is touched.
+// Memory order: the earlier work of a stream, by kernels and copy engines, happens
+// before the store of a signal, which releases it at system scope. The load of a wait
+// acquires it for the later work of the waiting stream. A wait checks its flag first,
+// so a wait that is already satisfied accesses neither host memory nor the clock.
 
 #include "platform/cuda/instructions.cuh"
 #include "transport/cuda/flag_params.h"
@@ -13,15 +13,17 @@ namespace {
 
 constexpr uint32_t kFirstPauseNs = 32;
 constexpr uint32_t kLastPauseNs = 512;
-// The host's memory is a microsecond away, and another call is a rare mistake.
+// A wait checks the host's poison and the peer's announced call only every 16
+// iterations: host memory has a latency of about a microsecond, and mismatched calls
+// are rare.
 constexpr uint32_t kLooksPerLongLook = 16;
 
-// What a flag holds in the call behind the one that `epoch` ended.
+// Returns the word of the call after the one that `epoch` ended.
 __device__ uint64_t NextCall(uint64_t epoch, uint32_t tag) {
   return (epoch | kTagMask) + 1 + tag;
 }
 
-// Of the same epoch, but of another call.
+// Returns whether a word has the expected epoch, but the tag of a different call.
 __device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
   return word != expected && (word ^ expected) <= kTagMask;
 }
@@ -31,14 +33,15 @@ __device__ uint64_t FailedWord(const ErrorRecord& what) {
          uint64_t{what.other_tag} << (kFailedRankBits + kTagBits);
 }
 
-// What a peer that failed has written.
+// Decodes the word that a failed peer has written to this rank's `poison`.
 __device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
   what.peer = static_cast<uint32_t>(poison & kFailedRankMask) - 1;
   what.tag = static_cast<uint32_t>(poison >> kFailedRankBits & kTagMask);
   what.other_tag = static_cast<uint32_t>(poison >> (kFailedRankBits + kTagBits));
 }
 
-// The first failure of a rank writes its record, `code` last; later ones leave it alone.
+// Records the first failure of a rank; later failures have no effect. `code` is stored
+// last.
 __device__ void Fail(const RankWords& own, const ErrorRecord& what, uint32_t code) {
   if (!Claim(own.failed, FailedWord(what))) return;
   auto* record = reinterpret_cast<ErrorRecord*>(own.error);
@@ -54,7 +57,7 @@ __device__ void Fail(const RankWords& own, const ErrorRecord& what, uint32_t cod
   StoreRelease(&record->code, code);
 }
 
-// Before anything else that the rank does.
+// Reports the failure to the peers before it takes effect on this rank.
 __device__ void TellAndFail(const RankWords& own,
                             const PeerWords& peers,
                             const ErrorRecord& what,
@@ -68,7 +71,7 @@ __device__ void TellAndFail(const RankWords& own,
   Fail(own, what, code);
 }
 
-// One target a lane. `failed` is not 0 if this rank has.
+// Each lane writes one target: its flag, or its `poison` if `failed` is not 0.
 __device__ void SignalAll(const SignalParams& params, uint64_t word, uint64_t failed) {
   if (threadIdx.x >= params.num_targets) return;
   const FlagTarget& target = params.targets[threadIdx.x];
@@ -90,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(32)
 extern "C" __global__ void __launch_bounds__(32)
     jax_ub_end(const __grid_constant__ SignalParams params) {
   const uint64_t word = NextCall(LoadAcquire(params.own.epoch), params.tag);
-  // It may come between the lanes: then some peers are told, and the others told later.
+  // A peer may write `poison` between the loads of two lanes. Then only some targets
+  // get the failure here; the others get it from a later kernel.
   const uint64_t poison = LoadAcquire(params.own.poison);
   uint64_t failed = LoadAcquire(params.own.failed);
   ErrorRecord what = {};
@@ -115,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(32)
   const RankWords& own = params.own;
   const uint64_t epoch = LoadAcquire(own.epoch);
   const uint64_t current = NextCall(epoch, params.tag);
-  // The epoch of a rank that has failed stands still: peers would see two calls in it.
+  // A failed rank must not announce calls: its epoch no longer advances, so peers would
+  // see two different calls with the same epoch.
   if (threadIdx.x < params.signatures.num_peers && LoadAcquire(own.failed) == 0) {
     StoreRelaxed(params.signatures.words[threadIdx.x], current);
   }
@@ -175,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const uint64_t stride = gridDim.x * uint64_t{blockDim.x};
   for (uint32_t i = 0; i < params.num_results; ++i) {
     const NanFillParams::Result& result = params.results[i];
-    // Results of XLA begin at multiples of 16 bytes.
+    // XLA aligns results to at least 16 bytes.
     const uint64_t num_vectors = result.data % 16 == 0 ? result.size_bytes / 16 : 0;
     for (uint64_t at = first; at < num_vectors; at += stride) {
       reinterpret_cast<uint4*>(result.data)[at] = {~0u, ~0u, ~0u, ~0u};

@@ -9,10 +9,11 @@ namespace jax_ub {
 
 namespace {
 
-// Begins what a process says that cannot do its part.
+// The first character of a setup message that reports a failure.
 constexpr char kRefused = '!';
 
-// What `function` returns for the others; or that it was refused, and why.
+// Returns the message that `function` returns, or, if it throws SystemError, a message
+// that reports the failure.
 template <typename Function>
 SetupMessage Attempt(const Function& function) {
   try {
@@ -22,7 +23,7 @@ SetupMessage Attempt(const Function& function) {
   }
 }
 
-// The first refusal among the notes [place], or "".
+// Returns the first failure that the messages (indexed by process index) report, or "".
 std::string RefusalIn(const ProcessGroup& group,
                       const std::vector<SetupMessage>& notes) {
   for (size_t place = 0; place < notes.size(); ++place) {
@@ -142,7 +143,7 @@ void GroupHeaps::Import(SharingMode mode,
   others_ = std::vector<PeerHeaps>(group.num_processes());
   for (int place = 0; place < group.num_processes(); ++place) {
     if (place == group.own()) continue;
-    // Another host's: what bootstrap brought.
+    // A process of another host is not connected. Its handles are in its capabilities.
     if (exported[place].text.empty()) {
       exported[place].text =
           capabilities_of.at(group.process_ids()[place]).at(WayName(mode));
@@ -188,8 +189,9 @@ std::string GroupHeaps::BindHere(const HeapLayout& layout, const ProcessGroup& g
   return "";
 }
 
-// Each step is taken by all, then all say how it went: whoever binds would block until all
-// have added their devices, and nobody may use what is not bound everywhere.
+// All processes take each step and then exchange its result. The exchange also serves
+// as a barrier: binding blocks until all devices have been added, and multicast must
+// not be used unless all heaps are bound.
 std::string GroupHeaps::BindWithAll(SharingMode mode,
                                     const ProcessGroup& group,
                                     const HeapLayout& layout,

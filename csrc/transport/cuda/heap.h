@@ -1,7 +1,7 @@
 // The layout of a rank's heap: the flags, which mostly peers write, and then the slots.
 //
-//   arrived[kMaxSlots] | freed[kMaxRanks] | announced[kMaxRanks] | epoch | failed | poison |
-//   ... | slots
+//   arrived[kMaxSlots] | freed[kMaxRanks] | announced[kMaxRanks] |
+//   epoch | failed | poison | padding | slots
 //
 // Each flag is the first word of a separate cache line. All flags are zero before a
 // peer can access them. The offsets are the same on every rank.

@@ -14,8 +14,9 @@ CUmulticastObjectProp PropertiesOf(const MulticastShape& shape) {
   return properties;
 }
 
-// Heaps are of whole pages of 2 MiB, which is the least that can be bound on the devices
-// that have multicast so far; the recommended unit, hundreds of MiB, would waste most of it.
+// Uses the minimum granularity. It is 2 MiB on today's devices with multicast, and
+// heaps consist of whole pages of 2 MiB. The recommended granularity of hundreds of MiB
+// would waste most of the memory.
 size_t GranularityOf(const Driver& driver, const MulticastShape& shape) {
   const CUmulticastObjectProp properties = PropertiesOf(shape);
   size_t granularity = 0;

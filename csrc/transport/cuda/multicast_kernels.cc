@@ -6,12 +6,12 @@
 
 namespace jax_ub {
 
-// The image of multicast_kernels.cu.
+// The compiled image of multicast_kernels.cu.
 extern const unsigned char kMulticastKernels[];
 
 namespace {
 
-// Others of the device's multiprocessors multiply meanwhile.
+// Leaves most of the device's multiprocessors to concurrent GEMMs.
 constexpr int kDefaultBlocks = 32;
 
 }  // namespace

@@ -1,9 +1,11 @@
-// Sums of all devices' memory, made by the NVLink switch: a rank loads the sums of its share
-// of the vectors, a load each, and stores them at all devices, a store each.
+// Sums over all devices' memory with the NVLink switch. For each vector of its part, a
+// rank loads the sum over all devices with one instruction, and stores it on all
+// devices with one instruction.
 //
-// Products wrote what is summed, and copies will read what is stored, by ordinary addresses
-// of the same memory. Flags order them, and the fences make that order hold between the
-// addresses: behind the wait for the peers, and before the signal to them.
+// The GEMMs that wrote the partial sums and the copies that read the results use
+// ordinary addresses of the same memory. Flags order these accesses and the kernel. The
+// two fences make the order hold between ordinary and multicast addresses: after the
+// wait for the peers, and before the signal to them.
 
 #include "platform/cuda/instructions.cuh"
 #include "transport/cuda/multicast_params.h"
@@ -11,8 +13,11 @@
 namespace jax_ub::gpu {
 namespace {
 
-constexpr int kInFlight = 4;  // of a thread: the switch is a microsecond away
-constexpr int kPairs = 4;     // of elements of 16 bits
+// Concurrent loads of a thread. They hide the latency of the switch, about a
+// microsecond.
+constexpr int kInFlight = 4;
+// The 32-bit words of a vector: pairs of 16-bit elements, or f32 elements.
+constexpr int kPairs = 4;
 
 template <DType kDType>
 __device__ uint4 LoadSum(uint64_t address) {
@@ -29,7 +34,7 @@ __device__ float Load(const MulticastAddend& addend, int64_t element) {
   return addend.dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
 }
 
-// Of one element, in the order of the addends.
+// Adds the addends of one element to its sum, in order.
 __device__ float Added(const MulticastSumParams& params, int64_t element, float sum) {
   if (element >= params.num_elements) return sum;
   for (uint32_t i = 0; i < params.num_addends; ++i) {

@@ -14,7 +14,7 @@ namespace {
 constexpr CUmemAllocationHandleType kFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 constexpr CUmemAllocationHandleType kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
 
-// Handles are plain bytes, of a size that the driver fixes.
+// Converts hexadecimal text to a handle, which is an opaque struct of the driver.
 template <typename Handle>
 Handle HandleOf(const std::string& hex, const std::string& peer) {
   Handle handle;
@@ -26,8 +26,8 @@ Handle HandleOf(const std::string& hex, const std::string& peer) {
   return handle;
 }
 
-// On a stream of its own, and only that is waited for: a peer's kernel may be waiting
-// for this process on others.
+// Uses and synchronizes a separate stream only: kernels on other streams of the device
+// may be waiting for this process.
 void ZeroFlags(const Context& context, CUdeviceptr base) {
   const Driver& driver = context.driver();
   const ScopedContext scoped(driver, context.get());
@@ -61,7 +61,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer) {
   if (mode == SharingMode::kVmm) {
-    // The driver takes the descriptor itself where it takes an address otherwise.
+    // For this handle type the driver expects the descriptor, cast to a pointer.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }
@@ -136,7 +136,8 @@ LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
 }
 
 LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
-  // A block of its own: what shares one with it would be exported, too.
+  // Allocate whole blocks of 2 MiB: an IPC handle exports the whole block, with all
+  // other allocations in it.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
   LocalHeaps heaps;
@@ -157,7 +158,8 @@ LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes
   return heaps;
 }
 
-// "size:handle,size:handle", and the descriptors.
+// The text of the message is "size:handle,size:handle,..." in the order of the ranks.
+// In mode kVmm the handles are empty, and the message passes descriptors instead.
 SetupMessage LocalHeaps::Export(SharingMode mode) const {
   SetupMessage note;
   for (int n = 0; n < devices_->num_ranks(); ++n) {

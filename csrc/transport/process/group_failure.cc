@@ -32,7 +32,7 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
     is_lost_.push_back(!peer.connection || peer.has_closed);
     if (peer.has_closed) hooks_.set_lost(p, "");
     if (is_lost_[p]) continue;
-    // A process that is its own peer, in tests, does not outlive itself.
+    // In tests, a process may be its own peer. It cannot observe its own death.
     const pid_t life = peer.seen_pid == owner_ ? 0 : peer.seen_pid;
     connected.push_back({p, std::move(peer.connection), life});
   }
@@ -82,7 +82,7 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
 }
 
 void GroupFailure::SetLost(int process, const std::string& how) {
-  // What a peer says of others may be old, or nonsense.
+  // A peer's death notice may be outdated or invalid.
   if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
   is_lost_[process] = true;
   if (how.empty()) return hooks_.set_lost(process, how);

@@ -14,7 +14,7 @@ namespace jax_ub {
 
 namespace {
 
-// How soon a listener whose queue was full is dialed again.
+// The delay before dialing a listener again whose queue was full.
 constexpr std::chrono::milliseconds kRedial(10);
 
 }  // namespace
@@ -64,7 +64,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailExpired(deadline.timeout_s());
     const bool dialed = DialAll();
-    // Who lost a process hears first what others, or that one itself, said before.
+    // After a loss, first read all pending messages: the lost process or another one
+    // may have sent the reason. Fail with the loss only if there is none.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_strangers = unidentified_.size();
@@ -72,7 +73,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
       polled.push_back({unidentified.get(), POLLIN, 0});
     }
     for (const ConnectedPeer& peer : connected_peers_) {
-      // Poll passes over descriptors that are none.
+      // Poll ignores negative descriptors.
       const int descriptor = peer.has_closed ? -1 : peer.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
@@ -93,7 +94,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   return std::move(connected_peers_);
 }
 
-// False when some shall be dialed again.
+// Dials all peers that have not been dialed yet. Returns false if some were busy and
+// must be dialed again.
 bool Handshake::DialAll() {
   bool dialed = true;
   for (int place = 0; place < group_.num_processes(); ++place) {
@@ -127,7 +129,7 @@ void Handshake::DialOne(int place) {
     stages_[place] = Stage::kLivenessSocket;
     return;
   }
-  // A peer that has just died is heard of as an end of the connection.
+  // If the peer has just died, the end of the connection reports it.
   SendHello(peer.connection, HelloTo(place), memory_);
   stages_[place] = Stage::kHelloSent;
 }
@@ -142,14 +144,15 @@ void Handshake::AcceptAll() {
   }
 }
 
-// Only a process that says the own token is believed anything.
+// Handles the first message on an accepted connection. Messages without this process's
+// token are rejected.
 void Handshake::HandleUnidentified(size_t index) {
   Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;
   FileDescriptor connection = std::move(unidentified_[index]);
   unidentified_.erase(unidentified_.begin() + static_cast<std::ptrdiff_t>(index));
-  if (message.arrival == Arrival::kEnd)
-    return;  // a liveness socket that is needed no more
+  // A peer has closed its liveness socket because the two processes are connected.
+  if (message.arrival == Arrival::kEnd) return;
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);
   const std::vector<int>& numbers = group_.process_ids();
@@ -162,7 +165,8 @@ void Handshake::HandleUnidentified(size_t index) {
   }
   ConnectedPeer& peer = connected_peers_[place];
   if (place < group_.own()) {
-    // It is dialed, and greets only to say why it failed.
+    // This process dials the lower indices, so a lower one sends a Hello only before it
+    // reports why it failed.
     peer.connection = std::move(connection);
     stages_[place] = Stage::kLivenessSocket;
     return;
@@ -194,9 +198,9 @@ void Handshake::HandleMessage(int place) {
     case MessageKind::kDeadlinePoison:
       throw DeadlineError(message.body);
     case MessageKind::kDeathNotice:
-      return;  // its own connection says so, too
+      return;  // the lost process's own connection reports it too
     case MessageKind::kSignature:
-      return;  // of nobody who is not connected
+      return;  // sent only after the handshake
     case MessageKind::kClose:
       peer.has_closed = true;
       return;
@@ -247,8 +251,9 @@ void Handshake::MarkLost(int place, const std::string& how) {
   stages_[place] = Stage::kLost;
 }
 
-// To those that know this process, those that only hold a liveness socket to it, and those that
-// will not find it any more: these hear it from the liveness socket that was dialed to them.
+// Sends the failure to all peers: on connections where a Hello was sent or received; on
+// this process's liveness sockets, after a Hello that identifies it; and on connections
+// that were dialed to this process and have not been identified yet.
 void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   for (int place = 0; place < group_.num_processes(); ++place) {
     const FileDescriptor& connection = connected_peers_[place].connection;
@@ -260,7 +265,7 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   try {
     AcceptAll();
   } catch (const SystemError&) {
-    // Those that could not be accepted find a closed connection.
+    // Peers whose connections were not accepted see them closed.
   }
   for (const FileDescriptor& unidentified : unidentified_)
     SendMessage(unidentified, kind, text);

@@ -44,7 +44,7 @@ Message ReceiveMessage(const FileDescriptor& connection) {
   Message message;
   message.arrival = received.arrival;
   if (received.arrival != Arrival::kMessage) return message;
-  // Only a unidentified peer sends less.
+  // Only an unknown process sends a message without a kind.
   if (received.size < sizeof(MessageKind)) return message;
   std::memcpy(&message.kind, bytes.data(), sizeof(MessageKind));
   message.body.assign(reinterpret_cast<const char*>(bytes.data()) + sizeof(MessageKind),

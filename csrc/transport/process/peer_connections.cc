@@ -14,7 +14,8 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
     Watched watched;
     watched.process = peer.process;
     watched.connection = std::move(peer.connection);
-    // A child of fork that outlives the peer keeps its end of the connection open.
+    // Watch the process too, because a forked child that outlives the peer keeps the
+    // peer's end of the connection open.
     watched.life = WatchProcess(peer.pid);
     watched_.push_back(std::move(watched));
   }
@@ -75,7 +76,8 @@ void PeerConnections::Close() {
 }
 
 void PeerConnections::DetachAfterFork() {
-  // Its thread does not exist here, and nobody knows who held the mutex.
+  // The thread does not exist in the child, so it cannot be joined. The mutex may have
+  // been locked by another thread at the fork, so it must not be locked here.
   static_cast<void>(thread_.release());
   watched_.clear();
 }
@@ -92,8 +94,8 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
   try {
     SetLeft(peer, MessageKind::kDeathNotice, std::string("is out of sight: ") + why);
   } catch (const std::exception&) {
-    // No memory even for the text: the failure is told, or its peers wait for their
-    // deadline.
+    // Out of memory. If tell_ has not failed the waits for this peer before it threw,
+    // they end at their deadline.
   }
 }
 
@@ -106,7 +108,7 @@ void PeerConnections::RunUntilStopped() {
       for (const Watched& peer : watched_) {
         int events = peer.has_closed ? 0 : POLLIN;
         if (!peer.unsent.empty()) events |= POLLOUT;
-        // Poll passes over negative descriptors; `life` may be one.
+        // Poll ignores negative descriptors, such as that of an empty `life`.
         polled.push_back(
             {events != 0 ? peer.connection.get() : -1, static_cast<short>(events), 0});
         polled.push_back({peer.has_closed ? -1 : peer.life.get(), POLLIN, 0});
@@ -123,7 +125,8 @@ void PeerConnections::RunUntilStopped() {
   }
 }
 
-// What a process said before it died comes first.
+// Reads all messages that a process sent before its death, and only then reports the
+// death.
 void PeerConnections::Hear(Watched& peer, bool has_died) {
   while (!peer.has_closed) {
     Message message = ReceiveMessage(peer.connection);

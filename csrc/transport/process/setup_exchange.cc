@@ -19,12 +19,13 @@ bool SetupExchange::IsReached(int place) const {
   return static_cast<bool>(connected_peers_[place].connection);
 }
 
-// The first byte of a note's body is the number of descriptors that follow it.
+// The first byte of a kSetupMessage's body is the number of kSetupDescriptor messages
+// that follow it.
 void SetupExchange::Send(int place, const SetupMessage& note) const {
   const FileDescriptor& connection = connected_peers_[place].connection;
   std::string body(1, static_cast<char>(note.passed.size()));
   body += note.text;
-  // A peer that has just died is heard of as an end of the connection.
+  // If the peer has just died, the end of the connection reports it.
   SendMessage(connection, MessageKind::kSetupMessage, body);
   for (const FileDescriptor& passed : note.passed) {
     SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);
@@ -64,7 +65,7 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
 
 void SetupExchange::Hear(int place, SetupMessage& note, int& num_missing) {
   ConnectedPeer& peer = connected_peers_[place];
-  // What comes behind a complete note belongs to the next one.
+  // Messages after a complete setup message belong to the next Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());
     peer.early_messages.pop_front();
@@ -105,9 +106,9 @@ void SetupExchange::Take(int place,
       return;
     case MessageKind::kClose:
       Fail(name + " left before all had shared their memory");
-    case MessageKind::kDeathNotice:  // its own connection says so, too
+    case MessageKind::kDeathNotice:  // the lost process's own connection reports it too
     case MessageKind::kHello:
-    case MessageKind::kSignature:  // comes behind all notes
+    case MessageKind::kSignature:  // sent only after the last Exchange
       return;
   }
 }
