@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ub import ops
 
 AXIS = "tp"
-TOKENS = P(None, AXIS)  # [batch, tokens]; also activations between the linear pairs
+TOKENS = P(None, AXIS)  # [batch, tokens]; also activations outside of linear pairs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -135,7 +135,7 @@ class Model:
         return lax.pmean(jnp.mean(losses), AXIS)
 
     def step(self):
-        """Returns a jitted step: (params, state, tokens, targets) -> (..., loss)."""
+        """Returns a jitted step: (params, state, *batch) -> (params, state, loss)."""
         blocks = [self.block.specs()] * self.layers
         params = {"embedding": P(), "norm": self.norm.specs(), "blocks": blocks}
         # Adam's moments are sharded like the parameters.

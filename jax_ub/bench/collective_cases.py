@@ -73,6 +73,6 @@ def _memory(op, shape, itemsize, own, best):
 
 
 def _workspace_bytes(own):
-    communicators.release_slots()  # otherwise slots of earlier cases would be reused
+    communicators.release_slots()  # or earlier cases' larger slots would count
     own()
     return memory_report().held_bytes

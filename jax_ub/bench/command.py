@@ -1,4 +1,4 @@
-"""`python -m jax_ub bench`: its options, and a run from cases to verdicts."""
+"""Times every op of jax_ub against XLA: `python -m jax_ub bench`."""
 
 import argparse
 import dataclasses

@@ -28,7 +28,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
     Raises:
         UnsupportedOverlapError: if JAX has fewer devices or does not start.
     """
-    # Each device needs more than two pool threads in jaxlib when launches are queued.
+    # jaxlib needs at least two pool threads per device when launches are queued.
     # oneDNN's OpenMP threads would spin on the cores while the next candidate runs.
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()

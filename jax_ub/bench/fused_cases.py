@@ -55,7 +55,7 @@ class _Window:
 
 
 def fused(place: Place, shape: Shape) -> list[Case]:
-    """Covers every fusion: the overlapping ones if P > 1, the local ones if P = 1."""
+    """Returns cases of all fusions: overlapping ones if P > 1, local ones if P = 1."""
     windows = _overlapped if place.num_ranks > 1 else _local
     found = windows(shape, jnp.dtype(place.dtype))
     return [_case(place, shape, window) for window in found]

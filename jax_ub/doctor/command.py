@@ -1,4 +1,4 @@
-"""Says what is installed, what can run here and why not: `python -m jax_ub doctor`.
+"""Reports what is installed, what can run here or why not: `python -m jax_ub doctor`.
 
 With `--processes`, several processes are started, which also compute together as the
 processes of a job do.

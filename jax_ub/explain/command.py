@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=output_path, help="write the table there")
     parser.add_argument(
         "program",
-        nargs=argparse.PARSER,  # all that comes, a "--" of the program's own too
+        nargs=argparse.PARSER,  # includes options and "--" of the program
         metavar="script.py",
         help="a program and its arguments",
     )

@@ -41,8 +41,8 @@ def explain(
 ) -> Table:
     """Explains what overlaps in `fn(*args, **kwargs)`, what does not, and why.
 
-    The function is traced and compiled but not executed. Print the returned table.
-    Transformer Engine: none.
+    The function is traced and compiled again, even if it has run before, but not
+    executed. Print the returned table. Transformer Engine: none.
 
     Args:
         fn: a function, possibly jitted with `jax.jit` or `nnx.jit`. Pass `jax.grad` of

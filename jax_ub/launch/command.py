@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", dest="module", action="store_true", help="run a module, not a script")
     add(
         "program",
-        nargs=argparse.PARSER,  # all that comes, a "--" of the program's own too
+        nargs=argparse.PARSER,  # includes options and "--" of the program
         metavar="script.py",
         help="or the name of a module, after -m; and its arguments",
     )

@@ -89,7 +89,7 @@ def environment(
     if num_hosts > 1:
         ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
     result = {**defaults, **given, **ours, **_past_proxies(given, HOST)}
-    # JAX detects Open MPI first. An mpirun around the launcher does not count.
+    # JAX detects Open MPI before Slurm, and would find an mpirun around the launcher.
     result.pop("OMPI_MCA_orte_hnp_uri", None)
     return result
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ub simulate`: what overlapping is worth on a machine, by the model."""
+"""Predicts the benefit of overlap on a machine: `python -m jax_ub simulate`."""
 
 import argparse
 import math

@@ -112,7 +112,7 @@ class _Rank:
         )
         self._kernels = kernels_of(rank, self._steps, workload, knobs.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
-        self._published: set[int] = set()  # slots
+        self._published: set[int] = set()  # slots of operands read in place
         # Time at which received data arrived, by (payload, chunk or sender, split).
         # Below: times at which products, sums and copies were finished.
         self._here: dict[tuple[str, int, int], float] = {}
@@ -143,8 +143,8 @@ class _Rank:
         return True
 
     def _wait_free(self, step):
-        # All slots are free at the start of a call. Only operands that peers read in
-        # place must not change before the peer has released them.
+        # The replay is a communicator's first call, which finds all slots free. Only
+        # operands that are read in place must be released by the peer first.
         if step.slot not in self._published:
             return True
         released = self._flags.time("released", step.peer, step.slot)
