@@ -68,8 +68,8 @@ def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ..
     """Returns the variants that were the fastest on some machine, the plain dot first.
 
     On GPUs, XLA's libraries accept every layout, so nothing is transposed first. Upcast
-    operands would bypass the tensor cores and be far slower (about 10x), so they are not
-    tried either.
+    operands would bypass the tensor cores and be an order of magnitude slower, so they
+    are not tried either.
     """
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
