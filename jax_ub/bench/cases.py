@@ -71,9 +71,9 @@ class Case:
         flops: floating-point operations per call.
         candidates: the timed programs; those named in `LIMITS` compute only part of
             the result.
-        calls: number of calls that the time is divided by. If there is a program
-            `<name>_once` of a single call, the program `<name>` chains `calls` more,
-            and the difference of their times is divided.
+        calls: if 1, a program makes one call. Otherwise, the program `<name>` chains
+            1 + `calls` calls, `<name>_once` makes one call, and the time per call is
+            the difference of their times divided by `calls`.
         memory: memory of the programs; None if it is not compared.
         notes: states what could not be measured, and why.
         num_processes: number of processes that the ranks are distributed over.

@@ -32,7 +32,7 @@ class ForwardOp:
         in_specs: shardings of x and w.
         out_spec: sharding of the result.
         naive: XLA's program as most users write it.
-        ring: the ring exchange; takes the keyword argument `dot`.
+        ring: XLA's program from ppermute rings; takes the keyword argument `dot`.
         reductions: XLA collectives that reduce the product, by name. Empty if the op
             gathers x instead.
     """
