@@ -26,8 +26,8 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
         platform: the platform to select; None keeps JAX's default.
 
     Raises:
-        UnsupportedOverlapError: if JAX has fewer devices, also because it had started before,
-            or does not start.
+        UnsupportedOverlapError: if JAX has fewer devices, for example because
+            it had started before, or if it does not start.
     """
     # jaxlib needs at least two pool threads per device when launches are queued.
     # oneDNN's OpenMP threads would spin on the cores while the next candidate runs.
