@@ -4,8 +4,8 @@
 // Every rank has the same number of slots of the same size. In each call, a slot is
 // either unused on all ranks, or it is filled by one put (Write and Signal) and emptied
 // by one Release. Sender and receiver can therefore both count the slot's epoch: the
-// number of calls that have used it. Epochs are stored next to the slots. They only
-// grow, are compared by signed difference, and may wrap around.
+// number of calls that have used it. Epochs persist from call to call. They only grow,
+// are compared by signed difference, and may wrap around.
 //
 // Memory order: data that a rank writes before Signal is visible to the peer after the
 // peer's Wait, and the peer's reads before Release happen before WaitFree returns.

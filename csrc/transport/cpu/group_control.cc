@@ -61,7 +61,7 @@ void GroupControl::AppendPending() {
     posted = true;
   }
   if (!posted) return;
-  own.num_posted.store(next);  // releases the entries
+  own.num_posted.store(next);  // the release that makes the entries visible
   RingOthers();
 }
 
@@ -86,8 +86,9 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *order;
 }
 
-// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). Call `call +
-// 2`, the next one that writes this record, begins only after the latter.
+// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). The record
+// is written again only for the call after the next, which begins after the latter
+// barrier.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {

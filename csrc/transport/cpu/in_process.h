@@ -42,9 +42,9 @@ class InProcessCommunicator {
   std::unique_ptr<std::byte[]> memory_;    // [rank][slot][slot_bytes]
   std::unique_ptr<SlotFlags[]> flags_;     // [rank][slot]
   std::unique_ptr<Doorbell[]> doorbells_;  // [rank]
-  std::vector<RankMemory> areas_;          // [rank]
+  std::vector<RankMemory> areas_;          // indexed by rank
   PeerStatus peer_status_;
-  std::vector<std::unique_ptr<SlotTransport>> ends_;  // [rank]
+  std::vector<std::unique_ptr<SlotTransport>> ends_;  // indexed by rank
 };
 
 }  // namespace jax_ub

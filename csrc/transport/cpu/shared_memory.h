@@ -3,11 +3,13 @@
 //
 // Each process creates one anonymous mapping with a control block and, for each of its
 // ranks, slot flags and two buffers of `buffer_bytes` (layout.h). Every process maps
-// the memory of all processes. Call n uses the buffers n % 2. A process arrives at
-// Barrier(n, 0) only after it has finished call n - 1. Data that a process stages in
-// its buffer n % 2 before Barrier(n, 0) therefore never overwrites data that a peer
-// still reads in call n - 1, which uses the other buffer. Writes before a barrier are
-// visible to all processes after it.
+// the memory of all processes. Writes before a barrier are visible to all processes
+// after it.
+//
+// Call n uses the buffers n % 2. A process arrives at Barrier(n, 0) only after it has
+// finished call n - 1. Before that barrier, peers may still read the buffers of call n
+// - 1, but no longer those of call n - 2. A process can therefore stage data for call n
+// in its buffer n % 2 before Barrier(n, 0).
 //
 //   leader (process of rank 0)                      other processes
 //   AppendToCallLog(order)                          order = WaitForLogEntry(n)

@@ -26,8 +26,9 @@ struct alignas(64) SlotFlags {
 struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;  // indexed by slot
-  std::byte* memory =
-      nullptr;  // the offset in SlotTransport::Place is relative to this
+  // The start of the rank's buffers. The offset of SlotTransport::Place is relative to
+  // it.
+  std::byte* memory = nullptr;
   int process = 0;
   std::string name;  // "rank 1 (process 0, pid 12)"
 };
@@ -49,10 +50,10 @@ class SlotTransport : public Transport {
     return (slot_bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // Sets the location of the slots for the following calls: slot i starts at `offset +
-  // i * slot_bytes` in every rank's memory. `slot_bytes` is a result of StrideOf. All
-  // ranks must pass the same values. An epoch belongs to a slot's index, not to its
-  // address, so slots may be moved between calls.
+  // Sets the location of the slots for the following calls. In every rank's memory,
+  // slot i starts at offset + i * slot_bytes, where `slot_bytes` is a result of
+  // StrideOf. All ranks must pass the same values. An epoch belongs to a slot's index,
+  // not to its address, so slots may be moved between calls.
   void Place(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }

@@ -32,7 +32,7 @@ std::string NameOf(int rank, int process) {
 // known before the memory is mapped.
 std::string WhyApart(const std::vector<int>& processes,
                      const std::map<int, Capabilities>& capabilities_of) {
-  std::vector<std::string> gpus;  // [rank]
+  std::vector<std::string> gpus;  // UUIDs, indexed by rank
   std::map<int, size_t> counts;
   for (const int process : processes) {
     const std::vector<std::string> own =

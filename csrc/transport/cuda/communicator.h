@@ -3,9 +3,9 @@
 //
 // To connect several processes, every process makes
 //   endpoint = CudaEndpoint(driver, own ordinals, slots_bytes, host)
-// and sends endpoint.address() and endpoint.capabilities() to all processes, through
-// JAX's key-value store. WhyNotConnected returns the same text in all of them. If it is
-// empty, every process calls
+// and sends endpoint.address() and endpoint.capabilities() to all processes, for
+// example through JAX's key-value store. WhyNotConnected returns the same text in all
+// of them. If it is empty, every process calls
 //   communicator = CudaCommunicator::Connect(endpoint, ...)
 //
 // If a process dies or reports a failure, the waits of the local ranks' devices end at
@@ -100,8 +100,9 @@ class CudaCommunicator {
   uint32_t NumberOf(const CallSiteName& site);
 
   // Sends a local rank's signature of a call to all connected processes. If it
-  // contradicts the signature of another rank, that was received before or is received
-  // later, poisons the communicator with both signatures. Never waits.
+  // contradicts the signature of another rank, poisons the communicator with an error
+  // that has both. The other signature may arrive before or after this call. Never
+  // waits.
   void Declare(const GpuCallSignature& statement);
 
   // Returns why this communicator can no longer be used, or nullptr: a failed wait of a

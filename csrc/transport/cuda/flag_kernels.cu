@@ -63,7 +63,7 @@ __device__ void TellAndFail(const RankWords& own,
                             const ErrorRecord& what,
                             uint32_t code) {
 #ifdef __CUDACC__
-#pragma unroll 1  // unrolled, it takes most of a wait's registers
+#pragma unroll 1  // unrolled, the loop would use most of the wait kernel's registers
 #endif
   for (uint32_t i = 0; i < peers.num_peers; ++i) {
     StoreRelease(peers.words[i], FailedWord(what));
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(32)
     jax_ub_end(const __grid_constant__ SignalParams params) {
   const uint64_t word = NextCall(LoadAcquire(params.own.epoch), params.tag);
   // A peer may write `poison` between the loads of two lanes. Then only some targets
-  // get the failure here; the others get it from a later kernel.
+  // get the failure here; a later kernel of this rank writes it to the others.
   const uint64_t poison = LoadAcquire(params.own.poison);
   uint64_t failed = LoadAcquire(params.own.failed);
   ErrorRecord what = {};

@@ -37,8 +37,8 @@ struct ErrorRecord {
   static constexpr uint32_t kDeadline = 1;    // a wait reached its deadline
   static constexpr uint32_t kPoisoned = 2;    // the host has set `poisoned`
   static constexpr uint32_t kPeerFailed = 3;  // `peer` reported that it failed
-  static constexpr uint32_t kMisplaced = 4;   // the rank runs another `partition`
-  static constexpr uint32_t kOtherCall = 5;  // `peer` makes a different call: see `tag`
+  static constexpr uint32_t kMisplaced = 4;   // `partition` is not the expected one
+  static constexpr uint32_t kOtherCall = 5;   // `peer` makes another call; see `tag`
 
   uint32_t code;
   uint32_t rank;  // the rank that this record belongs to
@@ -79,8 +79,8 @@ struct PeerWords {
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The parameters of jax_ub_signal and jax_ub_end. Below, *the word of this call* has
-// the epoch of *epoch plus one, and the tag of the call.
+// The parameters of jax_ub_signal and jax_ub_end. Below, "the word of this call" is the
+// flag value with the epoch of *epoch plus one and the tag of the call.
 //
 // jax_ub_signal stores the word of this call in every target's flag. All earlier work
 // of the stream is visible before the store. jax_ub_end does the same and then stores

@@ -41,7 +41,7 @@ class LocalDevices {
   const Driver& driver() const { return driver_; }
   int num_ranks() const { return static_cast<int>(ordinals_.size()); }
   int ordinal(int n) const { return ordinals_[n]; }
-  int index_of(int n) const { return indices_[n]; }  // into contexts()
+  int index_of(int n) const { return indices_[n]; }  // an index into contexts()
   const Context& context_of(int n) const { return contexts_[indices_[n]]; }
   const std::vector<Context>& contexts() const { return contexts_; }
   const std::vector<CUdevice>& devices() const { return devices_; }
@@ -142,7 +142,7 @@ class PeerHeaps {
 
   struct Exported {
     int64_t size_bytes = 0;
-    std::string handle;  // in hexadecimal
+    std::string handle;  // hexadecimal; empty in mode kVmm
   };
   std::vector<Exported> Parse(const SetupMessage& note, int num_ranks) const;
 

@@ -23,9 +23,9 @@ struct PhysicalMemoryTraits {
 };
 using PhysicalMemory = DriverHandle<PhysicalMemoryTraits>;
 
-// Import and export memory with a handle of the given type. `shareable` is the argument
-// of the same name of the driver's functions, whose meaning depends on the type. Both
-// throw SystemError.
+// Import and export memory with a handle of the given type. `shareable` is passed to
+// cuMemImportFromShareableHandle or cuMemExportToShareableHandle; its meaning depends
+// on the type. Both functions throw SystemError.
 PhysicalMemory ImportMemory(const Driver& driver,
                             CUmemAllocationHandleType type,
                             void* shareable);

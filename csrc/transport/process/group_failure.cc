@@ -74,7 +74,7 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
-      // The peers wait until their deadline.
+      // No message was sent, so the peers' waits end at their deadline.
     }
   }
   is_poisoned_ = true;

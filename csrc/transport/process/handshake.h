@@ -43,8 +43,9 @@ struct ConnectedPeer {
 
 class Handshake {
  public:
-  // Receives the memory of each peer when it connects; `memory` is empty if the peer
-  // passed none. An exception that it throws fails the handshake on all processes.
+  // Called with the memory of each peer when the peer connects; `memory` is empty if
+  // the peer passed none. An exception that it throws fails the handshake on all
+  // processes.
   using Take =
       std::function<void(int place, const ConnectedPeer&, FileDescriptor memory)>;
 

@@ -27,7 +27,7 @@ struct Peer {
   pid_t pid = 0;  // in this process's pid namespace; 0: not visible in it
 };
 
-// A message of a peer, or the news that a process was lost.
+// A message from a peer, or the notification that a process was lost.
 struct PeerEvent {
   int process = 0;  // the sender; for kDeathNotice, the process that was lost
   MessageKind kind = MessageKind::kDeathNotice;
