@@ -1,22 +1,22 @@
-"""The C++ engine of the CPU: FFI targets, and its settings."""
+"""The CPU engine, in C++: FFI targets, settings, communicators, traces, schedules."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
 class Stages(TypedDict):
-    """Capsules of a target's handlers."""
+    """The XLA FFI handlers of one target, as capsules."""
 
     instantiate: Any
     execute: Any
 
 class CallSiteType(TypedDict):
-    """Capsules of the state that an instantiated call has."""
+    """The XLA FFI type of an instantiated call's state, as capsules."""
 
     type_id: Any
     type_info: Any
 
 class Counters(TypedDict):
-    """What this process did so far."""
+    """Counters of this process: calls by op, failed collective calls, bytes in use."""
 
     calls: dict[str, int]
     failed_gangs: int
@@ -24,12 +24,13 @@ class Counters(TypedDict):
     slot_bytes: int
     peak_slot_bytes: int
 
-# begin and end in nanoseconds of the system's monotonic clock, call, kind, rank, chunk,
-# split, peer, payload. -1: none, or all of them.
+# (begin, end, call, kind, rank, chunk, split, peer, payload). The times are nanoseconds
+# of the system's monotonic clock. An index of -1 means that the span has none, or that
+# it covers all of them.
 Span = tuple[int, int, int, str, int, int, int, int, str]
 
 class TracedCall(TypedDict):
-    """One execution of a call by the ranks of a group."""
+    """One execution of a collective call by the ranks of a group."""
 
     label: str
     op: str
@@ -41,24 +42,29 @@ class TracedCall(TypedDict):
     operands: str
 
 class Trace(TypedDict):
-    """What this process did since the trace was started."""
+    """The calls of this process and the spans of each thread since `start_trace`.
+
+    Spans that did not fit into a thread's buffer are counted in `num_dropped`.
+    """
 
     calls: list[TracedCall]
     threads: list[list[Span]]
     num_dropped: int
 
 class Step:
-    """What a rank does at one point of a schedule.
+    """One step of a rank's schedule.
 
     Attributes:
         kind: ``multiply``, ``copy``, ``reduce``, ``put``, ``publish``, ``wait``,
             ``release`` or ``wait_free``.
-        payload: ``operand``, ``partial`` or ``sum``.
-        chunk: whose rows; -1 for everything.
-        split: which piece of the chunk.
+        payload: the data: ``operand``, ``partial`` (partial sum) or ``sum``.
+        chunk: index of the chunk, which is the rank that owns its rows; -1 means all.
+        split: index of the split within the chunk.
         peer: the other rank, or -1.
-        slot: the slot, the peer's for ``put``, ``publish`` and ``wait_free``, or -1.
-        num_chunks: of a product: so many chunks, out of as many slots, from these on.
+        slot: index of the slot, or -1. For ``put``, ``publish`` and ``wait_free`` it is
+            a slot of the peer, otherwise of this rank.
+        num_chunks: for ``multiply``: the number of consecutive chunks, beginning with
+            ``chunk``, that it reads from consecutive slots, beginning with ``slot``.
     """
 
     @property
@@ -82,19 +88,19 @@ def targets() -> dict[str, Stages]:
     """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
 
 def call_site_type() -> CallSiteType:
-    """Returns the type ``jax_ub$CallSite``, to be registered before any target."""
+    """Returns the type ``jax_ub$CallSite``; register it before any target."""
 
 def isa() -> str:
-    """Returns the instruction set in use."""
+    """Returns the instruction set of the kernels in use."""
 
 def isas() -> list[str]:
-    """Returns the instruction sets that this machine can use, slowest first."""
+    """Returns the instruction sets that this machine supports, slowest first."""
 
 def set_isa(name: str) -> None:
-    """Chooses an instruction set.
+    """Sets the instruction set of the kernels.
 
     Raises:
-        ValueError: the name is unknown, or this machine does not have it.
+        ValueError: the name is unknown, or this machine does not support it.
     """
 
 def set_timeout_s(timeout_s: float) -> None:
@@ -105,63 +111,67 @@ def set_timeout_s(timeout_s: float) -> None:
     """
 
 def set_first_call_timeout_s(timeout_s: float) -> None:
-    """Sets how long the first call of a call site waits for other processes at least.
+    """Sets the minimum timeout for other processes at the first call of a call site.
 
     Raises:
         ValueError: the time is not positive.
     """
 
 def has_engine() -> bool:
-    """Says whether a call, or one of the settings, has made the engine."""
+    """Returns whether the engine exists. The first call or setting creates it."""
 
 def set_num_threads(num_threads: int, cores: Sequence[int] = ()) -> None:
-    """Sets how many threads compute at a time, and on which cores; none: on all.
+    """Sets how many threads compute at a time, and on which cores.
+
+    Args:
+        num_threads: number of threads.
+        cores: ids of the cores; empty means all cores.
 
     Raises:
-        ValueError: fewer than one, or a core that no machine has.
+        ValueError: the number is less than one, or a core id is out of range.
     """
 
 def part_of_cores() -> list[int]:
-    """The cores that set_num_threads was given."""
+    """Returns the cores that were passed to `set_num_threads`."""
 
 def num_threads() -> int:
     """Returns how many threads compute at a time."""
 
 def peak_gflops(dtype: str, duration_s: float) -> float:
-    """Measures what the kernels reach where no memory is waited for, on all threads.
+    """Measures the compute-bound peak rate of the GEMM kernels, on all threads.
 
-    Both panels of every tile stay in the first cache, as those of no product can. Time
-    in which other processes have the cores does not count.
+    Both panels of every tile stay in the L1 cache, so the rate is an upper bound that
+    no GEMM reaches. Time in which other processes occupy the cores is not counted.
 
     Args:
-        dtype: of both operands, ``f32``, ``bf16`` or ``f16``.
-        duration_s: how long, at most 60.
+        dtype: dtype of both operands, ``f32``, ``bf16`` or ``f16``.
+        duration_s: duration of the measurement in seconds, at most 60.
 
     Returns:
-        Billion operations a second.
+        Rate in GFLOP/s.
 
     Raises:
-        ValueError: there is no such dtype, or the duration is out of range.
+        ValueError: the dtype is unknown, or the duration is out of range.
     """
 
 def release_slots() -> None:
-    """Returns the memory of slots that no call uses; later calls take new ones."""
+    """Frees the memory of slots that no call uses. Later calls allocate new slots."""
 
 def counters() -> Counters:
-    """Returns what this process did so far."""
+    """Returns the counters of this process."""
 
 def set_local_devices(devices: list[int]) -> None:
-    """Tells the engine the global ids of this process's devices."""
+    """Sets the global ids of this process's devices."""
 
 def begin_program(channel: str) -> None:
-    """Says that a program with calls of this channel has been lowered.
+    """Restarts the count of a channel's call sites; called when a program is lowered.
 
-    A compiled program may have several call sites of one channel. They are told apart
-    by how many there were since then.
+    A compiled program may have several call sites with the same channel. They are
+    numbered in the order in which XLA creates them after this call.
     """
 
 class Endpoint:
-    """Where this process listens for its peers, and what it wants to hear from them."""
+    """A listening socket for the peers, and the token that they must send."""
 
     @property
     def address(self) -> str: ...
@@ -169,44 +179,50 @@ class Endpoint:
     def token(self) -> int: ...
 
 class Communicator:
-    """What connects the ranks of a group that lie in several processes."""
+    """Connects the ranks of a group that spans several processes."""
 
     @property
     def name(self) -> str: ...
     @property
     def size_bytes(self) -> int:
-        """Memory of this process that its peers share."""
+        """Bytes of this process's memory that its peers map."""
 
     @property
     def failure(self) -> str | None:
-        """Why no more calls can run, or None."""
+        """Why the communicator has failed and rejects all calls, or None."""
 
     @property
     def calls(self) -> int:
-        """How many calls were begun."""
+        """Number of calls that have started."""
 
     def barrier_seconds(self, count: int) -> float:
-        """Times so many barriers in a row, which every process makes, and no call.
+        """Measures the duration of a barrier.
+
+        All processes must call this at the same time, while no collective call runs.
+
+        Args:
+            count: number of consecutive barriers to time.
 
         Returns:
-            Seconds of one.
+            Seconds per barrier.
 
         Raises:
             ValueError: the count is less than 1.
-            RuntimeError: it is closed, or a process died or left.
+            RuntimeError: the communicator is closed, or a process was lost or has
+                closed it.
         """
 
     def close(self) -> None:
-        """Says goodbye to the peers; calls that are pending fail.
+        """Sends a close message to the peers. Pending calls fail.
 
-        Never waits for a peer. Nothing happens the second time.
+        Never waits for a peer. Repeated calls have no effect.
         """
 
 def endpoint() -> Endpoint:
-    """Opens a private socket for one `connect`.
+    """Opens a listening socket for one `connect`.
 
     Raises:
-        RuntimeError: the system refuses.
+        RuntimeError: the system cannot open a socket.
     """
 
 def connect(
@@ -222,38 +238,43 @@ def connect(
     timeout_s: float,
     generation: int = 1,
 ) -> Communicator:
-    """Connects the ranks of a group, all its processes together.
+    """Connects the ranks of a group. All its processes must call it.
 
     Args:
-        endpoint: of this process; used up.
-        name: in messages.
-        devices: global ids, by rank.
-        processes: where each rank lies, by rank.
-        process: the own one.
-        addresses: of the other processes' endpoints.
-        tokens: of those.
-        half_bytes: how much a rank may put into shared memory for one call; there is
-            twice as much.
-        timeout_s: how long to wait for the other processes.
-        generation: calls that were lowered for another one are refused.
+        endpoint: endpoint of this process. It cannot be used again.
+        name: name of the communicator in messages.
+        devices: global device id of each rank.
+        processes: process index of each rank.
+        process: index of this process.
+        addresses: addresses of the other processes' endpoints.
+        tokens: tokens of the other processes' endpoints.
+        half_bytes: bytes of shared memory of a rank for one call. Twice as much is
+            allocated, since the memory is double-buffered.
+        timeout_s: how long to wait for the other processes, in seconds.
+        generation: generation of the communicator. It rejects calls that were lowered
+            for another generation.
 
     Raises:
-        RuntimeError: a process is missing, refused or died; names it.
-        ValueError: the arguments do not fit each other.
+        RuntimeError: a process did not arrive, rejected the connection or died. Names
+            the process.
+        ValueError: the arguments contradict each other.
     """
 
 def start_trace(events_per_thread: int = ...) -> None:
-    """Forgets the trace and begins a new one.
+    """Discards the recorded trace and starts a new one.
+
+    Args:
+        events_per_thread: number of spans that a thread can record.
 
     Raises:
-        ValueError: fewer than one event.
+        ValueError: the number is less than one.
     """
 
 def stop_trace() -> None:
-    """Records nothing more."""
+    """Stops recording."""
 
 def read_trace() -> Trace:
-    """Returns what was recorded since the last start."""
+    """Returns what was recorded since `start_trace`."""
 
 def schedule(
     op: str,
@@ -263,7 +284,7 @@ def schedule(
     num_splits: int,
     variant: str = "plain",
 ) -> list[Step]:
-    """Returns what a rank does, step by step.
+    """Returns the schedule of a rank, as a list of steps.
 
     Raises:
         ValueError: the op has no such method or variant, or a number is out of range.
@@ -272,8 +293,10 @@ def schedule(
 def check_schedule(
     op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[str]:
-    """Executes a schedule symbolically, all ranks together, before and after others.
+    """Proves a schedule by symbolic execution of all ranks.
+
+    The call is checked twice in a row, and before and after every other schedule.
 
     Returns:
-        What is wrong with it; empty when it is proven.
+        The first 20 errors; empty if the schedule is correct.
     """

@@ -1,33 +1,34 @@
-"""The C++ engine of NVIDIA GPUs: FFI targets, and what they share memory by.
+"""The engine for NVIDIA GPUs, in C++: FFI targets, settings and communicators.
 
-Importing it needs no driver. What asks for one and finds none, or one that is too old,
-raises `NotImplementedError`; so does what these devices cannot do.
+The module can be imported without a CUDA driver. Functions that need a driver raise
+`NotImplementedError` if there is none or it is too old, and if the devices lack a
+required capability.
 """
 
 from typing import Any, TypedDict
 
 class Stages(TypedDict):
-    """Capsules of a target's handlers."""
+    """The XLA FFI handlers of one target, as capsules."""
 
     instantiate: Any
     initialize: Any
     execute: Any
 
 class CallSiteType(TypedDict):
-    """Capsules of the state that an instantiated call has."""
+    """The XLA FFI type of an instantiated call's state, as capsules."""
 
     type_id: Any
     type_info: Any
 
 class Counters(TypedDict):
-    """What this process did so far."""
+    """Counters of this process: calls by op, failed calls, and bytes of all heaps."""
 
     calls: dict[str, int]
     failed_calls: int
     heap_bytes: int
 
 class Device(TypedDict):
-    """What the driver says of a GPU."""
+    """Properties of a GPU, as the driver reports them."""
 
     ordinal: int
     name: str
@@ -38,7 +39,7 @@ class Device(TypedDict):
     has_multicast: bool
 
 class CublasLt(TypedDict):
-    """The library that multiplies; its version is 130100 for 13.1.0."""
+    """The cuBLASLt library, used for GEMMs. The version is 130100 for 13.1.0."""
 
     path: str
     version: int
@@ -46,31 +47,31 @@ class CublasLt(TypedDict):
 xla_ffi_api_version: tuple[int, int]
 
 def set_library_paths(directories: list[str]) -> None:
-    """Says where else to look for cuBLASLt, besides where the system does."""
+    """Sets directories to search for cuBLASLt in addition to the system's."""
 
 def why_not() -> str | None:
-    """Returns why no device can be used here, or None."""
+    """Returns why this process cannot use any GPU, or None if it can."""
 
 def driver_version() -> int:
-    """Returns the CUDA version that the driver is for: 13000 is 13.0."""
+    """Returns the CUDA version that the driver supports: 13000 for 13.0."""
 
 def devices() -> list[Device]:
-    """Returns what the driver shows this process, by ordinal."""
+    """Returns the GPUs that are visible to this process, indexed by ordinal."""
 
 def cublaslt() -> CublasLt:
-    """Loads cuBLASLt, if that has not happened yet."""
+    """Returns the path and version of cuBLASLt; loads it at the first call."""
 
 def peers(ordinals: list[int]) -> list[list[bool]]:
-    """Returns which device can reach which other's memory."""
+    """Returns whether device i can access the memory of device j, as `[i][j]`."""
 
 def why_no_peers(ordinals: list[int]) -> str | None:
-    """Returns which device cannot reach which other's memory, or None."""
+    """Returns which device cannot access which other's memory, or None if all can."""
 
 def targets() -> dict[str, Stages]:
     """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
 
 def call_site_type() -> CallSiteType:
-    """Returns the type ``jax_ub$CudaCallSite``, to be registered before any target."""
+    """Returns the type ``jax_ub$CudaCallSite``; register it before any target."""
 
 def workspace_bytes(
     op: str,
@@ -78,22 +79,23 @@ def workspace_bytes(
     operands: list[tuple[str, tuple[int, ...]]],
     results: list[tuple[str, tuple[int, ...]]],
 ) -> int:
-    """Returns how large the last result of a call has to be; needs no GPU.
+    """Returns the bytes of a call's workspace, which is its last result. Needs no GPU.
 
     Args:
-        op: its name.
-        attributes: of the call, in Python's types.
-        operands: dtypes and shapes.
-        results: the same, without the workspace.
+        op: name of the op, such as ``all_gather_matmul``.
+        attributes: FFI attributes of the call, as Python values.
+        operands: dtype and shape of each operand.
+        results: dtype and shape of each result, without the workspace.
 
     Raises:
-        ValueError: an attribute is missing or out of range, or the op or dtype unknown.
-        RuntimeError: operands and results are not those of the op.
-        NotImplementedError: the op does not run like that on GPUs.
+        ValueError: an attribute is missing or out of range, or the op or dtype is
+            unknown.
+        RuntimeError: the operands or results do not match the op.
+        NotImplementedError: the op does not support these attributes on GPUs.
     """
 
 def set_local_devices(devices: dict[int, int]) -> None:
-    """Tells the engine the global ids of this process's devices, by ordinal."""
+    """Sets the global ids of this process's devices, by CUDA ordinal."""
 
 def set_timeout_s(timeout_s: float) -> None:
     """Sets how long a rank waits for its peers.
@@ -103,19 +105,19 @@ def set_timeout_s(timeout_s: float) -> None:
     """
 
 def set_nvls(nvls: bool) -> None:
-    """Says whether all-reduces may run by multicast; before any device is used."""
+    """Sets whether all-reduces may use multicast. Call it before any device is used."""
 
 def counters() -> Counters:
-    """Returns what this process did so far."""
+    """Returns the counters of this process."""
 
 def failures() -> dict[str, str]:
-    """Returns why communicators have failed that still exist, by name."""
+    """Returns the failures of all open communicators, by communicator name."""
 
 def release_in_process() -> None:
-    """Returns the heaps of calls inside this process that no program needs."""
+    """Frees the heaps of calls within this process that no program needs any more."""
 
 class Endpoint:
-    """The heaps of this process's ranks of a group, and where peers find them."""
+    """The heaps of this process's ranks of a group, and the socket for their peers."""
 
     @property
     def address(self) -> str: ...
@@ -123,57 +125,63 @@ class Endpoint:
     def token(self) -> int: ...
     @property
     def offer(self) -> dict[str, str]:
-        """In which ways the heaps can be shared, and why not in others."""
+        """The capabilities of this process, which all processes exchange.
+
+        They are the host, the GPUs, and for each sharing mode either what a peer needs
+        to use it, or why it is unavailable.
+        """
 
 class Communicator:
-    """What connects the ranks of a group."""
+    """Connects the ranks of a group."""
 
     @property
     def name(self) -> str: ...
     @property
     def how(self) -> str:
-        """``in_process``, ``vmm``, ``fabric`` or ``ipc``."""
+        """The sharing mode: ``in_process``, ``vmm``, ``fabric`` or ``ipc``."""
 
     @property
     def step_downs(self) -> list[tuple[str, str]]:
-        """Ways that would have been preferred, and why they were not taken."""
+        """The preferred sharing modes that failed, with the reason of each fallback."""
 
     @property
     def has_multicast(self) -> bool:
-        """Whether all-reduces run by multicast."""
+        """Whether all-reduces use multicast."""
 
     @property
     def size_bytes(self) -> int:
-        """Device memory of this process."""
+        """Bytes of device memory that this process has allocated for its heaps."""
 
     @property
     def failure(self) -> str | None:
-        """Why no more calls can run, or None."""
+        """Why the communicator has failed and rejects all calls, or None."""
 
     def close(self) -> None:
-        """Waits until devices and peers are done, and gives the memory back.
+        """Waits until local devices and peers have finished, then frees the memory.
 
-        Nothing happens the second time.
+        Repeated calls have no effect.
         """
 
 def endpoint(ordinals: list[int], slots_bytes: int, host: str) -> Endpoint:
-    """Makes the heaps of the own ranks of a group, for one `connect`.
+    """Allocates the heaps of this process's ranks of a group, for one `connect`.
 
     Args:
-        ordinals: of their devices, in the order of the ranks.
-        slots_bytes: what a call may need for slots, on each rank.
-        host: equal where processes share one.
+        ordinals: CUDA ordinals of the local ranks' devices, in rank order.
+        slots_bytes: bytes of slots that a call may need on each rank.
+        host: identity of the host. It must be equal in processes that share a host.
 
     Raises:
-        RuntimeError: the devices have no room.
+        RuntimeError: a device does not have enough memory.
     """
 
 def why_not_connected(processes: list[int], offers: dict[int, dict[str, str]]) -> str:
-    """Says why these processes cannot share memory, alike in all of them, or nothing.
+    """Returns why these processes cannot share memory, or "" if they can.
+
+    The result is the same in all processes.
 
     Args:
-        processes: by rank.
-        offers: of their endpoints, by process.
+        processes: process index of each rank.
+        offers: `Endpoint.offer` of each process.
     """
 
 def connect(
@@ -188,38 +196,39 @@ def connect(
     offers: dict[int, dict[str, str]],
     timeout_s: float,
 ) -> Communicator:
-    """Connects the ranks of a group, all its processes together.
+    """Connects the ranks of a group. All its processes must call it.
 
     Args:
-        endpoint: of this process; used up.
-        name: in messages.
-        devices: global ids, by rank.
-        processes: where each rank lies, by rank.
-        process: the own one.
-        addresses: of the other processes' endpoints on this host.
-        tokens: of those.
-        offers: of all processes' endpoints.
-        timeout_s: how long to wait for the other processes.
+        endpoint: endpoint of this process. It cannot be used again.
+        name: name of the communicator in messages.
+        devices: global device id of each rank.
+        processes: process index of each rank.
+        process: index of this process.
+        addresses: addresses of the endpoints of other processes on this host.
+        tokens: tokens of the endpoints of other processes on this host.
+        offers: `Endpoint.offer` of each process.
+        timeout_s: how long to wait for the other processes, in seconds.
 
     Raises:
-        NotImplementedError: no way to share memory is left.
-        RuntimeError: a process is missing, refused or died; names it.
-        ValueError: the arguments do not fit each other.
+        NotImplementedError: all sharing modes failed.
+        RuntimeError: a process did not arrive, rejected the connection or died. Names
+            the process.
+        ValueError: the arguments contradict each other.
     """
 
 def connect_in_process(
     *, name: str, devices: list[int], ordinals: list[int], slots_bytes: int
 ) -> Communicator:
-    """Makes the heaps of a group that lies in this process.
+    """Creates the communicator and heaps of a group within this process.
 
     Args:
-        name: in messages.
-        devices: global ids, by rank.
-        ordinals: their numbers in this process, by rank.
-        slots_bytes: what a call may need for slots, on each rank.
+        name: name of the communicator in messages.
+        devices: global device id of each rank.
+        ordinals: CUDA ordinal of each rank's device.
+        slots_bytes: bytes of slots that a call may need on each rank.
 
     Raises:
-        NotImplementedError: the devices cannot reach each other's memory.
-        RuntimeError: they have no room.
-        ValueError: the arguments do not fit each other.
+        NotImplementedError: the devices cannot access each other's memory.
+        RuntimeError: a device does not have enough memory.
+        ValueError: the arguments contradict each other.
     """

@@ -1,4 +1,4 @@
-"""The configurations of named overlaps: `from_te` reads Megatron's files."""
+"""Configurations of named overlaps. `from_te` reads Megatron's files."""
 
 from jax_ub.overlap_config.config import CommOverlapType as CommOverlapType
 from jax_ub.overlap_config.config import OverlapConfig as OverlapConfig

@@ -1,4 +1,4 @@
-"""What a named overlap is configured with, and what each key may be."""
+"""The configuration of a named overlap: its keys and their valid values."""
 
 import dataclasses
 import enum
@@ -16,18 +16,18 @@ from jax_ub.errors import (
 from jax_ub.methods import Method
 from jax_ub.shapes import is_integer
 
-# Transformer Engine's: 32 blocks report one collective to its flags.
+# Transformer Engine's limit: its collectives have flags for up to 32 thread blocks.
 _MOST_SM = 32
-# The largest cluster of thread blocks that every GPU since Hopper launches.
+# Cluster sizes in thread blocks. 8 is the largest that every GPU since Hopper supports.
 _CGA_SIZES = (1, 2, 4, 8)
-# CUDA's stream priorities: a smaller number goes first.
+# CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-# So that 16 ranks do not need more slots than a communicator can have.
+# With 16 ranks, more splits would need more slots than a communicator has.
 _MOST_SPLITS = 128
 
 
 class CommOverlapType(enum.Enum):
-    """What a named overlap communicates: `AG` gathers, `RS` sums and scatters.
+    """The communication of a named overlap: `AG` all-gathers, `RS` reduce-scatters.
 
     Transformer Engine: `CommOverlapType`.
     """
@@ -37,9 +37,10 @@ class CommOverlapType(enum.Enum):
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """What the buffers of a named overlap hold.
+    """The contents of a named overlap's buffers.
 
-    `NONE` is operands in a dtype of their own, `FP8` quantized ones, a byte an element.
+    `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
+    one byte per element.
 
     Transformer Engine: `UserBufferQuantizationMode`.
     """
@@ -50,11 +51,11 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """The configuration of one named overlap: attributes, and a mapping by key.
+    """The configuration of one named overlap, as attributes and as a mapping.
 
-    `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` act
-    everywhere; the others are what a GPU's kernels and streams are launched with,
-    checked and kept on a CPU.
+    `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` take effect
+    on all devices. The other keys set launch parameters of GPU kernels and streams; on
+    CPUs they are checked and stored, but have no effect.
     """
 
     method: str
@@ -72,7 +73,7 @@ class OverlapConfig(Mapping):
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether it reduce-scatters; else it gathers."""
+        """Whether the overlap reduce-scatters. Otherwise it all-gathers."""
         return self.comm_type is CommOverlapType.RS
 
     @property
@@ -81,28 +82,28 @@ class OverlapConfig(Mapping):
         return False
 
     def __getitem__(self, key: str):
-        """The value of a key, as Transformer Engine's dictionaries have it."""
+        """Returns the value of a key of `KEYS`, which are Transformer Engine's keys."""
         if key not in KEYS:
             raise KeyError(key)
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        """The keys."""
+        """Returns an iterator over the keys."""
         return iter(KEYS)
 
     def __len__(self) -> int:
-        """The number of keys."""
+        """Returns the number of keys."""
         return len(KEYS)
 
     def __hash__(self) -> int:
-        """Hashes every field."""
+        """Returns a hash of all values."""
         return hash(tuple(self.values()))
 
 
 def _flag(value):
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    # Megatron's files have 0 and 1.
+    # Megatron's files write flags as 0 and 1.
     if is_integer(value) and value in (0, 1):
         return bool(value)
     raise TypeError
@@ -159,7 +160,7 @@ _PRIORITY = (
     f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
 )
 
-# By key: what reads a value, and what it may be in words.
+# By key: the function that checks and converts a value, and its valid values as text.
 KEYS = {
     "method": (_method, f"one of {_METHODS}; None is auto"),
     "comm_type": (_comm_type, '"AG" or "RS"'),
@@ -179,20 +180,21 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks what a user gives for one name, key by key.
+    """Checks and converts a user's configuration of one name, key by key.
 
     Args:
         name: the overlap's name, for errors.
-        entry: a mapping of `KEYS`; another `OverlapConfig` is one too.
+        entry: a mapping with keys of `KEYS`, such as another `OverlapConfig`.
 
     Returns:
-        The same, in the types of `OverlapConfig`, with `comm_type` in the place of
-        `is_reduce_scatter`, and without `atomic_gemm`.
+        The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is
+        replaced by `comm_type`, and `atomic_gemm` is removed.
 
     Raises:
-        ConfigurationTypeError: if it is no mapping, or a value is of another type.
+        ConfigurationTypeError: if the entry is not a mapping, or a value has the wrong
+            type.
         UnknownNameError: if a key or a method is unknown.
-        ConfigurationError: if a value is out of range; and for `atomic_gemm`.
+        ConfigurationError: if a value is out of range, or `atomic_gemm` is true.
     """
     if not isinstance(entry, Mapping):
         raise ConfigurationTypeError(

@@ -1,4 +1,4 @@
-"""Transformer Engine's `ub_*` flags of a layer."""
+"""The `ub_*` flags of a layer, as in Transformer Engine."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from jax_ub import shapes
 from jax_ub.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub.methods import Method
 
-# The methods that overlap a GEMM with the communication of its operand or its result.
+# The methods that overlap a GEMM with the communication of its operand or result.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
-# What each flag turns on or off, for errors.
+# The communication that each flag controls, for errors.
 _MEANING = {
     "ub_overlap_ag": "the all-gather of a GEMM's operand",
     "ub_overlap_rs": "the reduce-scatter of a row layer's result",
@@ -19,7 +19,7 @@ _MEANING = {
     "ub_bulk_wgrad": "the reduce-scatter beside a column layer's wgrad",
 }
 _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
-# The flags that have a meaning for a layer; the others have no effect there.
+# By parallel mode: the flags that have an effect.
 _RELEVANT = {
     "column": ("ub_overlap_ag", "ub_overlap_rs_dgrad", *_BULK),
     "row": ("ub_overlap_ag", "ub_overlap_rs"),
@@ -28,21 +28,23 @@ _RELEVANT = {
 
 @dataclasses.dataclass(frozen=True)
 class OverlapFlags:
-    """Which communication of a layer overlaps.
+    """Flags that select which communication of a layer overlaps with a GEMM.
 
-    True overlaps it or fails, False runs it by plain `jax.lax`, None leaves the choice
-    to jax_ub. A flag of communication that a layer does not have has no effect, so that
-    all layers of a model can take the same flags.
+    True overlaps the communication or raises an error, False runs it as plain
+    `jax.lax`, and None lets jax_ub choose. A flag for communication that a layer does
+    not have is ignored, so that all layers of a model can take the same flags.
 
     Attributes:
-        ub_overlap_ag: the all-gather of a column layer's input, forward, and of a row
-            layer's output gradient, in its dgrad.
-        ub_overlap_rs: the reduce-scatter of a row layer's result, forward.
-        ub_overlap_rs_dgrad: the reduce-scatter of a column layer's input gradient, with
-            the dgrad GEMM.
-        ub_bulk_dgrad: the all-gather of a column layer's input, beside the dgrad GEMM.
-        ub_bulk_wgrad: the reduce-scatter of a column layer's input gradient, beside the
-            wgrad GEMM. The two bulk flags are equal.
+        ub_overlap_ag: the all-gather of a column-parallel layer's input in the forward
+            pass, and of a row-parallel layer's output gradient in dgrad.
+        ub_overlap_rs: the reduce-scatter of a row-parallel layer's result in the
+            forward pass.
+        ub_overlap_rs_dgrad: the reduce-scatter of a column-parallel layer's input
+            gradient, overlapped with the dgrad GEMM that computes it.
+        ub_bulk_dgrad: the all-gather of a column-parallel layer's input, concurrent
+            with the dgrad GEMM.
+        ub_bulk_wgrad: the reduce-scatter of a column-parallel layer's input gradient,
+            concurrent with the wgrad GEMM. It must equal `ub_bulk_dgrad`.
     """
 
     ub_overlap_ag: bool | None = None
@@ -53,12 +55,12 @@ class OverlapFlags:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "OverlapFlags":
-        """Takes the flags out of the arguments of a layer."""
+        """Returns the flags among the arguments of a layer."""
         return cls(**{name: options.get(name) for name in NAMES})
 
     @property
     def is_bulk(self) -> bool | None:
-        """What both bulk flags say together."""
+        """The common value of both bulk flags; None if neither is given."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property
@@ -75,18 +77,19 @@ class OverlapFlags:
         parallel: str | None = "both",
         sequence_parallel: bool = True,
     ) -> None:
-        """Checks the flags of a layer against each other and its other arguments.
+        """Checks that the flags agree with each other and with a layer's arguments.
 
         Args:
             op: the layer, for errors.
-            method: the layer's own method; `AUTO` for none.
+            method: the layer's argument `method`; `AUTO` if it has none.
             parallel: "column", "row", None, or "both" for a module with layers of both.
             sequence_parallel: whether tokens are sharded between layers.
 
         Raises:
-            UnknownNameError: if a flag is neither true nor false.
-            ConfigurationError: if flags, or a flag and the method, contradict.
-            UnsupportedOverlapError: if the layer communicates in no way that overlaps.
+            UnknownNameError: if a flag is not a bool.
+            ConfigurationError: if two flags, or a flag and the method, contradict.
+            UnsupportedOverlapError: if a flag is true, but the layer has no
+                communication that can overlap.
         """
         for name in NAMES:
             if getattr(self, name) is not None:
@@ -98,16 +101,16 @@ class OverlapFlags:
             self.check_method(op, name, method, f'method = "{method.value}"')
 
     def check_method(self, op: str, name: str, method: Method, source: str) -> None:
-        """Checks one flag against a method that somebody named.
+        """Checks that one flag agrees with an explicit method.
 
         Args:
             op: the layer, for errors.
-            name: the flag.
+            name: the flag's name.
             method: the method; `AUTO` agrees with every flag.
-            source: what names the method, for errors.
+            source: where the method was given, for errors.
 
         Raises:
-            ConfigurationError: if they contradict.
+            ConfigurationError: if the flag and the method contradict.
         """
         flag = self.given.get(name)
         if flag is None or method is Method.AUTO:
@@ -160,7 +163,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 @dataclasses.dataclass(frozen=True)
 class FlaggedMethod:
-    """The method of a layer with its flags, in the place of a method."""
+    """A layer's method together with its flags. Passed where a method is expected."""
 
     method: Method | str | None
     flags: OverlapFlags

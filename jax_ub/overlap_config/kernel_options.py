@@ -1,34 +1,37 @@
-"""What of a configuration acts on how a call runs, apart from method and splits."""
+"""The schedule variant and the GPU launch options of a call."""
 
 import dataclasses
 
 from jax_ub.methods import Variant
 from jax_ub.overlap_config.config import OverlapConfig
 
-# Copy engines need no multiprocessors, but the kernels that wait, signal and sum do:
-# products that take all of them would let those in only when they end.
+# Multiprocessors that GEMMs leave free when copy engines send the data. The kernels
+# that wait, signal and sum still need some; if a GEMM occupied all multiprocessors,
+# they would start only after it.
 _MARGIN_BESIDE_COPY_ENGINES = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """The variant of the schedule, and what is not the same on every GPU.
+    """The schedule's variant, and launch options for GPUs.
 
-    Results do not depend on it, but for the order in which a product is summed, which
-    may be another with `sm_margin` and `gemm_algorithm`.
+    Results do not depend on them, with one exception: `sm_margin` and `gemm_algorithm`
+    may change the order in which a GEMM sums.
 
     Attributes:
-        use_ce: whether copy engines move what is sent; else kernels do.
-        num_sm: thread blocks of those kernels; 0 is the engine's choice.
-        cga_size: their cluster size; 0 is none.
-        sm_margin: multiprocessors that products leave free.
-        num_lanes: streams for products, used in turn.
-        gemm_algorithm: which of the algorithms that cuBLASLt proposes for a product, 0
-            (its best) to 7; its last where it proposes fewer.
-        comm_priority: of the communication's stream, in CUDA's numbers; 0 is the most
-            urgent there is.
-        gemm_priority: of the products' streams; 0 is the least urgent.
-        variant: of the schedule, for calls that have it; on a CPU too.
+        use_ce: whether copy engines send the data. Otherwise kernels do.
+        num_sm: number of thread blocks of the kernels that send; 0 lets the engine
+            choose.
+        cga_size: cluster size of the kernels that send; 0 means no clusters.
+        sm_margin: number of multiprocessors that GEMMs leave free.
+        num_lanes: number of streams for GEMMs, used round-robin.
+        gemm_algorithm: index of the algorithm among those that cuBLASLt proposes for a
+            GEMM, 0 (its first choice) to 7. The last one is used if there are fewer.
+        comm_priority: CUDA priority of the communication stream; 0 means the most
+            urgent priority of the device.
+        gemm_priority: CUDA priority of the GEMM streams; 0 is the least urgent.
+        variant: variant of the schedule, for calls that have it. It is the only option
+            that takes effect on CPUs.
     """
 
     use_ce: bool = True
@@ -42,13 +45,13 @@ class KernelOptions:
     variant: Variant = Variant.PLAIN
 
     def attributes(self) -> dict[str, int]:
-        """What a device that has streams is told, as csrc/ffi reads it."""
+        """Returns the FFI attributes for the CUDA engine, which csrc/ffi decodes."""
         fields = dataclasses.asdict(self)
         del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
 
     def differences(self) -> dict[str, bool | int | str]:
-        """What is not as it is by default, by name, as files and tables have it."""
+        """Returns the options that differ from their defaults, for files and tables."""
         return {
             field.name: value.value if isinstance(value, Variant) else value
             for field in dataclasses.fields(self)
@@ -57,10 +60,11 @@ class KernelOptions:
 
 
 def kernel_options_of(config: OverlapConfig) -> KernelOptions:
-    """Reads what acts on a GPU from the configuration of a named overlap.
+    """Returns the options in the configuration of a named overlap.
 
-    `num_sm` and `cga_size` are those of the kernels that send, so they say nothing
-    beside copy engines; there `set_sm_margin` leaves room for the small kernels only.
+    `num_sm` and `cga_size` describe the kernels that send, so they have no effect with
+    copy engines. `set_sm_margin` then only leaves room for the small kernels that wait,
+    signal and sum.
     """
     margin = _MARGIN_BESIDE_COPY_ENGINES if config.use_ce else config.num_sm
     return KernelOptions(

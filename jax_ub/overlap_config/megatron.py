@@ -12,7 +12,8 @@ from jax_ub.overlap_config.config import CommOverlapType
 from jax_ub.overlap_config.names import NAMES
 from jax_ub.overlap_config.resolve import read_entries
 
-# What Transformer Engine reads of only some overlaps, and passes over elsewhere.
+# Keys that Transformer Engine reads only for some overlaps and ignores for the others.
+# Each predicate returns whether it reads the key.
 _READ_BY = {
     "num_splits": lambda method, gathers: method is Method.PIPELINE,
     "aggregate": lambda method, gathers: method is Method.RING_EXCHANGE and gathers,
@@ -29,21 +30,22 @@ def from_te(
 ) -> dict[str, dict[str, object]]:
     """Reads a `tp-comm-overlap` configuration for `initialize_ub(ub_cfgs=...)`.
 
-    Keys that Transformer Engine accepts and passes over, such as `fp8_buf` of an
-    all-gather, are left out, and so are names that are None, as NeMo's recipes have
-    them for a wgrad that its dgrad displaces; everything else is checked and kept.
+    Leaves out keys that Transformer Engine accepts and ignores, such as `fp8_buf` of an
+    all-gather. Also leaves out names whose value is None: NeMo's recipes use None for a
+    wgrad that has nothing to communicate, because its dgrad reduce-scatters. All other
+    keys are checked and kept.
 
     Args:
-        source: the dictionary, the text of a YAML file, or the path of one.
+        source: a dictionary, the text of a YAML file, or the path of a YAML file.
 
     Returns:
-        By name, the keys and values.
+        A dictionary of keys and values for each name.
 
     Raises:
         UnknownNameError: if a name, a key or a method is unknown.
-        ConfigurationError: if a value is out of range, a key comes twice, or the file
-            is missing or no YAML.
-        ConfigurationTypeError: if it is no dictionary of dictionaries.
+        ConfigurationError: if a value is out of range, a key is repeated, or the file
+            does not exist or is not valid YAML.
+        ConfigurationTypeError: if `source` is not a dictionary of dictionaries.
         ImportError: if YAML is given and PyYAML is not installed.
     """
     found = source if isinstance(source, Mapping) else _read_yaml(source)
@@ -51,7 +53,7 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # Read as empty and left out afterwards: their spelling is checked, too.
+        # Read as empty and removed afterwards, so that their spelling is checked too.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _what_is_read(name, entry)
@@ -83,7 +85,8 @@ def _read_yaml(source):
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
         return _parse(yaml, _read_file(source))
     found = _parse(yaml, source)
-    # A path may have a colon: YAML needs a blank behind it.
+    # A path may contain a colon. YAML parses it as a plain string, since a mapping
+    # needs a space after the colon.
     is_path = isinstance(found, str) and "\n" not in source
     return _parse(yaml, _read_file(source)) if is_path else found
 
@@ -91,7 +94,7 @@ def _read_yaml(source):
 def _read_file(path):
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: it is no UTF-8
+    except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8
         raise ConfigurationError(
             f"overlap_config.from_te: cannot read {shown(str(path))}: "
             f"{getattr(error, 'strerror', None) or error}. Pass the path of a YAML "
@@ -113,15 +116,18 @@ def _parse(yaml, text):
 
 
 def _check_keys(yaml, text):
-    """Refuses a key that comes twice, of which PyYAML takes the last in silence."""
+    """Raises ConfigurationError for a repeated key.
+
+    PyYAML would silently use its last value.
+    """
     nodes = [yaml.compose(text, Loader=yaml.SafeLoader)]
     for node in nodes:
         lines: dict[str, int] = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if value not in nodes:  # an anchor's is met again
+            if value not in nodes:  # aliases refer to the node of their anchor
                 nodes.append(value)
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-                continue  # of several merges none is lost
+                continue  # several merge keys are valid: PyYAML applies all of them
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigurationError(

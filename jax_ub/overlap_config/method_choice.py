@@ -1,4 +1,4 @@
-"""How a call runs, whoever chose it."""
+"""The chosen method of a call, with its options."""
 
 import dataclasses
 
@@ -8,15 +8,17 @@ from jax_ub.overlap_config.kernel_options import KernelOptions
 
 @dataclasses.dataclass(frozen=True)
 class MethodChoice:
-    """By which method a call runs, or one pass of it, and with what settings of it.
+    """The method and options of a call, or of one of its passes.
 
     Attributes:
         method: the method.
-        num_splits: pieces of a shard, for "pipeline"; 0 is the engine's choice.
-        kernel_options: the schedule's variant, and how it runs on a GPU.
-        is_explicit: whether somebody asked for it: the call, the configuration of its
-            name or `JAX_UB_METHOD`. Otherwise a file of tuned choices said it, or it is
-            Transformer Engine's for a name that nobody has configured.
+        num_splits: number of splits of a rank's chunk, for "pipeline"; 0 lets the
+            engine choose.
+        kernel_options: the schedule's variant, and launch options for GPUs.
+        is_explicit: whether the user chose the method: by the call's argument, by the
+            configuration of its name or by `JAX_UB_METHOD`. Otherwise it comes from a
+            tuned file, or is Transformer Engine's default for a name that the user has
+            not configured.
     """
 
     method: Method
@@ -26,11 +28,14 @@ class MethodChoice:
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether it may become plain `jax.lax` where the engine cannot run it."""
+        """Whether it may fall back to plain `jax.lax` if the engine cannot run it."""
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """The same by another method, for a part of what was chosen."""
+        """Returns this choice with another method, for a part of the call.
+
+        Splits are kept only for "pipeline".
+        """
         num_splits = self.num_splits if method is Method.PIPELINE else 0
         return dataclasses.replace(
             self,
@@ -40,7 +45,7 @@ class MethodChoice:
         )
 
     def __str__(self) -> str:
-        """Writes it as tables show it: "pipeline, num_splits 4"."""
+        """Returns the text for tables, such as "pipeline, num_splits 4"."""
         words = [self.method.value]
         if self.num_splits:
             words.append(f"num_splits {self.num_splits}")

@@ -1,7 +1,7 @@
-"""The names of Transformer Engine's twelve overlaps, and what every method defaults to.
+"""The names of Transformer Engine's twelve overlaps, and the defaults of each method.
 
-A name is "<layer>_<pass>": "qkv_fprop" is the forward of the layers with
-`ub_name="qkv"`. Free names beyond the twelve say themselves what they communicate.
+A name is "<layer>_<pass>": "qkv_fprop" is the forward pass of the layers with
+`ub_name="qkv"`. Users may add other names; these must configure `comm_type`.
 """
 
 from jax_ub.methods import Method
@@ -15,7 +15,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 FPROP, DGRAD, WGRAD = PASSES = ("fprop", "dgrad", "wgrad")
 
-# By layer and pass: the default method, and what it communicates.
+# By pass: the default method and communication type.
 _COLUMN = {
     FPROP: (Method.RING_EXCHANGE, _AG),
     DGRAD: (Method.BULK, _AG),
@@ -36,7 +36,7 @@ NAMES = {
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The layer and the pass of a name; a name that ends in none is a forward's."""
+    """Splits a name into layer and pass. The pass is "fprop" if the name has none."""
     layer, _, direction = name.rpartition("_")
     return (layer, direction) if layer and direction in PASSES else (name, FPROP)
 
@@ -44,12 +44,12 @@ def split_name(name: str) -> tuple[str, str]:
 def method_defaults(
     method: Method, comm_type: CommOverlapType, num_ranks: int
 ) -> dict[str, object]:
-    """Transformer Engine's configuration of a method.
+    """Returns Transformer Engine's default configuration of a method.
 
     Args:
-        method: the method; those that Transformer Engine has not need no thread blocks
-            of their own, as little as the ring's copy engines.
-        comm_type: what is communicated: only gathered operands are FP8 by default.
+        method: the method. Methods that Transformer Engine lacks get the thread blocks
+            of "ring_exchange", whose copy engines need none.
+        comm_type: the communication type. Only gathered operands are FP8 by default.
         num_ranks: P, the number of chunks in a ring.
     """
     sends_by_kernel = method in (Method.PIPELINE, Method.BULK, Method.EXTERNAL)

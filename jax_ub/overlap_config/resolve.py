@@ -1,7 +1,7 @@
-"""From what a user configures to the overlaps of one quantization mode.
+"""Resolves a user's configuration to the named overlaps of one quantization mode.
 
-Nothing here changes what it is given, nor any table: every mode starts from the same
-defaults (in Transformer Engine the first mode's overrides leak into the second).
+The functions modify neither their arguments nor a table, so every mode starts from the
+same defaults. In Transformer Engine the first mode's overrides leak into the second.
 """
 
 from collections.abc import Mapping
@@ -40,9 +40,10 @@ _FUSED = frozenset(
         Method.XLA,
     )
 )
-# What a pass can run. A dgrad that gathers x beside itself is bulk, one that gathers dy
-# fused; a wgrad that reduce-scatters does that beside itself, one that gathers reads
-# the peers in place or gathers first.
+# Possible methods by pass and communication type. A dgrad with AG either all-gathers x
+# concurrently ("bulk") or all-gathers its operand dy (the fused methods). A wgrad with
+# RS reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the peers' shards
+# in place ("direct") or gathers them first ("external").
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
     (FPROP, _RS): _FUSED,
@@ -51,8 +52,8 @@ _POSSIBLE = {
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
-# Keys that some methods have, for any communication (None), reduce-scatter (True) or
-# gathering (False); elsewhere they may not differ from the default.
+# Keys that take effect only with some methods, and only for reduce-scatters (True),
+# all-gathers (False) or both (None). Elsewhere they must have the default value.
 _ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
     "aggregate": ((Method.RING_EXCHANGE,), False),
@@ -62,8 +63,9 @@ _ONLY = {
     ),
     "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
 }
-# The entries that leave all to "auto". A wgrad that would scatter what its dgrad has
-# left is displaced by that.
+# The entries that set every forward pass and dgrad to "auto". Wgrads have none: with an
+# "auto" dgrad, which reduce-scatters dx itself, a column-parallel layer's wgrad has
+# nothing to communicate. Those of row-parallel layers keep their defaults.
 AUTOMATIC = {
     name: {"method": Method.AUTO.value}
     for name in NAMES
@@ -75,11 +77,13 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks a user's dictionary, name by name, apart from how names depend on others.
+    """Checks and converts the entries of `ub_cfgs`, each name by itself.
+
+    `resolve` checks how the entries depend on each other.
 
     Raises:
-        ConfigurationTypeError: if it is no dictionary of dictionaries, or a value is of
-            another type.
+        ConfigurationTypeError: if it is not a dictionary of dictionaries, or a value
+            has the wrong type.
         UnknownNameError: if a name, a key or a method is unknown.
         ConfigurationError: if a value is out of range.
     """
@@ -105,7 +109,10 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_forwards(entries):
-    """A name without a pass is a forward's: there is one for a layer."""
+    """Raises ConfigurationError if two names mean the same layer's forward pass.
+
+    A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
+    """
     for name in entries:
         full = f"{name}_{FPROP}"
         if split_name(name) == (name, FPROP) and full in {*NAMES, *entries}:
@@ -132,21 +139,21 @@ def resolve(
     num_ranks: int,
     mode: UserBufferQuantizationMode,
 ) -> dict[str, OverlapConfig]:
-    """Merges a user's entries over the defaults of the methods that they choose.
+    """Merges a user's entries with the defaults of their methods.
 
-    A dgrad of "qkv" or "fc1" that is not bulk becomes a reduce-scatter, and its wgrad,
-    which would have done that, has nothing left to communicate.
+    If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
+    wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
 
     Args:
-        entries: by name, as `read_entries` returns them.
+        entries: the entries by name, as returned by `read_entries`.
         num_ranks: P.
-        mode: for which buffers.
+        mode: the quantization mode of the buffers.
 
     Returns:
-        The configurations by name, the twelve in Transformer Engine's order first.
+        The configurations by name, with Transformer Engine's names first, in its order.
 
     Raises:
-        ConfigurationError: if the entries contradict each other or their names.
+        ConfigurationError: if entries contradict each other or their names.
     """
     resolved = {}
     for name in [*NAMES, *(name for name in entries if name not in NAMES)]:
@@ -257,7 +264,10 @@ def _check_aggregate(name, merged, num_ranks):
 
 
 def _check_pairs(resolved):
-    """A bulk dgrad gathers x, and its wgrad scatters dx: neither goes alone."""
+    """Raises ConfigurationError if only one of a layer's dgrad and wgrad is "bulk".
+
+    A bulk dgrad all-gathers x for the wgrad, which reduce-scatters the dgrad's dx.
+    """
     for name, config in resolved.items():
         layer, direction = split_name(name)
         partner = {DGRAD: f"{layer}_{WGRAD}", WGRAD: f"{layer}_{DGRAD}"}.get(direction)

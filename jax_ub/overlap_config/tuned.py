@@ -1,7 +1,7 @@
-"""Files of tuned choices: which method was the fastest for which sizes, and where.
+"""Tuned files: the fastest measured method for each op and size, by device.
 
-`python -m jax_ub tune` writes them. A file has a *tuning* for every device and set of
-library versions that it was made with; a tuning has a choice for each op and size.
+`python -m jax_ub tune` writes them. A file has one *tuning* for each combination of
+device and library versions. A tuning has one method choice for each op and size.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from jax_ub.outputs import write_json, writing
 from jax_ub.overlap_config.kernel_options import KernelOptions
 from jax_ub.overlap_config.method_choice import MethodChoice
 
-# Raised where a key changes its meaning.
+# Incremented when the meaning of a key changes.
 SCHEMA = 1
-# What can be chosen.
+# The methods that a tuned file may choose.
 METHODS = (
     Method.DIRECT,
     Method.RING_EXCHANGE,
@@ -28,13 +28,15 @@ METHODS = (
     Method.EXTERNAL,
     Method.XLA,
 )
-# dgrad and wgrad of a column layer with the gather and the reduction they need, beside
-# other products ("bulk") or one with their own. M, K, N are those of its forward.
+# dgrad and wgrad of a column-parallel layer, measured together with their all-gather
+# and reduce-scatter. "bulk" runs the communication concurrently with GEMMs that do not
+# depend on it; the other methods fuse it. M, K, N are the forward pass's sizes.
 COLUMN_GRADIENTS = "column_gradients"
-# A rank's own products: P is 1, and M, K, N are what is multiplied, [M, K] by [K, N];
-# wgrads contract rows. How operands lie, and what is added, is what makes them differ.
+# GEMMs without communication. P is 1, and the operands are [M, K] and [K, N]; a wgrad
+# contracts the rows of its operands. The ops differ in the layout of the operands, and
+# in what is added to the product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
-# What has a choice: else the products that are one with their communication.
+# All ops of a tuned file. The first three are GEMMs that are fused with communication.
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -45,7 +47,7 @@ OPS = (
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
-    """The methods that can be chosen for one of `OPS`."""
+    """Returns the methods that a tuned file may choose for one of `OPS`."""
     if op in LOCAL_OPS:
         return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
@@ -53,7 +55,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a choice is for: an op, and its global sizes."""
+    """The key of a choice: an op, with its global sizes and dtype."""
 
     op: str
     num_ranks: int
@@ -65,27 +67,30 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a tuning was made with: times elsewhere say little."""
+    """The device and library versions of a tuning.
+
+    A tuning is used only in an equal environment, since times do not carry over.
+    """
 
     device: str
-    versions: tuple[tuple[str, str], ...]  # by library, sorted
+    versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
 
     def __str__(self) -> str:
-        """Writes it for errors."""
+        """Returns the text for errors."""
         libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device} with {libraries}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """The tuning that fits a process, for "auto"."""
+    """The tuning for this process's environment, used by "auto"."""
 
-    source: str  # the file
-    digest: str  # the same where all choices are the same
+    source: str  # path of the file
+    digest: str  # hash of all choices
     by_case: Mapping[Case, MethodChoice] = dataclasses.field(compare=False, repr=False)
 
     def find(self, case: Case) -> MethodChoice | None:
-        """How a case runs, though nobody asked for it; None if it was not tuned."""
+        """Returns the choice of a case, not explicit; None if it was not tuned."""
         found = self.by_case.get(case)
         return None if found is None else dataclasses.replace(found, is_explicit=False)
 
@@ -97,8 +102,8 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
     """Reads a tuned file: method choices and times in us, by environment and case.
 
     Raises:
-        ConfigurationError: if there is no such file, or it is not one of tuned choices.
-        UnknownNameError: if it names an unknown op or method.
+        ConfigurationError: if the file does not exist or is not a valid tuned file.
+        UnknownNameError: if it contains an unknown op or method.
     """
     try:
         found = json.loads(pathlib.Path(path).read_text())
@@ -132,7 +137,7 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
 
 
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes a file that `read` reads, in the place of what is there."""
+    """Writes a tuned file, atomically replacing an existing file."""
     document = {
         "schema": SCHEMA,
         "tunings": [
@@ -148,7 +153,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
         ],
     }
     path = pathlib.Path(path)
-    # Whoever reads it meanwhile finds the old one.
+    # Written to a temporary file first, so that readers see the old or the new file.
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     write_json(beside, document)
     with writing(path):
@@ -156,11 +161,15 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Finds the tuning of a file that was made with what runs here.
+    """Returns the tuning of a file for an environment.
+
+    Args:
+        path: path of the tuned file.
+        here: the environment of this process.
 
     Raises:
-        ConfigurationError: if there is none; says what there is.
-        UnknownNameError: as `read`.
+        ConfigurationError: if the file has no tuning for it. Names those it has.
+        UnknownNameError: if the file contains an unknown op or method.
     """
     tunings = read(path)
     if here not in tunings:
@@ -204,7 +213,7 @@ def _read_entry(entry: dict[str, Any]):
     return case, (MethodChoice(Method(entry["method"]), num_splits, own), _times(entry))
 
 
-# The fields of a case, and their types in a file.
+# The fields of a `Case`, and their types in a file.
 _CASE = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 
