@@ -172,7 +172,7 @@ def _record_others(model, layers, chosen, axis_name):
         # Layers that keep their function are noted already; those of jax_ub.flax
         # communicate by themselves.
         is_noted = layer in chosen or (layer and layers[layer].why_kept() is not None)
-        if is_noted or hasattr(module, "placement"):
+        if is_noted or hasattr(module, "sharding_layout"):
             continue
         why = f"belongs to a {type(module).__name__}, which overlap does not know"
         if layer is not None:

@@ -120,7 +120,8 @@ class Linear(TensorParallel):
         if not given or not all(map(shapes.is_integer, given)):
             raise ShapeContractError(
                 f"{self.sharding_layout.op}: axis = {shown(self.axis)} is neither an "
-                "integer nor several. Pass the dimensions that are contracted, for example -1."
+                "integer nor several. Pass the dimensions that are contracted, for "
+                "example -1."
             )
         axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
         if axes != list(range(-len(axes), 0)):
