@@ -1,11 +1,12 @@
 """jax_ub: GEMMs that overlap with their communication, as XLA FFI calls.
 
-In all docstrings `M` is tokens, `K` the contracting size, `N` the output's, `P` the
-number of ranks; arrays are one rank's, in f32, bf16 or f16, where nothing else is said.
-Names that end in `_s` are seconds, in `_bytes` bytes. "Raises" is what a call raises
-when it is traced: what fails in a program that runs is `jax.errors.JaxRuntimeError`,
-which `ub.errors.raised` turns into `CommunicatorError`. "Transformer Engine" names the
-feature that a function is after.
+Conventions of all docstrings: `M` is the number of tokens, `K` the contracted size, `N`
+the output size and `P` the number of ranks. Unless stated otherwise, arrays are one
+rank's shards, in f32, bf16 or f16. Names that end in `_s` are in seconds, and names
+that end in `_bytes` are in bytes. "Raises" lists the errors of tracing a call. An error
+in a running program is a `jax.errors.JaxRuntimeError`, which `ub.errors.raised`
+converts to `CommunicatorError`. "Transformer Engine" names the corresponding feature of
+NVIDIA's library.
 """
 
 from jax_ub import errors as errors

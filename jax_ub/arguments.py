@@ -1,6 +1,7 @@
-"""Checks of options by their names: one for each kind, for layers and operations.
+"""Checks the options of layers and operations, by option name.
 
-Arrays and sizes are checked in `shapes`, methods and mesh axes where they are read.
+Arrays and sizes are checked in `shapes`; methods and mesh axes are checked where they
+are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,12 @@ from jax_ub.errors import (
 
 
 def check(op: str, **options: Any) -> None:
-    """Checks every option whose name tells what it may be.
+    """Checks each option whose name is in the table `_CHECKS`; ignores the others.
 
     Raises:
-        ShapeContractError: if an option is of another type or range.
-        UnknownNameError: if a name is no string, or a flag is neither true nor false.
+        ShapeContractError: if an option has the wrong type or is out of range.
+        UnknownNameError: if a name is not a string, or a flag is neither true nor
+            false.
     """
     for name, value in options.items():
         if name in _CHECKS:
@@ -30,7 +32,7 @@ def check(op: str, **options: Any) -> None:
 
 
 def check_function(op: str, name: str, value: Any) -> None:
-    """Rejects what cannot be called."""
+    """Rejects a value that is not callable."""
     if not callable(value):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is of type {type(value).__name__}, not a "
@@ -39,7 +41,7 @@ def check_function(op: str, name: str, value: Any) -> None:
 
 
 def check_dtype(op: str, name: str, value: Any) -> None:
-    """Rejects what is no floating-point dtype."""
+    """Rejects a value that is not a floating-point dtype."""
     dtype = None if shapes.is_array(value) else shapes.dtype_of(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ShapeContractError(
@@ -49,7 +51,7 @@ def check_dtype(op: str, name: str, value: Any) -> None:
 
 
 def check_name(op: str, name: str, value: Any) -> None:
-    """Rejects what is no string."""
+    """Rejects a name that is not a string."""
     if not isinstance(value, str):
         raise UnknownNameError(
             f"{op}: {name} = {shown(value)} is of type {type(value).__name__}. Pass "
@@ -58,7 +60,7 @@ def check_name(op: str, name: str, value: Any) -> None:
 
 
 def check_metadata(op: str, name: str, value: Any) -> None:
-    """Rejects what is no mapping of names."""
+    """Rejects a value that is not a mapping with string keys."""
     is_mapping = isinstance(value, Mapping)
     if not is_mapping or not all(isinstance(key, str) for key in value):
         raise ShapeContractError(
@@ -68,7 +70,7 @@ def check_metadata(op: str, name: str, value: Any) -> None:
 
 
 def check_rngs(op: str, name: str, value: Any) -> None:
-    """Rejects what has no stream of keys for parameters, as `nnx.Rngs` has."""
+    """Rejects a value without a stream of parameter keys, such as `nnx.Rngs.params`."""
     if not callable(getattr(value, "params", None)):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} has no keys for parameters. Pass, for "
@@ -79,15 +81,19 @@ def check_rngs(op: str, name: str, value: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Calls a layer's `promote_dtype` and checks that it returns as many arrays.
+    """Calls a layer's `promote_dtype` and checks its results.
 
     Args:
-        op: the layer's name.
-        promote: makes the call.
-        given: the arrays, some of which may be None.
+        op: the layer's name, for errors.
+        promote: a function without arguments that calls `promote_dtype`.
+        given: the arrays that are promoted, some of which may be None.
+
+    Returns:
+        One array for each array of `given`, and None for None.
 
     Raises:
-        ShapeContractError: if the arrays have no common dtype, or others come back.
+        ShapeContractError: if the arrays have no common dtype, or if `promote_dtype`
+            does not return one array for each.
     """
     try:
         arrays = promote()
@@ -110,7 +116,7 @@ def promoted(
 
 
 def check_precision(op: str, name: str, value: Any) -> None:
-    """Rejects what `jax.lax.dot` would not take as a precision."""
+    """Rejects a value that `jax.lax.dot` does not accept as a precision."""
     values = value if isinstance(value, tuple) else (value,)
     kinds = str | lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not all(isinstance(each, kinds) for each in values):

@@ -1,4 +1,8 @@
-"""What jax_ub raises: every text names the op, the argument, the value and the fix."""
+"""The exceptions of jax_ub. Each message has the op, the argument, its value and a fix.
+
+Subclasses of ValueError mean that a call is wrong. Subclasses of NotImplementedError
+mean that it is correct but not supported here.
+"""
 
 import builtins
 import contextlib
@@ -10,62 +14,65 @@ import jax
 
 
 class UbError(Exception):
-    """The base of every error that jax_ub raises."""
+    """Base class of all errors that jax_ub raises."""
 
 
 class ShapeContractError(UbError, ValueError):
-    """The call is wrong: shapes, dtypes or the mesh axis do not fit the op."""
+    """Shapes, dtypes or the mesh axis of a call do not match the op."""
 
 
 class UnknownNameError(UbError, ValueError):
-    """A name (of a method, a kind, a configuration) that jax_ub does not know."""
+    """A call uses an unknown name, such as a method, or a flag that is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
-    """A keyword argument that a layer does not have."""
+    """A layer was called with an unknown keyword argument."""
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
-    """`get_ub` has no overlap of that name."""
+    """`get_ub` was called with the name of no overlap."""
 
-    __str__ = Exception.__str__  # KeyError's would quote the text
+    __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
 
 
 class ConfigurationError(UbError, ValueError):
-    """What `initialize_ub` or a layer is given is out of range, or contradictory."""
+    """Arguments of `initialize_ub` or a layer are out of range or contradictory."""
 
 
 class ConfigurationTypeError(ConfigurationError, TypeError):
-    """What `initialize_ub` is given is of another type."""
+    """An argument of `initialize_ub` has the wrong type."""
 
 
 class LifecycleError(UbError, RuntimeError):
-    """`initialize_ub` was called twice, or not at all."""
+    """`initialize_ub` was called twice, or was not called before it was needed."""
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
-    """The call is right, but cannot run in this way or in this place."""
+    """The call is correct, but its method or its context does not support it."""
 
 
 class FusionError(UbError, RuntimeError):
-    """A registered fusion does not compute what it took the place of."""
+    """A registered fusion does not compute the same as the operations it replaces."""
 
 
 class CommunicatorError(UbError, RuntimeError):
-    """A rank did not arrive, failed, or disagreed with its peers."""
+    """A rank did not join a collective call, failed, or made a different call."""
 
 
 class TimeoutError(CommunicatorError, builtins.TimeoutError):
-    """A rank waited for its peers until its deadline; also the builtin error."""
+    """A rank waited for its peers until its deadline passed.
+
+    It is also a builtin `TimeoutError`.
+    """
 
 
 _LONGEST_VALUE = 200
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a value for an error: shortened, and whatever its type is.
+    """Returns the repr of a value for an error message, of at most 200 characters.
 
-    The repr of an arbitrary object may raise, recurse or have no end.
+    It never raises, although the repr of an arbitrary object may fail or recurse.
     """
     try:
         text = repr(value)
@@ -77,34 +84,35 @@ def shown(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Says which known name is closest to `name`, and lists all of them."""
+    """Returns a hint for errors: the known name closest to `name`, and all names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     meant = f"Did you mean {close[0]!r}? " if close else ""
     return f"{meant}Known: {', '.join(map(repr, known))}."
 
 
-# What the engine says of a wait that reached its deadline, and of no other.
+# Matches the engine's message of a wait that reached its deadline, and no other
+# message.
 _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """What the engine's error is in Python, or None if it is of another kind."""
+    """Converts an error of the engine, or returns None if it is not the engine's."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
 
 def of_failure(text: str) -> CommunicatorError:
-    """What a communicator's failure is in Python, by the engine's reason for it."""
+    """Returns the exception for a communicator's failure with the engine's message."""
     return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Turns the engine's run-time errors into `CommunicatorError`, for host code.
+    """Converts the engine's run-time errors to `CommunicatorError` inside the block.
 
-    XLA reports whatever fails inside a program as `jax.errors.JaxRuntimeError`, where
-    the results are waited for:
+    XLA reports all failures of a program as `jax.errors.JaxRuntimeError`, when the
+    caller waits for its results:
 
         with ub.errors.raised():
             jax.block_until_ready(step(state))
@@ -116,7 +124,7 @@ def raised() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # A program that runs at once, on the caller's thread, raises ValueError.
+        # A program that runs synchronously on the caller's thread raises ValueError.
         converted = of_engine(error)
         if converted is None:
             raise

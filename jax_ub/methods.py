@@ -1,4 +1,4 @@
-"""How an op may run, and the record of where it could not run overlapped."""
+"""The methods of overlapping an op, and the record of calls that do not overlap."""
 
 import collections
 import contextlib
@@ -16,12 +16,13 @@ from jax_ub.errors import UnknownNameError, UnsupportedOverlapError, nearest, sh
 
 
 class Method(enum.Enum):
-    """How GEMM and communication are combined.
+    """How an op combines its GEMM and its communication.
 
-    `AUTO` chooses, and falls back to `XLA` where the engine cannot run. `DIRECT` reads
-    the peers in place. `RING_EXCHANGE` and `PIPELINE` move chunks through slots while
-    others are multiplied, `BULK` communicates beside an independent GEMM, `EXTERNAL`
-    before or after its own. `XLA` is plain `jax.lax`, the reference.
+    `AUTO` lets jax_ub choose, and falls back to `XLA` where the engine cannot run.
+    `DIRECT` reads operands directly from the peers' memory. `RING_EXCHANGE` and
+    `PIPELINE` move chunks through slots while other chunks are multiplied. `BULK`
+    overlaps communication with a GEMM that does not depend on it. `EXTERNAL`
+    communicates before or after the GEMM. `XLA` is plain `jax.lax`, the reference.
 
     Transformer Engine: `ring_exchange`, `pipeline`, `bulk` and `external` of `ub_cfgs`.
     """
@@ -36,30 +37,33 @@ class Method(enum.Enum):
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether a gathered operand is laid out in memory, so that it can be reused.
+        """Whether a gathered operand exists in memory, so that it can be reused.
 
-        The others read the peers in place, as often as it is needed.
+        The other methods read it directly from the peers' memory at each use.
         """
         return self not in (Method.AUTO, Method.DIRECT)
 
     @property
     def forward(self) -> "Method":
-        """The method of a fused GEMM: bulk overlaps independent work only."""
+        """The method of a GEMM that depends on the communication.
+
+        `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
+        """
         return Method.RING_EXCHANGE if self is Method.BULK else self
 
     @property
     def code(self) -> int:
-        """The number that the engine knows the method by."""
+        """The engine's number of the method."""
         return _CODES[self]
 
 
 class Variant(enum.Enum):
-    """What a method's schedule does in another way; the engine knows them by name.
+    """A variant of a method's schedule.
 
-    `AGGREGATE` multiplies the chunks of two ranks together, in a ring that gathers.
-    `OVERLAP_FIRST_GEMM` sends a piece of a pipeline that scatters behind the product
-    of the next one. `ONE_SHOT` is an all-reduce in one exchange, in which every rank
-    adds everything.
+    `AGGREGATE` multiplies the chunks of two ranks in one GEMM, in a ring all-gather.
+    `OVERLAP_FIRST_GEMM` sends a split of a pipelined reduce-scatter after the GEMM of
+    the next split. `ONE_SHOT` is an all-reduce in one exchange, in which each rank sums
+    all elements.
     """
 
     PLAIN = "plain"
@@ -69,19 +73,20 @@ class Variant(enum.Enum):
 
     @property
     def code(self) -> int:
-        """The number that the engine knows the variant by."""
+        """The engine's number of the variant."""
         return list(Variant).index(self)
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Whether `AGGREGATE` joins anything: two ranks have nothing to join."""
+    """Returns whether `AGGREGATE` has an effect: for an even number of ranks > 2."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# Pinned with csrc/engine: pieces of a shard, where a pipeline is not told.
+# Splits of a rank's chunk in a pipeline without num_splits. Equals the default in
+# csrc/engine.
 DEFAULT_SPLITS = 4
 
-# Pinned with csrc/ffi. Where the engine runs an automatic call, it reads in place.
+# Equal to the numbers in csrc/ffi. The CPU engine runs an automatic call as DIRECT.
 _CODES = {
     Method.AUTO: 0,
     Method.DIRECT: 0,
@@ -93,12 +98,12 @@ _CODES = {
 
 
 def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:
-    """Finds the method that `method` names.
+    """Returns the method that an argument or the environment names.
 
     Args:
         op: the op's name, for errors.
-        method: what the call asks for; None takes `default`.
-        default: what the process asks for (`JAX_UB_METHOD`); None is "auto".
+        method: the call's argument; None takes `default`.
+        default: the value of `JAX_UB_METHOD`; None is "auto".
 
     Raises:
         UnknownNameError: if there is no method of that name.
@@ -123,14 +128,15 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
 
 
 def refuse_bulk(op: str, source: str) -> NoReturn:
-    """Refuses "bulk" for a call that multiplies what it communicates.
+    """Raises the error for method "bulk" in a call whose GEMM needs the communication.
 
     Args:
         op: the op's name, for errors.
-        source: what asks for it: an argument or `JAX_UB_METHOD`.
+        source: where "bulk" was set: the argument's name or `JAX_UB_METHOD`.
 
     Raises:
-        UnsupportedOverlapError: says which method to use, or how to configure a pass.
+        UnsupportedOverlapError: always. It says which methods to use, and how to
+            configure "bulk" for the backward pass.
     """
     raise UnsupportedOverlapError(
         f'{op}: {source} = "bulk" communicates beside a GEMM that does not depend on '
@@ -144,27 +150,32 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that was lowered to plain `jax.lax` or repeats work, and why."""
+    """A call that became plain `jax.lax`, or whose work several ranks repeat.
+
+    Attributes:
+        label: the call's name.
+        reason: why.
+    """
 
     label: str
     reason: str
 
 
-# The latest calls only: a process that lowers for weeks keeps a bounded record.
+# Bounded, so that a process that lowers programs for weeks does not run out of memory.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Notes that the automatic choice for `label` was plain `jax.lax`."""
+    """Adds a call that did not run as it could to the record of `fallbacks`."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
 @contextlib.contextmanager
 def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Notes a call that becomes plain JAX while it is traced, in the block.
+    """Records the fallback of a call that is traced in the block.
 
-    What is traced there is in a name scope, which `called_instead` reads: a jaxpr or a
-    compiled text says by itself what fell back, whatever else the process has traced.
+    The block is in a name scope that contains label and reason, so that a jaxpr or
+    compiled text shows its fallbacks by itself. `called_instead` reads the scope.
     """
     record_fallback(label, reason)
     with jax.named_scope(_encode("fallback", label, reason)):
@@ -172,11 +183,11 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def called_instead(scope: str) -> Fallback | None:
-    """Returns the call that fell back to what is in this name scope, or None."""
+    """Returns the call and reason in a name scope of `falling_back`, or None."""
     return _decode("fallback", scope)
 
 
-# Why ranks compute alike what is traced now.
+# Why several ranks repeat the work that is being traced; empty if they do not.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -184,10 +195,10 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks what is traced in the block as computed alike by several ranks.
+    """Marks the work that is traced in the block as repeated by several ranks.
 
-    Calls of jax_ub take the mark from `replicated`, and plain JAX from a name scope,
-    which `replicated_in` reads.
+    Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
+    name scope, which `replicated_in` reads.
     """
     token = _REPLICATED.set(reason)
     try:
@@ -198,22 +209,22 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why ranks compute alike what is traced now; empty where they do not."""
+    """Returns why several ranks repeat the work being traced; empty if they do not."""
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns the layer in this name scope that ranks compute alike, or None."""
+    """Returns the layer and reason in a name scope of `replicating`, or None."""
     return _decode("replicated", scope)
 
 
 def is_mark(scope: str) -> bool:
-    """Whether a part of a name stack is a mark of this module, not a user's scope."""
+    """Returns whether a name scope was set by this module, not by the user."""
     return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
 
 
 def _encode(kind, label, reason):
-    # Name scopes are joined by "/", and printed inside quotes.
+    # Quoted, because name stacks join scopes by "/" and HLO prints them in quotes.
     texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
     return f"{kind}[{'|'.join(texts)}]"
 
@@ -224,19 +235,19 @@ def _decode(kind, scope):
 
 
 def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
-    """Returns the latest 1024 calls that do not run as they could, oldest first.
+    """Returns the latest 1024 calls that do not overlap although they might.
 
-    These are automatic calls that became plain `jax.lax`, and layers that several ranks
-    compute alike, because no mesh axis that the layer knows shards their work. Calls
-    are added when they are traced or lowered. `ub.explain` says the same of one
-    program. Transformer Engine: none.
+    These are automatic calls that became plain `jax.lax`, and layers whose work several
+    ranks repeat, because no mesh axis known to the layer shards it. Calls are added
+    when they are traced or lowered. `ub.explain` reports the same for one program.
+    Transformer Engine: none.
 
     Args:
-        clear: whether the record is empty afterwards.
+        clear: whether to empty the record.
 
     Returns:
-        One for each time that such a call was lowered: `.label` names it, `.reason`
-        says why.
+        One entry for each time such a call was traced or lowered, oldest first.
+        `.label` is the call's name, and `.reason` says why it does not overlap.
     """
     found = tuple(_FALLBACKS)
     if clear:

@@ -1,4 +1,4 @@
-"""Where commands write: what cannot be written is refused before they run."""
+"""Checks of the output files of commands, made before a command runs."""
 
 import argparse
 import contextlib
@@ -22,16 +22,16 @@ class InputError(UbError, OSError):
 
 
 def output_path(text: str) -> pathlib.Path:
-    """Reads an option that names a file to be written.
+    """Parses an option whose value is the path of an output file.
 
     Raises:
-        argparse.ArgumentTypeError: if it is a folder, if its folder does not exist, or
-            if it may not be written.
+        argparse.ArgumentTypeError: if the path is a folder, if its folder does not
+            exist, or if the permissions do not allow to write it.
     """
     path = pathlib.Path(text)
     try:
         path.exists()
-    except (OSError, ValueError) as error:  # too long, or a null byte
+    except (OSError, ValueError) as error:  # the name is too long or has a null byte
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is no name of a file: {getattr(error, 'strerror', error)}."
         ) from error
@@ -52,10 +52,13 @@ def output_path(text: str) -> pathlib.Path:
 
 
 def picture_path(text: str) -> pathlib.Path:
-    """Reads an option that names a picture to be drawn; its ending says which kind.
+    """Parses an option whose value is the path of an image to write.
+
+    The suffix selects the format: .png, .pdf or .svg.
 
     Raises:
-        argparse.ArgumentTypeError: as `output_path`, and for another ending.
+        argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
+            rejects the path.
     """
     path = output_path(text)
     if path.suffix not in _PICTURES:
@@ -67,10 +70,10 @@ def picture_path(text: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Says which file it is that cannot be written, as where a disk is full.
+    """Converts an `OSError` in the block, such as a full disk, to an `OutputError`.
 
     Raises:
-        OutputError: for an `OSError` in the block.
+        OutputError: names the file that cannot be written.
     """
     try:
         yield
@@ -81,10 +84,10 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
-    """Writes a document.
+    """Writes a document as a JSON file.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     with writing(path):
         path.write_text(json.dumps(document, indent=indent) + "\n")

@@ -1,4 +1,4 @@
-"""What all pictures of the library share: matplotlib for files only, and colours."""
+"""Matplotlib set-up and colours that all plots of the library share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from jax_ub.errors import UnsupportedOverlapError
 
 INK = "#22303c"
 GRID = "#d9dee3"
-# By what a rank does; the light ones are waiting, and what runs without overlap.
+# Colours by activity of a rank. Light colours are waiting and work without overlap.
 COLOURS = {
     "multiply": "#2f6fb0",
     "put": "#e0873a",
@@ -21,13 +21,13 @@ COLOURS = {
 
 
 def load_pyplot(option: str) -> Any:
-    """Imports matplotlib for files only.
+    """Imports pyplot with a backend that writes files and needs no display.
 
     Args:
-        option: what asks for a picture, as in "bench: --plot".
+        option: the command-line option that needs it, such as "bench: --plot".
 
     Raises:
-        UnsupportedOverlapError: if it is not installed; says how to install it.
+        UnsupportedOverlapError: if matplotlib is not installed; says how to install it.
     """
     try:
         import matplotlib
@@ -43,7 +43,7 @@ def load_pyplot(option: str) -> Any:
 
 
 def tidy(axes: Any) -> None:
-    """Leaves of a panel's frame what is read: the time axis."""
+    """Removes a panel's frame except the time axis, and adds a vertical grid."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
@@ -53,7 +53,12 @@ def tidy(axes: Any) -> None:
 
 
 def legend(axes: Any, names: Mapping[str, str]) -> None:
-    """A line of colours above a panel, on the right: what each kind is called."""
+    """Adds a one-line legend above a panel, on the right.
+
+    Args:
+        axes: the panel.
+        names: the label of each activity in `COLOURS`.
+    """
     from matplotlib import patches
 
     axes.legend(

@@ -1,8 +1,9 @@
-"""Every op in plain `jax.lax`, each dot written the fastest way known for XLA:CPU.
+"""The building blocks of all ops in plain `jax.lax`.
 
-The oracle of the tests, the peer in the benchmarks, and what `Method.XLA` runs. Sums
-of partial results are made in f32 and rounded once, as the engine does. f64 operands,
-which the engine does not take, are summed in f64.
+`Method.XLA` runs them, the tests use them as oracle and the benchmarks as baseline.
+Each dot is written in the fastest form known for XLA:CPU. Partial results are summed in
+f32 and rounded once, as in the engine. f64 operands, which the engine does not support,
+are summed in f64.
 """
 
 import functools
@@ -23,7 +24,7 @@ def sum_dtype(dtype) -> np.dtype:
 
 
 def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-    """Multiplies x [..., K] by w [K, N], or by w [N, K] transposed, in f32."""
+    """Multiplies x [..., K] by w [K, N], or by the transpose of w [N, K], in f32."""
     contracted = 1 if rhs_transposed else 0
     return _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
 
@@ -35,10 +36,11 @@ def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def _product(x, w, dimensions):
-    """The f32 product, on f32 copies where XLA multiplies those faster.
+    """Returns the f32 product; on CPUs half precision is converted to f32 first.
 
-    XLA:CPU is fast in half precision with AVX512_BF16 only, and up to 1.5 times as fast
-    on f32 copies elsewhere. The products are exact in f32 either way.
+    XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
+    bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
+    either way.
     """
     multiply = functools.partial(
         lax.dot_general,
@@ -58,7 +60,7 @@ def _product(x, w, dimensions):
 
 @functools.cache
 def _has_bf16_products():
-    # Imported here, so that it is runtime/engine.py that finds a missing engine.
+    # Imported here, so that a missing engine is reported by runtime/engine.py.
     from jax_ub import _cpu
 
     return "avx512_bf16" in _cpu.isas()
@@ -67,7 +69,7 @@ def _has_bf16_products():
 def dots(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], *, rhs_transposed: bool = False
 ) -> jax.Array:
-    """Sums the products of all pairs, in f32."""
+    """Returns the f32 sum of the products of all pairs (x, w)."""
     products = (
         dot(x, w, rhs_transposed=rhs_transposed) for x, w in zip(xs, ws, strict=True)
     )
@@ -75,7 +77,7 @@ def dots(
 
 
 def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
-    """Adds what is not None to the f32 sum, then rounds once."""
+    """Adds the addends that are not None to the f32 array y, then rounds once."""
     for addend in addends:
         if addend is not None:
             y = y + with_rank(addend.astype(sum_dtype(y.dtype)), y.ndim)
@@ -83,22 +85,25 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
 
 
 def with_rank(value: jax.Array, rank: int) -> jax.Array:
-    """Puts axes in front; `jax_numpy_rank_promotion="raise"` wants ranks alike."""
+    """Prepends axes of size 1 up to `rank` axes.
+
+    Broadcasting would fail with `jax_numpy_rank_promotion="raise"`.
+    """
     return lax.expand_dims(value, range(rank - value.ndim))
 
 
 def scaled(y: jax.Array, scale: float) -> jax.Array:
-    """Multiplies the f32 sum by `scale`."""
+    """Multiplies an f32 array by `scale`."""
     return y if scale == 1 else y * jnp.float32(scale)
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Gathers rows: [..., m, K] -> [..., P*m, K]."""
+    """All-gathers rows: [..., m, K] -> [..., P*m, K]."""
     return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums over the ranks in f32: [..., P*m, K] -> the own rows, [..., m, K]."""
+    """Sums over the ranks in f32, keeps own rows: [..., P*m, K] -> [..., m, K]."""
     return lax.psum_scatter(
         x.astype(sum_dtype(x.dtype)),
         axis_name,
@@ -108,5 +113,5 @@ def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums over the ranks in f32."""
+    """Sums an array of any shape over the ranks in f32."""
     return lax.psum(x.astype(sum_dtype(x.dtype)), axis_name)

@@ -1,6 +1,7 @@
-"""The shape contracts of the public functions, checked when a call is traced.
+"""Checks of shapes, dtypes and scalar arguments, made when a call is traced.
 
-Everything here takes arrays or avals and reads `shape` and `dtype` only.
+Of arrays and avals the checks read `shape` and `dtype` only. Each check raises
+`ShapeContractError`, or `UnknownNameError` for a flag, with the op, value and fix.
 """
 
 import math
@@ -16,51 +17,52 @@ from jax_ub.errors import ShapeContractError, UnknownNameError, shown
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 _FLOAT_NAMES = "float32, bfloat16 or float16"
 _F64 = np.dtype(np.float64)
-# Larger than any memory; so that products of a few sizes are still counted in 64 bits.
+# 2**40, more elements than fit in any memory. Larger sizes are rejected, so that a size
+# times a few small factors fits in 64 bits.
 _LARGEST_SIZE = 1 << 40
 
 
 def is_integer(value) -> bool:
-    """Whether a size or a number is an integer, NumPy's too, and no bool."""
+    """Returns whether a value is a Python or NumPy integer, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def has_symbolic_sizes(array) -> bool:
-    """Whether `jax.export` knows some sizes of an array or aval by name only."""
+    """Returns whether an array or aval has symbolic sizes of `jax.export`."""
     return any(is_symbolic_dim(size) for size in array.shape)
 
 
 def is_number(value) -> bool:
-    """Whether a value is a real number that is known before anything runs."""
+    """Returns whether a value is a finite Python or NumPy number, not a traced one."""
     if not isinstance(value, int | float | np.integer | np.floating):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer outside the range of floats
         return False
 
 
 def is_array(value) -> bool:
-    """Whether JAX takes a value as an array; Python's numbers are none here."""
+    """Returns whether a value is an array that JAX accepts; Python numbers are not."""
     is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
     try:
         return jax.typeof(value) is not None
-    except (TypeError, ValueError):  # such as arrays of strings
+    except (TypeError, ValueError):  # for example an array of strings
         return False
 
 
 def dtype_of(value) -> np.dtype | None:
-    """The dtype that a value names, or None if it names none."""
+    """Converts a value to a dtype; returns None if that is not possible."""
     try:
         return None if value is None else jnp.dtype(value)
-    except Exception:  # NumPy raises whatever the value's own attributes raise
+    except Exception:  # the value's attributes, which NumPy reads, may raise anything
         return None
 
 
 def check_key(op: str, name: str, value) -> None:
-    """Rejects what is no key of `jax.random`, of the new style or the old one."""
+    """Rejects a value that is not a key of `jax.random`, typed or uint32."""
     is_key = is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
     if isinstance(value, jax.Array) and value.ndim == 0:
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -72,7 +74,7 @@ def check_key(op: str, name: str, value) -> None:
 
 
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
-    """Rejects what an initializer returned, where it is no array of `shape`."""
+    """Rejects the result of an initializer if it is not an array of `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
@@ -81,12 +83,12 @@ def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
 
 
 def is_size(value) -> bool:
-    """Whether a value may be the size of a dimension."""
+    """Returns whether a value is a valid dimension size: an integer in [1, 2**40]."""
     return is_integer(value) and 1 <= value <= _LARGEST_SIZE
 
 
 def check_size(op: str, name: str, value) -> None:
-    """Rejects a global size that is no positive integer, or larger than any memory."""
+    """Rejects a global size that is not an integer in [1, 2**40]."""
     if not is_size(value):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
@@ -95,7 +97,7 @@ def check_size(op: str, name: str, value) -> None:
 
 
 def check_epsilon(op: str, name: str, value) -> None:
-    """Refuses what a norm cannot add to a variance before its root."""
+    """Rejects an epsilon of a norm that is not a finite number >= 0."""
     if not is_number(value) or not value >= 0:
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is not a number of 0 or more. Pass one, "
@@ -104,7 +106,7 @@ def check_epsilon(op: str, name: str, value) -> None:
 
 
 def check_rate(op: str, name: str, value) -> None:
-    """Refuses what is no probability below 1, of an element to be dropped."""
+    """Rejects a dropout rate that is not a number in [0, 1)."""
     if not is_number(value) or not 0 <= value < 1:
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)}, but it is the probability of a zero. Pass "
@@ -113,13 +115,13 @@ def check_rate(op: str, name: str, value) -> None:
 
 
 def check_flag(op: str, name: str, value) -> None:
-    """Refuses what is neither true nor false, such as a string."""
+    """Rejects a flag that is not a bool, 0 or 1, such as a string."""
     if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
         raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
 
 
 def check_array(op: str, name: str, array) -> None:
-    """Rejects what is no array of numbers, such as a list of kernels or random keys."""
+    """Rejects a value that is not a numeric array, such as a list or random keys."""
     if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""
@@ -130,12 +132,15 @@ def check_array(op: str, name: str, array) -> None:
 
 
 def is_f64(array) -> bool:
-    """Whether an array is f64 in JAX, too: NumPy's is f32 without `jax_enable_x64`."""
+    """Returns whether JAX treats an array as f64.
+
+    Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
+    """
     return array.dtype == _F64 == jax.dtypes.canonicalize_dtype(_F64)
 
 
 def check_float(op: str, **arrays) -> None:
-    """Refuses arrays that are no f32, bf16 or f16."""
+    """Rejects arrays that are not f32, bf16 or f16; None is accepted."""
     _check_floats(op, arrays)
 
 
@@ -148,7 +153,7 @@ def _check_floats(op, arrays, *, takes_f64=False):
 
 
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
-    """Rejects an array or aval that is no f32, bf16 or f16, nor f64 if `takes_f64`."""
+    """Rejects an array or aval that is not f32, bf16, f16, or f64 if `takes_f64`."""
     if array.dtype not in FLOATS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
             f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
@@ -157,9 +162,10 @@ def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> 
 
 
 def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
-    """Returns the result's dtype: `out_dtype`, or `default` where that is None.
+    """Returns the result's dtype: `out_dtype`, or `default` if that is None.
 
-    The dtype `default` of operands that were checked is allowed.
+    f32, bf16, f16 and `default` itself are accepted. `default` is the dtype of operands
+    that have been checked, and may be f64.
     """
     if out_dtype is None:
         return jnp.dtype(default)
@@ -175,7 +181,11 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 def check_operands(
     op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
 ) -> None:
-    """Checks what every GEMM asks of x and the aval of its kernel, but the sizes."""
+    """Checks the operands of a GEMM, except that their sizes match.
+
+    Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
+    must be a matrix.
+    """
     _check_floats(op, {x_name: x}, takes_f64=takes_f64)
     check_float_dtype(op, "w", w, takes_f64=takes_f64)
     check_dtypes(op, **{x_name: x, "w": w})
@@ -184,7 +194,7 @@ def check_operands(
 
 
 def check_kernel(op: str, name: str, w) -> None:
-    """Refuses what is no matrix, or an empty one."""
+    """Rejects a kernel that is not a matrix or is empty."""
     if w.ndim != 2:
         raise ShapeContractError(
             f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
@@ -194,7 +204,7 @@ def check_kernel(op: str, name: str, w) -> None:
 
 
 def check_dtypes(op: str, **pair) -> None:
-    """Refuses two operands of different dtypes."""
+    """Rejects two operands of different dtypes."""
     (x_name, x), (w_name, w) = pair.items()
     if x.dtype != w.dtype:
         raise ShapeContractError(
@@ -204,7 +214,7 @@ def check_dtypes(op: str, **pair) -> None:
 
 
 def check_not_empty(op: str, name: str, array) -> None:
-    """Refuses an array with a dimension of size 0."""
+    """Rejects an array with a dimension of size 0."""
     if 0 in array.shape:
         raise ShapeContractError(
             f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
@@ -213,7 +223,7 @@ def check_not_empty(op: str, name: str, array) -> None:
 
 
 def check_rank(op: str, name: str, array, least: int = 2) -> None:
-    """Refuses what is no array, or has fewer than `least` dimensions."""
+    """Rejects a value that is not an array, or has fewer than `least` dimensions."""
     check_array(op, name, array)
     if array.ndim < least:
         wanted = "[..., rows, features]" if least == 2 else "[..., features]"
@@ -224,14 +234,14 @@ def check_rank(op: str, name: str, array, least: int = 2) -> None:
 
 
 def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
-    """Checks that x [..., K] meets w [K, N].
+    """Checks that x [..., K] and w [K, N] have the same K.
 
     Args:
         op: the op's name.
         x: activations, `[..., K]`.
         w: kernel, `[K, N]`.
-        num_ranks: size of the tp axis, 1 for a local op.
-        sharded: the dimension of `w` that the op wants sharded, "in", "out" or "".
+        num_ranks: size of the tensor-parallel mesh axis; 1 for a local op.
+        sharded: the dimension of `w` that must be sharded: "in", "out", or "" for none.
     """
     k = x.shape[-1]
     if w.shape[0] == k:
@@ -262,7 +272,7 @@ def _advice(k, w, num_ranks, sharded):
 
 
 def check_divides(op: str, x, num_ranks: int) -> None:
-    """Checks that the rows of x [..., M, K] divide by the ranks."""
+    """Checks that `num_ranks` divides the number of rows M of x [..., M, K]."""
     rows = x.shape[-2]
     if rows % num_ranks:
         padded = math.ceil(rows / num_ranks) * num_ranks
@@ -275,7 +285,7 @@ def check_divides(op: str, x, num_ranks: int) -> None:
 def check_shape(
     op: str, name: str, array, shape: tuple[int, ...], meaning: str
 ) -> None:
-    """Checks that `array`, if there is one, has exactly `shape`."""
+    """Checks that an array has exactly `shape`; None is accepted."""
     if array is None:
         return
     check_array(op, name, array)
@@ -303,7 +313,7 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Checks that main_grad, if there is one, is f32 and as large as its kernel."""
+    """Checks that main_grad is f32 and has its kernel's shape; None is accepted."""
     if main_grad is None:
         return
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
@@ -315,17 +325,18 @@ def check_main_grad(op: str, main_grad, w) -> None:
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Spells one axis, several or none as a tuple."""
+    """Returns the mesh axes as a tuple, which is empty for None."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
-    """Refuses what names no mesh axes, of any mesh.
+    """Rejects a value that cannot be mesh axis names, whatever the mesh is.
 
     Raises:
-        ShapeContractError: for what is no name, and for an axis that is named twice.
+        ShapeContractError: if a name is not a string or is given twice, or if there is
+            no name.
     """
     axes = axis_tuple(axis_name)
     if not axes or not all(isinstance(axis, str) for axis in axes):
