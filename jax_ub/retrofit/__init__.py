@@ -1,1 +1,1 @@
-"""Overlap for layers that exist already: `ub.dot_general` and `ub.overlap`."""
+"""Overlap for existing Flax layers: `ub.dot_general` and `ub.overlap`."""

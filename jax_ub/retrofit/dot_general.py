@@ -1,4 +1,4 @@
-"""A `dot_general` for Flax's layers that overlaps their contraction."""
+"""A `dot_general` for Flax layers that overlaps GEMM and communication."""
 
 import dataclasses
 import math
@@ -36,37 +36,38 @@ def dot_general(
     ub_name: str | None = None,
     fsdp_axes: tuple[str, ...] | str = (),
 ) -> "DotGeneral":
-    """Makes a `dot_general=` for `nn.Dense`, `nnx.Linear` and their like.
+    """Makes a `dot_general` for dense layers such as `nn.Dense` and `nnx.Linear`.
 
         nn.Dense(features, dot_general=ub.dot_general("column"))
 
-    It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, which it lays
-    out on the mesh, or a rank's own inside `jax.shard_map`. A kernel that is contracted
-    over its last dimensions, `[N, K]`, is read in place. Where something intercepts
-    `jax.lax.dot_general`, as Qwix does, JAX multiplies, and `ub.fallbacks` says so.
-    Transformer Engine: none.
+    It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, and shards
+    them over the mesh by itself. Inside `jax.shard_map` it multiplies one rank's
+    shards. A kernel `[N, K]`, contracted over its last dimensions, is read in place. If
+    a library such as Qwix intercepts `jax.lax.dot_general`, JAX computes the product
+    without overlap, and `ub.fallbacks` lists the call. Transformer Engine: none.
 
     Args:
         kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
-            gathered) or "row" (its in dimensions; the result is summed and scattered).
-            "ag" and "rs" mean the same.
+            all-gathered) or "row" (its in dimensions are sharded; the result is
+            reduce-scattered). "ag" and "rs" are aliases.
         axis_name: the tensor-parallel mesh axis, or several taken as one.
-        mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-        sequence_parallel: whether tokens are sharded over `axis_name` between layers;
-            otherwise a column layer gathers nothing and a row layer all-reduces.
-        data_axes: the mesh axes over the leading axis of x; None takes all the others.
-        ub_name: the layer's name: in errors, and in `initialize_ub`.
-        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP); the
-            types of an explicit mesh show them by themselves. Inside `jax.shard_map`
-            the kernel is gathered over them by the caller.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
+            Otherwise a column layer does not gather and a row layer all-reduces.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all axes
+            except `axis_name`.
+        ub_name: the layer's name in errors and in the configuration of `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP). With an
+            explicit mesh they are read from the kernel's type. Inside `jax.shard_map`
+            the caller gathers the kernel over them.
 
     Returns:
         A hashable callable with the signature of `jax.lax.dot_general`.
 
     Raises:
         UnknownNameError: if there is no such kind or method.
-        ShapeContractError: if `mesh` is none.
+        ShapeContractError: if `mesh` is not a mesh.
     """
     return DotGeneral(
         ShardingLayout(
@@ -84,18 +85,19 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """How a dense layer contracts its operands.
+    """The contraction of a dense layer: last dimensions of x with a kernel's.
 
     Attributes:
-        num_in: how many dimensions are contracted.
-        rhs_transposed: whether they are the last of the kernel, else the first.
+        num_in: the number of contracted dimensions.
+        rhs_transposed: whether the contracted dimensions are the kernel's last ones;
+            otherwise they are its first ones.
     """
 
     num_in: int
     rhs_transposed: bool
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Returns what belongs to the dimensions of the kernel as [*in, *out]."""
+        """Reorders a sequence with one item per kernel dimension to [*in, *out]."""
         if not self.rhs_transposed:
             return tuple(dims)
         return (*dims[-self.num_in :], *dims[: -self.num_in])
@@ -103,21 +105,21 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`jax.lax.dot_general` with the contraction of a dense layer overlapped.
+    """A `jax.lax.dot_general` that overlaps the contractions of dense layers.
 
-    Overlapped are contractions of the last dimensions of x with the first or the last
-    of the kernel. On global arrays anything else is `jax.lax.dot_general`'s, and so are
-    calls whose tokens do not divide into the ranks, or whose sizes are symbolic, unless
-    a method was named: a model may be initialized with one token. `ub.fallbacks` lists
-    them.
+    Those contract the last dimensions of x with the first or the last dimensions of the
+    kernel. On global arrays all other contractions run by `jax.lax.dot_general`. So do
+    calls whose tokens do not divide by the number of ranks, or whose sizes are
+    symbolic, unless a method is given; for example, a model may be initialized with one
+    token. `ub.fallbacks` lists these calls.
 
     Attributes:
-        sharding_layout: the layout.
+        sharding_layout: the sharding layout of the layer.
         original: the function that the layer called before; None looks up
-            `jax.lax.dot_general` at the call.
-        kernel_shape: the global shape of the kernel `[*in, *out]`, where it is known.
-        is_lenient: whether a mesh on which the layer cannot be overlapped leaves it to
-            JAX; else it is an error.
+            `jax.lax.dot_general` at each call.
+        kernel_shape: the global shape of the kernel `[*in, *out]`; None if unknown.
+        is_lenient: whether the layer runs by JAX on a mesh on which it cannot be
+            overlapped; otherwise it raises an error.
     """
 
     sharding_layout: ShardingLayout
@@ -127,7 +129,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """Which dimensions of the kernel are sharded: "column" or "row"."""
+        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -140,12 +142,12 @@ class DotGeneral:
         *,
         out_sharding=None,
     ) -> jax.Array:
-        """Multiplies as `jax.lax.dot_general` does; sums are in f32 at any precision.
+        """Computes `jax.lax.dot_general`, with f32 sums whatever `precision` is.
 
         Raises:
-            UnsupportedOverlapError: for one rank's shards that are not contracted as a
-                dense layer's: they would miss their communication. For an intercepted
-                product, if a method was named.
+            UnsupportedOverlapError: if the operands are one rank's shards and the
+                contraction is not a dense layer's, since nothing would communicate. Or
+                if a library intercepts `jax.lax.dot_general` and a method is given.
         """
         reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
         dense = None
@@ -172,11 +174,16 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Says what intercepts the function of JAX that the layer would call, or None.
+        """Returns what intercepts the JAX function that the layer would call, or None.
+
+        Args:
+            product: the JAX function.
+            original: the function that the layer holds; None if it looks `product` up
+                at each call.
 
         Raises:
-            UnsupportedOverlapError: if something does, and JAX must not multiply: a
-                method was named, or the arrays are one rank's shards.
+            UnsupportedOverlapError: if the function is intercepted, but the call must
+                not fall back: a method is given, or the arrays are one rank's shards.
         """
         reason = interception.why_intercepted(product, original)
         if reason is None:
@@ -192,7 +199,7 @@ class DotGeneral:
         return reason
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Records that JAX multiplies in the block, and why."""
+        """Returns a context that records a fallback to JAX inside the block."""
         return methods.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
@@ -205,7 +212,7 @@ class DotGeneral:
         )
 
     def _why_not(self, lhs, rhs, dense, out_dtype):
-        """Says why `jax.lax` has to multiply, None if it has not."""
+        """Returns why `jax.lax` must compute the product; None if it can overlap."""
         sharding_layout = self.sharding_layout
         reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
         if sharding_layout.is_local():
@@ -230,7 +237,7 @@ class DotGeneral:
             return str(error).removeprefix(f"{sharding_layout.op}: ")
 
     def _check_mesh(self, mesh, rhs, dense):
-        """Refuses a mesh on which the kernel cannot be overlapped."""
+        """Rejects a mesh on which the layer cannot be overlapped."""
         sharding_layout = self._sharding_layout(mesh, rhs, dense)
         sharding_layout.axis_size(mesh)
         if self.is_lenient:
@@ -240,7 +247,7 @@ class DotGeneral:
             sharding_layout.check_kernel_spec(spec, dense.num_in)
 
     def _is_whole_in_shard_map(self, rhs=None, dense=None):
-        """Whether each rank of the caller's `shard_map` has all of the kernel."""
+        """Returns whether the kernel is whole on each rank of the `shard_map`."""
         mesh = jax.sharding.get_abstract_mesh()
         if set(self.sharding_layout.axes).isdisjoint(mesh.shape):
             return True
@@ -253,7 +260,7 @@ class DotGeneral:
         return dense.in_out(rhs.shape) == self.kernel_shape
 
     def _sharding_layout(self, mesh, rhs, dense):
-        """Returns the layout of this kernel on this mesh."""
+        """Returns the sharding layout for this kernel on this mesh."""
         sharding_layout = dataclasses.replace(
             self.sharding_layout, rhs_transposed=dense.rhs_transposed
         )
@@ -298,7 +305,11 @@ def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
 
 
 def _whole_features(lhs, num_in, num_out):
-    """Returns a row layer's layout where explicit axes ask for it: tokens as in x."""
+    """Returns the output sharding of a row layer on an explicit mesh, or None.
+
+    The leading dimensions are sharded as in x, and the features are replicated. With
+    automatic axes no output sharding is needed.
+    """
     sharding = jax.typeof(lhs).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -307,7 +318,7 @@ def _whole_features(lhs, num_in, num_out):
 
 
 def _check_call(op, lhs, rhs, dimension_numbers):
-    """Rejects what is no call of `jax.lax.dot_general`."""
+    """Rejects arguments that are not valid for `jax.lax.dot_general`."""
     check_array(op, "x", lhs)
     check_array(op, "kernel", rhs)
     try:
@@ -326,7 +337,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
-    """Returns how a dense layer contracts its operands, None if it is not one."""
+    """Returns the contraction of a dense layer, or None for any other contraction."""
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     if (

@@ -1,4 +1,4 @@
-"""An `einsum_op` for `flax.nnx.Einsum` that overlaps its contraction."""
+"""An `einsum_op` for `flax.nnx.Einsum` that overlaps GEMM and communication."""
 
 import dataclasses
 import re
@@ -18,10 +18,11 @@ from jax_ub.retrofit.dot_general import DotGeneral
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The einsum of x and a kernel, by the labels of their dimensions.
+    """The dimension labels of an einsum of x and a kernel with result y.
 
-    It is a dense layer's where each label is in two of x, kernel and y. Transposed, x
-    is then `[*lead, *ins]`, the kernel `[*ins, *outs]` and y `[*lead, *outs]`:
+    The einsum is a dense layer if each label occurs in exactly two of x, kernel and y.
+    Then x can be transposed to `[*lead, *ins]`, the kernel to `[*ins, *outs]` and y to
+    `[*lead, *outs]`:
 
     | equation | lead | ins | outs |
     |---|---|---|---|
@@ -29,8 +30,9 @@ class Equation:
     | "BTD,SNDH->SBTNH" | BT | D | NHS |
     | "BTNH,NHD->BTD" | BT | NH | D |
 
-    The first of the ins, or of the outs, is what tensor parallelism shards. What stands
-    in front of y stacks several results (S: query, key and value), and comes last.
+    Tensor parallelism shards the first label of ins or of outs. Kernel labels at the
+    front of y stack several results, such as S for query, key and value. They are moved
+    to the end of outs, so that they are not sharded.
     """
 
     x: str
@@ -39,7 +41,11 @@ class Equation:
 
     @classmethod
     def read(cls, text: str, x_ndim: int | None = None) -> "Equation":
-        """Reads "x,kernel->y"; "..." is all of x [x_ndim] that has no label."""
+        """Parses "x,kernel->y".
+
+        "..." is replaced by new labels for the dimensions of x that have no label; x
+        has `x_ndim` dimensions.
+        """
         text = text.replace(" ", "")
         unused = "".join(sorted(set(string.ascii_letters) - set(text)))
         named = len(text.split(",")[0].replace("...", ""))
@@ -48,7 +54,7 @@ class Equation:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a dense layer multiplies so."""
+        """Whether the einsum is the contraction of a dense layer."""
         terms = (self.x, self.kernel, self.y)
         labels = "".join(terms)
         is_each_twice = all(labels.count(label) == 2 for label in labels)
@@ -57,17 +63,17 @@ class Equation:
 
     @property
     def lead(self) -> str:
-        """Those of x alone."""
+        """The labels of x and y: batch and token dimensions."""
         return "".join(label for label in self.x if label in self.y)
 
     @property
     def ins(self) -> str:
-        """Those that are contracted."""
+        """The labels of x and the kernel: contracted dimensions."""
         return "".join(label for label in self.x if label in self.kernel)
 
     @property
     def outs(self) -> str:
-        """Those of the kernel alone."""
+        """The labels of kernel and y: output features, stacked dimensions last."""
         own = "".join(label for label in self.y if label in self.kernel)
         num_stacked = len(self.y) - len(self.y.lstrip(own))
         return own[num_stacked:] + own[:num_stacked]
@@ -75,13 +81,13 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`jax.numpy.einsum` of x and a kernel, as the dense layer that it is.
+    """A `jax.numpy.einsum` of x and a kernel that overlaps if it is a dense layer's.
 
     Attributes:
-        dense: what multiplies.
-        sharded: the label of the kernel's dimension that is sharded; "" is the first.
+        dense: the function that computes the product of a dense layer.
+        sharded: the label of the kernel's sharded dimension; "" takes the first one.
         original: the function that the layer called before; None looks up
-            `jax.numpy.einsum` at the call.
+            `jax.numpy.einsum` at each call.
     """
 
     dense: DotGeneral
@@ -90,7 +96,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """Which dimensions of the kernel are sharded: "column" or "row"."""
+        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
         return self.dense.kind
 
     def __call__(
@@ -103,13 +109,14 @@ class Einsum:
         preferred_element_type=None,
         out_sharding=None,
     ) -> jax.Array:
-        """Multiplies as `jax.numpy.einsum` does; sums are in f32 at any precision.
+        """Computes `jax.numpy.einsum`, with f32 sums whatever `precision` is.
 
         Raises:
-            UnsupportedOverlapError: if the equation, which a call may bring, is no
-                dense layer's, and JAX must not multiply: a method was named, or the
+            UnsupportedOverlapError: if `subscripts` is not the contraction of a dense
+                layer, but the call must not fall back to JAX: a method is given, or the
                 arrays are one rank's shards.
-            ShapeContractError: if x or kernel has other dimensions than the equation.
+            ShapeContractError: if the number of dimensions of x or kernel differs from
+                the number of labels in `subscripts`.
         """
         reason = self.dense.why_intercepted(interception.EINSUM, self.original)
         equation = None if reason else Equation.read(subscripts, x.ndim)
@@ -167,10 +174,10 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Transposes a layout, a `NamedSharding` or `PartitionSpec` or None."""
+    """Transposes a `NamedSharding` or `PartitionSpec`; None stays None."""
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    entries = dict(zip(labels, spec, strict=False))  # a layout may be shorter
+    entries = dict(zip(labels, spec, strict=False))  # spec may be shorter than labels
     spec = P(*(entries.get(label) for label in wanted))
     return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else spec

@@ -1,9 +1,9 @@
-"""Detects code that intercepts the product which a layer of Flax would call.
+"""Detects libraries that intercept the JAX function that a Flax layer would call.
 
 Quantization and LoRA libraries change what `jax.lax.dot_general` does while a model is
-traced: Qwix replaces the function's `__code__`, others the attribute of the module. An
-overlapped layer multiplies without calling that function, so it has to notice the
-interception and leave the product to JAX.
+traced. Qwix replaces the function's `__code__`; others replace the module's attribute.
+An overlapped layer does not call that function, so it must detect the interception and
+let JAX compute the product.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from jax_ub.errors import shown
 
 
 def _code_of(function: Any) -> Any:
-    """Returns the code object of a function, also of a jitted one."""
+    """Returns the code object of a function, which may be jitted."""
     return getattr(getattr(function, "__wrapped__", function), "__code__", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A function of JAX as it was when this module was imported.
+    """A function of JAX, as it was when this module was imported.
 
     Attributes:
-        module: what holds the function.
-        name: the attribute of `module`.
-        path: the name in messages.
-        function: the function.
-        code: its code object.
+        module: the module or class that has the function as attribute.
+        name: the name of the attribute.
+        path: the function's qualified name, for messages.
+        function: the function at import time.
+        code: the function's code object at import time.
     """
 
     module: Any
@@ -41,11 +41,11 @@ class Product:
     code: Any
 
     def interception(self, held: Callable | None = None) -> str | None:
-        """Describes what intercepts a call, None if nothing does.
+        """Returns a description of what intercepts a call, or None.
 
         Args:
             held: the function that a layer holds; None if the layer looks up the
-                module's attribute at the call.
+                module's attribute at each call.
         """
         current = getattr(self.module, self.name) if held is None else held
         if current is not self.function:
@@ -53,7 +53,7 @@ class Product:
         return self.code_interception()
 
     def code_interception(self) -> str | None:
-        """Describes what replaces the code of the function, None if nothing does."""
+        """Returns a description of what replaced the function's code, or None."""
         code = _code_of(self.function)
         if code is self.code:
             return None
@@ -70,16 +70,17 @@ def _product(module: Any, path: str) -> Product:
 DOT_GENERAL = _product(lax, "jax.lax.dot_general")
 DOT = _product(jnp, "jax.numpy.dot")
 EINSUM = _product(jnp, "jax.numpy.einsum")
-# What these call. JAX holds the functions itself, so that only code can be replaced.
+# Functions that the functions above call. JAX refers to them directly, not by a module
+# attribute, so only a replacement of their code has an effect.
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Says why a layer has to call the function of JAX, None if nothing intercepts it.
+    """Returns why a layer must call the function of JAX; None if nothing intercepts it.
 
     Args:
         product: the function that the layer would call.
-        held: as `Product.interception`.
+        held: see `Product.interception`.
     """
     found = product.interception(held)
     inner = (each.code_interception() for each in _INNER)

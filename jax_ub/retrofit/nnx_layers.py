@@ -1,4 +1,4 @@
-"""The layers of `flax.nnx` whose product `ub.overlap` can replace."""
+"""The `flax.nnx` layers whose GEMM `ub.overlap` can overlap."""
 
 import abc
 import dataclasses
@@ -18,73 +18,78 @@ from jax_ub.shapes import axis_tuple
 
 
 class Layer(abc.ABC):
-    """A module with one kernel, and the function that multiplies by it.
+    """An nnx module with one kernel, and the function that multiplies by the kernel.
 
     Attributes:
         node: the module.
-        kernel: the variable of the kernel, or what a library has put in its place.
+        kernel: the kernel's variable, or the object that another library, such as one
+            for quantization, has replaced it with.
     """
 
     function = "jax.lax.dot_general"
     described = "a dot_general"
 
     def __init__(self, node: Any, kernel: Any):
-        """Wraps a module."""
+        """Stores the module and its kernel."""
         self.node = node
         self.kernel = kernel
 
     @property
     @abc.abstractmethod
     def op(self) -> Any:
-        """The function that multiplies now."""
+        """The function that the module uses to multiply now."""
 
     @property
     @abc.abstractmethod
     def originals(self) -> tuple[Any, ...]:
-        """The functions that Flax sets by itself."""
+        """The functions that Flax uses by default."""
 
     @property
     @abc.abstractmethod
     def num_in(self) -> int:
-        """The number of dimensions of the kernel that are contracted."""
+        """The number of contracted dimensions of the kernel."""
 
     @abc.abstractmethod
     def in_out(self, dims: Sequence) -> tuple:
-        """Returns what belongs to the dimensions of the kernel as [*in, *out]."""
+        """Reorders a sequence with one item per kernel dimension to [*in, *out]."""
 
     @abc.abstractmethod
     def replace(self, dense: DotGeneral) -> None:
-        """Makes `dense` multiply."""
+        """Makes the module multiply by `dense`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape of the kernel, without the axes of stacked layers."""
+        """The global shape of one layer's kernel, without axes of stacked layers."""
         return tuple(getattr(self.kernel, "shape", ()))[-self.num_dims :]
 
     @property
     @abc.abstractmethod
     def num_dims(self) -> int:
-        """The number of dimensions of the kernel of one layer."""
+        """The number of dimensions of one layer's kernel."""
 
     @property
     def spec(self) -> tuple:
-        """The layout of the kernel `[*in, *out]`, by its array or its metadata."""
+        """The kernel's partition spec as [*in, *out], from its array or metadata."""
         spec = spec_of(self.kernel)[-self.num_dims :]
         return self.in_out((*spec, *[None] * (self.num_dims - len(spec))))
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh and devices of the kernel, None where it has one device."""
+        """The concrete mesh of the kernel; None if its sharding has no such mesh."""
         return next(map(mesh_of, _arrays_of(self.kernel)), None)
 
     @property
     def replaced(self) -> Any:
-        """The function that multiplied before `overlap` replaced it."""
+        """The function that the module used before `overlap` replaced it."""
         op = self.op
         return op.original if isinstance(op, DotGeneral | Einsum) else op
 
     def why_kept(self) -> tuple[str, str] | None:
-        """Says why the layer keeps its function, and what would change that."""
+        """Returns why `overlap` must not replace the function, and a fix; or None.
+
+        A layer keeps a function that neither Flax nor `overlap` has set, such as that
+        of a quantized layer.
+        """
         op = self.op
         is_known = op is None or any(op is known for known in self.originals)
         if is_known or isinstance(op, DotGeneral | Einsum):
@@ -96,89 +101,89 @@ class Layer(abc.ABC):
 
 
 class LinearLayer(Layer):
-    """`nnx.Linear` or `nnx.LinearGeneral`."""
+    """`nnx.Linear` or `nnx.LinearGeneral`, which multiply by a `dot_general`."""
 
     def __init__(self, node: Any):
-        """Wraps a module."""
+        """Stores the module."""
         super().__init__(node, node.kernel)
 
     @property
     def op(self):
-        """The `dot_general` of the module."""
+        """The module's `dot_general`."""
         return self.node.dot_general
 
     @property
     def originals(self):
-        """The function of JAX."""
+        """`jax.lax.dot_general`."""
         return (interception.DOT_GENERAL.function,)
 
     @property
     def num_in(self):
-        """By the features of the module."""
+        """The number of the module's `in_features`."""
         return _count(self.node.in_features)
 
     @property
     def num_dims(self):
-        """By the features of the module."""
+        """The number of the module's `in_features` and `out_features`."""
         return self.num_in + _count(self.node.out_features)
 
     def in_out(self, dims):
-        """The kernel is [*in, *out]."""
+        """Keeps the order: the kernel is stored as [*in, *out]."""
         return tuple(dims)
 
     def replace(self, dense):
-        """Sets the `dot_general` of the module."""
+        """Sets the module's `dot_general`."""
         self.node.dot_general = dense
 
 
 class EinsumLayer(Layer):
-    """`nnx.Einsum`."""
+    """`nnx.Einsum`, which multiplies by an `einsum_op`."""
 
     function = "jax.numpy.einsum"
     described = "an einsum_op"
 
     def __init__(self, node: Any):
-        """Wraps a module."""
+        """Stores the module, and parses its equation."""
         super().__init__(node, node.kernel)
         equation = None if node.einsum_str is None else Equation.read(node.einsum_str)
         self.equation = equation if equation and equation.is_dense else None
 
     @property
     def op(self):
-        """The `einsum_op` of the module."""
+        """The module's `einsum_op`."""
         return self.node.einsum_op
 
     @property
     def originals(self):
-        """The function of JAX."""
+        """`jax.numpy.einsum`."""
         return (interception.EINSUM.function,)
 
     @property
     def num_in(self):
-        """By the equation; 0 where that is no dense layer's."""
+        """The number of contracted labels; 0 if the equation is not a dense layer's."""
         return 0 if self.equation is None else len(self.equation.ins)
 
     @property
     def num_dims(self):
-        """By the shape of the kernel."""
+        """The number of dimensions of the module's `kernel_shape`."""
         return len(self.node.kernel_shape)
 
     def in_out(self, dims):
-        """By the labels of the equation."""
+        """Reorders by the labels of the equation."""
         if self.equation is None:
             return tuple(dims)
         found = dict(zip(self.equation.kernel, dims, strict=True))
         return tuple(found[label] for label in self.equation.ins + self.equation.outs)
 
     def replace(self, dense):
-        """Sets the `einsum_op` of the module."""
+        """Sets the module's `einsum_op`."""
         label, dim = "", sharded_dim(self.spec, dense.sharding_layout.axis_name)
         if self.equation is not None and dim is not None:
             label = (self.equation.ins + self.equation.outs)[dim]
         self.node.einsum_op = Einsum(_held_by_jax(dense), label, self.replaced)
 
     def why_kept(self):
-        """An equation that is no dense layer's keeps the function, too."""
+        """Returns why the function is kept: also an equation of no dense layer."""
         kept = super().why_kept()
         if kept is not None or self.equation is not None:
             return kept
@@ -196,31 +201,34 @@ class AttendLayer(Layer):
     num_dims = 2
 
     def __init__(self, node: Any):
-        """Wraps a module."""
+        """Stores the module."""
         super().__init__(node, node.embedding)
 
     @property
     def op(self):
-        """The product of an overlapped embedding, None of Flax's."""
+        """The product function of an `OverlappedEmbed`; None for `nnx.Embed`."""
         return getattr(self.node, "attend_dot_general", None)
 
     @property
     def originals(self):
-        """Flax's module has no such function."""
+        """Empty: `nnx.Embed` has no attribute for the function."""
         return ()
 
     def in_out(self, dims):
-        """The embedding is [out, in]."""
+        """Reverses the order: the embedding is stored as [out, in]."""
         return tuple(dims)[::-1]
 
     def replace(self, dense):
-        """Makes the module an `OverlappedEmbed`."""
+        """Changes the module's class to `OverlappedEmbed`."""
         self.node.__class__ = OverlappedEmbed
         self.node.attend_dot_general = _held_by_jax(dense)
 
 
 class OverlappedEmbed(nnx.Embed):
-    """`nnx.Embed` with an overlapped `attend`; `ub.overlap` makes it of an `Embed`."""
+    """`nnx.Embed` with an overlapped `attend`.
+
+    `ub.overlap` changes the class of an existing `nnx.Embed` to this one.
+    """
 
     attend_dot_general: DotGeneral
 
@@ -239,13 +247,14 @@ class OverlappedEmbed(nnx.Embed):
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
-    """Yields the path and the layer of every module with a product to replace."""
+    """Yields path and `Layer` of every module whose GEMM can be overlapped."""
     for path, node in nnx.iter_graph(model):
         name = ".".join(p if isinstance(p, str) else shown(p) for p in path)
         if isinstance(node, nnx.Einsum):
             yield name, EinsumLayer(node)
         elif isinstance(node, nnx.Linear) or (
-            # A dot_general_cls is used instead, and batch axes are no dense layer's.
+            # With dot_general_cls the layer ignores its dot_general, and a layer with
+            # batch axes is not a dense layer.
             isinstance(node, nnx.LinearGeneral)
             and node.dot_general_cls is None
             and not node.batch_axis
@@ -256,7 +265,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
 
 
 def spec_of(variable: Any) -> tuple:
-    """Returns the layout of a variable, by its array or its metadata."""
+    """Returns the partition spec of a variable, from its array or its metadata."""
     for array in _arrays_of(variable):
         spec = getattr(sharding_of(array), "spec", None) or ()
         if any(spec):
@@ -267,13 +276,13 @@ def spec_of(variable: Any) -> tuple:
 
 
 def _arrays_of(variable):
-    """Returns the arrays of a variable, or of what a library has put in its place."""
+    """Returns the arrays in a variable, or in the object that has replaced it."""
     is_variable = isinstance(variable, nnx.Variable)
     return jax.tree.leaves(variable.get_value() if is_variable else variable)
 
 
 def mesh_of(array: Any) -> Mesh | None:
-    """Returns the mesh of an array that shows its devices, else None."""
+    """Returns the concrete mesh of an array's sharding, or None."""
     mesh = getattr(sharding_of(array), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else None
 
@@ -281,9 +290,10 @@ def mesh_of(array: Any) -> Mesh | None:
 def sharded_parameters(
     model: Any, axis_name: str | tuple[str, ...]
 ) -> Iterator[tuple[str, Any, tuple]]:
-    """Yields the path, the module and the layout of each `nnx.Param` on the axes.
+    """Yields each `nnx.Param` that is sharded over the axes, as (path, module, spec).
 
-    The module holds the parameter, or what a library has put in a parameter's place.
+    `module` is the innermost module that contains the parameter. The parameter may be
+    inside an object by which another library has replaced the module's parameter.
     """
     axes = set(axis_tuple(axis_name))
     nodes = dict(nnx.iter_graph(model))
@@ -299,7 +309,11 @@ def sharded_parameters(
 
 
 def _held_by_jax(dense):
-    """The product of a function of JAX, which holds `lax.dot_general` itself."""
+    """Returns `dense` for a caller that replaces a function of JAX.
+
+    That function refers to `lax.dot_general` directly, so a replaced attribute
+    `jax.lax.dot_general` does not intercept it.
+    """
     return dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
 
 

@@ -1,4 +1,4 @@
-"""Overlap for an unmodified nnx model, in one line."""
+"""`ub.overlap`: overlaps the linear layers of an unmodified nnx model."""
 
 import dataclasses
 import re
@@ -44,48 +44,51 @@ def overlap(
         model = ub.overlap(model)
         model = ub.overlap(model, {r".*\.(q|k|v|up)_proj": "column", r".*\.o": "row"})
 
-    Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers, and the
-    `einsum_op` of its `nnx.Einsum` layers, in place, and makes its `nnx.Embed` layers
-    overlap `attend`; parameters are left as they are. Calling it again replaces what it
-    set before. Further axes of the kernels' sharding (FSDP) are known to the layers
-    from then on. `overlapped` lists the result. A layer with a `dot_general` of its
-    own, such as a quantized one, keeps it, and an einsum that is no dense layer's is
-    left as it is: "auto" leaves both alone. `ub.fallbacks` says so, and lists every
-    other parameter that is sharded over `axis_name` but is not overlapped.
+    Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers and the
+    `einsum_op` of its `nnx.Einsum` layers in place, and makes its `nnx.Embed` layers
+    overlap `attend`. Parameters do not change. A second call replaces the settings of
+    the first. Other mesh axes of the kernels' sharding (FSDP) are read from the kernels
+    and stored in the layers. `overlapped` lists the overlapped layers.
 
-    The model works wherever the unmodified model does: it pickles, and takes parameters
-    on another mesh. A call that cannot be overlapped there, or whose product something
-    intercepts, as Qwix does, is left to JAX, and `ub.fallbacks` says why.
+    With rules="auto", layers with a custom `dot_general`, such as quantized layers, and
+    einsums that are not dense layers do not change. `ub.fallbacks` lists them, and
+    every other parameter that is sharded over `axis_name` but not overlapped.
+
+    The model works wherever the unmodified model does: it pickles, and it accepts
+    parameters on another mesh. JAX computes a product that cannot be overlapped there,
+    or that a library such as Qwix intercepts, and `ub.fallbacks` says why.
 
     Transformer Engine: none.
 
     Args:
         model: the model, an `nnx.Module`.
-        rules: "auto" goes by the kernels' sharding: "column" where an out dimension is
-            sharded over `axis_name`, "row" where an in dimension is. A dictionary goes
-            by path: regular expressions that match whole paths, such as "layers.0.up",
-            to "column", "row" or None (leave it alone). The first that matches counts.
-            The path of a tied head is that of its `nnx.Embed`, then ".attend".
+        rules: "auto" selects layers by their kernels' sharding: "column" if an out
+            dimension is sharded over `axis_name`, "row" if an in dimension is. A
+            dictionary selects them by path: it maps regular expressions, which must
+            match whole paths such as "layers.0.up", to "column", "row" or None (no
+            overlap). The first match counts. The path of a tied output projection is
+            the path of its `nnx.Embed` followed by ".attend".
         axis_name: the tensor-parallel mesh axis, or several taken as one.
-        mesh: the mesh; None takes that of the kernel, or of `jax.set_mesh`.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        mesh: the mesh; None takes the mesh of the kernel, or of `jax.set_mesh`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
-        data_axes: the mesh axes over the leading axis of x; None takes all the others.
-        ub_names: the names that `initialize_ub` configures, such as "fc1", by regular
-            expressions that match whole paths. The first that matches counts. The other
-            layers are named by their paths in errors, and have no configuration.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all axes
+            except `axis_name`.
+        ub_names: maps regular expressions, which must match whole paths, to names that
+            `initialize_ub` configures, such as "fc1". The first match counts. Other
+            layers have no configuration, and errors name them by path.
 
     Returns:
         The model.
 
     Raises:
         UnknownNameError: if a rule or an expression of `ub_names` matches no layer, or
-            is no regular expression, or a rule names no kind.
-        ShapeContractError: if the model has no linear layer, `mesh` is none, a kernel
-            is sharded the other way than its rule says, or "auto" finds no sharded
+            is not a regular expression, or if the value of a rule is not a kind.
+        ShapeContractError: if the model has no linear layer, `mesh` is not a mesh, the
+            sharding of a kernel contradicts its rule, or "auto" finds no sharded
             kernel.
-        UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
-            own, or an einsum that is no dense layer's.
+        UnsupportedOverlapError: if a rule matches a layer with a custom `dot_general`,
+            or an einsum that is not a dense layer.
     """
     layers = _layers(model)
     if not layers:
@@ -129,7 +132,7 @@ def overlap(
             kernel_shape=layer.in_out(layer.shape),
             is_lenient=True,
         )
-    # Only now, so that a refused call leaves the model as it was.
+    # Set after all checks, so that an error leaves the model unchanged.
     for path, replacement in chosen.items():
         layers[path].replace(replacement)
     _record_others(model, layers, chosen, axis_name)
@@ -137,12 +140,15 @@ def overlap(
 
 
 def _finds_ranks_by_partition(mesh):
-    """Whether the engine needs no devices to run a program of an abstract mesh."""
+    """Returns whether the engine runs programs that are lowered for an abstract mesh.
+
+    The CPU engine does: it finds ranks by partition id and needs no device ids.
+    """
     return all(device.platform == "cpu" for device in mesh.devices.flat)
 
 
 def overlapped(model: Any) -> dict[str, str]:
-    """Lists the layers that `overlap` reached.
+    """Returns the layers of a model that `overlap` has overlapped.
 
     Transformer Engine: none.
 
@@ -150,7 +156,7 @@ def overlapped(model: Any) -> dict[str, str]:
         model: the model, an `nnx.Module`.
 
     Returns:
-        By path, such as "layers.0.up", "column" or "row".
+        A dictionary from paths, such as "layers.0.up", to "column" or "row".
     """
     ops = ((path, layer.op) for path, layer in _layers(model).items())
     return {path: op.kind for path, op in ops if isinstance(op, _OURS)}
@@ -163,14 +169,14 @@ def _layers(model) -> "dict[str, Layer]":
 
 
 def _record_others(model, layers, chosen, axis_name):
-    """Notes the parameters that are sharded over the axis, but are not overlapped."""
+    """Records the parameters that are sharded over the axis but not overlapped."""
     from jax_ub.retrofit.nnx_layers import sharded_parameters
 
     by_node = {id(layer.node): path for path, layer in layers.items()}
     for path, module, spec in sharded_parameters(model, axis_name):
         layer = by_node.get(id(module))
-        # Layers that keep their function are noted already; those of jax_ub.flax
-        # communicate by themselves.
+        # Layers that keep their function have been recorded already. Layers of
+        # jax_ub.flax overlap by themselves.
         is_noted = layer in chosen or (layer and layers[layer].why_kept() is not None)
         if is_noted or hasattr(module, "sharding_layout"):
             continue
@@ -185,10 +191,10 @@ def _record_others(model, layers, chosen, axis_name):
 
 
 def check_rules(argument: str, rules: Any) -> Mapping:
-    """Returns what is given by path; empty for None.
+    """Returns a dictionary of rules, which is empty for None.
 
     Raises:
-        UnknownNameError: if it is no dictionary.
+        UnknownNameError: if `rules` is not a dictionary.
     """
     if rules is not None and not isinstance(rules, Mapping):
         raise UnknownNameError(
@@ -199,7 +205,7 @@ def check_rules(argument: str, rules: Any) -> Mapping:
 
 
 def _names(ub_names, paths) -> dict[str, str]:
-    """Returns the names that `ub_names` gives to layers."""
+    """Returns the layer names of `ub_names`, by path."""
     found: dict[str, str] = {}
     for pattern, name in check_rules("ub_names", ub_names).items():
         if not isinstance(name, str):
@@ -232,7 +238,7 @@ def _check_auto(rules):
 
 
 def _by_sharding(layers, axis_name) -> dict[str, str]:
-    """Returns the kinds of the layers whose kernels are sharded over `axis_name`."""
+    """Returns "column" or "row" by path, for kernels sharded over `axis_name`."""
     kinds = {}
     for path, layer in layers.items():
         kind = kind_of_spec(layer.spec, layer.num_in, axis_name)
@@ -250,7 +256,7 @@ def _by_sharding(layers, axis_name) -> dict[str, str]:
 
 
 def _by_path(rules, paths) -> dict[str, str]:
-    """Returns the kinds of the layers that `rules` match."""
+    """Returns "column" or "row" by path, for the layers that `rules` match."""
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_kind("overlap", kind)
@@ -260,7 +266,7 @@ def _by_path(rules, paths) -> dict[str, str]:
 
 
 def _without_kept(layers, kinds) -> dict[str, str]:
-    """Leaves out, and notes, the layers that keep their op."""
+    """Removes the layers that keep their function, and records them as fallbacks."""
     found = {}
     for path, kind in kinds.items():
         kept = layers[path].why_kept()
@@ -283,10 +289,10 @@ def _check_none_kept(layers, paths):
 
 
 def compile_rule(pattern: str) -> re.Pattern[str]:
-    """Reads the path of a rule.
+    """Compiles the regular expression of a rule.
 
     Raises:
-        UnknownNameError: if it is no regular expression.
+        UnknownNameError: if `pattern` is not a regular expression.
     """
     try:
         return re.compile(pattern)

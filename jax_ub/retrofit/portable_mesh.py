@@ -1,4 +1,4 @@
-"""Meshes in a form that pickles: devices are named by their ids."""
+"""Pickling of meshes: devices are stored by their ids."""
 
 import dataclasses
 from typing import Any
@@ -10,14 +10,16 @@ from jax.sharding import AxisType, Mesh
 
 @dataclasses.dataclass(frozen=True)
 class PortableMesh:
-    """A `jax.sharding.Mesh` without its devices, which belong to one process.
+    """A `jax.sharding.Mesh` that stores device ids instead of device objects.
+
+    Device objects cannot be pickled, since they belong to one process.
 
     Attributes:
         axis_names: names of the axes.
-        axis_types: their types.
-        shape: their sizes.
+        axis_types: types of the axes.
+        shape: sizes of the axes.
         platform: the platform of the devices.
-        device_ids: ids of the devices, in the order of the mesh.
+        device_ids: ids of the devices, in the order of `mesh.devices.flat`.
     """
 
     axis_names: tuple[Any, ...]
@@ -28,7 +30,7 @@ class PortableMesh:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "PortableMesh":
-        """Describes a mesh."""
+        """Makes the portable form of a mesh."""
         devices = tuple(mesh.devices.flat)
         ids = tuple(device.id for device in devices)
         shape = mesh.devices.shape
@@ -36,7 +38,7 @@ class PortableMesh:
         return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
 
     def find(self) -> Mesh | None:
-        """Returns the mesh of this process's devices, None where one is missing."""
+        """Returns the mesh with this process's devices; None if one is missing."""
         known = {(device.platform, device.id): device for device in jax.devices()}
         devices = [known.get((self.platform, each)) for each in self.device_ids]
         if None in devices:
@@ -46,7 +48,7 @@ class PortableMesh:
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the meshes among the attributes of an object that is pickled."""
+    """Returns the attributes of an object to pickle, with portable meshes."""
     return {
         name: PortableMesh.of(value) if isinstance(value, Mesh) else value
         for name, value in state.items()
@@ -54,7 +56,7 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any]) -> dict[str, Any]:
-    """Undoes `pack`; a mesh whose devices are missing in this process becomes None."""
+    """Inverts `pack`; a mesh whose devices are missing in this process becomes None."""
     return {
         name: value.find() if isinstance(value, PortableMesh) else value
         for name, value in state.items()

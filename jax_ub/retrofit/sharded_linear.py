@@ -1,7 +1,8 @@
-"""A linear layer that lays its arrays out by itself.
+"""A linear layer on global arrays, which are sharded in a `jax.shard_map`.
 
-Inside the caller's own `jax.shard_map` its arrays are one rank's shards already, and
-they are multiplied as they are. On global arrays it makes the `shard_map` itself:
+Inside the caller's `jax.shard_map` the arrays are one rank's shards already, and are
+multiplied directly. On global arrays the layer runs in a `shard_map` with these
+partition specs:
 
 | parallel | x | kernel | bias | y |
 |---|---|---|---|---|
@@ -9,13 +10,13 @@ they are multiplied as they are. On global arrays it makes the `shard_map` itsel
 | "row" | `[data, -, tp]` | `[tp, -]` | `[-]` | `[data, tp, -]` |
 | None | `[data, tp, -]` | `[-, -]` | `[-]` | `[data, tp, -]` |
 
-`data` stands for the data axes, and is left out where they do not divide the leading
-axis. Without sequence parallelism no token axis is sharded over `tp`; a layer that is
-not parallel leaves tokens whole where `tp` does not divide them, too. Where x is
-`[tokens, features]`, its tokens lie over `(data..., tp)`.
+`data` stands for the data axes. It is omitted if they do not divide the leading axis.
+Without sequence parallelism no token axis is sharded over `tp`. A layer that is not
+parallel does not shard tokens over `tp` either if `tp` does not divide them. If x is
+`[tokens, features]`, its tokens are sharded over `(data..., tp)`.
 
-A kernel's other dimension may lie on data axes, too (FSDP): the rank's part is gathered
-inside the `shard_map`, so that its gradient is scattered there.
+The kernel's other dimension may be sharded over data axes (FSDP). The rank's shard is
+all-gathered inside the `shard_map`, so that its gradient is reduce-scattered there.
 """
 
 import dataclasses
@@ -59,31 +60,31 @@ def sharded_linear(
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Any:
-    """Multiplies x [..., K] by kernel [K, N] in the layout of `sharding_layout`.
+    """Multiplies x [..., K] by kernel [K, N] with the sharding of `sharding_layout`.
 
     Args:
-        sharding_layout: the layout.
+        sharding_layout: the sharding layout of the layer.
         x: activations, `[..., tokens, K]`; a vector `[K]` counts as one token.
-        kernel: `[K, N]`, or `[N, K]` if `sharding_layout.rhs_transposed`; global, or
-            the rank's shard where the axis is manual. A tuple of kernels shares what is
-            gathered of x, in one call.
-        bias: `[N]` or None, laid out as `sharding_layout.bias_spec`; a tuple where
-            `kernel` is one.
-        main_grad: f32 `[K, N]` or None, laid out as the kernel; a tuple where `kernel`
-            is one.
+        kernel: `[K, N]`, or `[N, K]` if `sharding_layout.rhs_transposed`. It is global,
+            or this rank's shard if the axis is manual. The kernels of a tuple share one
+            all-gather of x.
+        bias: `[N]` or None, sharded by `sharding_layout.bias_spec`; a tuple if `kernel`
+            is a tuple.
+        main_grad: f32 `[K, N]` or None, sharded like the kernel; a tuple if `kernel` is
+            a tuple.
         residual: `[..., tokens, N]` or None, added to the result of a row layer before
-            it is rounded.
-        out_dtype: dtype of the result; None is that of `x`.
+            rounding.
+        out_dtype: dtype of the result; None takes the dtype of `x`.
 
     Returns:
-        `[..., tokens, N]`, a tuple of them where `kernel` is one.
+        `[..., tokens, N]`, or a tuple of such arrays if `kernel` is a tuple.
 
     Raises:
-        ShapeContractError: if no mesh is known, or the arrays do not divide into its
-            ranks or do not fit each other.
-        UnknownNameError: if the mesh lacks an axis.
+        ShapeContractError: if no mesh is known, the arrays do not divide by its number
+            of ranks, or their shapes do not match.
+        UnknownNameError: if the mesh does not have one of the axes.
         UnsupportedOverlapError: if the sizes of x are symbolic, and the mesh is
-            explicit or a method was named.
+            explicit or a method is given.
     """
     if x.ndim == 1:
         call = functools.partial(sharded_linear, sharding_layout, x[None], kernel, bias)
@@ -94,8 +95,8 @@ def sharded_linear(
     if sharding_layout.is_local():
         return _multiply(sharding_layout, out_dtype, *operands)
     if 0 in x.shape[:-1] and main_grad is None:
-        # The ops take nothing empty; with an accumulator, which a constant would lose,
-        # they say so.
+        # The ops reject empty arrays. With a main_grad the call goes on to their error,
+        # since a constant result would discard the main_grad.
         shape, dtype = x.shape[:-1], out_dtype or x.dtype
         out = 0 if sharding_layout.rhs_transposed else 1
         return jax.tree.map(lambda w: jnp.zeros((*shape, w.shape[out]), dtype), kernel)
@@ -126,12 +127,14 @@ def sharded_linear(
     if reason is not None:
         raise ShapeContractError(f"{sharding_layout.op}: {reason}")
     if main_grad is not None:
-        # As the op does, which cannot know an accumulator through a shard_map.
+        # The op inside the shard_map would see another tracer of the main_grad, and so
+        # could not detect that two calls use it. It is checked here instead.
         prepare = functools.partial(main_grads.prepare, sharding_layout.op, axes=())
         main_grad = jax.tree.map(prepare, main_grad, kernel)
     operands = (x, kernel, bias, main_grad, residual)
     repeated = _record_repeated(asked, sharding_layout, mesh, x.shape)
-    # The layer looks up its name and its method while it is traced.
+    # Part of jit's cache key, because the layer looks up its name and method in the
+    # configuration while it is traced.
     configuration = overlaps.configuration()
     return _on_mesh(
         configuration, sharding_layout, mesh, out_dtype, repeated, *operands
@@ -139,7 +142,7 @@ def sharded_linear(
 
 
 def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Moves the result to where its caller asks for it; None leaves it where it is."""
+    """Reshards the result to the caller's `out_sharding`; None keeps its sharding."""
     if out_sharding is None:
         return y
     if not isinstance(out_sharding, Sharding | P):
@@ -153,28 +156,32 @@ def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
-    """Makes a matrix of a kernel `[*in, *out]`, which has `num_in` in dimensions."""
+    """Reshapes a kernel `[*in, *out]` with `num_in` in dimensions to a matrix."""
     if kernel.ndim == 2:
         return kernel
     ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
-    # In two steps: over explicit axes jax merges dimensions in one place at a time.
+    # In two steps, because with explicit axes a JAX reshape can merge dimensions in one
+    # place only.
     return kernel.reshape(math.prod(ins), *outs).reshape(
         math.prod(ins), math.prod(outs)
     )
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Makes several dimensions of the last one, of which the first lies as that did."""
+    """Splits the last dimension; the first new dimension inherits its sharding."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y.reshape(shape)
-    # Of a first one of size 1, jax would shard another.
+    # Given explicitly: if the first new dimension had size 1, JAX would shard another.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=spec)
 
 
 def _leave_whole(sharding_layout, mesh, x_shape):
-    """Leaves tokens whole where a layer that is not parallel cannot have them split."""
+    """Turns off sequence parallelism if a layer's tokens cannot be sharded evenly.
+
+    Only layers that are not parallel allow this; other layers raise an error later.
+    """
     if sharding_layout.parallel is not None:
         return sharding_layout
     splits = set(sharding_layout.axes) <= set(mesh.shape)
@@ -186,7 +193,7 @@ def _leave_whole(sharding_layout, mesh, x_shape):
 def indivisible_reason(
     sharding_layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> str | None:
-    """Returns why x [..., tokens, K] does not divide over the mesh; None if it does."""
+    """Returns why x [..., tokens, K] cannot be sharded evenly; None if it can."""
     data_axes = nontrivial_axes(mesh, _data_axes(sharding_layout, mesh, x_shape))
     num_data = math.prod(mesh.shape[name] for name in data_axes)
     num_tp = sharding_layout.axis_size(mesh) if sharding_layout.sequence_parallel else 1
@@ -208,16 +215,16 @@ def indivisible_reason(
 
 
 def _record_repeated(asked, sharding_layout, mesh, x_shape):
-    """Records which ranks compute the same rows of x [..., tokens, K], if any do.
+    """Records a fallback if several ranks compute the same rows of x.
 
     Args:
-        asked: the sharding_layout that was asked for.
-        sharding_layout: the sharding_layout that is used.
+        asked: the layout that the caller passed.
+        sharding_layout: the layout that is used.
         mesh: the mesh.
-        x_shape: the shape of x.
+        x_shape: the shape of x, `[..., tokens, K]`.
 
     Returns:
-        The reason, None if there are no such ranks.
+        Why these ranks compute the same rows; None if there are no such ranks.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     used = {*_data_axes(sharding_layout, mesh, x_shape), sharding_layout.axis_name}
@@ -254,7 +261,7 @@ def _sizes(mesh, names):
 
 
 def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
-    """Leaves an exported program of any size to XLA, which lays it out."""
+    """Runs a call with symbolic sizes by plain JAX, which XLA partitions."""
     where, other = "inside jax.shard_map", "leave out the method"
     is_explicit = bool(_explicit_axes(mesh))
     if is_explicit:
@@ -269,16 +276,17 @@ def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
         return _multiply(sharding_layout.whole(), out_dtype, x, *operands)
 
 
-# One program where nothing around the layer is compiled. Not inlined: outside jax.jit
-# jax 0.10.2 takes scans and what is rematerialized apart, and runs what it finds there.
+# Jitted, so that an eager call is one program. Not inlined, because outside jax.jit JAX
+# 0.10.2 evaluates the operations of scans and jax.checkpoint one by one.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operands):
-    """Runs the layer in a `shard_map` over every axis that is not manual yet."""
+    """Runs the layer in a `shard_map` over all mesh axes that are not manual yet."""
     x = operands[0]
     shown = batch_axes(sharding_layout, mesh, x)
     data_axes = nontrivial_axes(mesh, shown)
     x_spec, y_spec = _activation_specs(sharding_layout, data_axes, x.ndim)
-    # Ranks that hold the same tokens may leave it to XLA to gather their kernels.
+    # If the tokens are not sharded over the FSDP axes, XLA all-gathers the kernels when
+    # it moves them into the shard_map.
     fsdp_axes = tuple(
         name for name in sharding_layout.fsdp_axes if mesh.shape[name] > 1
     )
@@ -288,7 +296,7 @@ def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operand
     kernel_spec = sharding_layout.kernel_spec
     specs = (x_spec, kernel_spec, sharding_layout.bias_spec, kernel_spec, y_spec)
     _, out_spec = _activation_specs(sharding_layout, shown, x.ndim)
-    # The axes whose ranks hold other tokens for the same part of the kernel.
+    # The mesh axes whose ranks have the same kernel shard but different tokens.
     replicas = tuple(name for name in data_axes if name not in fsdp_axes)
     if sharding_layout.parallel is None and sharding_layout.sequence_parallel:
         replicas += sharding_layout.axes
@@ -315,14 +323,15 @@ def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operand
 def shard_map_operands(
     local: Callable, mesh: AnyMesh, in_specs: tuple, out_specs: Any, *operands: Any
 ) -> Any:
-    """Calls `local` in a `shard_map` over every axis that is not manual yet.
+    """Calls `local` in a `shard_map` over all mesh axes that are not manual yet.
 
     Args:
-        local: what one rank computes.
-        mesh: the mesh; with manual axes it is that of the `shard_map` around the call.
-        in_specs: the layout of each operand, that of all arrays in it.
-        out_specs: the layout of the result.
-        *operands: they are moved into their layouts.
+        local: the function of one rank's shards.
+        mesh: the mesh. If it has manual axes, it is the mesh of the enclosing
+            `shard_map`.
+        in_specs: one partition spec per operand, for all arrays in the operand.
+        out_specs: the partition spec of the result.
+        *operands: trees of arrays. With explicit axes they are resharded to `in_specs`.
     """
     context = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
@@ -334,7 +343,7 @@ def shard_map_operands(
     )(*map(functools.partial(_place, mesh), operands, in_specs))
 
 
-# The functions that communicate forward.
+# The functions whose forward pass communicates, by (parallel, sequence_parallel).
 _FUSED: dict[tuple[str | None, bool], Callable] = {
     ("column", True): all_gather_matmul,
     ("row", True): matmul_reduce_scatter,
@@ -363,23 +372,24 @@ def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
         return fused(x, w, bias=bias, **given)
 
     if isinstance(kernel, tuple) and fused is not all_gather_matmul:
-        none = (None,) * len(kernel)  # nothing is gathered that they could share
+        none = (None,) * len(kernel)  # the kernels share no all-gather: one call each
         return tuple(map(multiply, kernel, bias or none, main_grad or none))
     return multiply(kernel, bias, main_grad)
 
 
 def nontrivial_axes(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of more than one rank: the others move nothing."""
+    """Returns the mesh axes that have more than one rank."""
     return tuple(name for name in names if mesh.shape[name] > 1)
 
 
 def batch_axes(
     sharding_layout: ShardingLayout, mesh: AnyMesh, x: jax.Array
 ) -> tuple[str, ...]:
-    """Returns the axes that shard the leading axis of x and of the result.
+    """Returns the mesh axes that shard the leading axis of x and of the result.
 
-    Types of an explicit mesh name those of one rank, too, and in an order. So these are
-    as x has them, where it lies on the same ranks already.
+    If x is sharded over the same ranks already, they are the axes of x's type, in its
+    order and with axes of one rank. Otherwise the result's type could differ from the
+    type of x on an explicit mesh.
     """
     axes = _data_axes(sharding_layout, mesh, x.shape)
     entry = jax.typeof(x).sharding.spec[0]
@@ -391,7 +401,10 @@ def batch_axes(
 
 
 def _data_axes(sharding_layout, mesh, x_shape):
-    """Returns those for a shape alone, explicit axes of one rank among them."""
+    """Returns the mesh axes that can shard the leading axis of an x of this shape.
+
+    Explicit axes of one rank are included.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     explicit = _explicit_axes(mesh)
     chosen = sharding_layout.data_axes
@@ -412,7 +425,7 @@ def _data_axes(sharding_layout, mesh, x_shape):
     )
     if chosen is not None:
         return axes
-    # The tokens of [tokens, features] are shared with the tensor-parallel ranks.
+    # The tokens of x [tokens, features] are sharded over the tensor-parallel axis, too.
     shares = len(x_shape) == 2 and sharding_layout.sequence_parallel
     num_tp = sharding_layout.axis_size(mesh) if shares else 1
     num_data = math.prod(mesh.shape[name] for name in axes)
@@ -420,7 +433,7 @@ def _data_axes(sharding_layout, mesh, x_shape):
 
 
 def _activation_specs(sharding_layout, data_axes, ndim):
-    """Returns the layouts of x and y, both [..., tokens, features]."""
+    """Returns the partition specs of x and y, both [..., tokens, features]."""
     lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
     tokens = data_axes if ndim == 2 else ()
     shared = (
@@ -438,10 +451,10 @@ def _activation_specs(sharding_layout, data_axes, ndim):
 
 
 def _place(mesh, operand, spec):
-    """Moves the arrays of `operand` into `spec` where their mesh axes are explicit.
+    """Reshards the arrays of `operand` to `spec` over explicit mesh axes.
 
-    `shard_map` moves its operands by itself over automatic axes, and refuses operands
-    that lie otherwise over explicit ones.
+    `shard_map` reshards its operands over automatic axes by itself, but rejects
+    operands that are sharded differently over explicit axes.
     """
     explicit = _explicit_axes(mesh)
     if not explicit:
@@ -458,14 +471,14 @@ def _explicit_axes(mesh):
 
 
 def _on_first_replica(main_grad, axes):
-    """Leaves `main_grad` with the first replica and zeros with the others.
+    """Keeps `main_grad` on the first replica and returns zeros on the others.
 
-    Every replica accumulates into its own, and the replicas' results are summed, since
-    main_grad went in replicated: it must be in that sum once.
+    main_grad is replicated, so JAX sums its cotangents, the accumulated values, over
+    the replicas. The sum must contain the old main_grad only once.
     """
     first = jnp.array(True)
     for axis_name in axes:
         first &= jax.lax.axis_index(axis_name) == 0
     others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
-    # A difference, not a choice, so that every replica's cotangent gets through.
+    # A difference instead of jnp.where, so that every replica's cotangent is passed on.
     return main_grad - others

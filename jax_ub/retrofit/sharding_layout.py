@@ -1,4 +1,4 @@
-"""Where the arrays of a linear layer lie on a mesh."""
+"""`ShardingLayout`: how the arrays of a linear layer are sharded over a mesh."""
 
 import dataclasses
 import math
@@ -42,11 +42,14 @@ def resolve_kind(op: str, kind: str | None) -> str:
 def kind_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "column", "row" or None by the dimension of a kernel that is sharded.
+    """Returns "row" or "column" for a kernel that is sharded over `axis_name`.
+
+    "row" means that an in dimension is sharded, and "column" an out dimension. The
+    result is None if no dimension is sharded over all of `axis_name`.
 
     Args:
-        spec: the layout of the kernel `[in..., out...]`; None where it is unknown.
-        num_in: how many of its dimensions are contracted.
+        spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+        num_in: the number of contracted dimensions of the kernel.
         axis_name: the tensor-parallel mesh axis, or several taken as one.
     """
     dim = sharded_dim(spec, axis_name)
@@ -66,34 +69,36 @@ def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingLayout:
-    """How one linear layer is spread over a mesh; hashable over every field.
+    """How one linear layer is sharded over a mesh, and how it runs. Hashable.
 
-    It pickles: a mesh is stored by the ids of its devices, and becomes None where the
-    process that loads it has no such devices.
+    It can be pickled: a mesh is stored by its device ids, and becomes None if the
+    loading process does not have these devices.
 
     Attributes:
         parallel: "column" (the kernel's out dimension is sharded), "row" (its in
             dimension) or None (neither).
         axis_name: the tensor-parallel mesh axis, or several taken as one.
-        mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
         data_axes: the mesh axes that shard the leading axis of the activations. None
-            takes all axes but `axis_name`, where their product divides it.
-        sequence_parallel: whether tokens are sharded over `axis_name` where features
-            are not.
-        method: how the layer runs; None is `JAX_UB_METHOD`, or "auto".
-        ub_name: the layer's name: in errors, and in `initialize_ub`.
-        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or the
-            in dimension where the layer is not parallel.
-        flags: which communication overlaps.
+            takes all axes except `axis_name`, or no axis if the leading axis does not
+            divide by the product of their sizes.
+        sequence_parallel: whether activations whose features are not sharded have their
+            tokens sharded over `axis_name`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        ub_name: the layer's name in errors and in the configuration of `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or its
+            in dimension if the layer is not parallel.
+        flags: Transformer Engine's `ub_*` flags: which communication overlaps.
         rhs_transposed: whether the kernel is stored as `[out, in]`.
-        kernel_mesh: the concrete mesh of the kernel when the layer was set up. It
-            supplies the devices where the arrays of a call show an equal abstract mesh.
+        kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
+            arrays of a call have an equal abstract mesh, it supplies the devices.
 
     Raises:
         UnknownNameError: if there is no such `parallel` or `method`, or
             `sequence_parallel` is neither true nor false.
-        ShapeContractError: if `mesh` is none, `axis_name` is no name of axes, or
-            `data_axes` or `fsdp_axes` are no names of other axes, each once.
+        ShapeContractError: if `mesh` is not a mesh, `axis_name` is not the name of
+            mesh axes, or `data_axes` or `fsdp_axes` are not distinct names of axes
+            other than `axis_name`.
     """
 
     parallel: str | None
@@ -109,7 +114,7 @@ class ShardingLayout:
     kernel_mesh: Mesh | None = None
 
     def __post_init__(self):
-        """Checks names and flags, and makes the data axes hashable."""
+        """Checks the fields, and normalizes names of axes to hashable values."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
             kind = resolve_kind(self.op, self.parallel)
@@ -138,11 +143,11 @@ class ShardingLayout:
         )
 
     def __getstate__(self):
-        """Returns the fields, with meshes that pickle."""
+        """Returns the fields with portable meshes, for pickling."""
         return portable_mesh.pack(vars(self))
 
     def __setstate__(self, state):
-        """Restores the fields, with the devices of this process."""
+        """Restores the fields, with meshes of this process's devices."""
         vars(self).update(portable_mesh.unpack(state))
 
     @property
@@ -179,7 +184,7 @@ class ShardingLayout:
 
     @property
     def kernel_spec(self) -> P:
-        """The layout of the kernel, as it is stored."""
+        """The partition spec of the stored kernel."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
@@ -194,23 +199,23 @@ class ShardingLayout:
 
     @property
     def _fsdp_dim(self):
-        """The same dimension of the kernel [in, out]."""
+        """The FSDP dimension of the kernel in [in, out] layout."""
         return 1 if self.parallel == "row" else 0
 
     @property
     def bias_spec(self) -> P:
-        """The layout of the bias [out]."""
+        """The partition spec of the bias [out]."""
         return P(self.axis_name if self.parallel == "column" else None)
 
     def whole(self) -> "ShardingLayout":
-        """That of plain JAX on whole kernels, which takes any tokens and any mesh."""
+        """Returns a copy for plain JAX without sharding: any tokens, any mesh."""
         changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
         changes["flags"] = OverlapFlags()
         return dataclasses.replace(self, method="xla", **changes)
 
     @property
     def flagged_method(self) -> FlaggedMethod | str | None:
-        """The method, with the flags where one is given."""
+        """The method, combined with the flags if any flag is given."""
         if not self.flags.given:
             return self.method
         return FlaggedMethod(self.method, self.flags)
@@ -218,12 +223,15 @@ class ShardingLayout:
     def with_fsdp_of(
         self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
     ) -> "ShardingLayout":
-        """That with the `fsdp_axes` which a kernel's layout shows.
+        """Returns a copy whose `fsdp_axes` are taken from a kernel's partition spec.
+
+        The layout is returned unchanged if the spec is unknown, or if it has names that
+        are not other axes of the mesh, such as logical axis names.
 
         Args:
-            spec: the layout of the kernel `[in..., out...]`, None where unknown.
-            mesh: the mesh; a layout of other names, logical ones, shows nothing.
-            num_in: how many of its dimensions are contracted.
+            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+            mesh: the mesh; None if unknown.
+            num_in: the number of contracted dimensions of the kernel.
         """
         dim = self._fsdp_dim * num_in
         entry = spec[dim] if spec is not None and dim < len(spec) else None
@@ -232,26 +240,31 @@ class ShardingLayout:
         return dataclasses.replace(self, fsdp_axes=names) if others else self
 
     def may_fall_back(self) -> bool:
-        """Whether the layer may become plain JAX: nobody named a method of its own."""
+        """Returns whether the layer may run as plain JAX.
+
+        That is the case if no flag is given, and the method is "auto" or "xla".
+        """
         if any(self.flags.given.values()):
             return False
         chosen = methods.resolve(self.op, self.method, settings.method())
         return chosen in (Method.AUTO, Method.XLA)
 
     def is_local(self) -> bool:
-        """Whether the arrays at hand are one rank's: the axis, or all, are manual."""
+        """Returns whether arrays are one rank's shards in the current context.
+
+        That is the case if a tensor-parallel axis or all mesh axes are manual.
+        """
         context = jax.sharding.get_abstract_mesh()
         manual = context.manual_axes
         is_own = not set(self.axes).isdisjoint(manual)
         return is_own or 0 < len(manual) == len(context.axis_names)
 
     def find_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Finds the mesh of a call on global arrays, None where none is known.
+        """Returns the mesh of a call on global arrays; None if none is known.
 
-        A mesh with manual axes wins: it is that of the `shard_map` around the call.
-        Then the argument, the mesh of `jax.set_mesh`, and that of the first array that
-        has one: a concrete one before an abstract one, to which `kernel_mesh` may know
-        the devices.
+        It is the first of these that exists: the mesh of the enclosing `shard_map`, the
+        field `mesh`, the mesh of `jax.set_mesh`, the first concrete mesh of the arrays,
+        and their first abstract mesh. `kernel_mesh` replaces an equal abstract mesh.
         """
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes or (self.mesh is None and not context.empty):
@@ -269,13 +282,13 @@ class ShardingLayout:
         return known if known and mesh == known.abstract_mesh else mesh
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Returns what belongs to the dimensions of a stored matrix as [in, out]."""
+        """Reorders a sequence with one item per kernel dimension to [in, out]."""
         if len(dims) != len(_IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]
 
     def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
-        """Returns the same without `fsdp_axes` that cannot shard a kernel on `mesh`.
+        """Returns a copy without `fsdp_axes` if they cannot shard the kernel evenly.
 
         Args:
             mesh: the mesh.
@@ -288,7 +301,7 @@ class ShardingLayout:
         return dataclasses.replace(self, fsdp_axes=())
 
     def num_manual_fsdp(self) -> int:
-        """Returns into how many parts the caller's `shard_map` cuts a kernel so."""
+        """Returns the number of FSDP shards of a kernel in the caller's `shard_map`."""
         mesh = jax.sharding.get_abstract_mesh()
         manual = set(mesh.manual_axes)
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
@@ -308,7 +321,7 @@ class ShardingLayout:
         return math.prod(mesh.shape[name] for name in self.axes)
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
-        """Refuses a global kernel [in, out] whose sharded dimensions do not divide."""
+        """Rejects a global kernel [in, out] that cannot be sharded evenly."""
         self._check_fsdp(shape[self._fsdp_dim], mesh)
         dim = _SHARDED_DIM.get(self.parallel or "")
         if dim is None:
@@ -342,10 +355,10 @@ class ShardingLayout:
     def check_contraction(
         self, x: jax.Array, kernel: jax.Array, num_in: int = 1
     ) -> None:
-        """Refuses x [..., *in] that does not meet a kernel [*in, *out].
+        """Rejects x [..., *in] and kernel [*in, *out] whose in dimensions differ.
 
-        One rank's that differ in number, too, are left to the op, which says how they
-        should be sharded.
+        If they are one rank's shards and the numbers of features differ, nothing is
+        raised here: the op raises an error that explains the required sharding.
         """
         found = x.shape[max(x.ndim - num_in, 0) :]
         wanted = kernel.shape[:num_in]
@@ -360,11 +373,11 @@ class ShardingLayout:
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
-        """Refuses a kernel whose other dimensions lie on the tensor-parallel axis.
+        """Rejects a kernel whose wrong dimension is sharded over `axis_name`.
 
         Args:
-            spec: the layout of the kernel `[in..., out...]`, None where unknown.
-            num_in: how many of its dimensions are contracted.
+            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+            num_in: the number of contracted dimensions of the kernel.
         """
         found = kind_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:
@@ -379,7 +392,10 @@ class ShardingLayout:
         )
 
     def _instead_of(self, spec):
-        """Says how a kernel that is sharded `spec` should be, with all its axes."""
+        """Returns the partition spec, for errors, that a kernel should have.
+
+        It keeps all axes of `spec` by moving the others to the FSDP dimension.
+        """
         entries = (each if isinstance(each, tuple) else (each,) for each in spec)
         names = dict.fromkeys(name for entry in entries for name in entry)
         others = tuple(name for name in names if name not in (None, *self.axes))
@@ -390,7 +406,7 @@ class ShardingLayout:
 
 
 def sharding_of(array: Any) -> Any:
-    """Returns an array's sharding; that of a traced one is in its type."""
+    """Returns the sharding of an array or tracer, or None if it has no sharding."""
     if isinstance(array, jax.core.Tracer):
         return jax.typeof(array).sharding
     return getattr(array, "sharding", None)
