@@ -242,7 +242,7 @@ class ShardingLayout:
     def may_fall_back(self) -> bool:
         """Returns whether the layer may run as plain JAX.
 
-        That is the case if no flag is given, and the method is "auto" or "xla".
+        That is the case if no flag is True and the method is "auto" or "xla".
         """
         if any(self.flags.given.values()):
             return False
