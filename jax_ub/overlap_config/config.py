@@ -78,7 +78,7 @@ class OverlapConfig(Mapping):
 
     @property
     def atomic_gemm(self) -> bool:
-        """Always False: cuBLAS 13 has no atomic GEMM."""
+        """Transformer Engine's key. Always False: cuBLAS 13 has no atomic GEMM."""
         return False
 
     def __getitem__(self, key: str):

@@ -36,7 +36,7 @@ NAMES = {
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits a name into layer and pass. The pass is "fprop" if the name has none."""
+    """Splits a name into layer and pass. A name without a pass has the pass "fprop"."""
     layer, _, direction = name.rpartition("_")
     return (layer, direction) if layer and direction in PASSES else (name, FPROP)
 

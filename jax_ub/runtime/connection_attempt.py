@@ -33,10 +33,10 @@ class Connection:
     """
 
     group: Group
-    processes: tuple[int, ...]  # by rank
+    processes: tuple[int, ...]  # process index of each rank
     reason: str | None  # why the group is not connected; None if it is
     communicator: Any = None  # set if a rank of the group is in this process
-    generation: int = 0  # of the communicator, agreed by its processes; increases
+    generation: int = 0  # the communicator's generation, equal in all its processes
     call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:

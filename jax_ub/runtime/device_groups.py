@@ -11,9 +11,9 @@ _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
 # Upper bound of the bytes that a rank sends to all peers together in a one-shot
-# all-reduce on GPUs, unless a tuned choice applies. For a sum of S bytes, a reduce-
-# scatter and an all-gather send 2 S (P - 1) / P per rank in two exchanges; one-shot
-# sends S (P - 1) in one exchange and saves a handshake. A handshake takes 6 us
+# all-reduce on GPUs, unless a tuned choice applies. For a sum of S bytes, a rank sends
+# 2 S (P - 1) / P in the two exchanges of reduce-scatter and all-gather, but S (P - 1)
+# in the single exchange of one-shot, which saves a handshake. A handshake takes 6 us
 # (`handshake_s` of the simulator), in which NVLink moves this many bytes at 450 GB/s
 # (H100). Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000

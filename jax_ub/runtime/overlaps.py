@@ -117,7 +117,7 @@ class InitializedAxis:
     dtype: np.dtype
     modes: tuple[UserBufferQuantizationMode, ...]
     overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
-    groups: tuple[tuple[int, ...], ...]  # global device ids in rank order, per group
+    groups: tuple[tuple[int, ...], ...]  # per group: global device ids in rank order
     num_local_ranks: int  # ranks in this process
     spans_processes: bool  # whether a group has ranks in several processes
     choices: TunedTable | None = None  # tuned choices for "auto"

@@ -21,8 +21,8 @@ from typing import Any
 from jax_ub.errors import CommunicatorError, TimeoutError, UbError
 from jax_ub.runtime.bootstrap.store import KeyValueStore
 
-# The pause between polls doubles up to the longer of the first constant, and the second
-# times the number of other processes, since all processes poll one service.
+# The longest pause between two polls. With more than 50 other processes it is
+# _PAUSE_S_PER_PROCESS times their number, since all processes poll the same service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
 # How long an interrupted process waits for others, to send them the failure.
