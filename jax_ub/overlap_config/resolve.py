@@ -65,7 +65,7 @@ _ONLY = {
 }
 # The entries that set every forward pass and dgrad to "auto". Wgrads have none: with an
 # "auto" dgrad, which reduce-scatters dx itself, a column-parallel layer's wgrad has
-# nothing to communicate. Those of row-parallel layers keep their defaults.
+# nothing to communicate. The wgrads of row-parallel layers keep their defaults.
 AUTOMATIC = {
     name: {"method": Method.AUTO.value}
     for name in NAMES

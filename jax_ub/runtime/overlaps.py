@@ -145,7 +145,7 @@ class InitializedAxis:
     def num_slots(self) -> int:
         """Largest number of slots of a rank.
 
-        An all-reduce needs the most: those of a reduce-scatter and of an all-gather.
+        An all-reduce needs the most: the slots of a reduce-scatter plus an all-gather.
         """
         return 2 * self.tp_size * self._most_splits
 
@@ -313,9 +313,10 @@ def find(
         label: the call, for errors.
         axis_name: the mesh axis of the call.
         num_ranks: the size of the mesh axis.
-        ub_name: the layer's name: "qkv" finds those of "qkv_fprop", "qkv_dgrad" and
-            "qkv_wgrad" that exist, and so does the full name of any of them. An overlap
-            whose name does not end in a pass is used in the forward pass.
+        ub_name: the layer's name. "qkv" finds the overlaps "qkv_fprop", "qkv_dgrad" and
+            "qkv_wgrad", as far as they exist. Each of these full names also finds all
+            of them. An overlap whose name does not end in a pass is used in the forward
+            pass.
 
     Returns:
         The overlaps by pass: "fprop", "dgrad" and "wgrad". Empty if the axis is not
