@@ -1,4 +1,4 @@
-"""Activations of an MLP, by the names that Transformer Engine gives them."""
+"""Activation functions of an MLP, with Transformer Engine's names."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """`x * sigmoid(1.702 x)`."""
+    """Computes `x * sigmoid(1.702 x)`, an approximation of GELU."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """`max(x, 0)` squared."""
+    """Computes `max(x, 0)` squared."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -27,7 +27,7 @@ PLAIN: dict[str, Function] = {
     "srelu": squared_relu,
     "silu": jax.nn.silu,
 }
-# The function of the gate, which is multiplied by what another kernel makes.
+# Functions of the gate. The result is multiplied by the output of a second kernel.
 GATED: dict[str, Function] = {
     "geglu": jax.nn.gelu,
     "qgeglu": quick_gelu,
@@ -38,14 +38,14 @@ GATED: dict[str, Function] = {
 
 
 def resolve(op: str, activation: str | Function) -> tuple[Function, bool]:
-    """Finds an activation: a function, and whether it is that of a gate.
+    """Returns an activation function and whether it is applied to a gate.
 
     Args:
-        op: the module's name in errors.
-        activation: a name, or a function of each element.
+        op: the module's name in error messages.
+        activation: a name, or an elementwise function.
 
     Raises:
-        UnknownNameError: if there is none of that name.
+        UnknownNameError: if the name is unknown.
     """
     if callable(activation):
         return activation, False

@@ -1,4 +1,4 @@
-"""Attention of each head by itself, where the heads lie."""
+"""Attention without its projections, computed on each rank's own heads."""
 
 import dataclasses
 import functools
@@ -26,25 +26,27 @@ from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """What lies between the projections of an attention layer; no communication.
+    """Attention of queries, keys and values; communicates nothing.
 
-    On global arrays it runs in a `jax.shard_map` of its own, on every rank's own heads
-    and sequences; inside the caller's it is one rank's already.
+    With global arrays it runs in its own `jax.shard_map`, on each rank's heads and
+    sequences. Inside the caller's `jax.shard_map` its arguments are this rank's shards.
 
     Attributes:
-        sharding_layout: that of the projections; with whole kernels all heads are on
-            every rank.
+        sharding_layout: the sharding layout of the projections. If its `parallel` is
+            None, all heads are on every rank.
         attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with arrays
-            `[batch, tokens, heads, head_dim]`, and where weights are dropped also with
-            `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None is JAX's,
-            or Flax's where weights are dropped.
-        is_causal: whether a token attends to none behind it.
-        rotary_base: of rotary embeddings of queries and keys; None for none.
-        dropout_rate: the share of attention weights that is dropped.
+            `[batch, tokens, heads, head_dim]`. With dropout it is also passed
+            `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None uses
+            `jax.nn.dot_product_attention`, or `nnx.dot_product_attention` with
+            dropout.
+        is_causal: whether a token attends only to itself and earlier tokens.
+        rotary_base: base of the rotary embeddings of queries and keys; None disables
+            them.
+        dropout_rate: the probability of dropping an attention weight.
         broadcast_dropout: whether all sequences and heads drop the same weights.
 
     Raises:
-        UnknownNameError: if `attention_fn` is no function.
+        UnknownNameError: if `attention_fn` is not callable.
     """
 
     sharding_layout: ShardingLayout
@@ -55,7 +57,7 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
-        """Checks the function, which may be mistaken for the name of one."""
+        """Checks that `attention_fn` is callable; a name of a function is not."""
         if self.attention_fn is not None and not callable(self.attention_fn):
             raise UnknownNameError(
                 f"attention: attention_fn = {shown(self.attention_fn)} is no function. "
@@ -64,12 +66,16 @@ class CoreAttention:
             )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
-        """Refuses heads that do not divide into the ranks of the mesh, if it is known.
+        """Checks that the number of ranks divides the heads, if the mesh is known.
 
         Args:
-            num_heads: the global number of heads of the queries.
-            num_kv_heads: that of keys and values.
-            *arrays: what may show the mesh.
+            num_heads: the global number of query heads.
+            num_kv_heads: the global number of key and value heads.
+            *arrays: arrays whose sharding may contain the mesh.
+
+        Raises:
+            ShapeContractError: if the number of ranks does not divide a number of
+                heads.
         """
         mesh = (
             None
@@ -100,20 +106,20 @@ class CoreAttention:
         positions: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes `[..., tokens, heads, head_dim]`.
+        """Returns the attention output, `[..., tokens, heads, head_dim]`.
 
         Args:
             q: queries, `[..., tokens, heads, head_dim]`.
-            k: keys, of as many heads, or of a divisor of that.
-            v: values, as the keys.
-            mask: `[..., heads, tokens, tokens of k]`, with 1 for what is the same; true
-                where q attends to k.
-            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
-                counts them.
-            dropout_key: the same on every rank; None drops nothing.
+            k: keys. Their number of heads divides the number of query heads.
+            v: values, with the shape of the keys.
+            mask: `[..., heads, tokens, tokens of k]`, or broadcastable to it; true
+                where a query attends to a key.
+            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
+                None uses 0, 1, 2, ....
+            dropout_key: PRNG key, the same on every rank; None disables dropout.
 
         Raises:
-            ShapeContractError: if the mask or the positions are no arrays that fit.
+            ShapeContractError: if the mask or the positions cannot be broadcast.
         """
         *lead, num_tokens, num_heads, _ = q.shape
         if mask is not None:
@@ -132,13 +138,18 @@ class CoreAttention:
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Attends on one rank; those of the mesh `axes` have other heads, sequences."""
+        """Computes attention on the shards of one rank.
+
+        `axes` are the mesh axes whose ranks have different heads or sequences, so each
+        of their ranks draws its own dropout mask. The other arguments are those of
+        `__call__`.
+        """
         if self.rotary_base is not None:
             if positions is None:
                 positions = jnp.arange(q.shape[-3])
             q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
         lead = q.shape[:-3]
-        batch = math.prod(lead)  # -1 would not know it where there are no tokens
+        batch = math.prod(lead)  # reshape cannot infer -1 without tokens
         if mask is not None:
             mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
             mask = mask.reshape(batch, *mask.shape[-3:])
@@ -173,7 +184,7 @@ class CoreAttention:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_mesh(core, mesh, *operands):
-    """Attends in a `shard_map` over every axis that is not manual yet."""
+    """Computes attention in a `shard_map` over every axis that is not manual yet."""
     q, _, _, mask, positions, _ = operands
     sharding_layout = core.sharding_layout
     data_axes = batch_axes(sharding_layout, mesh, q) if q.ndim > 3 else ()
@@ -187,7 +198,7 @@ def _on_mesh(core, mesh, *operands):
         P(),
     )
 
-    # The ranks of a shard_map around this one have other sequences, too.
+    # Ranks of an enclosing shard_map also have different sequences.
     several = nontrivial_axes(mesh, data_axes)
     own = () if sharding_layout.parallel is None else sharding_layout.axes
     axes = {*varying_axes(q), *several, *own}
@@ -199,7 +210,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _split(array, entries):
-    """The layout of an array that is whole along the axes it is broadcast over."""
+    """Returns the `PartitionSpec` of an array; axes of size 1 are not sharded."""
     if array is None:
         return P()
     shapes = zip(array.shape, entries, strict=True)
@@ -207,7 +218,11 @@ def _split(array, entries):
 
 
 def _fitted(name, array, whole):
-    """Gives an array the missing leading axes, over which it is broadcast."""
+    """Adds missing leading axes of size 1 to an array.
+
+    Raises:
+        ShapeContractError: if the array cannot be broadcast to the shape `whole`.
+    """
     shapes.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)

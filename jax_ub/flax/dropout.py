@@ -1,4 +1,4 @@
-"""Dropout on ranks that have elements of their own."""
+"""Dropout of sharded arrays."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,10 @@ from jax import lax
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:
-    """The manual axes whose ranks may have other elements of an array.
+    """Returns the manual mesh axes whose ranks may have different elements of an array.
 
-    Under `jax.shard_map(check_vma=False)` types do not say it, and all axes count.
+    These are the varying axes in the array's type. Under `check_vma=False` the type of
+    an array does not contain them, so all manual axes are returned.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if any(_varying(lax.axis_index(axis_name)) for axis_name in manual):
@@ -23,7 +24,7 @@ def _varying(array):
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Makes a key that differs between the ranks of `axes`, of one they share."""
+    """Derives a key that differs between the ranks of `axes` from a shared key."""
     for axis_name in sorted(axes):
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     return key
@@ -32,15 +33,15 @@ def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
 def drop(
     y: jax.Array, rate: float, key: jax.Array, same_axes: Iterable[str] = ()
 ) -> jax.Array:
-    """Drops elements, and others where ranks have other elements.
+    """Applies dropout with a separate mask for each shard of `y`.
 
     Args:
         y: the array.
-        rate: the share of elements that is dropped.
-        key: the same on every rank.
-        same_axes: manual axes whose ranks have the same elements, whatever y's type
-            says.
+        rate: the probability of dropping an element.
+        key: PRNG key, the same on every rank.
+        same_axes: manual axes whose ranks have the same elements, even if the type of
+            `y` varies over them.
     """
     key = per_device_key(key, varying_axes(y).difference(same_axes))
-    # That of linen cannot drop elements of an array on an explicit mesh.
+    # nnx.Dropout, because linen's Dropout does not support arrays on an explicit mesh.
     return nnx.Dropout(rate, deterministic=False)(y, rngs=nnx.Rngs(dropout=key))

@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention heads."""
+"""Projections and size checks of attention heads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,19 +15,20 @@ def project(
     inputs: Sequence[Any],
     rotary_base: float | None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies what shares its inputs in one call.
+    """Computes queries, keys and values; layers with the same input share one call.
 
     Args:
         call_together: calls several layers on the same inputs.
-        layers: those of queries, keys and values.
-        inputs: theirs; None takes the one before.
-        rotary_base: None where positions do not matter.
+        layers: the layers of queries, keys and values.
+        inputs: the inputs of queries, keys and values; None takes the previous one.
+        rotary_base: base of the rotary embeddings, or None.
 
     Returns:
         queries, keys and values.
 
     Raises:
-        UnsupportedOverlapError: for rotary embeddings of two different inputs.
+        UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
+            queries and keys differ.
     """
     inputs_q, inputs_k, inputs_v = inputs
     inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -50,7 +51,12 @@ def project(
 def check_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Refuses what is no size, and features or query heads that do not divide."""
+    """Checks the sizes of an attention layer.
+
+    Raises:
+        ShapeContractError: if a size is not a positive integer, heads or features do
+            not divide evenly, or `rotary_base` is invalid.
+    """
     op = "MultiHeadAttention"
     shapes.check_size(op, "num_heads", num_heads)
     shapes.check_size(op, "num_kv_heads", num_kv_heads)
@@ -89,7 +95,12 @@ def check_layer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """The same for a transformer layer, which has other names for them."""
+    """Checks the sizes of a transformer layer.
+
+    Raises:
+        ShapeContractError: if a size is not a positive integer, or the heads do not
+            divide `hidden_size` and `kv_channels` is None.
+    """
     op = "TransformerLayer"
     shapes.check_size(op, "hidden_size", hidden_size)
     shapes.check_size(op, "num_attention_heads", num_attention_heads)

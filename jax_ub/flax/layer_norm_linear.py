@@ -1,4 +1,4 @@
-"""A norm, then a linear layer: Transformer Engine's `LayerNormLinear`."""
+"""A norm followed by a linear layer: Transformer Engine's `LayerNormLinear`."""
 
 from typing import Any, Unpack
 
@@ -22,13 +22,13 @@ def make_norm(
     rngs: nnx.Rngs,
     options: LinearOptions,
 ) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Makes Flax's norm over the features, in the dtypes of the layers after it.
+    """Returns Flax's norm over the features, in the dtypes of the layers after it.
 
-    Every token is normalized by the rank that has it, before it is gathered.
+    Each rank normalizes its own tokens, before they are gathered.
 
     Raises:
-        UnknownNameError: if there is no norm of that name.
-        ShapeContractError: if `epsilon` is no number of 0 or more.
+        UnknownNameError: if the name of the norm is unknown.
+        ShapeContractError: if `epsilon` is not a non-negative number.
     """
     shapes.check_epsilon(op, "epsilon", epsilon)
     norm = normalizations.resolve(op, normalization, NORMS)
@@ -44,23 +44,23 @@ def make_norm(
 def normalize(
     op: str, norm: nnx.LayerNorm | nnx.RMSNorm, inputs: jax.Array
 ) -> jax.Array:
-    """Calls a norm.
+    """Applies a norm after checking the number of features.
 
     Raises:
-        ShapeContractError: if the inputs have another number of features.
+        ShapeContractError: if the inputs have a different number of features.
     """
     normalizations.check_features(op, norm.num_features, inputs)
     return norm(inputs)
 
 
 class LayerNormLinear(nnx.Module):
-    """`Linear` of normalized inputs, such as a language model's head.
+    """A norm followed by a `Linear`, for example as the head of a language model.
 
     Transformer Engine: `te.LayerNormLinear`.
 
     Attributes:
-        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, on whole features.
-        linear: `Linear`.
+        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, over all features of a token.
+        linear: the `Linear` after the norm.
     """
 
     def __init__(
@@ -82,19 +82,20 @@ class LayerNormLinear(nnx.Module):
             in_features: the global number of input features.
             out_features: the global number of output features.
             normalization: "LayerNorm" or "RMSNorm".
-            epsilon: added to the variance, or the mean square, before its root.
+            epsilon: added to the variance, or to the mean square, before the root.
             parallel: "column" or None.
-            ub_name: the linear layer's name: in errors, and in `initialize_ub`.
-            return_layernorm_output: whether a call returns what the norm made, too.
-            rngs: the random keys.
+            ub_name: the linear layer's name in `initialize_ub` and in error messages.
+            return_layernorm_output: whether a call also returns the normalized inputs.
+            rngs: the PRNG streams for the initializers.
             **options: further arguments of `Linear`.
 
         Raises:
-            UnknownNameError: if there is no such norm, `parallel`, method or axis.
-            UnsupportedOverlapError: if `parallel` is "row", where no rank has all
-                features of a token.
-            ShapeContractError: if a size is no positive integer, a sharded dimension
-                does not divide into the ranks, or `epsilon` is no number of 0 or more.
+            UnknownNameError: if the norm, `parallel`, method or axis is unknown.
+            UnsupportedOverlapError: if `parallel` is "row". Then no rank has all
+                features of a token, which the norm needs.
+            ShapeContractError: if a size is not a positive integer, the number of ranks
+                does not divide a sharded dimension, or `epsilon` is not a non-negative
+                number.
         """
         check_options(
             LayerNormLinear,
@@ -125,7 +126,8 @@ class LayerNormLinear(nnx.Module):
     def __call__(self, inputs: jax.Array) -> Any:
         """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 
-        With `return_layernorm_output` a pair of that and of the normalized inputs.
+        With `return_layernorm_output`, returns a pair of the result and the normalized
+        inputs.
         """
         normalized = normalize("LayerNormLinear", self.norm, inputs)
         y = self.linear(normalized)

@@ -1,4 +1,4 @@
-"""A norm, then an MLP: Transformer Engine's `LayerNormMLP`."""
+"""A norm followed by an MLP: Transformer Engine's `LayerNormMLP`."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -19,19 +19,20 @@ from jax_ub.flax.linear import (
 
 
 class LayerNormMLP(nnx.Module):
-    """Two linear layers of normalized inputs, first column, then row parallel.
+    """A norm, a column-parallel layer, an activation and a row-parallel layer.
 
-    The tokens are gathered once, by the GEMM of fc1, and of the gate where there is
-    one; the GEMM of fc2 sums and scatters them. In `initialize_ub` the two calls have
-    the names "fc1" and "fc2".
+    The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
+    is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
+    and "fc2" in `initialize_ub`.
 
     Transformer Engine: `te.LayerNormMLP`.
 
     Attributes:
-        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, on whole features.
-        fc1: column parallel `Linear`, `[hidden_size, ffn_hidden_size]`.
-        gate: of the same shape, for activations of a gate; otherwise None.
-        fc2: row parallel `Linear`, `[ffn_hidden_size, hidden_size]`.
+        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, over all features of a token.
+        fc1: column-parallel `Linear`, `[hidden_size, ffn_hidden_size]`.
+        gate: column-parallel `Linear` with the shape of fc1 for gated activations, else
+            None.
+        fc2: row-parallel `Linear`, `[ffn_hidden_size, hidden_size]`.
     """
 
     def __init__(
@@ -48,20 +49,21 @@ class LayerNormMLP(nnx.Module):
         """Creates the parameters.
 
         Args:
-            hidden_size: the number of features between layers.
+            hidden_size: the number of input and output features.
             ffn_hidden_size: the global number of features between fc1 and fc2.
             activation: "gelu", "qgelu", "relu", "srelu" or "silu"; "geglu", "qgeglu",
-                "reglu", "sreglu" or "swiglu", `function(x @ gate) * (x @ fc1)`; or a
-                function of each element.
+                "reglu", "sreglu" or "swiglu", for `function(x @ gate) * (x @ fc1)`; or
+                an elementwise function.
             normalization: "LayerNorm" or "RMSNorm".
-            epsilon: added to the variance, or the mean square, before its root.
-            rngs: the random keys.
+            epsilon: added to the variance, or to the mean square, before the root.
+            rngs: the PRNG streams for the initializers.
             **options: further arguments of `Linear`.
 
         Raises:
-            UnknownNameError: if there is no such activation, norm, method or axis.
-            ShapeContractError: if a size is no positive integer, `ffn_hidden_size` does
-                not divide into the ranks, or `epsilon` is no number of 0 or more.
+            UnknownNameError: if an activation, norm, method or axis is unknown.
+            ShapeContractError: if a size is not a positive integer, the number of ranks
+                does not divide `ffn_hidden_size`, or `epsilon` is not a non-negative
+                number.
         """
         check_options(
             LayerNormMLP,
@@ -99,7 +101,8 @@ class LayerNormMLP(nnx.Module):
 
         Args:
             inputs: the activations.
-            residual: what fc2 adds to its result inside its call, such as the inputs.
+            residual: array with the shape of the result that fc2 adds in its GEMM+RS,
+                for example the inputs.
         """
         normalized = normalize("LayerNormMLP", self.norm, inputs)
         if self.gate is None:

@@ -1,4 +1,4 @@
-"""`flax.nnx.Linear` and `LinearGeneral`, tensor parallel."""
+"""Tensor-parallel `flax.nnx.Linear` and `flax.nnx.LinearGeneral`."""
 
 import dataclasses
 import functools
@@ -50,19 +50,19 @@ class LinearOptions(TypedDict, total=False):
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
-    """Checks a larger module's arguments and those that it passes to its linear layers.
+    """Checks the arguments of a larger module and those that it passes to `Linear`.
 
     Args:
-        layer: the module, for errors.
-        options: the arguments that it passes on.
-        **own: its own arguments.
+        layer: the module's class, for error messages.
+        options: the arguments that the module passes to its linear layers.
+        **own: the other arguments of the module.
 
     Raises:
-        ShapeContractError: if an argument has another type.
-        UnknownArgumentError: if `Linear` does not take one of them there.
-        UnknownNameError: if there is no such method, or a flag is neither true nor
-            false.
-        ConfigurationError: if flags, or a flag and the method, contradict.
+        ShapeContractError: if an argument has the wrong type.
+        UnknownArgumentError: if an option is not in `LinearOptions`.
+        UnknownNameError: if the method is unknown, or a flag is not a bool.
+        ConfigurationError: if two flags, or a flag and the method, contradict each
+            other.
         UnsupportedOverlapError: if a flag is True without sequence parallelism.
     """
     op, known = layer.__name__, LinearOptions.__annotations__
@@ -82,34 +82,37 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """The name of one of Transformer Engine's overlaps, where the layer has one.
+    """Returns `name` with sequence parallelism, else None.
 
-    They are all-gathers and reduce-scatters; without sequence parallelism there are
-    all-reduces.
+    The overlaps of Transformer Engine that have names are all-gathers and
+    reduce-scatters. Without sequence parallelism, the layers communicate by all-reduce.
     """
     return name if options.get("sequence_parallel", True) else None
 
 
 class Linear(nnx.Module):
-    """A linear layer over the last dimension, in the layout of `parallel`.
+    """A tensor-parallel linear layer over the last dimensions of its inputs.
 
-    It has the parameters of `flax.nnx.Linear`, with the same names, global shapes and
-    initial values, so that checkpoints swap; and with several in or out dimensions
-    those of `flax.nnx.LinearGeneral` over the last ones, of which the first is sharded:
-    attention heads, of `[heads, head_dim]`. On global arrays it is called like that
-    layer, and lays its arrays out on the mesh by itself. Inside the caller's
-    `jax.shard_map` it works on shards: split the module with `nnx.split`, pass its
-    state with the specs of `nnx.get_partition_spec`, and merge it inside.
+    The parameters have the names, global shapes and initial values of
+    `flax.nnx.Linear`, so both can load each other's checkpoints. With several input or
+    output dimensions they are those of `flax.nnx.LinearGeneral` over the last
+    dimensions. The first of several dimensions is sharded: for attention heads
+    `[heads, head_dim]`, the heads.
+
+    With global arrays, the layer is called like the Flax layer and shards its operands
+    over the mesh itself. Inside the caller's `jax.shard_map` it computes on shards:
+    split the module with `nnx.split`, pass its state with the specs of
+    `nnx.get_partition_spec`, and merge it inside.
 
     | parallel | x | kernel | y |
     |---|---|---|---|
-    | "column" | tokens sharded, gathered here | `[in, out/P]` | features sharded |
-    | "row" | features sharded | `[in/P, out]` | summed, tokens sharded |
-    | None | as it comes | `[in, out]` | as it comes |
+    | "column" | sharded by tokens, gathered | `[in, out/P]` | sharded by features |
+    | "row" | sharded by features | `[in/P, out]` | summed, sharded by tokens |
+    | None | any sharding | `[in, out]` | any sharding |
 
     Attributes:
-        kernel: `[*in_features, *out_features]`.
-        bias: `[*out_features]` or None.
+        kernel: the kernel, `[*in_features, *out_features]`.
+        bias: the bias, `[*out_features]`, or None.
         main_grad: the accumulator of the kernel's gradient, or None.
     """
 
@@ -144,57 +147,65 @@ class Linear(nnx.Module):
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
     ):
-        """Creates the parameters, sharded where a mesh is known.
+        """Creates the parameters, sharded if the mesh is known.
 
         Args:
-            in_features: the global number of input features, or sizes of several
-                dimensions.
-            out_features: the same of the output.
+            in_features: the global number of input features, or a tuple of sizes of
+                several input dimensions.
+            out_features: the global number of output features, or a tuple of sizes of
+                several output dimensions.
             use_bias: whether a bias is added.
             dtype: dtype of the computation; None infers it from inputs and parameters.
             param_dtype: dtype of the parameters.
-            precision: taken for `flax.nnx.Linear`'s sake: sums are made in f32 anyway.
+            precision: accepted for compatibility with `flax.nnx.Linear` and ignored.
+                Products are always summed in f32.
             kernel_init: initializer of the kernel.
             bias_init: initializer of the bias.
-            promote_dtype: brings `(inputs, kernel, bias)` to one dtype.
-            preferred_element_type: dtype of the result; None is that of the inputs.
-            rngs: the random keys.
-            kernel_metadata: metadata of the kernel; "out_sharding" in it replaces the
-                layout that `parallel` and `fsdp_axes` give.
-            bias_metadata: the same for the bias.
+            promote_dtype: function that casts `(inputs, kernel, bias)` to one dtype.
+            preferred_element_type: dtype of the result; None takes the dtype of the
+                promoted inputs.
+            rngs: the PRNG streams for the initializers.
+            kernel_metadata: metadata of the kernel. An entry "out_sharding" overrides
+                the sharding that `parallel` and `fsdp_axes` imply.
+            bias_metadata: metadata of the bias, with the same override.
             parallel: "column", "row" or None.
-            axis_name: the tensor-parallel mesh axis, or several taken as one.
-            mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
+            axis_name: the tensor-parallel mesh axis, or a tuple of axes that are used
+                as one.
+            mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
             data_axes: the mesh axes that shard the leading axis of the inputs. None
-                takes all axes but `axis_name`, where their product divides it.
+                takes all axes except `axis_name` if their product divides it.
             sequence_parallel: whether tokens are sharded over `axis_name` between the
-                layers; otherwise a column layer gathers nothing and a row layer
+                layers. If False, a column layer gathers nothing and a row layer
                 all-reduces.
-            method: how it runs; None is `JAX_UB_METHOD`, or "auto".
-            ub_name: the layer's name: in errors, and in `initialize_ub`.
+            method: how GEMM and communication overlap; None takes `JAX_UB_METHOD` if
+                set, else "auto".
+            ub_name: the layer's name in `initialize_ub` and in error messages.
             main_grad: whether the kernel's gradient is accumulated into `main_grad`.
-            fsdp_axes: the mesh axes that shard the kernel's other dimension, or the in
-                dimension where `parallel` is None (FSDP).
-            ub_overlap_ag: whether the all-gather of a column layer's input, forward,
-                and of a row layer's output gradient, in its dgrad, overlaps. True
-                overlaps it or fails, False runs it by plain `jax.lax`, None leaves
-                the choice to jax_ub; so do the flags that follow.
-            ub_overlap_rs: the same of the reduce-scatter of a row layer's result.
-            ub_overlap_rs_dgrad: the same of the reduce-scatter of a column layer's
-                input gradient, with its dgrad GEMM.
-            ub_bulk_dgrad: the same of the all-gather of a column layer's input, beside
-                its dgrad GEMM.
-            ub_bulk_wgrad: the same of the reduce-scatter of a column layer's input
-                gradient, beside its wgrad GEMM; equal to `ub_bulk_dgrad`.
+            fsdp_axes: the mesh axes that shard the kernel dimension that `parallel`
+                does not shard, or the input dimension if `parallel` is None (FSDP).
+            ub_overlap_ag: whether to overlap the all-gather of a column layer's input
+                in the forward, and of a row layer's output gradient in the dgrad. True
+                raises an error if this is not possible; False communicates with plain
+                `jax.lax`; None lets jax_ub choose. The following flags take the same
+                values.
+            ub_overlap_rs: whether to overlap the reduce-scatter of a row layer's
+                result.
+            ub_overlap_rs_dgrad: whether to overlap the reduce-scatter of a column
+                layer's input gradient with its dgrad GEMM.
+            ub_bulk_dgrad: whether to overlap the all-gather of a column layer's input
+                with its dgrad GEMM.
+            ub_bulk_wgrad: whether to overlap the reduce-scatter of a column layer's
+                input gradient with its wgrad GEMM. Must equal `ub_bulk_dgrad`.
 
         Raises:
-            ConfigurationError: if flags, or a flag and the method, contradict.
-            UnsupportedOverlapError: if a flag is True and the layer is not parallel
-                over tokens, or one bulk flag differs from the other.
-            UnknownNameError: if there is no such `parallel`, `method` or axis.
-            ShapeContractError: if a size is no positive integer, a sharded dimension
-                does not divide into the ranks, or the kernel's metadata shards the
-                other one.
+            ConfigurationError: if two flags, or a flag and the method, contradict each
+                other.
+            UnsupportedOverlapError: if a flag is True but the layer does not shard
+                tokens, or if the bulk flags differ.
+            UnknownNameError: if `parallel`, `method` or the axis is unknown.
+            ShapeContractError: if a size is not a positive integer, the number of ranks
+                does not divide a sharded dimension, or the kernel's metadata shards a
+                different dimension than `parallel`.
         """
         arguments.check(
             "Linear",
@@ -237,7 +248,8 @@ class Linear(nnx.Module):
         further = [None] * (len(outs) - 1)
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
         shape = (*ins, *outs)
-        # Initial values depend on the number of inputs and outputs alone.
+        # Initialized as a matrix, as in LinearGeneral: initial values depend only on
+        # the numbers of inputs and outputs.
         flat = (math.prod(ins), math.prod(outs))
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
@@ -282,9 +294,10 @@ class Linear(nnx.Module):
 
         Args:
             inputs: the activations.
-            out_sharding: where the result goes, from where `parallel` leaves it.
-            residual: what is added to the result, of its shape and place; a row layer
-                does that inside the call, and rounds once.
+            out_sharding: the sharding of the result; None keeps the one that `parallel`
+                implies.
+            residual: array with the shape and the sharding of the result that is added
+                to it. A row layer adds it in its GEMM+RS and rounds once.
         """
         (y,) = call_together((self,), inputs, residual)
         return with_output_sharding(y, out_sharding)
@@ -293,12 +306,12 @@ class Linear(nnx.Module):
 def call_together(
     layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Calls layers of one kind on the same inputs, which are gathered once for all.
+    """Calls layers on the same inputs, which are gathered only once.
 
     Args:
-        layers: the layers; they differ in their out dimensions and parameters only.
+        layers: the layers. They may differ only in output sizes and parameters.
         inputs: `[..., tokens, *in_features]`.
-        residual: `[..., tokens, *out_features]` or None, for one layer.
+        residual: `[..., tokens, *out_features]`; only with a single layer.
     """
     first = layers[0]
     shapes.check_array(first.sharding_layout.op, "x", inputs)
@@ -322,9 +335,12 @@ def call_together(
 
 
 def _placement_of(layer):
-    """That of the layer, on the FSDP axes that its kernel's metadata names."""
+    """Returns the sharding layout of a layer.
+
+    Its FSDP axes are those in the kernel's metadata.
+    """
     num_in, kernel = len(sizes_of(layer.in_features)), layer.kernel
-    # Kernels of stacked layers may have names for axes in front of theirs.
+    # The metadata of stacked layers may name additional leading axes.
     spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
     sharding_layout = layer.sharding_layout
     sharding_layout = sharding_layout.with_fsdp_of(
@@ -333,13 +349,16 @@ def _placement_of(layer):
     dim = sharding_layout.fsdp_dim * num_in
     size = (*sizes_of(layer.in_features), *sizes_of(layer.out_features))[dim]
     in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if in_shard_map and kernel.shape[dim] == size:  # the caller keeps it whole there
+    if in_shard_map and kernel.shape[dim] == size:  # the kernel is not sharded
         sharding_layout = dataclasses.replace(sharding_layout, fsdp_axes=())
     return sharding_layout
 
 
 def _unboxed(values, metadata):
-    """Takes values, and metadata of theirs, out of what `nnx.with_metadata` returns."""
+    """Returns the values of an initializer and their merged metadata.
+
+    An initializer may be wrapped in `nnx.with_metadata`, which adds metadata and hooks.
+    """
     if not isinstance(values, nnx.VariableMetadata):
         return values, metadata
     hooks = {k: v for k, v in vars(values).items() if k.startswith("on_") and v}
@@ -347,9 +366,9 @@ def _unboxed(values, metadata):
 
 
 def _sharded(kind, array, metadata):
-    """Makes a variable, which Flax shards on the mesh among its metadata.
+    """Creates a variable, which Flax shards over the mesh in its metadata.
 
-    The mesh is not kept: its devices do not pickle.
+    The mesh is then removed from the metadata, because its devices cannot be pickled.
     """
     variable = kind(array, **metadata)
     if metadata.get("mesh") is not None:
@@ -358,7 +377,7 @@ def _sharded(kind, array, metadata):
 
 
 def _with_sharding(metadata, spec, sharding_layout):
-    """Adds `spec` to a variable's metadata, where the caller says nothing else."""
+    """Adds `spec` to a variable's metadata unless the caller specified a sharding."""
     said = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
     if said or not any(sharding_layout.kernel_spec):
         return metadata
@@ -366,6 +385,7 @@ def _with_sharding(metadata, spec, sharding_layout):
     if sharding_layout.mesh is not None:
         added["mesh"] = sharding_layout.mesh
     elif sharding_layout.find_mesh() is None or sharding_layout.is_local():
-        # Flax refuses to shard without a mesh; the layout is worth noting all the same.
+        # Flax cannot shard eagerly without a mesh. The metadata still keeps the spec,
+        # for nnx.get_partition_spec.
         added["eager_sharding"] = False
     return added | dict(metadata)

@@ -1,25 +1,26 @@
-"""Gradients that accumulate beside their kernels."""
+"""Variables that accumulate kernel gradients."""
 
 from flax import nnx
 
 
 class MainGrad(nnx.Variable):
-    """The f32 accumulator of a kernel's gradient, which its gradient overwrites.
+    """The f32 accumulator of a kernel's gradient.
 
-    Its cotangent is not a gradient but its new value, `main_grad + dw`, and that of the
-    kernel beside it is zero: Flax's "overwrite with gradient" convention.
+    Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
+    zero. This is Flax's "overwrite with gradient" convention.
     """
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
-    """Puts accumulated gradients in the places of their kernels' own, for an optimizer.
+    """Replaces kernel gradients by the accumulated gradients, for an optimizer.
 
     Args:
-        gradients: the gradients of the parameters, zero for kernels with a `main_grad`.
+        gradients: the gradients of the parameters. They are zero for kernels with a
+            `main_grad`.
         main_grads: the model's `MainGrad` variables after the last microbatch.
 
     Returns:
-        `gradients`, with every `main_grad` as the gradient of the `kernel` beside it.
+        `gradients`, with each `main_grad` as the gradient of its layer's `kernel`.
     """
     flat = dict(nnx.to_flat_state(gradients))
     for path, main_grad in nnx.to_flat_state(main_grads):

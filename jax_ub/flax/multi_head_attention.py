@@ -1,4 +1,4 @@
-"""`flax.nnx.MultiHeadAttention`, tensor parallel."""
+"""Tensor-parallel `flax.nnx.MultiHeadAttention`."""
 
 import functools
 from collections.abc import Callable
@@ -29,22 +29,24 @@ _PLACEMENT = ("axis_name", "mesh", "data_axes", "sequence_parallel", "method")
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention whose heads are spread over the ranks.
+    """Multi-head attention whose heads are sharded over the ranks.
 
-    It has the parameters of `flax.nnx.MultiHeadAttention`, with the same names, global
-    shapes and initial values, so that checkpoints swap. The tokens are gathered once,
-    by one call that multiplies queries, keys and values; the GEMM of the output sums
-    and scatters them. In `initialize_ub` the two calls have the names "qkv" and "proj".
+    The parameters have the names, global shapes and initial values of
+    `flax.nnx.MultiHeadAttention`, so both can load each other's checkpoints. The tokens
+    are gathered once, in one AG+GEMM for queries, keys and values. The output
+    projection is one GEMM+RS, which sums and scatters its result. The two calls are
+    named "qkv" and "proj" in `initialize_ub`.
 
     Transformer Engine: `te.MultiheadAttention`.
 
     Attributes:
-        query: column parallel `Linear`, `[in_features, num_heads, head_dim]`.
-        key: the same, `[in_kv_features, num_kv_heads, head_dim]`.
-        value: as `key`.
-        query_ln: `nnx.RMSNorm` or `nnx.LayerNorm` over `head_dim`, or None.
-        key_ln: as `query_ln`.
-        out: row parallel `Linear`, `[num_heads, head_dim, out_features]`.
+        query: column-parallel `Linear`, `[in_features, num_heads, head_dim]`.
+        key: column-parallel `Linear`, `[in_kv_features, num_kv_heads, head_dim]`.
+        value: column-parallel `Linear` with the shape of `key`.
+        query_ln: norm of the queries over `head_dim`, `nnx.RMSNorm` or
+            `nnx.LayerNorm`, or None.
+        key_ln: norm of the keys over `head_dim`, or None.
+        out: row-parallel `Linear`, `[num_heads, head_dim, out_features]`.
     """
 
     def __init__(  # noqa: PLR0913, flax.nnx.MultiHeadAttention's arguments
@@ -70,32 +72,34 @@ class MultiHeadAttention(nnx.Module):
         """Creates the parameters.
 
         Args:
-            num_heads: the global number of heads of the queries.
-            in_features: the number of features of the inputs.
-            qkv_features: `num_heads * head_dim`; None is `in_features`.
-            out_features: the number of features of the result; None is `in_features`.
-            num_kv_heads: the global number of heads of keys and values, a divisor of
-                `num_heads` (grouped queries); None is `num_heads`.
-            in_kv_features: the number of features of the inputs of keys and values;
-                None is `in_features`.
-            is_causal: whether a token attends to none behind it.
-            rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
-                None for none.
-            qk_norm_type: the norm of queries and keys, before rotary embeddings:
-                "RMSNorm", "LayerNorm", or None for none.
-            normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
-            attention_fn: what attends; see `CoreAttention`.
-            dropout_rate: the share of attention weights that is dropped.
+            num_heads: the global number of query heads.
+            in_features: the number of input features.
+            qkv_features: `num_heads * head_dim`; None takes `in_features`.
+            out_features: the number of output features; None takes `in_features`.
+            num_kv_heads: the global number of key and value heads, which must divide
+                `num_heads` (grouped-query attention); None takes `num_heads`.
+            in_kv_features: the number of input features of keys and values; None takes
+                `in_features`.
+            is_causal: whether a token attends only to itself and earlier tokens.
+            rotary_base: base of the rotary embeddings of queries and keys, for example
+                10000.0; None disables them.
+            qk_norm_type: the norm that is applied to queries and keys before rotary
+                embeddings: "RMSNorm", "LayerNorm", or None.
+            normalize_qk: True has the same effect as `qk_norm_type="LayerNorm"`; Flax's
+                argument.
+            attention_fn: the attention function; see `CoreAttention`.
+            dropout_rate: the probability of dropping an attention weight.
             broadcast_dropout: whether all sequences and heads drop the same weights.
-            deterministic: whether nothing is dropped; `model.eval()` sets it.
-            rngs: the random keys, with a stream "dropout" if weights are dropped.
+            deterministic: whether dropout is disabled; `model.eval()` sets it to True.
+            rngs: the PRNG streams for the initializers; with dropout also "dropout".
             **options: further arguments of `Linear`.
 
         Raises:
-            ShapeContractError: if heads do not divide into the ranks, features or
-                query heads not into heads, or `dropout_rate` is no probability below 1.
-            UnknownNameError: if there is no such method or axis, or `attention_fn` is
-                no function.
+            ShapeContractError: if the number of ranks does not divide the heads, the
+                heads do not divide `qkv_features`, `num_kv_heads` does not divide
+                `num_heads`, or `dropout_rate` is not in [0, 1).
+            UnknownNameError: if the method or the axis is unknown, or `attention_fn` is
+                not callable.
         """
         check_options(
             MultiHeadAttention,
@@ -173,17 +177,19 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
             inputs_q: the inputs of the queries.
-            inputs_k: those of the keys; None takes `inputs_q`.
-            inputs_v: those of the values; None takes `inputs_k`.
-            mask: `[..., heads, tokens, tokens of inputs_k]`, with 1 for what is the
-                same; true where a query attends to a key.
-            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
-                counts them.
-            residual: what is added to the result inside its call.
-            deterministic: whether nothing is dropped; None is the module's.
+            inputs_k: the inputs of the keys; None takes `inputs_q`.
+            inputs_v: the inputs of the values; None takes `inputs_k`.
+            mask: `[..., heads, tokens, tokens of inputs_k]`, or broadcastable to it;
+                true where a query attends to a key.
+            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
+                None uses 0, 1, 2, ....
+            residual: array with the shape of the result that the output projection
+                adds in its GEMM+RS.
+            deterministic: whether dropout is disabled; None takes the module's value.
 
         Raises:
-            UnsupportedOverlapError: for rotary embeddings of two different inputs.
+            UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
+                queries and keys differ.
         """
         kernel = self.query.kernel[...]
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
@@ -198,10 +204,10 @@ class MultiHeadAttention(nnx.Module):
         return self.out(y, residual=residual)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets what `nnx.view` is told.
+        """Sets the attributes that `nnx.view` passes.
 
         Args:
-            deterministic: whether nothing is dropped; None leaves it as it is.
+            deterministic: whether dropout is disabled; None keeps the current value.
         """
         if deterministic is not None:
             self.deterministic = deterministic

@@ -1,4 +1,4 @@
-"""Norms before linear layers, by the names that Transformer Engine gives them."""
+"""Checks and names of the norms before linear layers."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -20,10 +20,10 @@ Norm = TypeVar("Norm")
 
 
 def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
-    """Finds a norm.
+    """Returns the norm with the given name.
 
     Raises:
-        UnknownNameError: if there is none of that name.
+        UnknownNameError: if the name is unknown.
     """
     if not isinstance(normalization, str) or normalization not in norms:
         raise UnknownNameError(
@@ -37,17 +37,17 @@ QK_NORMS = ("RMSNorm", "LayerNorm")
 
 
 def qk_norm(op: str, qk_norm_type: str | None, normalize_qk: bool) -> str | None:
-    """Returns the norm of queries and keys, None for none.
+    """Returns the name of the norm of queries and keys, or None.
 
     Args:
-        op: the layer, for errors.
+        op: the layer's name in error messages.
         qk_norm_type: Transformer Engine's argument.
-        normalize_qk: Flax's argument, which stands for "LayerNorm".
+        normalize_qk: Flax's argument; True means "LayerNorm".
 
     Raises:
         ConfigurationError: if both arguments are given.
-        UnknownNameError: if there is no norm of that name, or `normalize_qk` is
-            neither true nor false.
+        UnknownNameError: if the name of the norm is unknown, or `normalize_qk` is not a
+            bool.
     """
     shapes.check_flag(op, "normalize_qk", normalize_qk)
     if qk_norm_type is None:
@@ -66,7 +66,13 @@ def qk_norm(op: str, qk_norm_type: str | None, normalize_qk: bool) -> str | None
 
 
 def check_parallel(op: str, parallel: str | None) -> None:
-    """Refuses a linear layer whose inputs no norm before it could have whole."""
+    """Checks that a linear layer after a norm is not row parallel.
+
+    A norm needs all features of a token on one rank.
+
+    Raises:
+        UnsupportedOverlapError: if the layer is row parallel.
+    """
     if parallel is not None and resolve_kind(op, parallel) == "row":
         raise UnsupportedOverlapError(
             f'{op}: parallel = "row" shards the features, which a norm needs whole. '
@@ -76,7 +82,11 @@ def check_parallel(op: str, parallel: str | None) -> None:
 
 
 def check_features(op: str, num: int, inputs: jax.Array) -> None:
-    """Refuses inputs that have another number of features than the norm, or none."""
+    """Checks that the inputs have the number of features of the norm.
+
+    Raises:
+        ShapeContractError: if they do not.
+    """
     shapes.check_array(op, "inputs", inputs)
     if inputs.shape[-1:] != (num,):
         raise ShapeContractError(

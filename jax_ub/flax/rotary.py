@@ -7,18 +7,19 @@ from jax_ub.reference import with_rank
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Turns pairs of features by angles that grow with the token's position.
+    """Applies rotary position embeddings to queries or keys.
 
-    Feature i is paired with feature i + D/2, and turned by `position * base**(-2i/D)`,
+    Rotates each pair of features i and i + D/2 by the angle `position * base**(-2i/D)`,
     as in GPT-NeoX and Llama.
 
     Args:
         x: queries or keys, `[..., tokens, heads, D]`.
         positions: `[..., tokens]`, or `[tokens]` for all sequences.
-        base: the slowest pair turns by about one radian in so many tokens.
+        base: base of the angles. The slowest pair rotates by about one radian in `base`
+            tokens.
 
     Returns:
-        x's shape and dtype; computed in f32.
+        The rotated array, with the shape and dtype of x. The rotation is in f32.
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864.
     """

@@ -1,4 +1,4 @@
-"""Linear layers of several dimensions, and several of them in one call."""
+"""Multiplication of the same inputs by one or several kernels of any rank."""
 
 import dataclasses
 import math
@@ -29,27 +29,27 @@ def multiply_together(
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies the same inputs by several kernels; what is gathered is so once.
+    """Multiplies the same inputs by several kernels; gathers the inputs only once.
 
     Args:
-        sharding_layout: the layout of all kernels, whose first in or out dimension is
-            sharded.
+        sharding_layout: the sharding layout of all kernels. It shards the first input
+            or the first output dimension.
         inputs: `[..., tokens, *in]`.
-        kernels: `[*in, *out]`, of the dtype of the inputs.
-        biases: `[*out]`, one for each kernel or none at all.
-        main_grads: f32 `[*in, *out]`, one for each kernel or none at all.
-        num_in: how many dimensions are contracted.
-        residual: `[..., tokens, *out]` or None, added to the result of one kernel, of a
-            row layer in its call, where it is rounded once.
-        out_dtype: dtype of the products; None is that of the inputs. With a residual
-            the result has the dtype that holds both.
+        kernels: `[*in, *out]`, with the dtype of the inputs.
+        biases: `[*out]` for each kernel, or empty.
+        main_grads: f32 `[*in, *out]` for each kernel, or empty.
+        num_in: the number of contracted dimensions.
+        residual: `[..., tokens, *out]` or None; only with a single kernel. A row layer
+            adds it in its GEMM+RS and rounds once.
+        out_dtype: dtype of the products; None takes the dtype of the inputs. With a
+            residual, the result has the common dtype of product and residual.
 
     Returns:
         `[..., tokens, *out]` for each kernel.
 
     Raises:
-        ShapeContractError: if the arrays do not fit each other or the mesh, or if a
-            main_grad was handed to another call already.
+        ShapeContractError: if the shapes do not match each other or the mesh, or if a
+            main_grad was already passed to another call.
     """
     shapes.check_array(sharding_layout.op, "x", inputs)
     if residual is not None:
@@ -67,7 +67,7 @@ def multiply_together(
     )
     for kernel in kernels:
         sharding_layout.check_contraction(inputs, kernel, num_in)
-        if mesh is not None and kernel.ndim > 2:  # their matrix may divide all the same
+        if mesh is not None and kernel.ndim > 2:  # the flat size may divide anyway
             sharding_layout.check_features(
                 (kernel.shape[0], kernel.shape[num_in]), mesh
             )
@@ -80,7 +80,7 @@ def multiply_together(
         num_out = kernels[0].ndim - num_in
         addend = _flat(residual, num_out)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
-        if main_grad.ndim > 2:  # its matrix is another array in every call
+        if main_grad.ndim > 2:  # reshaping creates a new array per call
             accumulators.claim(sharding_layout.op, main_grad, kernel)
     ys = sharded_linear(
         sharding_layout,
@@ -109,15 +109,16 @@ def multiply_promoted(
     """Multiplies the same inputs by several kernels, in the dtype of each layer.
 
     Args:
-        sharding_layout: the layout of all kernels.
-        inputs: the inputs as each layer promoted them.
-        kernels: one for each layer.
-        biases: one for each layer or none at all.
-        main_grads: one for each layer or none at all.
-        **options: as of `multiply_together`.
+        sharding_layout: the sharding layout of all kernels.
+        inputs: the inputs after dtype promotion, one array for each layer.
+        kernels: one kernel for each layer.
+        biases: one bias for each layer, or empty.
+        main_grads: one main_grad for each layer, or empty.
+        **options: keyword arguments of `multiply_together`.
 
     Returns:
-        The results. Layers of one dtype share one gather.
+        One result for each layer. If all layers have the same dtype, they share one
+        gather.
     """
     if len({x.dtype for x in inputs}) == 1:
         arrays = (inputs[0], kernels, biases, main_grads)
@@ -130,12 +131,12 @@ def multiply_promoted(
 
 
 def _gathered(sharding_layout, manual, inputs, kernels, main_grads, num_in):
-    """Gathers kernels that the caller's own `shard_map` has cut for FSDP."""
+    """All-gathers kernels that the caller's `shard_map` shards over FSDP axes."""
     axes = tuple(name for name in sharding_layout.fsdp_axes if name in manual)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
         accumulators.claim(
             sharding_layout.op, main_grad, kernel
-        )  # the gathered is another
+        )  # before gathering, which creates a new array
     dim = sharding_layout.fsdp_dim * num_in
     parts = tuple(kernels), tuple(main_grads)
     gathered = gather_kernels(inputs, *parts, axes=axes, dim=dim)
@@ -144,7 +145,7 @@ def _gathered(sharding_layout, manual, inputs, kernels, main_grads, num_in):
 
 
 def _add(y, residual):
-    """Adds a residual that may lie otherwise, which an explicit mesh would refuse."""
+    """Adds a residual; on an explicit mesh, reshards it first like `y`."""
     sharding = jax.typeof(y).sharding
     if residual.shape == y.shape and AxisType.Explicit in sharding.mesh.axis_types:
         residual = jax.sharding.reshard(residual, sharding)
@@ -152,14 +153,22 @@ def _add(y, residual):
 
 
 def _flat(x, num_dims):
-    """Makes one of the last dimensions; -1 would not know the size of empty ones."""
+    """Flattens the last `num_dims` dimensions.
+
+    Computes the size, because reshape cannot infer -1 for empty arrays.
+    """
     lead = x.ndim - num_dims
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
 def _check_residual(sharding_layout, residual, lead, outs):
-    """Refuses a residual of other features, or of other tokens than a row layer's."""
-    # How many tokens a rank's own result has is known to the op, which checks them.
+    """Checks the shape of a residual.
+
+    Raises:
+        ShapeContractError: if its features, or its tokens for a row layer with global
+            arrays, differ from those of the result.
+    """
+    # Inside shard_map only the op knows the number of tokens per rank, and checks it.
     is_whole = sharding_layout.parallel == "row" and not sharding_layout.is_local()
     wanted = (*lead, *outs) if is_whole else outs
     found = residual.shape if is_whole else residual.shape[-len(outs) :]
@@ -173,15 +182,15 @@ def _check_residual(sharding_layout, residual, lead, outs):
 
 
 def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of one or several dimensions."""
+    """Returns `features` as a tuple of sizes."""
     return tuple(features) if isinstance(features, Sequence) else (features,)
 
 
 def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
-    """The same, of what a layer is made with.
+    """Returns `features` as a tuple of sizes after checking them.
 
     Raises:
-        ShapeContractError: if one is no positive integer, or there is none.
+        ShapeContractError: if it is empty, or a size is not a positive integer.
     """
     sizes = sizes_of(features)
     if not sizes or not all(map(shapes.is_size, sizes)):

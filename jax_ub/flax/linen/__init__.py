@@ -1,4 +1,4 @@
-"""The same modules for Flax's linen."""
+"""Flax linen modules whose GEMMs overlap with collective communication."""
 
 from jax_ub.flax.linen.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from jax_ub.flax.linen.layer_norm_mlp import LayerNormMLP as LayerNormMLP

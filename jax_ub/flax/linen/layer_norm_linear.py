@@ -1,4 +1,4 @@
-"""A norm, then a linear layer: Transformer Engine's `LayerNormLinear`."""
+"""A norm followed by a linear layer: Transformer Engine's `LayerNormLinear`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 def make_norm(
     module: TensorParallel, name: str, normalization: str, epsilon: float
 ) -> nn.LayerNorm | nn.RMSNorm:
-    """Makes Flax's norm over the features, in the dtypes of the layers after it.
+    """Returns Flax's norm over the features, in the dtypes of the layers after it.
 
-    Every token is normalized by the rank that has it, before it is gathered.
+    Each rank normalizes its own tokens, before they are gathered.
 
     Raises:
-        UnknownNameError: if there is no norm of that name.
-        ShapeContractError: if `epsilon` is no number of 0 or more.
+        UnknownNameError: if the name of the norm is unknown.
+        ShapeContractError: if `epsilon` is not a non-negative number.
     """
     op = type(module).__name__
     shapes.check_epsilon(op, "epsilon", epsilon)
@@ -35,20 +35,20 @@ def make_norm(
 
 
 class LayerNormLinear(TensorParallel):
-    """`Linear` of normalized inputs, such as a language model's head.
+    """A norm followed by a `Linear`, for example as the head of a language model.
 
-    Its submodules are `norm`, `nn.LayerNorm` or `nn.RMSNorm` on whole features, and
-    `linear`.
+    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm` over all features of a
+    token, and `linear`.
 
     Transformer Engine: `te.LayerNormLinear`.
 
     Attributes:
-        features: the global number of output features, or sizes of several dimensions.
+        features: the global number of output features, or a tuple of output sizes.
         normalization: "LayerNorm" or "RMSNorm".
-        epsilon: added to the variance, or the mean square, before its root.
+        epsilon: added to the variance, or to the mean square, before the root.
         parallel: "column" or None.
-        ub_name: the linear layer's name: in errors, and in `initialize_ub`.
-        return_layernorm_output: whether a call returns what the norm made, too.
+        ub_name: the linear layer's name in `initialize_ub` and in error messages.
+        return_layernorm_output: whether a call also returns the normalized inputs.
     """
 
     features: int | Sequence[int]
@@ -63,13 +63,14 @@ class LayerNormLinear(TensorParallel):
     def __call__(self, inputs: jax.Array) -> Any:
         """Maps `[..., tokens, in]` to `[..., tokens, *features]`.
 
-        With `return_layernorm_output` a pair of that and of the normalized inputs.
+        With `return_layernorm_output`, returns a pair of the result and the normalized
+        inputs.
 
         Raises:
-            UnknownNameError: if there is no such norm, `parallel`, method or axis.
-            UnsupportedOverlapError: if `parallel` is "row", where no rank has all
-                features of a token.
-            ShapeContractError: if the inputs are no array with features.
+            UnknownNameError: if the norm, `parallel`, method or axis is unknown.
+            UnsupportedOverlapError: if `parallel` is "row". Then no rank has all
+                features of a token, which the norm needs.
+            ShapeContractError: if the inputs are not an array with a feature dimension.
         """
         check_options(LayerNormLinear, self.linear_options())
         normalizations.check_parallel("LayerNormLinear", self.parallel)

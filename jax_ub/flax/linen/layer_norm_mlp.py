@@ -1,4 +1,4 @@
-"""A norm, then an MLP: Transformer Engine's `LayerNormMLP`."""
+"""A norm followed by an MLP: Transformer Engine's `LayerNormMLP`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,26 +16,27 @@ from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
 
 class LayerNormMLP(TensorParallel):
-    """Two linear layers of normalized inputs, first column, then row parallel.
+    """A norm, a column-parallel layer, an activation and a row-parallel layer.
 
-    The tokens are gathered once, by the GEMM of fc1, and of the gate where there is
-    one; the GEMM of fc2 sums and scatters them. In `initialize_ub` the two calls have
-    the names "fc1" and "fc2".
+    The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
+    is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
+    and "fc2" in `initialize_ub`.
 
-    Its submodules are `norm`, `nn.LayerNorm` or `nn.RMSNorm` on whole features; `fc1`,
-    a column parallel `Linear`, `[hidden_size, ffn_hidden_size]`; `gate` of the same
-    shape, for activations of a gate; and `fc2`, the row parallel way back.
+    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm` over all features of a
+    token; `fc1`, a column-parallel `Linear`, `[hidden_size, ffn_hidden_size]`; `gate`
+    with the same shape, for gated activations only; and `fc2`, a row-parallel `Linear`,
+    `[ffn_hidden_size, hidden_size]`.
 
     Transformer Engine: `te.LayerNormMLP`.
 
     Attributes:
-        hidden_size: the number of features between layers.
+        hidden_size: the number of input and output features.
         ffn_hidden_size: the global number of features between fc1 and fc2.
         activation: "gelu", "qgelu", "relu", "srelu" or "silu"; "geglu", "qgeglu",
-            "reglu", "sreglu" or "swiglu", `function(x @ gate) * (x @ fc1)`; or a
-            function of each element.
+            "reglu", "sreglu" or "swiglu", for `function(x @ gate) * (x @ fc1)`; or
+            an elementwise function.
         normalization: "LayerNorm" or "RMSNorm".
-        epsilon: added to the variance, or the mean square, before its root.
+        epsilon: added to the variance, or to the mean square, before the root.
     """
 
     hidden_size: int
@@ -53,13 +54,14 @@ class LayerNormMLP(TensorParallel):
 
         Args:
             inputs: the activations.
-            residual: what fc2 adds to its result inside its call, such as the inputs.
+            residual: array with the shape of the result that fc2 adds in its GEMM+RS,
+                for example the inputs.
 
         Raises:
-            UnknownNameError: if there is no such activation, norm, method or axis.
-            ShapeContractError: if a size is no positive integer, the inputs have
-                another number of features, `ffn_hidden_size` does not divide into the
-                ranks, or `epsilon` is no number of 0 or more.
+            UnknownNameError: if an activation, norm, method or axis is unknown.
+            ShapeContractError: if a size is not a positive integer, the inputs have
+                a different number of features, the number of ranks does not divide
+                `ffn_hidden_size`, or `epsilon` is not a non-negative number.
         """
         check_options(LayerNormMLP, self.linear_options())
         for name in ("hidden_size", "ffn_hidden_size"):

@@ -1,4 +1,4 @@
-"""`flax.linen.Dense` and `DenseGeneral`, tensor parallel."""
+"""Tensor-parallel `flax.linen.Dense` and `flax.linen.DenseGeneral`."""
 
 import dataclasses
 import functools
@@ -18,25 +18,27 @@ from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 
 class Linear(TensorParallel):
-    """A linear layer over the last dimension, in the layout of `parallel`.
+    """A tensor-parallel linear layer over the last dimensions of its inputs.
 
-    It has the parameters of `flax.linen.Dense`, with the same names, global shapes and
-    initial values, so that checkpoints swap; and with several in or out dimensions
-    those of `flax.linen.DenseGeneral` over the last ones, of which the first is
-    sharded: attention heads, of `[heads, head_dim]`. On global arrays it lays them out
-    on the mesh by itself; inside the caller's `jax.shard_map` it works on shards.
-    Parameters carry no layout of their own: `kernel_init=nn.with_partitioning(...)`
-    adds one.
+    The parameters have the names, global shapes and initial values of
+    `flax.linen.Dense`, so both can load each other's checkpoints. With several input or
+    output dimensions they are those of `flax.linen.DenseGeneral` over the last
+    dimensions. The first of several dimensions is sharded: for attention heads
+    `[heads, head_dim]`, the heads.
 
-    While parameters are created, kernels are whole and the inputs of any number of
-    tokens. Inside the caller's `jax.shard_map`, where a rank has but a part of both,
-    the results are zeros then.
+    With global arrays, the layer shards its operands over the mesh itself. Inside the
+    caller's `jax.shard_map` it computes on shards. Parameters have sharding metadata
+    only with `kernel_init=nn.with_partitioning(...)`.
+
+    During initialization, kernels are not sharded and the inputs may have any number of
+    tokens. Inside the caller's `jax.shard_map`, the shapes of the shards need not match
+    then, so the results are zeros.
 
     Attributes:
-        features: the global number of output features, or sizes of several dimensions.
-        axis: the dimensions of the inputs that are contracted, which are the last ones.
+        features: the global number of output features, or a tuple of output sizes.
+        axis: the input dimensions that are contracted; must be the last ones.
         parallel: "column", "row" or None.
-        ub_name: the layer's name: in errors, and in `initialize_ub`.
+        ub_name: the layer's name in `initialize_ub` and in error messages.
     """
 
     features: int | Sequence[int]
@@ -47,7 +49,7 @@ class Linear(TensorParallel):
 
     @property
     def sharding_layout(self) -> ShardingLayout:
-        """Where the arrays of the layer lie."""
+        """The sharding layout of the layer's arrays."""
         return ShardingLayout(
             self.parallel,
             self.axis_name,
@@ -67,12 +69,12 @@ class Linear(TensorParallel):
 
         Args:
             inputs: the activations.
-            residual: what is added to the result, of its shape and place; a row layer
-                does that inside the call, and rounds once.
+            residual: array with the shape and the sharding of the result that is added
+                to it. A row layer adds it in its GEMM+RS and rounds once.
 
         Raises:
-            UnsupportedOverlapError: if `axis` is not that of the last dimensions.
-            ShapeContractError: if the inputs are no array with features.
+            UnsupportedOverlapError: if `axis` does not name the last dimensions.
+            ShapeContractError: if the inputs are not an array with a feature dimension.
         """
         (y,) = call_together((self,), inputs, residual)
         return y
@@ -81,7 +83,7 @@ class Linear(TensorParallel):
     def parameters(
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Creates or finds kernel, bias and main_grad for inputs of `[..., *in]`."""
+        """Returns kernel, bias and main_grad; creates them during initialization."""
         sharding_layout = self.sharding_layout
         out_sizes = read_sizes(sharding_layout.op, "features", self.features)
         if sharding_layout.is_local() and sharding_layout.parallel == "column":
@@ -111,10 +113,11 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def num_in(self, ndim: int) -> int:
-        """How many of the inputs' dimensions are contracted.
+        """Returns the number of contracted dimensions of inputs of rank `ndim`.
 
         Raises:
-            UnsupportedOverlapError: if they are not the last ones.
+            ShapeContractError: if `axis` is neither an integer nor a list of integers.
+            UnsupportedOverlapError: if `axis` does not name the last dimensions.
         """
         given = sizes_of(self.axis)
         if not given or not all(map(shapes.is_integer, given)):
@@ -136,12 +139,12 @@ class Linear(TensorParallel):
 def call_together(
     layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Calls layers of one kind on the same inputs, which are gathered once for all.
+    """Calls layers on the same inputs, which are gathered only once.
 
     Args:
-        layers: the layers; they differ in their out dimensions and parameters only.
+        layers: the layers. They may differ only in output sizes and parameters.
         inputs: `[..., tokens, *in]`.
-        residual: `[..., tokens, *out]` or None, for one layer.
+        residual: `[..., tokens, *out]`; only with a single layer.
     """
     first = layers[0]
     shapes.check_rank(first.sharding_layout.op, "x", inputs, 1)
@@ -160,7 +163,7 @@ def call_together(
     sharding_layout = first.sharding_layout
     if first.is_initializing():
         if sharding_layout.is_local():
-            # A rank's own shards of dummies and kernels need not fit each other.
+            # The shapes of a rank's input and kernel shards need not match yet.
             addends = () if residual is None else (residual,)
             return tuple(
                 jnp.zeros((*lead, *kernel.shape[num_in:]), jnp.result_type(x, *addends))
@@ -179,16 +182,19 @@ def call_together(
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
-    """An initializer whose values depend on the number of inputs and outputs alone."""
+    """Returns an initializer that initializes a matrix and reshapes it.
+
+    Initial values then depend only on the numbers of inputs and outputs.
+    """
 
     def initialize(key, shape, dtype):
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # Not nn.meta.unbox: it would apply the layout of the final shape to `flat`.
+        # Not nn.meta.unbox: it would apply the sharding of the final shape to `flat`.
         leaves = jax.tree.leaves(values)
         shapes.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
-        # The tree keeps metadata that surrounds the values.
+        # tree.map keeps metadata boxes around the values.
         return jax.tree.map(lambda values: values.reshape(shape), values)
 
     return initialize

@@ -1,4 +1,4 @@
-"""`flax.linen.MultiHeadDotProductAttention`, tensor parallel."""
+"""Tensor-parallel `flax.linen.MultiHeadDotProductAttention`."""
 
 import dataclasses
 import functools
@@ -17,38 +17,41 @@ from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
 
 class MultiHeadAttention(TensorParallel):
-    """Multi-head attention whose heads are spread over the ranks.
+    """Multi-head attention whose heads are sharded over the ranks.
 
-    It has the parameters of `flax.linen.MultiHeadDotProductAttention`, with the same
-    names, global shapes and initial values, so that checkpoints swap. The tokens are
-    gathered once, by one call that multiplies queries, keys and values; the GEMM of the
-    output sums and scatters them. In `initialize_ub` the two calls have the names
-    "qkv" and "proj".
+    The parameters have the names, global shapes and initial values of
+    `flax.linen.MultiHeadDotProductAttention`, so both can load each other's
+    checkpoints. The tokens are gathered once, in one AG+GEMM for queries, keys and
+    values. The output projection is one GEMM+RS, which sums and scatters its result.
+    The two calls are named "qkv" and "proj" in `initialize_ub`.
 
-    Its submodules are `query`, `key` and `value`, column parallel `Linear`s
-    `[in, heads, head_dim]`; `query_ln` and `key_ln`, `nn.RMSNorm` or
-    `nn.LayerNorm` over `head_dim`, with `qk_norm_type`; and `out`, row parallel,
+    The submodules are `query`, `key` and `value`, column-parallel `Linear` layers
+    `[in, heads, head_dim]`; with `qk_norm_type` also `query_ln` and `key_ln`, an
+    `nn.RMSNorm` or `nn.LayerNorm` over `head_dim`; and `out`, a row-parallel `Linear`,
     `[heads, head_dim, out_features]`.
 
     Transformer Engine: `te.MultiheadAttention`.
 
     Attributes:
-        num_heads: the global number of heads of the queries.
-        qkv_features: `num_heads * head_dim`; None is the inputs' number of features.
-        out_features: the number of features of the result; None is the inputs'.
-        num_kv_heads: the global number of heads of keys and values, a divisor of
-            `num_heads` (grouped queries); None is `num_heads`.
-        is_causal: whether a token attends to none behind it.
-        rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
-            None for none.
-        qk_norm_type: the norm of queries and keys, before rotary embeddings:
-            "RMSNorm", "LayerNorm", or None for none.
-        normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
-        attention_fn: what attends; see `CoreAttention`.
-        dropout_rate: the share of attention weights that is dropped, by keys of the
-            stream "dropout".
+        num_heads: the global number of query heads.
+        qkv_features: `num_heads * head_dim`; None takes the number of input features.
+        out_features: the number of output features; None takes the number of input
+            features.
+        num_kv_heads: the global number of key and value heads, which must divide
+            `num_heads` (grouped-query attention); None takes `num_heads`.
+        is_causal: whether a token attends only to itself and earlier tokens.
+        rotary_base: base of the rotary embeddings of queries and keys, for example
+            10000.0; None disables them.
+        qk_norm_type: the norm that is applied to queries and keys before rotary
+            embeddings: "RMSNorm", "LayerNorm", or None.
+        normalize_qk: True has the same effect as `qk_norm_type="LayerNorm"`; Flax's
+            argument.
+        attention_fn: the attention function; see `CoreAttention`.
+        dropout_rate: the probability of dropping an attention weight. The PRNG stream
+            is "dropout".
         broadcast_dropout: whether all sequences and heads drop the same weights.
-        deterministic: whether nothing is dropped; None leaves it to the call.
+        deterministic: whether dropout is disabled; None requires the argument of the
+            call.
     """
 
     num_heads: int
@@ -81,21 +84,25 @@ class MultiHeadAttention(TensorParallel):
 
         Args:
             inputs_q: the inputs of the queries.
-            inputs_k: those of the keys; None takes `inputs_q`.
-            inputs_v: those of the values; None takes `inputs_k`.
-            mask: `[..., heads, tokens, tokens of inputs_k]`, with 1 for what is the
-                same; true where a query attends to a key.
-            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
-                counts them.
-            residual: what is added to the result inside its call.
-            deterministic: whether nothing is dropped, where the module does not say it.
+            inputs_k: the inputs of the keys; None takes `inputs_q`.
+            inputs_v: the inputs of the values; None takes `inputs_k`.
+            mask: `[..., heads, tokens, tokens of inputs_k]`, or broadcastable to it;
+                true where a query attends to a key.
+            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
+                None uses 0, 1, 2, ....
+            residual: array with the shape of the result that the output projection
+                adds in its GEMM+RS.
+            deterministic: whether dropout is disabled. Must be None if the module's
+                attribute is set.
 
         Raises:
-            ShapeContractError: if heads do not divide into the ranks, features or
-                query heads not into heads, or `dropout_rate` is no probability below 1.
-            UnsupportedOverlapError: for rotary embeddings of two different inputs.
-            UnknownNameError: if there is no such method or axis, or `attention_fn` is
-                no function.
+            ShapeContractError: if the number of ranks does not divide the heads, the
+                heads do not divide `qkv_features`, `num_kv_heads` does not divide
+                `num_heads`, or `dropout_rate` is not in [0, 1).
+            UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
+                queries and keys differ.
+            UnknownNameError: if the method or the axis is unknown, or `attention_fn` is
+                not callable.
         """
         check_options(MultiHeadAttention, self.linear_options())
         shapes.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
@@ -148,7 +155,7 @@ class MultiHeadAttention(TensorParallel):
             make_norm = functools.partial(self._make_norm, qk_norm_type)
             q, k = make_norm("query_ln")(q), make_norm("key_ln")(k)
         if self.is_initializing():
-            if out.sharding_layout.is_local():  # zeros, as everywhere
+            if out.sharding_layout.is_local():  # returns zeros; see Linear
                 return out(q, residual=residual)
             core = dataclasses.replace(
                 core, sharding_layout=out.sharding_layout.whole()

@@ -1,4 +1,4 @@
-"""Overlap for an unmodified linen model, as a Flax interceptor."""
+"""A Flax interceptor that overlaps the layers of an unmodified linen model."""
 
 import dataclasses
 import re
@@ -26,48 +26,55 @@ from jax_ub.shapes import axis_tuple
 
 
 class Overlap:
-    r"""Overlaps the dense layers of an unmodified linen model.
+    r"""Overlaps the dense layers of an unmodified linen model with communication.
 
         overlap = Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"})
         with nn.intercept_methods(overlap):
             logits = model.apply(variables, tokens)
 
-    While the model is traced in the block, the layers that a rule names multiply with
-    `ub.dot_general`: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum` and `nn.Embed.attend`.
-    Modules and parameters are left as they are. What `jax.jit` traced outside of the
-    block is not traced again in it. A call that cannot be overlapped, or whose product
-    something intercepts, as Qwix does, is left to JAX, and `ub.fallbacks` says why; it
-    also lists parameters that are sharded over `axis_name`, as far as a trace shows it,
-    in modules that no rule overlaps. The nnx twin is `ub.overlap`.
+    While the model is traced inside the block, layers that match a rule compute their
+    product with `ub.dot_general`. Supported are `nn.Dense`, `nn.DenseGeneral`,
+    `nn.Einsum` and `nn.Embed.attend`. Modules and parameters do not change. A function
+    that `jax.jit` traced outside the block is not traced again inside.
 
-    `with Overlap(rules) as overlap:` is the same block, and warns when it ends of each
-    rule that matched nothing. With `nn.intercept_methods`, a call of a model in which
-    no rule matched anything warns.
+    A call falls back to JAX if it cannot be overlapped, or if its product is
+    intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
+    parameters of modules that no rule overlaps, if the trace shows that they are
+    sharded over `axis_name`. For nnx models use `ub.overlap`.
+
+    `with Overlap(rules) as overlap:` opens the same block and warns at its end about
+    each rule that matched no layer. With `nn.intercept_methods`, a call of a model
+    warns if no rule matched any layer.
 
     Args:
-        rules: regular expressions that match whole paths of layers, such as
-            "decoder.layer_0.Dense_0", to "column", "row" or None (leave it alone). The
-            first that matches counts. The path of a tied head is that of its
-            `nn.Embed`, then ".attend".
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
-        mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
-        method: how it runs; None is `JAX_UB_METHOD`, or "auto".
+        rules: maps regular expressions to "column", "row" or None (not overlapped). An
+            expression must match the whole path of a layer, such as
+            "decoder.layer_0.Dense_0". The first matching rule applies. The path of a
+            tied head is the path of its `nn.Embed` followed by ".attend".
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that are used as
+            one.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
+        method: how GEMM and communication overlap; None takes `JAX_UB_METHOD` if set,
+            else "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
-        data_axes: the mesh axes over the leading axis of x; None takes all the others.
-        fsdp_axes: the mesh axes that shard the kernels' other dimension (FSDP); the
-            types of an explicit mesh show them by themselves.
-        ub_names: the names that `initialize_ub` configures, such as "fc1", by regular
-            expressions that match whole paths. The first that matches counts. The other
-            layers are named by their paths in errors, and have no configuration.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all other
+            axes.
+        fsdp_axes: the mesh axes that shard the kernel dimension that the rule does not
+            shard (FSDP). On an explicit mesh they are inferred from the arrays' types.
+        ub_names: maps regular expressions to names that `initialize_ub` configures,
+            such as "fc1". An expression must match the whole path; the first match
+            applies. Other layers have no configuration and are named by their paths in
+            error messages.
 
     Attributes:
-        overlapped: "column" or "row" by path, of the layers that it met so far.
+        overlapped: maps the path of each layer that was overlapped so far to "column"
+            or "row".
 
     Raises:
-        UnknownNameError: if a rule is no regular expression or names no kind, or there
-            is no such method.
-        ShapeContractError: if `mesh` is none, or `data_axes` or `fsdp_axes` are no
-            names of other axes, each once.
+        UnknownNameError: if a rule is not a valid regular expression or does not map to
+            a valid kind, or if the method is unknown.
+        ShapeContractError: if `mesh` is not a mesh, or if `data_axes` or `fsdp_axes`
+            are not distinct names of other axes.
     """
 
     overlapped: dict[str, str]
@@ -84,7 +91,7 @@ class Overlap:
         fsdp_axes: tuple[str, ...] | str = (),
         ub_names: Mapping[str, str] | None = None,
     ):
-        """Reads the rules."""
+        """Compiles the rules and checks the arguments."""
         self._rules = {
             compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
             for rule, kind in check_rules("rules", rules).items()
@@ -93,7 +100,7 @@ class Overlap:
             compile_rule(rule): _checked_name(rule, name)
             for rule, name in check_rules("ub_names", ub_names).items()
         }
-        # Refuses what it cannot take.
+        # Checks the arguments.
         self._sharding_layout = dot_general(
             "column",
             axis_name=axis_name,
@@ -107,11 +114,11 @@ class Overlap:
         self._matched: set[re.Pattern[str]] = set()
         self._noted: set[str] = set()
         self._warned: set[str] = set()
-        self._depth = 0  # of the calls of modules
+        self._depth = 0  # number of module calls in progress
         self._blocks: list[AbstractContextManager[None]] = []
 
     def __getstate__(self):
-        """Returns what the constructor read, and what was met; no state of a block."""
+        """Returns the attributes without the state of active blocks."""
         return {**vars(self), "_blocks": [], "_depth": 0}
 
     def __enter__(self) -> "Overlap":
@@ -122,25 +129,25 @@ class Overlap:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Ends the block, and warns of the rules that matched nothing."""
+        """Ends the block and warns about rules that matched no layer."""
         self._blocks.pop().__exit__(None, None, None)
         if error is None:
             self._warn(self.unmatched)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The rules, and expressions of `ub_names`, that matched no layer so far."""
+        """The rules, and expressions in `ub_names`, that matched no layer so far."""
         patterns = [*self._rules, *self._names]
         return tuple(each.pattern for each in patterns if each not in self._matched)
 
     def __call__(
         self, next_fun: Callable, args: tuple, kwargs: dict, context: Any
     ) -> Any:
-        """Calls a method of a module, as Flax asks of an interceptor.
+        """Calls a method of a module; the interface of a Flax interceptor.
 
         Raises:
-            UnsupportedOverlapError: if a rule names a layer with a `dot_general` of its
-                own.
+            UnsupportedOverlapError: if a rule matches a layer that already has a custom
+                `dot_general`.
         """
         layer, method_name = context.module, context.method_name
         path = ".".join(layer.path)
@@ -178,7 +185,7 @@ class Overlap:
         return y
 
     def _find(self, patterns, path):
-        """Returns what the first pattern that matches says, None if none does."""
+        """Returns the value of the first pattern that matches the path, else None."""
         for pattern, found in patterns.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -186,7 +193,7 @@ class Overlap:
         return None
 
     def _warn(self, patterns):
-        """Warns of patterns that matched no layer, once of each."""
+        """Warns about patterns that matched no layer, once for each pattern."""
         new = [pattern for pattern in patterns if pattern not in self._warned]
         self._warned.update(new)
         if new:
@@ -199,7 +206,7 @@ class Overlap:
             )
 
     def _note_parameters(self, layer, method_name, path):
-        """Records the parameters of a module that are sharded, but not overlapped."""
+        """Records a fallback for each sharded parameter that is not overlapped."""
         is_bound = method_name == "__call__" and layer.scope is not None
         if not is_bound or path in self._noted or isinstance(layer, TensorParallel):
             return
@@ -239,8 +246,8 @@ def _checked_name(rule, name):
 
 
 def _kind_of_layer(layer, method_name) -> str | None:
-    """Names the function that overlaps a method of a layer, None if none does."""
-    # Subclasses may multiply in another way.
+    """Returns the key in `_OVERLAPPED` for a method of a layer, or None."""
+    # Exact types for nn.Embed and nn.Einsum: a subclass may compute another product.
     if method_name == "attend":
         return "attend" if type(layer) is nn.Embed else None
     if method_name != "__call__":
@@ -262,7 +269,8 @@ def _call_dense(dense, path, layer, next_fun, args, kwargs):
         )
     original = own if is_plain else None
     ours = dataclasses.replace(dense, original=original)
-    # Bound modules are frozen, and may be called again outside of the block.
+    # Bound modules are frozen. The attribute is restored because the module may be
+    # called again outside the block.
     object.__setattr__(layer, "dot_general", ours)
     try:
         return next_fun(*args, **kwargs)
@@ -279,7 +287,7 @@ def _call_einsum(dense, path, layer, next_fun, args, kwargs):
         equation = Equation.read(text, jnp.ndim(inputs))
         if not equation.is_dense:
             reason = f"{shown(text)} is no dense layer's"
-    if kernel is None or text is None:  # it is initialized, or Flax refuses the call
+    if kernel is None or text is None:  # initialization, or an invalid call
         return next_fun(*args, **kwargs)
     if reason is not None:
         with dense.falling_back(reason):
@@ -328,7 +336,7 @@ def _ndim(value):
 
 
 def _spec(value) -> tuple:
-    """Returns the layout of a parameter, by its metadata or its array, if it shows."""
+    """Returns the spec of a parameter from its metadata or its array; () if unknown."""
     if isinstance(value, nn.Partitioned):
         return tuple(value.names)
     arrays = jax.tree.leaves(nn.meta.unbox(value))

@@ -1,4 +1,4 @@
-"""What all modules here have in common."""
+"""Base class of the linen modules."""
 
 import dataclasses
 from typing import Any, cast
@@ -16,42 +16,46 @@ from jax_ub.retrofit import portable_mesh
 
 
 class TensorParallel(nn.Module, kw_only=True):
-    """A module that is, or is made of, linear layers over the ranks of a mesh axis.
+    """Base class of modules that are, or contain, tensor-parallel linear layers.
 
-    All arguments that follow are given by name.
+    The following arguments are keyword-only.
 
     Attributes:
         use_bias: whether a bias is added.
         dtype: dtype of the computation; None infers it from inputs and parameters.
         param_dtype: dtype of the parameters.
-        precision: taken for Flax's sake: sums are made in f32 anyway.
-        kernel_init: initializer of the kernels, of shape `[in, out]` where they have
-            several dimensions.
-        bias_init: initializer of the biases `[out]`.
-        promote_dtype: brings inputs, kernel and bias to one dtype.
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
-        mesh: the mesh; None takes that of `jax.set_mesh` or of the arrays.
+        precision: accepted for compatibility with Flax and ignored. Products are always
+            summed in f32.
+        kernel_init: initializer of the kernels. It is called with the shape
+            `[in, out]`, also for kernels with more dimensions.
+        bias_init: initializer of the biases. It is called with the shape `[out]`.
+        promote_dtype: function that casts inputs, kernel and bias to one dtype.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that are used as
+            one.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
         data_axes: the mesh axes that shard the leading axis of the inputs. None takes
-            all axes but `axis_name`, where their product divides it.
-        sequence_parallel: whether tokens are sharded over `axis_name` between layers;
-            otherwise a column layer gathers nothing and a row layer all-reduces.
-        method: how the layers run; None is `JAX_UB_METHOD`, or "auto".
+            all axes except `axis_name` if their product divides it.
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
+            If False, a column layer gathers nothing and a row layer all-reduces.
+        method: how GEMMs and communication overlap; None takes `JAX_UB_METHOD` if set,
+            else "auto".
         main_grad: whether a kernel's gradient is accumulated into the f32 variable
-            `main_grad` of the collection "_overwrite_with_gradient", whose cotangent is
-            its new value; that of the kernel is zero.
-        fsdp_axes: the mesh axes that shard the kernels' other dimensions, or the in
-            dimension where a layer is not parallel (FSDP).
-        ub_overlap_ag: whether the all-gather of a column layer's input, forward, and of
-            a row layer's output gradient, in its dgrad, overlaps. True overlaps it or
-            fails, False runs it by plain `jax.lax`, None leaves the choice to jax_ub;
-            so do the flags that follow.
-        ub_overlap_rs: the same of the reduce-scatter of a row layer's result.
-        ub_overlap_rs_dgrad: the same of the reduce-scatter of a column layer's input
-            gradient, with its dgrad GEMM.
-        ub_bulk_dgrad: the same of the all-gather of a column layer's input, beside its
-            dgrad GEMM.
-        ub_bulk_wgrad: the same of the reduce-scatter of a column layer's input
-            gradient, beside its wgrad GEMM; equal to `ub_bulk_dgrad`.
+            `main_grad` of the collection "_overwrite_with_gradient". The cotangent of
+            `main_grad` is then its new value, and the cotangent of the kernel is zero.
+        fsdp_axes: the mesh axes that shard the kernel dimensions that a layer's
+            `parallel` does not shard, or the input dimension if `parallel` is None
+            (FSDP).
+        ub_overlap_ag: whether to overlap the all-gather of a column layer's input in
+            the forward, and of a row layer's output gradient in the dgrad. True raises
+            an error if this is not possible; False communicates with plain `jax.lax`;
+            None lets jax_ub choose. The following flags take the same values.
+        ub_overlap_rs: whether to overlap the reduce-scatter of a row layer's result.
+        ub_overlap_rs_dgrad: whether to overlap the reduce-scatter of a column layer's
+            input gradient with its dgrad GEMM.
+        ub_bulk_dgrad: whether to overlap the all-gather of a column layer's input with
+            its dgrad GEMM.
+        ub_bulk_wgrad: whether to overlap the reduce-scatter of a column layer's input
+            gradient with its wgrad GEMM. Must equal `ub_bulk_dgrad`.
     """
 
     use_bias: bool = True
@@ -76,27 +80,27 @@ class TensorParallel(nn.Module, kw_only=True):
 
     @property
     def overlap_flags(self) -> OverlapFlags:
-        """Which communication overlaps."""
+        """The flags that request or forbid the overlap of each collective."""
         return OverlapFlags.of(self.linear_options())
 
     def __post_init__(self):
-        """Checks the options by their names, as the nnx layers do."""
+        """Checks the types of all attributes."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         arguments.check(type(self).__name__, **options)
         super().__post_init__()
 
     @nn.nowrap
     def __getstate__(self):
-        """Returns the attributes, with meshes that pickle."""
+        """Returns the attributes with meshes in a picklable form."""
         return portable_mesh.pack(vars(self))
 
     @nn.nowrap
     def __setstate__(self, state):
-        """Restores the attributes, with the devices of this process."""
+        """Restores the attributes; meshes get the devices of this process."""
         vars(self).update(portable_mesh.unpack(state))
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:
-        """The arguments above, for the linear layers of this module."""
+        """Returns the arguments that this module passes to its linear layers."""
         names = LinearOptions.__annotations__
         return cast(LinearOptions, {name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""A transformer layer: Transformer Engine's `TransformerLayer`."""
+"""Attention and MLP with residuals: Transformer Engine's `TransformerLayer`."""
 
 import dataclasses
 import functools
@@ -20,38 +20,42 @@ from jax_ub.shapes import axis_tuple
 
 
 class TransformerLayer(TensorParallel):
-    """Attention, then an MLP, each of normalized inputs and added to what went in.
+    """A pre-norm transformer layer: attention and an MLP, each with a residual.
 
-    Four calls, each a GEMM with its communication: "qkv", "proj", "fc1" and "fc2", as
-    they are named in `initialize_ub`. Between them every rank has its own heads, or its
-    own features of the MLP; before and after the layer it has its own tokens.
+    The layer runs four overlapped GEMMs, named "qkv", "proj", "fc1" and "fc2" in
+    `initialize_ub`. Between "qkv" and "proj" the activations are sharded by heads,
+    between "fc1" and "fc2" by features, and everywhere else by tokens.
 
-    Its submodules are `attention_norm`, `nn.LayerNorm` or `nn.RMSNorm`; `attention`,
-    `MultiHeadAttention`; and `mlp`, `LayerNormMLP`.
+    The submodules are `attention_norm`, an `nn.LayerNorm` or `nn.RMSNorm`; `attention`,
+    a `MultiHeadAttention`; and `mlp`, a `LayerNormMLP`.
 
     Transformer Engine: `te.TransformerLayer`.
 
     Attributes:
-        hidden_size: the number of features between layers.
+        hidden_size: the number of input and output features.
         ffn_hidden_size: the global number of features inside the MLP.
-        num_attention_heads: the global number of heads of the queries.
-        num_gqa_groups: that of keys and values; None is the same.
-        kv_channels: features of a head; None is `hidden_size / num_attention_heads`.
-        is_causal: whether a token attends to none behind it.
-        rotary_base: of rotary embeddings of queries and keys, for example 10000.0;
-            None for none.
-        qk_norm_type: the norm of queries and keys, before rotary embeddings:
-            "RMSNorm", "LayerNorm", or None for none.
-        normalize_qk: Flax's name for `qk_norm_type="LayerNorm"`.
-        attention_fn: what attends; see `CoreAttention`.
-        activation: of the MLP; see `LayerNormMLP`.
+        num_attention_heads: the global number of query heads.
+        num_gqa_groups: the global number of key and value heads; None takes
+            `num_attention_heads`.
+        kv_channels: the number of features of a head; None takes `hidden_size /
+            num_attention_heads`.
+        is_causal: whether a token attends only to itself and earlier tokens.
+        rotary_base: base of the rotary embeddings of queries and keys, for example
+            10000.0; None disables them.
+        qk_norm_type: the norm that is applied to queries and keys before rotary
+            embeddings: "RMSNorm", "LayerNorm", or None.
+        normalize_qk: True has the same effect as `qk_norm_type="LayerNorm"`; Flax's
+            argument.
+        attention_fn: the attention function; see `CoreAttention`.
+        activation: the activation function of the MLP; see `LayerNormMLP`.
         normalization: "LayerNorm" or "RMSNorm".
-        epsilon: added to the variance, or the mean square, before its root.
-        hidden_dropout: the share of what attention and MLP make that is dropped, by
-            keys of the stream "dropout". Without it both add their inputs inside their
-            calls.
-        attention_dropout: the share of attention weights that is dropped.
-        deterministic: whether nothing is dropped; None leaves it to the call.
+        epsilon: added to the variance, or to the mean square, before the root.
+        hidden_dropout: the dropout rate of the results of attention and MLP, with the
+            PRNG stream "dropout". If it is 0, the GEMM+RS of "proj" and "fc2" add the
+            residuals.
+        attention_dropout: the probability of dropping an attention weight.
+        deterministic: whether dropout is disabled; None requires the argument of the
+            call.
     """
 
     hidden_size: int
@@ -85,18 +89,20 @@ class TransformerLayer(TensorParallel):
 
         Args:
             inputs: the activations.
-            mask: `[..., heads, tokens, tokens]`, with 1 for what is the same; true
-                where a token attends to another. With `is_causal` those behind it are
-                left out anyway.
-            positions: of the tokens, `[..., tokens]`, for rotary embeddings; None
-                counts them.
-            deterministic: whether nothing is dropped, where the module does not say it.
+            mask: `[..., heads, tokens, tokens]`, or broadcastable to it; true where a
+                token attends to another. With `is_causal`, later tokens are always
+                masked.
+            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
+                None uses 0, 1, 2, ....
+            deterministic: whether dropout is disabled. Must be None if the module's
+                attribute is set.
 
         Raises:
-            ShapeContractError: if heads or features do not divide into the ranks,
-                features or query heads not into heads, or a dropout is no probability
-                below 1.
-            UnknownNameError: if there is no such activation, norm, method or axis.
+            ShapeContractError: if the number of ranks does not divide heads or
+                features, the heads do not divide the features, the number of key heads
+                does not divide the number of query heads, or a dropout rate is not in
+                [0, 1).
+            UnknownNameError: if an activation, norm, method or axis is unknown.
         """
         heads = self.num_attention_heads, self.num_gqa_groups
         check_options(TransformerLayer, self.linear_options())
@@ -125,7 +131,10 @@ class TransformerLayer(TensorParallel):
 
     @nn.nowrap
     def _keeps(self, deterministic):
-        """Whether nothing is dropped; initialization need not be told."""
+        """Returns whether dropout is disabled.
+
+        Initialization needs no `deterministic` argument.
+        """
         drops = self.hidden_dropout > 0 or self.attention_dropout > 0
         is_told = self.deterministic is not None or deterministic is not None
         if not drops or (self.is_initializing() and not is_told):
@@ -136,7 +145,8 @@ class TransformerLayer(TensorParallel):
     def _drop(self, y, keeps):
         if keeps:
             return y
-        # Without sequence parallelism ranks have the same tokens, and drop the same.
+        # Without sequence parallelism, all ranks have the same tokens and must draw the
+        # same mask.
         same_axes = () if self.sequence_parallel else axis_tuple(self.axis_name)
         return drop(y, self.hidden_dropout, self.make_rng("dropout"), same_axes)
 
