@@ -1,11 +1,11 @@
-// One matrix product over segmented operands, cut into units that any thread may run.
+// GEMM over segmented operands, divided into independent units that any thread may run.
 //
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
-// Products of bf16 and f16 operands are exact and summed in f32, in an order that
-// depends on the views and the instruction set only, never on threads: results are
-// bitwise repeatable. Subnormal f32 numbers, also as values of bf16, count as zero:
-// XLA:CPU runs its own arithmetic that way. Subnormal f16 numbers keep their value.
+// Products of bf16 and f16 operands are exact. They are summed in f32, in an order that
+// depends only on the views and the instruction set, not on the number of threads, so
+// results are bitwise reproducible. As in XLA:CPU, subnormal f32 and bf16 numbers are
+// treated as zero. Subnormal f16 numbers keep their value.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@
 
 namespace jax_ub {
 
-// No operation has more than a bias, a residual and an accumulator.
+// Maximum number of addends. Operations need three: a bias, a residual and an
+// accumulator.
 inline constexpr int kMaxAddends = 7;
 
 struct GemmProblem {
@@ -32,9 +33,10 @@ struct GemmProblem {
   std::vector<AddendView> addends;
 };
 
-// How a problem is computed. Units are independent: each writes its own part of C, any
-// thread may run any unit in any order, and Run never waits for another thread.
-// The workspace is bounded (a few MiB per thread), whatever the problem's size.
+// Divides a problem into units. Units are independent: each writes a different block of
+// C, any thread may run any unit in any order, and Run never waits for another thread.
+// The workspace is at most a few MiB per thread, independent of the size of the
+// problem.
 class GemmPlan {
  public:
   virtual ~GemmPlan() = default;
@@ -44,8 +46,8 @@ class GemmPlan {
 
 class BlockingCache;
 
-// The threads that share the units of a product, and the blockings that they keep from
-// one product to the next, if they keep any.
+// The number of threads that share the units of a product, and a cache of blockings, or
+// null to choose the blocking anew for each product.
 struct Workers {
   Workers(int count, BlockingCache* blocking_cache = nullptr)  // NOLINT: implicit
       : num(count), blockings(blocking_cache) {}
@@ -54,16 +56,18 @@ struct Workers {
   BlockingCache* blockings;
 };
 
-// Plans for these workers on the instruction set in use. Throws std::invalid_argument
-// where views and sizes disagree.
+// Plans a product for these workers, with the current instruction set. Throws
+// std::invalid_argument if views and sizes are inconsistent.
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 
-// How long one thread takes on the instruction set in use, in microseconds. Rough.
+// Returns a rough estimate of the run time on one thread, in microseconds, with the
+// current instruction set.
 double EstimateGemmUs(const GemmProblem& problem);
 
-// Instruction sets that have kernels, slowest first: "portable", "avx2", "avx512",
-// "avx512_bf16", "amx_bf16". SetIsa may only choose one that this machine has; throws
-// otherwise.
+// Instruction sets with kernels, slowest first: "portable", "avx2", "avx512",
+// "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine supports.
+// SetIsa throws std::invalid_argument if the machine does not support `name`. The
+// default is the fastest.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

@@ -8,32 +8,39 @@ namespace jax_ub {
 
 namespace {
 
-// The most that a unit's sums (3 MiB) and packed columns may take.
+// Maximum size of a unit. It bounds the memory of the sums (3 MiB) and of the packed
+// columns of B.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
-// What of A stays in the second cache while the columns of a unit pass by.
+// Maximum size of a block of A. The block stays in the L2 cache while it is multiplied
+// with all columns of a unit.
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
-// The shortest segments that blocks of K are cut at, in words, and with how many rows:
-// packing costs the more, the fewer rows share it (Zen 4, 96 words: +25 % of 64 rows,
-// +5 % of 256, -2 % of 1024). Not of a unit's rows: bits must not depend on the units.
+// Minimum length, in words, of the segments at whose ends K is cut into blocks. Blocks
+// that span shorter segments are packed instead. The cost of packing is larger for
+// fewer rows (Zen 4, segments of 96 words: the product takes 25 % longer with 64 rows,
+// 5 % longer with 256, 2 % less with 1024), so the minimum is smaller for at most
+// kFewRows rows. This compares the rows of the problem, not the rows of a unit, because
+// the bits of the result must not depend on the units.
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
-// What packing a word costs, in multiply-adds of a tile.
+// Cost of packing a word, in multiply-adds of a tile.
 constexpr int64_t kPackCost = 16;
-// Bytes of B that one thread reads per microsecond in a product of few rows. Measured with
-// tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3, according to layout, dtype and rows.
+// Bytes of B that one thread reads per microsecond in a product with at most kMaxSmallM
+// rows. Measured with tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3, depending on
+// layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
   return RoundUp(CeilDiv(size, parts), multiple);
 }
 
-// Chooses the grid of units with the least time for the busiest worker,
+// Chooses the grid of units that minimizes the time of the busiest worker,
 //   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns)),
-// since every unit packs what it reads. Two units per worker or more balance the load of
-// several workers; one worker gets as few units as the workspace allows.
+// where the second term is the cost of packing, since each unit packs the operands that
+// it reads. Several workers get at least two units each, which balances their load. A
+// single worker gets as few units as the workspace allows.
 void ChooseUnits(const GemmProblem& problem,
                  const KernelSet& kernels,
                  int num_workers,
@@ -63,8 +70,8 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// The places where a segment of either operand ends, from 0 to K; of 0 and K alone
-// where segments are so short that the sums would leave the registers too often.
+// Returns the ends of the segments of both operands along K, from 0 to K. Returns {0,
+// K} if a segment is so short that sums would have to leave the registers too often.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;
@@ -81,14 +88,15 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   return cuts;
 }
 
-// What lies in one segment of each operand is read in place, and packed elsewhere.
+// Cuts K into blocks that are, if possible, within one segment of each operand, because
+// such blocks can be read in place, without packing them before.
 void ChooseBlocksOfK(const GemmProblem& problem,
                      const KernelSet& kernels,
                      GemmBlocking& blocking) {
   const std::vector<int64_t> cuts = ChooseCutsOfK(problem, kernels);
   blocking.k_bounds = {0};
   for (size_t i = 1; i < cuts.size(); ++i) {
-    // Of equal size, each a multiple of the vectors that packing transposes.
+    // Blocks of equal size, a multiple of 32, so that packing transposes whole vectors.
     const int64_t size = cuts[i] - cuts[i - 1];
     const int64_t parts = CeilDiv(size, kernels.k_block * kernels.k_per_word);
     const int64_t block = PartOf(size, parts, 32);

@@ -1,4 +1,4 @@
-// Puts the kernel set of one instruction set together. Included after its simd header.
+// Builds the kernel set of an instruction set. Included after its simd header.
 #pragma once
 
 #include "gemm/cpu/kernels.h"
@@ -19,7 +19,7 @@ constexpr PanelPackers PackersToF32() {
                      PackCopied<Widened<DType::kF16>, kPanel>}};
 }
 
-// Tiles of 1 .. kRows rows, so that what is left of M costs no more than it must.
+// Adds tiles with 1 .. kRows rows, so that the last rows of M do not cost a full tile.
 template <int kRows, int kVectors, Vec (*multiply_add)(Vec, Vec, Vec)>
 constexpr void AddTiles(KernelSet& set) {
   set.tile_of_rows[kRows - 1] = Tile<Packed, kRows, kVectors, false, multiply_add>;
@@ -34,7 +34,8 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// These widen what they read: a word is one element, whatever the set's k_per_word is.
+// Adds the small-M kernels. They widen elements to f32, so a word is one element for
+// them, even if the set's k_per_word is 2.
 template <int kRows>
 constexpr void AddSmallM(KernelSet& set) {
   set.small_m[kRows - 1] = {

@@ -1,17 +1,17 @@
 #define JAX_UB_KERNELS kernels_amx_bf16
 #include "gemm/cpu/simd_avx512.h"
-// The vectors come before what is written with them.
+// kernel_set.h requires the simd header above.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
-// And pairs before tiles of them.
+// amx_tile_kernel.h requires simd_bf16_pairs.h.
 #include "gemm/cpu/amx_tile_kernel.h"
 
 namespace jax_ub {
 
 namespace kernels_amx_bf16 {
 
-// Tiles that pack B themselves were no faster, and slower for few rows. Sums that leave
-// the registers find no place in the second cache: blocks of K are long.
+// There are no packing tiles, because they were not faster, and slower for few rows.
+// Blocks of K are long, because sums that leave the registers do not fit the L2 cache.
 constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   constexpr int kBF16 = static_cast<int>(DType::kBF16);
   KernelSet set = {};

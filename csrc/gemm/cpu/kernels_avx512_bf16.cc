@@ -1,6 +1,6 @@
 #define JAX_UB_KERNELS kernels_avx512_bf16
 #include "gemm/cpu/simd_avx512.h"
-// The vectors come before what is written with them.
+// kernel_set.h requires the simd header above.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
 
@@ -8,7 +8,8 @@ namespace jax_ub {
 
 namespace kernels_avx512_bf16 {
 
-// A pair that is contiguous in memory moves like one f32 word.
+// A pair of bf16 that is contiguous in memory is packed like one f32 word, which is why
+// `transposed` uses DType::kF32.
 template <int kRows, int kVectors>
 constexpr KernelSet KernelsOfPairs(const char* isa) {
   constexpr int kColumns = kVectors * kLanes;

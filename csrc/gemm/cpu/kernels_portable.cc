@@ -1,6 +1,6 @@
 #define JAX_UB_KERNELS kernels_portable
 #include "gemm/cpu/simd_portable.h"
-// The vectors come before what is written with them.
+// kernel_set.h requires the simd header above.
 #include "gemm/cpu/kernel_set.h"
 
 namespace jax_ub {

@@ -12,10 +12,13 @@ namespace jax_ub {
 
 namespace {
 
-// A tile that packs waits for memory of its own: where there are more tiles than these,
-// the others ask for the next panel (2 % of 64 rows; 6 and 12 rows need all of them).
+// Maximum number of row tiles for which the packing tile also prefetches the next
+// panel. It already waits for memory itself, so with more tiles only the others
+// prefetch (2 % faster with 64 rows). With 6 or 12 rows, all tiles are needed to
+// prefetch the panel in time.
 constexpr int64_t kFewTiles = 2;
-// Columns that are packed side by side where no tile can: a row of them lies together.
+// Number of columns that are packed at once if B is contiguous along N and no tile can
+// pack it. These columns are contiguous in each row of B.
 constexpr int64_t kGroupColumns = 128;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,
@@ -62,7 +65,7 @@ TiledPlan::TiledPlan(GemmProblem problem,
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
-// Units that are neighbours in the list share columns of B, the operand that is packed.
+// Consecutive units use the same columns of B, which is the operand that needs packing.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;
   const ScopedKernelState at_work(kernels_);
@@ -72,7 +75,8 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  // A group at a time, or all columns where several blocks of rows want them.
+  // Holds one group of packed columns, or all columns if several blocks of rows use
+  // them.
   const int64_t b_columns =
       rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
@@ -86,7 +90,7 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
   const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
-  // K = 0 still stores the addends: a block of size 0.
+  // For K = 0 there is one block of size 0, which stores the addends.
   const int64_t num_blocks = blocking_.num_k_blocks();
   for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
 }
@@ -205,7 +209,8 @@ void TiledPlan::MultiplyPanel(const ATile* a,
                               Range k,
                               float* sums) const {
   const int64_t tile_rows = kernels_.tile_rows;
-  // What a tile writes is on its way while the one before is multiplied.
+  // Prefetches the memory that a tile writes during the multiplication of the previous
+  // tile.
   Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
   for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {
     const int64_t end = std::min(rows.end, i + tile_rows);

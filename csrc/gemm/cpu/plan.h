@@ -1,4 +1,5 @@
-// How a product is cut into units, and each unit into blocks that fit the caches.
+// The plan of a GEMM on the CPU: divides it into units, and units into blocks that fit
+// the caches.
 #pragma once
 
 #include <cstdint>
@@ -11,31 +12,35 @@
 
 namespace jax_ub {
 
-// PlanGemm with kernels of one's own choice.
+// Like PlanGemm, but with explicitly chosen kernels.
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
 
-// EstimateGemmUs with these kernels.
+// Like EstimateGemmUs, but with explicitly chosen kernels.
 double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels);
 
-// Sizes in elements. A unit computes unit_rows x unit_columns of C in blocks of K, each
-// between two of k_bounds; in each, it multiplies block_rows of A with one panel of B
+// Sizes of units and blocks, in elements. A unit computes unit_rows x unit_columns
+// elements of C, one block of K after the other. Block i of K is [k_bounds[i],
+// k_bounds[i + 1]). For each, it multiplies block_rows rows of A with one panel of B
 // after the other, tile by tile.
 struct GemmBlocking {
   int64_t unit_rows = 0;
   int64_t unit_columns = 0;
   std::vector<int64_t> k_bounds;
-  int64_t k_block = 0;  // the longest
+  int64_t k_block = 0;  // length of the longest block of K
   int64_t block_rows = 0;
 
   int64_t num_k_blocks() const { return static_cast<int64_t>(k_bounds.size()) - 1; }
 };
 
+// Chooses the blocking from the sizes, the bounds along K, the kernels and the number
+// of workers.
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
 
+// The plan for products with more than kMaxSmallM rows.
 class TiledPlan : public GemmPlan {
  public:
   TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);
@@ -44,65 +49,67 @@ class TiledPlan : public GemmPlan {
   void Run(int64_t unit, Scratch& scratch) const override;
 
  private:
-  // The parts of a unit's workspace.
+  // Pointers into the scratch memory of a unit.
   struct Workspace {
     std::byte* packed_a;  // [row tile of a block][panel]
     std::byte* packed_b;  // [column tile of the unit, or of a group][panel]
     float* sums;          // [column tile of the unit][row tile of the unit][tile]
-    float* rows;  // [row of a tile][column of the unit], where they are stored whole
+    float* rows;          // [row of a tile][column of the unit], if c_.stores_rows()
   };
 
-  // A panel of B on its way through the tiles. It has a source until one has packed it.
+  // The state of a panel of B while it is multiplied with all row tiles. `panel.source`
+  // is set until the first tile has packed the panel.
   struct BPanelState {
     BPanel panel;
-    PrefetchCursor prefetch = {};  // the panel after it
-    bool prefetch_in_packing_tile =
-        false;  // the tile that packs asks for `upcoming` too
+    PrefetchCursor prefetch = {};  // the memory of the next panel
+    // Whether the tile that packs this panel also prefetches the next panel.
+    bool prefetch_in_packing_tile = false;
   };
 
-  // One block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
+  // Computes one block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
   void RunBlock(Range rows,
                 Range columns,
                 int64_t k_index,
                 const Workspace& workspace) const;
-  // How many of a unit's rows have sums at the same time: those of a block if nothing
-  // is added to them, all if another block of K follows.
+  // Returns how many rows of a unit need memory for sums at the same time: all rows if
+  // there are several blocks of K, else the rows of a block.
   int64_t RowsOfSums(Range rows) const;
-  // The k_index-th block of K; empty behind the last one.
+  // Returns the k_index-th block of K. Empty for k_index == num_k_blocks().
   Range BlockOfK(int64_t k_index) const;
-  // Stores the finished tiles of rows `block` of a result that takes whole rows; a
-  // column tile of `sums` begins `row_tiles` tiles after the one before.
+  // Stores the finished tiles of rows `block` as whole rows of the unit, if
+  // c_.stores_rows(). Neighboring column tiles are `row_tiles` tiles apart in `sums`.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,
                  int64_t row_tiles,
                  float* rows) const;
-  // What a packed tile of A takes over `k` elements of K.
+  // Returns the size in bytes of a packed tile of A over `k` elements of K.
   int64_t TileBytesOfA(int64_t k) const {
     return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
   }
-  // Packs or finds the tiles of A in rows `block`.
+  // Sets `tiles` to the tiles of A in rows `block`, which are read in place or packed.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares a panel, `columns` of those of `unit`, for num_rows of A that it meets
-  // first: packs it, or finds it for a tile that packs, and says which memory comes
-  // next: behind the unit's last columns that of the block next_k. Returns where the
-  // columns end that need no preparation any more.
+  // Prepares the panel of `columns` for its multiplication with the first `num_rows`
+  // rows of A: packs it, or sets `b.panel.source` for a packing tile. Sets `b.prefetch`
+  // to the next panel of `unit`, or, after the last panel, to the first panel of block
+  // next_k. Returns the end of the columns that are prepared now.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,
                 Range next_k,
                 int64_t num_rows,
                 BPanelState& b) const;
-  // A panel of B with all tiles of A's rows `rows`.
+  // Multiplies a panel of B with all tiles of A's rows `rows`.
   void MultiplyPanel(const ATile* a,
                      BPanelState& b,
                      Range rows,
                      Range columns,
                      Range k,
                      float* sums) const;
-  // Asks for the memory of a tile of the result, if this block of K is the last.
+  // Prefetches the memory of a tile of the result, if this is the last block of K.
   void Prefetch(Range rows, Range columns, Range k) const;
-  // Into `sums`, or with the last block of K into the result.
+  // Multiplies one tile. Stores it in `sums`, or in the result if this is the last
+  // block of K.
   void MultiplyTile(const ATile& a,
                     BPanelState& b,
                     Range rows,
@@ -117,8 +124,9 @@ class TiledPlan : public GemmPlan {
   const OperandReader b_;
   const ResultWriter c_;
   const int64_t tile_floats_;
-  const int64_t
-      sums_step_;  // from a tile's sums to the next one's; 0: one place for all
+  // Distance between the sums of neighboring tiles, in floats; 0: all tiles share one
+  // buffer.
+  const int64_t sums_step_;
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;
 };
