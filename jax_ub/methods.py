@@ -1,4 +1,4 @@
-"""The methods of overlapping an op, and the record of calls that do not overlap."""
+"""`Method`: the ways to overlap GEMM and communication; and the record of fallbacks."""
 
 import collections
 import contextlib
@@ -166,7 +166,7 @@ _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Adds a call that did not run as it could to the record of `fallbacks`."""
+    """Adds a call to the record that `fallbacks` returns."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
@@ -235,7 +235,7 @@ def _decode(kind, scope):
 
 
 def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
-    """Returns the latest 1024 calls that do not overlap although they might.
+    """Returns the latest 1024 calls that fell back or repeat work, oldest first.
 
     These are automatic calls that became plain `jax.lax`, and layers whose work several
     ranks repeat, because no mesh axis known to the layer shards it. Calls are added
@@ -246,8 +246,8 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
         clear: whether to empty the record.
 
     Returns:
-        One entry for each time such a call was traced or lowered, oldest first.
-        `.label` is the call's name, and `.reason` says why it does not overlap.
+        One entry for each time such a call was traced or lowered. `.label` is the
+        call's name, and `.reason` says why it fell back or which work is repeated.
     """
     found = tuple(_FALLBACKS)
     if clear:

@@ -84,7 +84,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
-    """Writes a document as a JSON file.
+    """Writes a document as an indented JSON file; `indent` None writes one line.
 
     Raises:
         OutputError: if the file cannot be written.

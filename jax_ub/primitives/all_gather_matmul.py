@@ -12,7 +12,7 @@ from jax_ub.primitives.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherMatmul(Call):
-    """y_i = scale * all_gather(x) @ w_i + bias_i + residual_i.
+    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i.
 
     Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
     Results: all y_i, then the gathered x if `return_gathered`.

@@ -1,4 +1,4 @@
-"""Bulk AG: an all-gather that overlaps an independent GEMM, a column layer's dgrad."""
+"""Bulk AG: an all-gather that overlaps an independent GEMM, the layer's dgrad."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Bulk RS: a reduce-scatter that overlaps an independent GEMM, a layer's wgrad."""
+"""Bulk RS: a reduce-scatter that overlaps an independent GEMM, the layer's wgrad."""
 
 import dataclasses
 

@@ -103,7 +103,7 @@ def like(value) -> jax.Array:
 
 
 def aval_or_placeholder(wanted: bool, value) -> jax.Array:
-    """Returns `like(value)` if wanted, else a placeholder, as also for no value."""
+    """Returns `like(value)`; a placeholder if it is not wanted or value is None."""
     return like(value) if wanted and value is not None else placeholder()
 
 

@@ -134,7 +134,7 @@ def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
     shapes.check_flag(OP, "rhs_transposed", rhs_transposed)
 
 
-def linear_without_gather(  # noqa: PLR0913, those of the functions that communicate
+def linear_without_gather(  # noqa: PLR0913, as the functions that communicate
     x: jax.Array,
     w: jax.Array,
     *,
