@@ -56,8 +56,9 @@ struct BPanel {
 
 // Computes sum[r, c] = sum_k A[r, k] * B[k, c] for r < rows of the function,
 // c < tile_columns, k < num_words. A has one of two layouts:
-//   rows:    word (r, k) at a + r * a_stride + 4 * k    (K contiguous; in place or packed)
-//   columns: word (r, k) at a + k * a_stride + 4 * r    (M contiguous; in place or packed)
+//   rows:    word (r, k) is at a + r * a_stride + 4 * k    (contiguous along K)
+//   columns: word (r, k) is at a + k * a_stride + 4 * r    (contiguous along M)
+// In both layouts, A may be in place or packed.
 // A packing tile reads B from `b.source` and writes the packed words to `b.words`, for
 // the tiles after it.
 using TileFunction = void (*)(const void* a,
