@@ -29,7 +29,7 @@ class SummedMatmul(Call):
     out_dtype: np.dtype
 
     def plain(self, kind: "type[SummedMatmul]", operands) -> jax.Array:
-        """Runs the GEMM by a call class `kind` that does not communicate."""
+        """Computes the local GEMM by `kind`, a call class that does not communicate."""
         n = self.num_pairs
         addends = iter(operands[2 * n :])
         return call_summed_matmul(

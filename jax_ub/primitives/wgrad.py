@@ -33,7 +33,7 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        """Returns the shape of the gathered operand, of all dy_i together."""
+        """Returns the shape of the gathered operand; dy_i are counted as one tensor."""
         away = (x,) if self.gather == "x" else others[: self.num_outputs]
         features = sum(operand.shape[-1] for operand in away)
         rows = away[0].shape[-2] * self.num_ranks

@@ -85,7 +85,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """The contraction of a dense layer: last dimensions of x with a kernel's.
+    """The contraction of a dense layer: the last dimensions of x with the kernel's.
 
     Attributes:
         num_in: the number of contracted dimensions.

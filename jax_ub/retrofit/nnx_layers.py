@@ -119,12 +119,12 @@ class LinearLayer(Layer):
 
     @property
     def num_in(self):
-        """The number of the module's `in_features`."""
+        """The length of the module's `in_features`; 1 for an integer."""
         return _count(self.node.in_features)
 
     @property
     def num_dims(self):
-        """The number of the module's `in_features` and `out_features`."""
+        """The number of in dimensions plus out dimensions."""
         return self.num_in + _count(self.node.out_features)
 
     def in_out(self, dims):
@@ -183,7 +183,7 @@ class EinsumLayer(Layer):
         self.node.einsum_op = Einsum(_held_by_jax(dense), label, self.replaced)
 
     def why_kept(self):
-        """Returns why the function is kept: also an equation of no dense layer."""
+        """Returns why the function is kept; einsums that are not dense keep it, too."""
         kept = super().why_kept()
         if kept is not None or self.equation is not None:
             return kept
@@ -309,10 +309,11 @@ def sharded_parameters(
 
 
 def _held_by_jax(dense):
-    """Returns `dense` for a caller that replaces a function of JAX.
+    """Returns a copy of `dense` that holds the function `jax.lax.dot_general`.
 
-    That function refers to `lax.dot_general` directly, so a replaced attribute
-    `jax.lax.dot_general` does not intercept it.
+    `jax.numpy.einsum` and `jax.numpy.dot`, which it stands in for, hold the function,
+    too. So a replacement of the attribute `jax.lax.dot_general` intercepts none of
+    them.
     """
     return dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
 

@@ -373,7 +373,7 @@ class ShardingLayout:
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
-        """Rejects a kernel whose wrong dimension is sharded over `axis_name`.
+        """Rejects a kernel that is sharded over `axis_name` in the wrong dimension.
 
         Args:
             spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
