@@ -140,9 +140,9 @@ class CoreAttention:
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
         """Computes attention on the shards of one rank.
 
-        `axes` are the mesh axes whose ranks have different heads or sequences, so each
-        of their ranks draws its own dropout mask. The other arguments are those of
-        `__call__`.
+        `axes` are the mesh axes whose ranks have different heads or sequences. Each
+        rank along them draws its own dropout mask. `__call__` documents the other
+        arguments.
         """
         if self.rotary_base is not None:
             if positions is None:

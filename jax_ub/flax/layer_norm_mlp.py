@@ -101,8 +101,8 @@ class LayerNormMLP(nnx.Module):
 
         Args:
             inputs: the activations.
-            residual: array with the shape of the result that fc2 adds in its GEMM+RS,
-                for example the inputs.
+            residual: array with the shape of the result, for example the inputs. fc2
+                adds it inside its fused call, before rounding.
         """
         normalized = normalize("LayerNormMLP", self.norm, inputs)
         if self.gate is None:

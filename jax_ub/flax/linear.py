@@ -297,7 +297,7 @@ class Linear(nnx.Module):
             out_sharding: the sharding of the result; None keeps the one that `parallel`
                 implies.
             residual: array with the shape and the sharding of the result that is added
-                to it. A row layer adds it in its GEMM+RS and rounds once.
+                to it. A row layer adds it inside its fused call, before rounding.
         """
         (y,) = call_together((self,), inputs, residual)
         return with_output_sharding(y, out_sharding)
@@ -349,7 +349,7 @@ def _placement_of(layer):
     dim = sharding_layout.fsdp_dim * num_in
     size = (*sizes_of(layer.in_features), *sizes_of(layer.out_features))[dim]
     in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if in_shard_map and kernel.shape[dim] == size:  # the kernel is not sharded
+    if in_shard_map and kernel.shape[dim] == size:  # not sharded by FSDP
         sharding_layout = dataclasses.replace(sharding_layout, fsdp_axes=())
     return sharding_layout
 

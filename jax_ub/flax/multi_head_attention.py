@@ -183,8 +183,8 @@ class MultiHeadAttention(nnx.Module):
                 true where a query attends to a key.
             positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
                 None uses 0, 1, 2, ....
-            residual: array with the shape of the result that the output projection
-                adds in its GEMM+RS.
+            residual: array with the shape of the result. The output projection adds it
+                inside its fused call, before rounding.
             deterministic: whether dropout is disabled; None takes the module's value.
 
         Raises:

@@ -40,7 +40,7 @@ def multiply_together(
         main_grads: f32 `[*in, *out]` for each kernel, or empty.
         num_in: the number of contracted dimensions.
         residual: `[..., tokens, *out]` or None; only with a single kernel. A row layer
-            adds it in its GEMM+RS and rounds once.
+            adds it inside its fused call, before rounding.
         out_dtype: dtype of the products; None takes the dtype of the inputs. With a
             residual, the result has the common dtype of product and residual.
 
@@ -166,7 +166,7 @@ def _check_residual(sharding_layout, residual, lead, outs):
 
     Raises:
         ShapeContractError: if its features, or its tokens for a row layer with global
-            arrays, differ from those of the result.
+            arrays, differ from the result's.
     """
     # Inside shard_map only the op knows the number of tokens per rank, and checks it.
     is_whole = sharding_layout.parallel == "row" and not sharding_layout.is_local()

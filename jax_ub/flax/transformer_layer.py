@@ -76,7 +76,7 @@ class TransformerLayer(nnx.Module):
             normalization: "LayerNorm" or "RMSNorm".
             epsilon: added to the variance, or to the mean square, before the root.
             hidden_dropout: the dropout rate of the results of attention and MLP. If it
-                is 0, the GEMM+RS of "proj" and "fc2" add the residuals.
+                is 0, the calls "proj" and "fc2" add the residuals before rounding.
             attention_dropout: the probability of dropping an attention weight.
             deterministic: whether dropout is disabled; `model.eval()` sets it to True.
             rngs: the PRNG streams for the initializers; with dropout also "dropout".

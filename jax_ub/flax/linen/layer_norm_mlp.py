@@ -54,8 +54,8 @@ class LayerNormMLP(TensorParallel):
 
         Args:
             inputs: the activations.
-            residual: array with the shape of the result that fc2 adds in its GEMM+RS,
-                for example the inputs.
+            residual: array with the shape of the result, for example the inputs. fc2
+                adds it inside its fused call, before rounding.
 
         Raises:
             UnknownNameError: if an activation, norm, method or axis is unknown.

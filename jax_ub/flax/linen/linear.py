@@ -70,7 +70,7 @@ class Linear(TensorParallel):
         Args:
             inputs: the activations.
             residual: array with the shape and the sharding of the result that is added
-                to it. A row layer adds it in its GEMM+RS and rounds once.
+                to it. A row layer adds it inside its fused call, before rounding.
 
         Raises:
             UnsupportedOverlapError: if `axis` does not name the last dimensions.

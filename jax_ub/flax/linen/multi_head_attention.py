@@ -50,8 +50,7 @@ class MultiHeadAttention(TensorParallel):
         dropout_rate: the probability of dropping an attention weight. The PRNG stream
             is "dropout".
         broadcast_dropout: whether all sequences and heads drop the same weights.
-        deterministic: whether dropout is disabled; None requires the argument of the
-            call.
+        deterministic: whether dropout is disabled; None takes the argument of the call.
     """
 
     num_heads: int
@@ -90,8 +89,8 @@ class MultiHeadAttention(TensorParallel):
                 true where a query attends to a key.
             positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
                 None uses 0, 1, 2, ....
-            residual: array with the shape of the result that the output projection
-                adds in its GEMM+RS.
+            residual: array with the shape of the result. The output projection adds it
+                inside its fused call, before rounding.
             deterministic: whether dropout is disabled. Must be None if the module's
                 attribute is set.
 

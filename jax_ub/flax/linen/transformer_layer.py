@@ -51,11 +51,10 @@ class TransformerLayer(TensorParallel):
         normalization: "LayerNorm" or "RMSNorm".
         epsilon: added to the variance, or to the mean square, before the root.
         hidden_dropout: the dropout rate of the results of attention and MLP, with the
-            PRNG stream "dropout". If it is 0, the GEMM+RS of "proj" and "fc2" add the
-            residuals.
+            PRNG stream "dropout". If it is 0, the calls "proj" and "fc2" add the
+            residuals before rounding.
         attention_dropout: the probability of dropping an attention weight.
-        deterministic: whether dropout is disabled; None requires the argument of the
-            call.
+        deterministic: whether dropout is disabled; None takes the argument of the call.
     """
 
     hidden_size: int

@@ -12,7 +12,7 @@ class AllReduce(Collective):
     """Sums an activation of any shape over the ranks, in f32, rounded once.
 
     The backward is the identity if dy is the complete gradient of y on every rank. It
-    is an all-reduce if dy is a partial gradient, that of the rank's own use of y:
+    is an all-reduce if dy is partial, the gradient of this rank's use of y only:
 
     | reduce_in_backward | `shard_map(check_vma=True)` | `check_vma=False` |
     |---|---|---|
