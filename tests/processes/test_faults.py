@@ -14,8 +14,8 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 # Where a test waits for the deadline: what processes of a busy machine may be apart.
 DEADLINE_S = 10.0
-# BackgroundLoad nothing waits for it, and "at once" is far below it, on a busy machine
-# too.
+# The deadline of tests in which nothing waits for it: "at once" is far below it, on a
+# busy machine too.
 NEVER_S = 120.0
 SOON_S = 30.0
 # From a death to the error of the last peer, on a machine that does not hold them up.
