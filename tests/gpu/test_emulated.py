@@ -69,7 +69,6 @@ def test_the_local_ops_are_right(flags):
 @pytest.mark.parametrize(
     ("processes", "each", "flags", "delay_us"),
     [
-        (1, 1, CAPTURED, 0),
         (1, 4, CAPTURED, 0),
         (1, 8, CAPTURED, 0),
         (3, 1, CAPTURED, 0),
