@@ -1,4 +1,4 @@
-"""Connects extra outputs to extra inputs by channel name."""
+"""Connects extra outputs of operations to extra inputs of later operations."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,10 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """The connections between extra inputs and outputs of a list of basic operations.
+    """Which extra input of an operation reads which extra output of another one.
+
+    Extra inputs and outputs are the arrays that operations take and return besides the
+    activation, such as a residual connection.
 
     An *edge* is a number for one extra tensor: an extra input that the caller passes,
     or an extra output of an operation.
@@ -29,7 +32,10 @@ class ExtraTensorEdges:
 
 
 def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
-    """Numbers the edges and connects each channel's producer to its consumers.
+    """Connects each extra input to the extra output with the same channel name.
+
+    A channel is the name of an extra output, under which later operations read it.
+    Extra inputs without a channel come from the caller.
 
     Raises:
         ShapeContractError: if two outputs have the same channel, or an operation reads
@@ -61,7 +67,7 @@ def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
 
 
 def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
-    """Maps each channel to the index of its producer and its edge."""
+    """Maps each channel name to the operation that writes it: (its index, the edge)."""
     producers: dict[str, tuple[int, int]] = {}
     for place, op in enumerate(ops):
         # Not strict: extra_output_channels is empty if the operation has no channels.
@@ -84,7 +90,10 @@ def _producers(ops, outputs) -> dict[str, tuple[int, int]]:
 
 
 def _source(ops, place, name, producers) -> int:
-    """Returns the edge of the channel that the operation at index `place` reads."""
+    """Returns the number of the extra tensor that an operation reads by channel name.
+
+    The operation has the index `place` in `ops`.
+    """
     if name not in producers:
         known = nearest(name, producers) if producers else "There is none at all."
         raise UnknownNameError(
@@ -105,5 +114,5 @@ def _source(ops, place, name, producers) -> int:
 
 
 def operation_label(ops: Sequence[BasicOperation], place: int) -> str:
-    """Returns the name of one operation of a list in error messages."""
+    """Returns an operation's index and name, for error messages."""
     return f"operation {place} ({ops[place].label})"

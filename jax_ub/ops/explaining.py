@@ -36,9 +36,10 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# A target with its contracting size and its number of output features.
+# A product or collective by its name in `jax_ub.simulate`, its contracting size and its
+# number of output features.
 Step = tuple[str, int, int]
-# Targets without communication.
+# The names that stand for GEMMs without communication.
 _PRODUCTS = ("matmul", "wgrad")
 _REFUSED = (
     "a call is refused: overlapped are gathers and scatters of rows, with "
@@ -52,7 +53,7 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes for which times and bytes are predicted, and the measured waits.
+    """The problem size for which `explain` predicts times, and measured wait times.
 
     Attributes:
         tokens: number of tokens of all ranks together; None predicts nothing.
@@ -71,7 +72,7 @@ class Sizes:
     waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        """Checks `tokens` and `num_ranks`.
+        """Checks that `tokens` and `num_ranks` are positive integers or None.
 
         Raises:
             ShapeContractError: if either is neither None nor a positive integer.
@@ -86,14 +87,17 @@ class Sizes:
             )
 
     def ranks_on(self, axis_name: str) -> int | None:
-        """Returns the size of a mesh axis, or None if it is unknown."""
+        """Returns the number of ranks on a mesh axis, or None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
         domains = {d.axis_name: d.tp_size for d in overlaps.domains()}
         return known or domains.get(axis_tuple(axis_name))
 
 
 def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
-    """Returns a table with two rows for each linear and collective of a fuser."""
+    """Reports for each linear and collective, per direction, whether it overlaps.
+
+    The table has a row for the forward and a row for the backward of each.
+    """
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _refusals(fuser, name) for name in _PASSES}
@@ -119,12 +123,15 @@ def explain(fuser: OperationFuser, sizes: Sizes) -> Table:
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns, for each basic operation, its window's first index and operation."""
+    """Finds the operation that runs each basic operation after fusion.
+
+    Returns it with the index of the first basic operation that it covers.
+    """
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
 def _refusals(fuser, name) -> dict[int, list[str]]:
-    """Returns why fusions rejected operations, by index of the basic operation."""
+    """Maps indices of basic operations to the reasons why fusions rejected them."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.steps(name):
         owner = getattr(fusion, "__self__", None)
@@ -190,7 +197,7 @@ def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
 
 
 def _backward_site(op, mode, call_config, sizes):
-    """Returns the call configuration of the backward.
+    """Returns the method and options with which a linear's backward communicates.
 
     For a column-parallel linear it includes the method that was tuned for these sizes.
     """
@@ -213,7 +220,11 @@ def _reason(call_config, is_on, reasons):
 
 
 def _forward_steps(op, mode, is_on) -> list[Step]:
-    """Returns the targets that the forward of a linear runs, with their sizes."""
+    """Lists the products and collectives that a linear's forward runs.
+
+    Each is a target of `jax_ub.simulate`, with its contracting size and its number of
+    output features.
+    """
     k, n = op.in_features, op.out_features
     if is_on:
         return [(LIKE[mode], k, n)]
@@ -225,7 +236,11 @@ def _forward_steps(op, mode, is_on) -> list[Step]:
 
 
 def _backward_steps(op, mode, is_on, call_config) -> list[Step]:
-    """Returns the targets that the backward of a linear runs, with their sizes."""
+    """Lists the products and collectives that a linear's backward runs.
+
+    Each is a target of `jax_ub.simulate`, with its contracting size and its number of
+    output features.
+    """
     k, n = op.in_features, op.out_features
     if is_on and mode == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy

@@ -14,7 +14,7 @@ from jax_ub.primitives import mesh
 
 @dataclasses.dataclass(frozen=True)
 class OutputChannel:
-    """The channel of an extra output.
+    """The name under which later operations read an extra output of an operation.
 
     Attributes:
         name: the channel's name, by which later operations read the extra output.
@@ -26,7 +26,7 @@ class OutputChannel:
 
 
 def check_fields(op: Any) -> None:
-    """Checks the fields of a basic operation by their names.
+    """Checks the constructor arguments of a basic operation: types, names, hashing.
 
     Raises:
         ShapeContractError: if a field has the wrong type or is not hashable.
@@ -70,7 +70,7 @@ def _read_channels(label, field, channels, number, kind):
 
 
 def check_channel_name(label: str, name: Any) -> None:
-    """Checks that a channel name is a string without spaces.
+    """Checks that the name of an extra output is a string without spaces.
 
     Raises:
         ShapeContractError: if it is not.
@@ -85,7 +85,7 @@ def check_channel_name(label: str, name: Any) -> None:
 def initialize(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates a parameter of an operation.
+    """Creates one parameter with its initializer, and checks the array's shape.
 
     Args:
         op: the operation.

@@ -24,7 +24,9 @@ from jax_ub.rules.fused_group import fused_group
 
 
 class OperationFuser:
-    """A fixed list of operations that is fused and differentiated.
+    """Runs a list of operations, fusing consecutive operations where possible.
+
+    Calls are differentiable.
 
     Three passes apply the registered fusions: the joint fusions of forward and
     backward, then the forward fusions, then the backward fusions. Their result may
@@ -39,7 +41,7 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Iterable[Operation]):
-        """Expands the operations and connects their channels.
+        """Splits the operations into basic operations and connects extra tensors.
 
         Raises:
             ShapeContractError: if an entry is not an operation, two operations write
@@ -58,16 +60,21 @@ class OperationFuser:
 
     @property
     def forward_ops(self) -> list[Op]:
-        """The operations that compute the results, in forward order."""
+        """The basic and fused operations that run in the forward, in order."""
         return self.fused("forward")
 
     @property
     def backward_ops(self) -> list[Op]:
-        """The operations that compute the gradients, listed in forward order."""
+        """The basic and fused operations that run in the backward.
+
+        They are listed in forward order, and run from the last to the first.
+        """
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
-        """Returns the list after the joint fusions and the fusions of one direction.
+        """Returns the operations of one direction after all fusions for it have run.
+
+        First the joint fusions run, then the fusions of the direction.
 
         Args:
             direction: "forward" or "backward".
@@ -81,7 +88,9 @@ class OperationFuser:
         return ops
 
     def steps(self, direction: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Yields each fusion with the list that it received and the list it returned.
+        """Applies the fusions in order and yields each with its input and output.
+
+        Both are lists of operations.
 
         Raises:
             FusionError: if a fusion returns a list with different basic operations.
@@ -95,7 +104,7 @@ class OperationFuser:
                 yield fusion, before, ops
 
     def _given(self, direction) -> list[Op]:
-        """Returns the operations before any fusion.
+        """Returns the operations that the first fusion receives.
 
         A fused operation that the caller constructed stays if it overrides `direction`.
         Otherwise it is replaced by its basic operations.
@@ -130,7 +139,7 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """The groups of consecutive operations that are differentiated as one."""
+        """The shortest runs of operations that are differentiated together."""
         return make_groups(self.forward_ops, self.backward_ops, self.extra_edges)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""A group of consecutive basic operations that is differentiated as one."""
+"""Differentiates a run of consecutive basic operations as one function."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,11 @@ from jax_ub.rules.vjp import placeholder, residual_or_placeholder, save
 
 @dataclasses.dataclass(frozen=True)
 class OperationGroup:
-    """Forward and backward windows over the same basic operations.
+    """Consecutive basic operations that are differentiated as one function.
+
+    The forward and the backward may be fused differently: `forward_ops` and
+    `backward_ops` cover the same basic operations. An *edge* is the number of an extra
+    tensor (an array that an operation reads or returns besides the activation).
 
     A group ends wherever a forward window and a backward window end together. With
     groups this short, JAX itself determines which of them need gradients, and sums the
@@ -55,12 +59,16 @@ class OperationGroup:
 
     @property
     def taken(self) -> set[int]:
-        """The edges that come from outside the group."""
+        """The numbers of the extra tensors that the group reads from outside."""
         made = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - made
 
     def forward(self, operands, cotangent_avals):
-        """Runs the forward windows; returns the results and the residuals."""
+        """Computes the group's outputs, and the residuals that its backward reads.
+
+        Runs the operations of `forward_ops` in order. `cotangent_avals` is None for
+        operands without a gradient.
+        """
         needs = self._needs(cotangent_avals)
         saves = self._saves(needs)
         xs, edges, residuals = self._run(self.forward_ops, operands, saves)
@@ -71,7 +79,7 @@ class OperationGroup:
         return (xs[-1], {edge: edges[edge] for edge in self.results}), kept
 
     def _run(self, ops, operands, saves):
-        """Runs `ops` one after another.
+        """Runs the forward of `ops` in order; passes extra outputs to their readers.
 
         Returns:
             The input x of the first operation and the output of each, all edges, and
@@ -91,7 +99,7 @@ class OperationGroup:
         return xs, edges, residuals
 
     def _needs(self, cotangent_avals) -> tuple[RequestedGradients, ...]:
-        """Returns the gradients that each operation must compute.
+        """Returns which gradients the backward of each basic operation must compute.
 
         An operation computes dx if x has a cotangent or an earlier operation needs a
         gradient.
@@ -114,7 +122,7 @@ class OperationGroup:
         return tuple(needs)
 
     def _saves(self, needs) -> tuple[frozenset[str], ...]:
-        """Returns the names of the residuals that each operation's backward reads."""
+        """Returns, for each operation, which residuals its backward reads, by name."""
         saves: list[frozenset[str]] = []
         for window, op in windows(self.backward_ops):
             own = needs[window]
@@ -122,7 +130,7 @@ class OperationGroup:
         return tuple(saves)
 
     def _kept(self, residuals, saves):
-        """Returns the residuals that the backward reads.
+        """Replaces residuals that this backward does not read by empty placeholders.
 
         A residual that only other requests would read is a placeholder, so the tree
         does not depend on the requested gradients.
@@ -147,7 +155,7 @@ class OperationGroup:
         )
 
     def _likes(self, operands, needs):
-        """Returns the cotangent avals of the activations and edges inside the group.
+        """Returns shapes and dtypes of the gradients of arrays between the operations.
 
         A fused window never materializes its inner activations. They are traced
         abstractly, with the unfused operations.
@@ -174,7 +182,10 @@ class OperationGroup:
         return x_likes, wire_likes
 
     def backward(self, residuals, cotangents, cotangent_avals):
-        """Runs the backward windows, from the last to the first."""
+        """Computes the gradients of the operands from the cotangents of the outputs.
+
+        Runs the operations of `backward_ops` from the last to the first.
+        """
         needs = self._needs(cotangent_avals)
         dy, d_results = cotangents
         d_wires = dict(d_results)
@@ -219,12 +230,12 @@ class OperationGroup:
 
 
 def _rows(arrays, rows):
-    """Looks up the array of each edge in `rows`; None for an edge without one."""
+    """Replaces each extra tensor's number in `rows` by its array, or by None."""
     return tuple(tuple(arrays.get(edge) for edge in row) for row in rows)
 
 
 def _pairs(rows, arrays) -> Iterator[tuple[int, jax.Array | None]]:
-    """Yields each edge in `rows` with the array at the same position in `arrays`."""
+    """Yields each extra tensor's number with the array at the same position."""
     return zip(itertools.chain(*rows), itertools.chain(*arrays), strict=True)
 
 

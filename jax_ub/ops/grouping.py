@@ -1,4 +1,4 @@
-"""Divides fused lists into groups that are differentiated separately."""
+"""Splits a list of fused operations into groups that JAX differentiates in turn."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from jax_ub.ops.operation import FusedOperation, Op, windows
 def make_groups(
     forward_ops: Sequence[Op], backward_ops: Sequence[Op], extra_edges: ExtraTensorEdges
 ) -> tuple[OperationGroup, ...]:
-    """Divides two fused lists over the same basic operations into groups.
+    """Splits operations into the shortest runs that can be differentiated separately.
+
+    The forward and the backward may be fused differently, so a run ends only where no
+    fused operation of either continues.
 
     A group ends wherever a forward window and a backward window end together.
     """
@@ -25,7 +28,7 @@ def make_groups(
 
 
 def _by_place(ops: Sequence[Op]) -> dict[int, FusedOperation]:
-    """Maps the index of each window's first basic operation to its fused operation.
+    """Maps the index of its first basic operation to each fused operation.
 
     A basic operation outside any window becomes a window of one.
     """

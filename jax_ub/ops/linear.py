@@ -16,7 +16,7 @@ from jax_ub.ops.operation import Operation, check_params, constructor_call
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Linear(Operation):
-    """`x @ kernel + bias`: a `BasicLinear` and a `Bias`.
+    """A linear layer, `x @ kernel + bias`, as one entry of a `Sequential`.
 
     The bias of a row-parallel layer is replicated and added once, after the reduction.
     The bias of a column-parallel layer is sharded like the kernel's columns.
@@ -60,19 +60,19 @@ class Linear(Operation):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def __post_init__(self):
-        """Checks the options, as `BasicLinear` does."""
+        """Checks the layer's options, by constructing its `BasicLinear`."""
         arguments.check("Linear", use_bias=self.use_bias)
         linear = self.basic_ops[0]
         options = getattr(linear, "userbuffers_options", None)
         object.__setattr__(self, "userbuffers_options", options)
 
     def __repr__(self) -> str:
-        """Returns the constructor call, without arguments that equal their default."""
+        """Returns the constructor call as text, leaving out default arguments."""
         return constructor_call(self)
 
     @property
     def basic_ops(self):
-        """The `BasicLinear` and, if enabled, the `Bias`."""
+        """The layer's operations: a `BasicLinear` and, with `use_bias`, a `Bias`."""
         linear = BasicLinear(
             self.in_features,
             self.out_features,
@@ -98,7 +98,7 @@ class Linear(Operation):
         return linear, bias
 
     def init(self, key):
-        """Creates the global parameters in one dict."""
+        """Creates kernel, bias and main_grad in one dict, as global arrays."""
         shapes.check_key("Linear", "key", key)
         keys = jax.random.split(key)
         parts = (op.init(k) for op, k in zip(self.basic_ops, keys, strict=False))
@@ -109,7 +109,7 @@ class Linear(Operation):
         return {k: v for op in self.basic_ops for k, v in op.specs().items()}
 
     def split(self, params):
-        """Splits the dict into the parameters of `BasicLinear` and `Bias`."""
+        """Splits the layer's parameters into those of `BasicLinear` and of `Bias`."""
         check_params("Linear", params)
         if not self.use_bias:
             return (params,)

@@ -1,4 +1,4 @@
-"""Separates gradient accumulators (main_grad) from the weights that are trained."""
+"""Separates gradient accumulators ("main_grad") from the weights of a model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ NAME = "main_grad"
 
 
 def split_main_grads(params: Any) -> tuple[Any, Any]:
-    """Splits parameters into weights and main_grads, to differentiate each alone.
+    """Separates the gradient accumulators ("main_grad") from the weights.
 
     The cotangent of a "main_grad" is its new value. A loop over microbatches passes it
     from one microbatch to the next, while the weights stay constant:
@@ -32,7 +32,7 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges weights and main_grads; the inverse of `split_main_grads`."""
+    """Merges weights and gradient accumulators that `split_main_grads` separated."""
     return jax.tree.map(
         lambda weight, main_grad: main_grad if weight is None else weight,
         weights,
@@ -42,7 +42,7 @@ def merge_main_grads(weights: Any, main_grads: Any) -> Any:
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Replaces kernel gradients by the accumulated main_grads.
+    """Replaces each kernel's gradient by the gradient that its main_grad accumulated.
 
     Args:
         gradients: gradients of the weights, in the tree that `split_main_grads`

@@ -25,14 +25,19 @@ from jax_ub.ops.fields import OutputChannel, check_channel_name, check_fields
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
-# Extra inputs or outputs of one operation, or their gradients. A gradient that is known
-# to be zero is None.
+# The extra inputs or extra outputs of one operation (arrays that it reads or returns
+# besides the activation), or their gradients. A gradient that is known to be zero is
+# None.
 Extras = tuple[jax.Array | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """The gradients of one basic operation that the caller differentiates for."""
+    """Says for which operands of one basic operation gradients are computed.
+
+    `x` stands for the activation, `params` holds the names of parameters, and
+    `extra_inputs` has one flag for each extra input.
+    """
 
     x: bool = False
     params: frozenset[str] = frozenset()
@@ -44,7 +49,11 @@ class RequestedGradients:
 
 
 class Operation:
-    """An entry of `Sequential`: a basic operation, or a composite of several."""
+    """Base class of everything that `Sequential` takes as an entry.
+
+    An entry is a basic operation, or a composite of several, such as a linear layer
+    with its bias.
+    """
 
     if TYPE_CHECKING:
         # At run time an inherited property would shadow the field of FusedOperation.
@@ -56,7 +65,11 @@ class Operation:
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """The basic operations and the fused operations of the caller, in order."""
+        """This entry as the list that the fuser starts from, in forward order.
+
+        The list contains the basic operations, and unchanged the fused operations that
+        the caller constructed.
+        """
         return self.basic_ops
 
     def init(self, key: jax.Array) -> Any:
@@ -64,17 +77,17 @@ class Operation:
         raise NotImplementedError
 
     def specs(self) -> Any:
-        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
+        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
         raise NotImplementedError
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Splits the parameters into one dict for each basic operation."""
+        """Splits `params` into one dict of arrays by name for each basic operation."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BasicOperation(Operation):
-    """One function of an activation, and its derivative.
+    """Base class of operations: a function of one activation, and its derivative.
 
     A subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True, repr=False)`)
     with hashable fields. A parallel operation is called inside `jax.shard_map`;
@@ -86,8 +99,9 @@ class BasicOperation(Operation):
     # Whether the forward takes a PRNG key as `params["key"]`. A deterministic call does
     # not pass it. `init` and `specs` never contain this entry.
     takes_key: ClassVar[bool] = False
-    # Names of the parameters whose cotangent is their new value, such as "main_grad".
-    # The residual with the same name holds the old value.
+    # Names of the parameters that the backward updates, such as "main_grad", the
+    # accumulator of a kernel's gradient. Their cotangent is their new value. The
+    # residual with the same name holds their old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
 
     extra_input_channels: tuple[str | None, ...] = dataclasses.field(
@@ -98,49 +112,51 @@ class BasicOperation(Operation):
     )
 
     def __post_init__(self):
-        """Checks the fields; subclasses that override this method call it."""
+        """Checks the field values; subclasses that override this method call it."""
         check_fields(self)
 
     @property
     def basic_ops(self) -> tuple["BasicOperation", ...]:
-        """A tuple of this operation alone."""
+        """A tuple that contains only this operation."""
         return (self,)
 
     @property
     def label(self) -> str:
-        """The name of the operation in error messages."""
+        """The name by which error messages refer to the operation."""
         return type(self).__name__
 
     @property
     def comm_name(self) -> str | None:
-        """The name of the operation's overlap configuration, or None."""
+        """The name under which `initialize_ub` configures the overlap, or None."""
         return None
 
     def __repr__(self) -> str:
-        """Returns the constructor call, without arguments that equal their default."""
+        """Returns the constructor call as text, leaving out default arguments."""
         return constructor_call(self)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Creates the parameters as global arrays by name; none by default."""
+        """Creates the parameters: global arrays by name, by default an empty dict."""
         return {}
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """Returns the `PartitionSpec` of each parameter by name; none by default."""
+        """Returns each parameter's `PartitionSpec` by name; by default, no entries."""
         return {}
 
     def split(self, params: Params) -> tuple[Params, ...]:
-        """Returns the parameters of this operation alone, in a tuple of one dict."""
+        """Checks `params` and returns them as the only element of a tuple."""
         check_params(self.label, params)
         return (params,)
 
     def claim(self, params: Params) -> None:
-        """Registers the caller's parameters with this call, before differentiation.
+        """Checks, before tracing for gradients, that this call may use the parameters.
 
         A linear uses it to reject a main_grad that another call has already.
         """
 
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
-        """Returns the names of the residuals that `backward` reads for `needs`.
+        """Returns the names of the forward's arrays that `backward` will read.
+
+        They depend on `needs`, the gradients that are requested.
 
         Requesting more gradients never removes a name.
         """
@@ -149,7 +165,7 @@ class BasicOperation(Operation):
     def forward(
         self, params: Params, x: jax.Array, extra_inputs: Extras, saves: frozenset[str]
     ) -> tuple[jax.Array, Extras, Residuals]:
-        """Computes the result.
+        """Computes the output, the extra outputs and the arrays kept for the backward.
 
         Args:
             params: the operation's parameters, in `param_dtype`.
@@ -170,7 +186,7 @@ class BasicOperation(Operation):
         d_extra_outputs: Extras,
         needs: RequestedGradients,
     ) -> tuple[jax.Array | None, Params, Extras]:
-        """Computes the requested gradients.
+        """Computes the requested gradients of x, the parameters and the extra inputs.
 
         Called only if a gradient is requested and if `dy` or one of `d_extra_outputs`
         is not None. The caller casts each gradient to the dtype of its operand and,
@@ -234,7 +250,10 @@ class BasicOperation(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class FusedOperation(Operation):
-    """A window of basic operations with a joint forward, backward or both.
+    """Base class of operations that replace several consecutive basic operations.
+
+    The replaced operations are called the window. A subclass computes their forward,
+    their backward or both together, for example in one GEMM.
 
     A subclass overrides `forward`, `backward` or both. The methods of this class call
     the basic operations one after another. Extra inputs come from outside the window,
@@ -250,19 +269,19 @@ class FusedOperation(Operation):
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """A tuple of this operation alone."""
+        """A tuple that contains only this operation, so that it stays fused."""
         return (self,)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters: one entry for each basic operation."""
+        """Creates the parameters: a tuple with one entry for each basic operation."""
         return init_each(self.basic_ops, key)
 
     def specs(self) -> tuple[Any, ...]:
-        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
+        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
         return tuple(op.specs() for op in self.basic_ops)
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Splits the parameters into one dict for each basic operation."""
+        """Splits `params` into one dict of arrays by name for each basic operation."""
         return split_each(type(self).__name__, self.basic_ops, params)
 
     def overrides(self, name: str) -> bool:
@@ -271,12 +290,15 @@ class FusedOperation(Operation):
 
     @property
     def overlaps(self) -> bool:
-        """Whether its communication overlaps a GEMM. Reported by `explain()`."""
+        """Whether the operation runs a collective and a GEMM at the same time.
+
+        `explain()` reports it.
+        """
         return False
 
     @classmethod
     def refusals(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns why this fusion rejects windows that resemble its pattern.
+        """Returns why the class does not fuse operations that almost match its pattern.
 
         Args:
             ops: the list that is passed to `fuse_forward_ops` or `fuse_backward_ops`.
@@ -290,7 +312,7 @@ class FusedOperation(Operation):
     def saved(
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
-        """Returns the names of the residuals that `backward` reads, by operation."""
+        """Returns, per basic operation, which residuals `backward` reads, by name."""
         return tuple(
             op.saved(need) if need else frozenset()
             for op, need in zip(self.basic_ops, needs, strict=True)
@@ -303,7 +325,11 @@ class FusedOperation(Operation):
         extra_inputs: tuple[Extras, ...],
         saves: tuple[frozenset[str], ...],
     ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """Runs the forward; arguments have one entry for each basic operation."""
+        """Computes the output of the replaced operations; here, one after another.
+
+        Parameters, extra inputs, extra outputs and residuals are tuples with one entry
+        for each basic operation.
+        """
         extra_outputs, residuals = [], []
         for i, op in enumerate(self.basic_ops):
             x, extras, saved = op.forward(params[i], x, extra_inputs[i], saves[i])
@@ -318,7 +344,10 @@ class FusedOperation(Operation):
         d_extra_outputs: tuple[Extras, ...],
         needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """Runs the backward; arguments have one entry for each basic operation.
+        """Computes the gradients of the replaced operations; here, one after another.
+
+        Residuals, parameter gradients and extra tensors are tuples with one entry for
+        each basic operation.
 
         Unlike in `BasicOperation.backward`, every gradient may be None. For example,
         `dy` is None if only an extra output inside the window has a gradient.
@@ -335,8 +364,8 @@ class FusedOperation(Operation):
 
 Op = BasicOperation | FusedOperation
 AnyOp = TypeVar("AnyOp", bound=Op)
-# A fusion takes a list of operations and returns a list that consists of the same basic
-# operations.
+# A function that fuses operations: it takes a list, replaces runs of consecutive
+# operations by fused operations, and returns the new list.
 Fusion = Callable[[list[Op]], list[Op]]
 
 
@@ -347,7 +376,11 @@ def backward_of(
     d_extra_outputs: Extras,
     needs: RequestedGradients,
 ) -> tuple[jax.Array | None, Params, Extras]:
-    """Runs `op.backward` if a gradient is requested and an output has a gradient."""
+    """Runs `op.backward`, unless no gradient is requested or all cotangents are zero.
+
+    In these cases the result has no gradients, except the old values of accumulators
+    such as "main_grad".
+    """
     arrived = dy is not None or any(d is not None for d in d_extra_outputs)
     if needs and arrived:
         return op.backward(residuals, dy, d_extra_outputs, needs)
@@ -360,7 +393,7 @@ def backward_of(
 def fuse_windows(
     ops: Sequence[Op], match: Callable[[Sequence[Op]], FusedOperation | None]
 ) -> list[Op]:
-    """Replaces windows by fused operations, scanning the list from front to back.
+    """Replaces runs of consecutive operations in a list by fused operations.
 
     Args:
         ops: basic and fused operations, in forward order.
@@ -380,7 +413,7 @@ def fuse_windows(
 
 
 def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
-    """Returns the first operations of a list if they have these types, else None."""
+    """Returns the first operations of a list if their types are `kinds`, else None."""
     window = tuple(ops[: len(kinds)])
     if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
         return None
@@ -388,12 +421,12 @@ def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
 
 
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
-    """Returns the basic operations of a list of basic and fused operations."""
+    """Replaces the fused operations of a list by the basic operations they contain."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns each operation of a fused list with its range of basic operations.
+    """Returns each operation of a list with the slice of basic operations it covers.
 
     The slices index the list of all basic operations.
     """
@@ -406,7 +439,7 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
 
 
 def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
-    """Creates the parameters of several operations, each with its own PRNG key."""
+    """Creates the parameters of each operation from `fold_in(key, index)`."""
     shapes.check_key("init", "key", key)
     return tuple(
         op.init(jax.random.fold_in(key, place)) for place, op in enumerate(ops)
@@ -414,7 +447,7 @@ def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
 
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
-    """Splits the parameters of several operations into one dict per basic operation.
+    """Splits a tuple of parameters into one dict of arrays per basic operation.
 
     Raises:
         ShapeContractError: if `params` does not have one entry for each operation.
@@ -429,7 +462,10 @@ def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Param
 
 
 def constructor_call(op) -> str:
-    """Returns the constructor call of a dataclass, without default arguments."""
+    """Returns the constructor call of a dataclass instance as text.
+
+    Arguments that equal their defaults are left out.
+    """
     shown = [
         f"{field.name}={getattr(op, field.name)!r}"
         for field in dataclasses.fields(op)
@@ -466,5 +502,5 @@ def num_ranks(axis_name: str | None) -> int | None:
 
 
 def compute_dtype(dtype: Any, x: jax.Array) -> np.dtype:
-    """Returns `dtype`, or the dtype of `x` if `dtype` is None."""
+    """Returns the dtype to compute in: `dtype`, or the dtype of `x` if it is None."""
     return np.dtype(x.dtype if dtype is None else dtype)

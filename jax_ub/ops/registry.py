@@ -1,4 +1,4 @@
-"""The registry of the fusions that `OperationFuser` applies, in order."""
+"""Registry of functions that fuse operations; `OperationFuser` applies them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _FUSIONS: dict[str, list[Fusion]] = {name: [] for name in PASSES}
 
 
 def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion that replaces windows in forward and backward together.
+    """Registers a function that fuses operations for forward and backward together.
 
     Joint fusions run before the fusions of one direction.
 
@@ -28,24 +28,33 @@ def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 
 
 def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion for the forward only; see `register_joint_fusion`."""
+    """Registers a function that fuses operations in the forward only.
+
+    `fusion` and `prepend` are as in `register_joint_fusion`.
+    """
     _register("forward", fusion, prepend)
 
 
 def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a fusion for the backward only; see `register_joint_fusion`."""
+    """Registers a function that fuses operations in the backward only.
+
+    `fusion` and `prepend` are as in `register_joint_fusion`.
+    """
     _register("backward", fusion, prepend)
 
 
 def unregister_fusion(fusion: Fusion) -> None:
-    """Removes a fusion from every pass in which it is registered."""
+    """Removes a registered fusion, for the forward, the backward or both."""
     for fusions in _FUSIONS.values():
         while fusion in fusions:
             fusions.remove(fusion)
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the fusions of one pass: "joint", "forward" or "backward"."""
+    """Returns the registered fusions of a pass, in the order in which they run.
+
+    `name` is "joint", "forward" or "backward".
+    """
     return tuple(_FUSIONS[name])
 
 

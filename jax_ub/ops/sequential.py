@@ -1,4 +1,4 @@
-"""A list of operations that runs as one function."""
+"""A list of operations that are called, and fused, as one function."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from jax_ub.ops.operation import (
 
 
 class Sequential(Operation):
-    """A list of operations that are called one after another, fused if possible.
+    """A mutable list of operations that are called in order, fused where possible.
 
         seq = ops.Sequential(ops.LayerNorm(512), ops.Linear(512, 2048), ops.GELU())
         params = seq.init(jax.random.key(0))
@@ -53,7 +53,12 @@ class Sequential(Operation):
         key: jax.Array | None = None,
         deterministic: bool = False,
     ) -> Any:
-        """Runs the operations; see `OperationFuser.__call__`."""
+        """Applies the operations to x one after another and returns the last result.
+
+        Operations with extra inputs read them from `extra_inputs`, in order. If
+        operations return extra outputs to the caller, the result is a tuple of y and
+        the extra outputs. Arguments and errors are those of `OperationFuser.__call__`.
+        """
         fuser = OperationFuser(self._ops)
         return fuser(params, x, *extra_inputs, key=key, deterministic=deterministic)
 
@@ -66,7 +71,7 @@ class Sequential(Operation):
         hardware: Any = None,
         trace: Any = None,
     ) -> Table:
-        """Reports which linears are overlapped, and why the others are not.
+        """Reports for each linear whether its communication overlaps, and if not, why.
 
         Args:
             tokens: number of tokens of all ranks together, for which times and bytes
@@ -98,11 +103,15 @@ class Sequential(Operation):
 
     @property
     def entries(self) -> tuple[Op, ...]:
-        """The basic operations and the fused operations of the caller, in order."""
+        """The list that the fuser starts from, in forward order.
+
+        It contains the basic operations, and unchanged the fused operations that the
+        caller constructed.
+        """
         return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters: a tuple with one entry for each operation.
+        """Creates the parameters of all operations, as a tuple with one entry for each.
 
         Args:
             key: PRNG key. Operation i gets `jax.random.fold_in(key, i)`.
@@ -114,25 +123,25 @@ class Sequential(Operation):
         return init_each(self._ops, key)
 
     def specs(self) -> tuple[Any, ...]:
-        """Returns the `PartitionSpec` of every parameter, in the tree of `init`."""
+        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
         return tuple(op.specs() for op in self)
 
     def split(self, params):
-        """Splits the parameters into one dict for each basic operation."""
+        """Splits `params` into one dict of arrays by name for each basic operation."""
         return split_each("Sequential", self._ops, params)
 
     def append(self, op: Operation) -> "Sequential":
-        """Adds an operation at the end; returns this Sequential."""
+        """Adds an operation at the end and returns this Sequential."""
         return self.insert(len(self), op)
 
     def extend(self, ops: Iterable[Operation]) -> "Sequential":
-        """Adds operations at the end; returns this Sequential."""
+        """Adds several operations at the end and returns this Sequential."""
         for op in list(ops):
             self.append(op)
         return self
 
     def insert(self, index: int, op: Operation) -> "Sequential":
-        """Adds an operation before `index`; returns this Sequential.
+        """Inserts an operation before `index` and returns this Sequential.
 
         Raises:
             ShapeContractError: if `op` is not an operation.
@@ -145,11 +154,11 @@ class Sequential(Operation):
         return self._ops.pop(index)
 
     def __len__(self) -> int:
-        """Returns the number of entries."""
+        """Returns the number of entries; a nested Sequential counts as one."""
         return len(self._ops)
 
     def __iter__(self) -> Iterator[Operation]:
-        """Iterates over the entries; changing the list meanwhile has no effect."""
+        """Iterates over a copy of the entries, so the list may be changed meanwhile."""
         return iter(tuple(self._ops))
 
     @overload
@@ -158,38 +167,38 @@ class Sequential(Operation):
     def __getitem__(self, index: slice) -> "Sequential": ...
 
     def __getitem__(self, index):
-        """Returns an entry, or a new Sequential for a slice."""
+        """Returns the entry at an index, or a new Sequential for a slice."""
         found = self._ops[index]
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
-        """Replaces the entry at `index`."""
+        """Replaces the entry at `index` by another operation."""
         self._ops[index] = _checked(op)
 
     def __delitem__(self, index: int | slice) -> None:
-        """Removes an entry or a slice of entries."""
+        """Removes the entry at an index, or all entries of a slice."""
         del self._ops[index]
 
     def __add__(self, other: Iterable[Operation]) -> "Sequential":
-        """Returns a new Sequential with the entries of both."""
+        """Returns a new Sequential with the entries of both operands, in order."""
         return Sequential(*self, *other)
 
     def __iadd__(self, other: Iterable[Operation]) -> "Sequential":
-        """Adds operations at the end, in place."""
+        """Adds operations at the end of this Sequential, in place."""
         return self.extend(other)
 
     def __eq__(self, other) -> bool:
-        """Returns whether both have equal entries."""
+        """Returns whether the other object is a Sequential with equal entries."""
         if not isinstance(other, Sequential):
             return NotImplemented
         return self._ops == other._ops
 
     def __hash__(self) -> int:
-        """Hashes the current entries; makes a Sequential a valid static argument."""
+        """Hashes the current entries, which makes it a valid static argument of jit."""
         return hash(tuple(self._ops))
 
     def __repr__(self) -> str:
-        """Returns the entries, one per line."""
+        """Returns a text that lists the entries, one per line."""
         lines = "".join(f"  ({i}): {op!r}\n" for i, op in enumerate(self))
         return f"Sequential(\n{lines})" if lines else "Sequential()"
 
