@@ -10,34 +10,34 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGather(Call):
-    """All-gathers rows: x [..., m, K] -> [..., P*m, K]."""
+    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
 
     target = "jax_ub$all_gather"
 
     def shapes(self, x):
-        """Returns the shape of the rows of all ranks."""
+        """Returns the shape `[..., P*m, K]` and the dtype of the gathered rows."""
         return [((*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1]), x.dtype)]
 
     def communicated(self, x):
-        """Returns the shape of the rows of all ranks."""
+        """Returns the shape of the gathered array, `[..., P*m, K]`."""
         return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
 
     def on_one_rank(self, x):
-        """Returns x: one rank has all rows."""
+        """Returns x itself, because a single rank already has all rows."""
         return [x]
 
     def reference(self, x):
-        """Computes `jax.lax.all_gather`."""
+        """Computes the result by `jax.lax.all_gather`."""
         return [reference.all_gather(x, self.axis_name)]
 
     @property
     def gathers(self):
-        """True: the call all-gathers."""
+        """Returns True, because this call's collective is an all-gather."""
         return True
 
     @property
     def communicates_only(self):
-        """True: the call has no GEMM."""
+        """Returns True, because the call is a collective without a GEMM."""
         return True
 
 

@@ -29,7 +29,10 @@ class AllGatherMatmul(Call):
     out_dtype: np.dtype
 
     def shapes(self, x, *kernels):
-        """Returns `[..., P*m, N_i]` for each y_i, and `[..., P*m, K]`."""
+        """Returns the shapes of all y_i, `[..., P*m, N_i]`, and of the gathered x.
+
+        The gathered x, `[..., P*m, K]`, is a result only on request.
+        """
         rows = (*x.shape[:-2], x.shape[-2] * self.num_ranks)
         out = 0 if self.rhs_transposed else 1
         results = [
@@ -39,11 +42,11 @@ class AllGatherMatmul(Call):
         return results + gathered
 
     def communicated(self, x, *others):
-        """Returns the shape of the gathered x."""
+        """Returns the shape of x after the all-gather, `[..., P*m, K]`."""
         return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
 
     def reference(self, x, *kernels):
-        """Computes the results by `jax.lax.all_gather` and one dot per kernel."""
+        """Computes each y_i by `jax.lax.all_gather` and a plain dot product."""
         n = self.num_kernels
         gathered = reference.all_gather(x, self.axis_name)
         ys = []
@@ -55,7 +58,7 @@ class AllGatherMatmul(Call):
         return [*ys, gathered] if self.return_gathered else ys
 
     def on_one_rank(self, x, *kernels):
-        """Computes one local GEMM per kernel: one rank has all rows."""
+        """Computes each y_i by a local GEMM, because a single rank has all rows."""
         n = self.num_kernels
         ys = []
         for i, w in enumerate(kernels[:n]):
@@ -74,7 +77,7 @@ class AllGatherMatmul(Call):
         return [*ys, x] if self.return_gathered else ys
 
     def options(self):
-        """Returns the attributes that csrc/ffi decodes."""
+        """Returns the FFI attributes of this target, which csrc/ffi decodes."""
         return {
             "num_kernels": self.num_kernels,
             "rhs_transposed": self.rhs_transposed,
@@ -85,7 +88,7 @@ class AllGatherMatmul(Call):
         }
 
     def aliases(self, operands):
-        """Writes each y_i into the buffer of residual_i if the dtypes are equal."""
+        """Lets y_i overwrite residual_i, if both have the same dtype."""
         if not self.has_residual:
             return {}
         first = len(operands) - self.num_kernels
@@ -96,13 +99,13 @@ class AllGatherMatmul(Call):
         }
 
     def is_activation(self, index):
-        """Returns whether the operand is x or a residual."""
+        """Returns whether operand `index` is x or a residual, which have rows."""
         behind_biases = 1 + self.num_kernels * (2 if self.has_bias else 1)
         return index == 0 or index >= behind_biases
 
     @property
     def gathers(self):
-        """True: the call all-gathers."""
+        """Returns True, because this call's collective is an all-gather."""
         return True
 
 

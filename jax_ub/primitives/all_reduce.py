@@ -10,34 +10,34 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(Call):
-    """Sums x, of any shape, over the ranks: in f32, in rank order, rounded once."""
+    """Sums x, of any shape, over the ranks, in f32 and in rank order; rounds once."""
 
     target = "jax_ub$all_reduce"
 
     def shapes(self, x):
-        """Returns the shape and dtype of x."""
+        """Returns the shape and dtype of x, which the result has, too."""
         return [(x.shape, x.dtype)]
 
     def communicated(self, x):
-        """Returns the shape of x."""
+        """Returns the shape of x, because the ranks exchange all of x."""
         return x.shape
 
     def on_one_rank(self, x):
-        """Returns x, which is the sum over one rank."""
+        """Returns x itself, which is the sum over a single rank."""
         return [x]
 
     def reference(self, x):
-        """Computes `jax.lax.psum` in f32."""
+        """Computes the sum over the ranks by `jax.lax.psum` in f32."""
         return [reference.all_reduce(x, self.axis_name).astype(x.dtype)]
 
     @property
     def replicates(self):
-        """True: all ranks have the same sum."""
+        """Returns True, because all ranks get the same sum."""
         return True
 
     @property
     def communicates_only(self):
-        """True: the call has no GEMM."""
+        """Returns True, because the call is a collective without a GEMM."""
         return True
 
 

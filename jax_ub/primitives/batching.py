@@ -6,7 +6,7 @@ from jax import lax
 
 
 def fold(operands, dims):
-    """Moves the mapped axis of every operand to the front, as a leading batch axis.
+    """Moves each operand's `jax.vmap` axis to the front, as a leading batch axis.
 
     Operands that are not mapped are broadcast along it.
     """
@@ -20,7 +20,7 @@ def fold(operands, dims):
 
 
 def loop(function, operands, dims):
-    """Calls `function(*operands)` once for every index of the mapped axis, in order."""
+    """Implements `jax.vmap` by one call of `function` for each index, in order."""
     mapped = [
         jnp.moveaxis(operand, dim, 0)
         for operand, dim in zip(operands, dims, strict=True)
@@ -40,7 +40,7 @@ def loop(function, operands, dims):
 
 
 def mapped_size(operands: list[jax.Array], dims: list[int | None]) -> int:
-    """Returns the length of the mapped axis."""
+    """Returns the size of the axis that `jax.vmap` maps."""
     return next(
         operand.shape[dim]
         for operand, dim in zip(operands, dims, strict=True)

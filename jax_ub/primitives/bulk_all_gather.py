@@ -12,7 +12,7 @@ from jax_ub.primitives.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkAllGather(Call):
-    """Computes dx = sum_i dy_i w_i^T, and all-gathers another tensor meanwhile.
+    """Computes dx = sum_i dy_i w_i^T while it all-gathers an unrelated array.
 
     Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
     dx, then the gathered tensor.
@@ -24,7 +24,7 @@ class BulkAllGather(Call):
     partial_dtype: np.dtype = np.dtype(np.float32)
 
     def shapes(self, dy, *others):
-        """Returns `[..., M, K]` for dx, and `[..., P*m, H]` for the gathered tensor."""
+        """Returns the shapes of dx, `[..., M, K]`, and the gathered `[..., P*m, H]`."""
         w, shard = others[-2], others[-1]
         rows = shard.shape[-2] * self.num_ranks
         return [
@@ -33,20 +33,20 @@ class BulkAllGather(Call):
         ]
 
     def communicated(self, *operands):
-        """Returns the shape of the gathered tensor."""
+        """Returns the shape of the gathered array, `[..., P*m, H]`."""
         shard = operands[-1]
         rows = shard.shape[-2] * self.num_ranks
         return (*shard.shape[:-2], rows, shard.shape[-1])
 
     def reference(self, *operands):
-        """Computes the results by `jax.lax` dots and `jax.lax.all_gather`."""
+        """Computes dx by plain dot products and the other array by an all-gather."""
         n = self.num_pairs
         dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
         dx = dx.astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
 
     def on_one_rank(self, *operands):
-        """Computes dx only: the shard of one rank is the whole tensor."""
+        """Computes dx by local GEMMs; the shard of a single rank is the whole array."""
         n = self.num_pairs
         dx = matmul(
             operands[:n],
@@ -60,11 +60,11 @@ class BulkAllGather(Call):
         return [dx, operands[-1]]
 
     def options(self):
-        """Returns the attributes that csrc/ffi decodes."""
+        """Returns the FFI attributes of this target, which csrc/ffi decodes."""
         return {"num_pairs": self.num_pairs}
 
     def is_activation(self, index):
-        """Returns whether the operand is a dy_i or the shard."""
+        """Returns whether operand `index` is a dy_i or the shard to gather."""
         return index < self.num_pairs or index == 2 * self.num_pairs
 
 
@@ -76,7 +76,7 @@ def bulk_all_gather(
     partial_dtype=np.float32,
     **where,
 ) -> tuple[jax.Array, jax.Array]:
-    """All-gathers `shard` while the partial dgrad is computed.
+    """All-gathers `shard` while the GEMMs of a layer's dgrad run.
 
     Args:
         dys: gradients, `[..., M, N_i]`.

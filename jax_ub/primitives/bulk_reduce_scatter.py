@@ -12,7 +12,7 @@ from jax_ub.primitives.wgrad import wgrad
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkReduceScatter(Call):
-    """Computes dw_i = main_grad_i + x^T dy_i, and reduce-scatters another tensor.
+    """Computes dw_i = main_grad_i + x^T dy_i while it reduce-scatters another array.
 
     Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
     summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.
@@ -26,7 +26,7 @@ class BulkReduceScatter(Call):
     scattered_dtype: np.dtype
 
     def shapes(self, x, *others):
-        """Returns `[K, N_i]` for each dw_i, and `[..., m, H]` for the sum."""
+        """Returns the shapes of all dw_i, `[K, N_i]`, and of the sum, `[..., m, H]`."""
         dys, partial = others[: self.num_outputs], others[-1]
         rows = partial.shape[-2] // self.num_ranks
         scattered = (*partial.shape[:-2], rows, partial.shape[-1])
@@ -34,11 +34,11 @@ class BulkReduceScatter(Call):
         return [*dws, (scattered, self.scattered_dtype)]
 
     def communicated(self, *operands):
-        """Returns the shape of `partial`."""
+        """Returns the shape of `partial`, the array that is reduce-scattered."""
         return operands[-1].shape
 
     def reference(self, x, *others):
-        """Computes the results by `jax.lax` dots and `jax.lax.psum_scatter`."""
+        """Computes dw_i by plain dot products and the sum by `jax.lax.psum_scatter`."""
         n = self.num_outputs
         dys, main_grads, partial = others[:n], others[n:-1], others[-1]
         dws = [
@@ -49,7 +49,7 @@ class BulkReduceScatter(Call):
         return [*dws, scattered.astype(self.scattered_dtype)]
 
     def on_one_rank(self, x, *others):
-        """Computes the dw_i only: the summand of one rank is the sum."""
+        """Computes the dw_i by local GEMMs; a single rank's summand is the sum."""
         n = self.num_outputs
         dws = wgrad(
             x,
@@ -61,11 +61,11 @@ class BulkReduceScatter(Call):
         return [*dws, others[-1].astype(self.scattered_dtype)]
 
     def options(self):
-        """Returns the attributes that csrc/ffi decodes."""
+        """Returns the FFI attributes of this target, which csrc/ffi decodes."""
         return {"num_outputs": self.num_outputs, "accumulate": self.accumulate}
 
     def aliases(self, operands):
-        """Writes each dw_i into the buffer of main_grad_i if the dtypes are equal."""
+        """Lets dw_i overwrite main_grad_i, if both have the same dtype."""
         first = 1 + self.num_outputs
         return {
             first + i: i
@@ -75,7 +75,7 @@ class BulkReduceScatter(Call):
 
     @property
     def is_batchable(self):
-        """False: batch axes are summed over, so a mapped axis cannot become one."""
+        """Returns False, because dw_i is summed over batch axes and so has none."""
         return False
 
 
@@ -89,7 +89,7 @@ def bulk_reduce_scatter(
     scattered_dtype,
     **where,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Reduce-scatters `partial` while the wgrad is computed.
+    """Reduce-scatters `partial` while the GEMMs of a layer's wgrad run.
 
     Args:
         x: gathered activations, `[..., M, K]`.

@@ -32,7 +32,7 @@ from jax_ub.runtime import engine, overlaps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """The static part of one call of an FFI target.
+    """All parameters of one engine call except its operands, as static jaxpr data.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.
@@ -52,30 +52,30 @@ class Call:
     replicated: str = ""  # why several ranks compute the same results, or empty
 
     def __init_subclass__(cls):
-        """Makes the primitive of a subclass that sets `target`."""
+        """Makes a JAX primitive for a subclass that sets `target`, the FFI target."""
         if "target" in vars(cls):
             cls.primitive = _make_primitive(cls.target)
 
     @property
     def method(self) -> Method:
-        """The method of `choice`."""
+        """Returns the method by which the call overlaps, such as `Method.DIRECT`."""
         return self.choice.method
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Returns shape and dtype of every result."""
+        """Returns the shape and dtype of every result, given the operands' avals."""
         raise NotImplementedError
 
     def reference(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes the results by plain `jax.lax`."""
+        """Computes the results by plain `jax.lax`, as fallback and test oracle."""
         raise NotImplementedError
 
     def on_one_rank(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes the results without communication, for an axis of one rank."""
+        """Computes the results on a mesh axis of one rank, without communication."""
         raise NotImplementedError
 
     @property
     def local(self) -> dict[str, Any]:
-        """The `Call` fields of the local GEMMs that `on_one_rank` runs."""
+        """Returns the keyword arguments of the local GEMMs that `on_one_rank` runs."""
         has_method = self.method not in (Method.AUTO, Method.XLA)
         method = Method.DIRECT if has_method else self.method
         return {
@@ -87,59 +87,65 @@ class Call:
         }
 
     def options(self) -> dict[str, int | np.float32]:
-        """Returns the target's attributes besides the common ones.
+        """Returns FFI attributes that only this target has, such as `num_pairs`.
 
         Integers and bools become i64 attributes, `np.float32` becomes f32.
         """
         return {}
 
     def aliases(self, operands) -> dict[int, int]:
-        """Returns {operand index: result index} for results in an operand's buffer."""
+        """Returns {operand index: result index} for results that overwrite operands."""
         return {}
 
     def communicated(self, *operands) -> tuple[int, ...]:
-        """Returns the shape `[..., rows, features]` of the communicated tensor.
+        """Returns the shape of the array that all ranks exchange, `[..., rows, K]`.
+
+        It is the array after an all-gather, or before a reduce-scatter or
+        all-reduce.
 
         It is the tensor after an all-gather, or before a reduce-scatter or all-reduce.
         """
         raise NotImplementedError
 
     def is_activation(self, index: int) -> bool:
-        """Returns whether operand `index` is `[..., rows, features]`.
+        """Returns whether operand `index` is an activation `[..., rows, features]`.
 
         Such an operand takes any number of leading batch axes.
         """
         return index == 0
 
     def is_replicated(self, index: int) -> bool:
-        """Returns whether operand `index` must be equal on all ranks of `axis_name`."""
+        """Returns whether all ranks must pass an equal array as operand `index`."""
         return False
 
     @property
     def gathers(self) -> bool:
-        """Whether the communication is an all-gather; otherwise it is a reduction."""
+        """Whether the collective is an all-gather; otherwise it sums over the ranks."""
         return False
 
     @property
     def communicates_only(self) -> bool:
-        """Whether the call is a collective without a GEMM."""
+        """Whether the call is only a collective, such as an all-gather; no GEMM."""
         return False
 
     @property
     def replicates(self) -> bool:
-        """Whether the results are equal on all ranks of `axis_name`."""
+        """Whether all ranks get equal results, as from an all-reduce."""
         return False
 
     @property
     def is_batchable(self) -> bool:
-        """Whether a batch axis of the activations is also a batch axis of the results.
+        """Whether `jax.vmap` can run the call once, with the mapped axis as batch axis.
+
+        Otherwise `jax.vmap` calls it in a loop. A call is batchable if batch
+        axes of the activations are also batch axes of the results.
 
         Then `jax.vmap` adds a batch axis; otherwise it runs a loop.
         """
         return True
 
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs the call.
+        """Runs the call: by its primitive, by `jax.lax`, or without communication.
 
         All operands are promoted to vary over the union of their varying mesh axes,
         except that replicated operands do not vary over `axis_name`.
@@ -156,7 +162,7 @@ class Call:
         return tuple(call.primitive.bind(*operands, call=call))
 
     def _tuned(self, operands):
-        """Applies the tuned choice for these sizes, if there is one."""
+        """Replaces "auto" by the method measured fastest for these operand sizes."""
         if self.tuned is None:
             return self
         case = tuned_key(self, operands)
@@ -204,7 +210,9 @@ def _abstract_eval(*operands, call):
 
 
 def _check_capacity(call, operands):
-    """Rejects a call that communicates more than the buffers of its mesh axis hold.
+    """Raises an error if a call communicates more elements than the buffers hold.
+
+    `initialize_ub` has allocated the buffers for the call's mesh axis.
 
     A call without a configured name is rejected only if it needs the buffers and must
     not fall back. In one process the CPU engine needs no buffers, but only the lowering
@@ -227,7 +235,7 @@ def _why_too_large(call, initialized_axis, operands):
 
 
 def _why_no_room(call, operands, *, needs_buffers):
-    """Returns why a call without a name exceeds the buffers; None if it does not.
+    """Returns why a call does not fit the buffers of its mesh axis; None if it does.
 
     Args:
         call: the call.

@@ -1,4 +1,4 @@
-"""Passes the partition id to calls of exported programs, which map it to a rank.
+"""Lets a call of an exported program find its rank by XLA's partition id.
 
 Normally a device finds its rank by its device id. An exported program may run on other
 devices than it was lowered for, or on the same devices in another order. There XLA's
@@ -18,7 +18,7 @@ from jax_ub.primitives.mesh import Ranks
 
 
 def devices(ctx: Any, ranks: Ranks) -> dict[str, np.ndarray]:
-    """Returns the attribute "devices" of a call that finds its rank by partition id.
+    """Returns the FFI attribute that maps XLA partition ids to device ids.
 
     It holds the ids of all devices of the mesh, indexed by partition id. It is present
     in exported programs and on abstract meshes; for other calls the result is empty.
@@ -30,7 +30,7 @@ def devices(ctx: Any, ranks: Ranks) -> dict[str, np.ndarray]:
 
 
 def with_partition(ctx: Any, operands: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the lowering context and operands with the partition id appended."""
+    """Appends XLA's partition id to the operands of a custom call and their avals."""
     partition = jax.core.ShapedArray((), np.dtype(np.uint32))
     ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
     return ctx, (*operands, hlo.partition_id())

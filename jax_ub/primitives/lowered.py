@@ -1,4 +1,4 @@
-"""Records the lowered calls of a program, and why some became plain `jax.lax`."""
+"""Records which calls a program lowers, with their methods and fallback reasons."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jax_ub.methods import Method
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """One lowered call site of a program.
+    """One call in a lowered program: its operands, its method and why it fell back.
 
     Attributes:
         call: the `Call`.
@@ -35,7 +35,7 @@ _LISTENERS: list[list[LoweredCall]] = []
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[LoweredCall]]:
-    """Yields a list that receives each call that is lowered inside the block."""
+    """Collects the calls that are lowered inside the `with` block in a list."""
     found: list[LoweredCall] = []
     _LISTENERS.append(found)
     try:
@@ -46,7 +46,7 @@ def recording() -> Iterator[list[LoweredCall]]:
 
 
 def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> None:
-    """Adds a call to the lists of all active `recording` blocks.
+    """Reports a call that is being lowered to all active `recording` blocks.
 
     Called by the lowering rules.
     """

@@ -17,7 +17,7 @@ class Matmul(SummedMatmul):
     target = "jax_ub$matmul"
 
     def aliases(self, operands):
-        """Writes the result into the residual's buffer if the dtypes are equal."""
+        """Lets the result overwrite the residual, if both have the same dtype."""
         place = len(operands) - 1
         fits = self.has_residual and operands[place].dtype == self.out_dtype
         return {place: 0} if fits else {}

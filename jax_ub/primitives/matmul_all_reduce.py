@@ -20,20 +20,20 @@ class MatmulAllReduce(SummedMatmul):
     target = "jax_ub$matmul_all_reduce"
 
     def on_one_rank(self, *operands):
-        """Computes the local GEMM: over one rank there is nothing to sum."""
+        """Computes a local GEMM, because a single rank has no other summands."""
         return [self.plain(Matmul, operands)]
 
     def reduce(self, partial):
-        """Returns the f32 sum over the ranks."""
+        """Sums the f32 products over the ranks, so that every rank has the sum."""
         return reference.all_reduce(partial, self.axis_name)
 
     def is_replicated(self, index):
-        """Returns whether the operand is the bias or the residual."""
+        """Returns whether operand `index` is the bias or the residual."""
         return index >= 2 * self.num_pairs
 
     @property
     def replicates(self):
-        """True: all ranks have the same sum."""
+        """Returns True, because all ranks get the same sum."""
         return True
 
 

@@ -10,7 +10,7 @@ from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulReduceScatter(SummedMatmul):
-    """Computes this rank's rows of scale * sum_ranks sum_i x_i w_i, plus addends.
+    """Computes this rank's rows of scale * sum_ranks sum_i x_i w_i + bias + residual.
 
     Operands: x_i [..., P*m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]. Result:
     [..., m, N]. Bias and residual are added to this rank's rows.
@@ -19,15 +19,15 @@ class MatmulReduceScatter(SummedMatmul):
     target = "jax_ub$matmul_reduce_scatter"
 
     def reduced_rows(self, rows):
-        """Returns the number of rows that each rank keeps."""
+        """Returns how many of the `rows` rows of the sum each rank keeps."""
         return rows // self.num_ranks
 
     def on_one_rank(self, *operands):
-        """Computes the local GEMM: over one rank there is nothing to sum."""
+        """Computes a local GEMM, because a single rank has no other summands."""
         return [self.plain(Matmul, operands)]
 
     def reduce(self, partial):
-        """Returns this rank's rows of the f32 sum over the ranks."""
+        """Sums the f32 products over the ranks, and keeps this rank's rows."""
         return reference.reduce_scatter(partial, self.axis_name)
 
 

@@ -55,12 +55,12 @@ def axis_size(
 
 
 def are_manual(axes: tuple[str, ...]) -> bool:
-    """Returns whether all the axes are manual in the current mesh context."""
+    """Returns whether all `axes` are manual, as inside a `shard_map` over them."""
     return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_manual(label: str) -> None:
-    """Rejects a call in a `shard_map` that is manual over some mesh axes only.
+    """Raises an error if `shard_map` is manual over only some of the mesh axes.
 
     Called while the call is traced. Axes of one device may be automatic. Outside any
     `shard_map` nothing is checked here, since only the lowering knows whether the
@@ -76,7 +76,7 @@ def check_manual(label: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The ranks of a lowered call, or the reason why the engine cannot run it."""
+    """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
     # Global device ids, i64, table[group * P + rank]; empty for a local op.
     table: np.ndarray
@@ -96,7 +96,7 @@ def find_ranks(
     *,
     takes_partitions: bool = False,
 ) -> Ranks:
-    """Returns the ranks on `axes` of the mesh that the call is lowered for.
+    """Returns the devices along `axes` of the mesh for which a call is lowered.
 
     Args:
         ctx: the lowering context.
@@ -157,7 +157,7 @@ def rank_groups(
     axes: tuple[str, ...],
     values: Sequence[int],
 ) -> np.ndarray:
-    """Arranges one value per device into rows of ranks: `[groups, P]`.
+    """Arranges one value per device in a table `[groups, P]`, one column per rank.
 
     Args:
         mesh: the mesh.

@@ -1,4 +1,4 @@
-"""CUDA lowering: a call's method and variant, its fallback reason, its custom call."""
+"""Lowers calls for CUDA: chooses method and variant, and emits the custom call."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def method_of(call: Any) -> Method:
-    """Returns the method that the CUDA engine runs.
+    """Returns the method with which the CUDA engine runs a call, resolving "auto".
 
     On CUDA all communication pushes chunks into the peers' slots, so "auto" never
     becomes "direct". An all-gather becomes "pipeline": each rank sends its rows to all
@@ -41,7 +41,7 @@ def method_of(call: Any) -> Method:
 
 
 def leaves_to_xla(call: Any) -> bool:
-    """Returns whether "auto" runs a call by XLA although the engine could run it.
+    """Returns whether XLA computes a call of method "auto" that the engine could run.
 
     That is the case for one rank: nothing overlaps there, and XLA tunes the GEMM and
     fuses neighbouring operations into it.
@@ -51,7 +51,10 @@ def leaves_to_xla(call: Any) -> bool:
 
 
 def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
-    """Returns the schedule variant that the CUDA engine runs.
+    """Returns the schedule variant with which the CUDA engine runs a call.
+
+    A variant changes how a method schedules its transfers, such as a one-shot
+    all-reduce.
 
     An all-reduce of method "auto" is `ONE_SHOT` if each rank sends at most
     `ONE_SHOT_BYTES`. A tuned `ONE_SHOT` is kept unless its slots exceed the smallest
@@ -67,7 +70,7 @@ def variant_of(call: Any, operands: Sequence[Any]) -> Variant:
 
 
 def _summed_itemsize(call, operands):
-    """Returns the bytes per element of the slots of an all-reduce.
+    """Returns the bytes per element that an all-reduce call sends to its peers.
 
     Slots hold partial sums, f32 for several products and the operands' dtype for one,
     and reduced sums in the result's dtype.
@@ -79,12 +82,15 @@ def _summed_itemsize(call, operands):
 
 
 def _chooses(call):
-    """Returns whether the method of a call that communicates is "auto"."""
+    """Returns whether a call communicates and leaves the method to the engine.
+
+    That is method "auto".
+    """
     return bool(call.axis_name) and call.method is Method.AUTO
 
 
 def why_not(call: Any, ranks: Ranks) -> str | None:
-    """Returns why the CUDA engine cannot run a call; None if it can."""
+    """Returns the reason for which the CUDA engine cannot run a call, or None."""
     if ranks.reason is not None:
         return ranks.reason
     if method_of(call) is Method.DIRECT and call.axis_name:
@@ -101,7 +107,7 @@ def why_not(call: Any, ranks: Ranks) -> str | None:
 
 
 def _why_no_peers(ranks):
-    """Returns why local GPUs cannot reach each other's memory; None if they can.
+    """Returns why GPUs of this process cannot access each other's memory, or None.
 
     Only groups within this process are checked. Groups that span processes were checked
     when they were connected.
@@ -118,7 +124,7 @@ def _why_no_peers(ranks):
 def lower(
     ctx: Any, operands: Sequence[Any], call: Any, attributes: dict[str, object]
 ) -> Sequence[Any]:
-    """Emits the custom call, whose last result is the engine's workspace.
+    """Emits the CUDA custom call, which has a workspace as additional last result.
 
     In an exported program the last operand is the partition id. The device that runs
     the call compares it with the partition id that its rank was lowered for.

@@ -11,7 +11,7 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Call):
-    """Reduce-scatters rows: x [..., P*m, K] -> [..., m, K].
+    """Sums x [..., P*m, K] over the ranks, and keeps this rank's rows [..., m, K].
 
     Sums are computed in f32, in rank order, and rounded once.
     """
@@ -21,25 +21,25 @@ class ReduceScatter(Call):
     out_dtype: np.dtype
 
     def shapes(self, x):
-        """Returns the shape of this rank's rows."""
+        """Returns the shape and dtype of this rank's rows of the sum, `[..., m, K]`."""
         rows = x.shape[-2] // self.num_ranks
         return [((*x.shape[:-2], rows, x.shape[-1]), self.out_dtype)]
 
     def communicated(self, x):
-        """Returns the shape of x."""
+        """Returns the shape of x, because the ranks exchange all of x."""
         return x.shape
 
     def on_one_rank(self, x):
-        """Returns x in `out_dtype`: it is the sum over one rank."""
+        """Returns x in `out_dtype`, which is the sum over a single rank."""
         return [x.astype(self.out_dtype)]
 
     def reference(self, x):
-        """Computes `jax.lax.psum_scatter` in f32."""
+        """Computes the result by `jax.lax.psum_scatter` in f32."""
         return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]
 
     @property
     def communicates_only(self):
-        """True: the call has no GEMM."""
+        """Returns True, because the call is a collective without a GEMM."""
         return True
 
 

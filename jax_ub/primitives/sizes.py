@@ -12,12 +12,12 @@ _TARGET = "jax_ub$"
 
 
 def op_of(call: Any) -> str:
-    """Returns the op's name: the call's target without its prefix "jax_ub$"."""
+    """Returns an op's name, such as "matmul": the FFI target without its prefix."""
     return call.target.removeprefix(_TARGET)
 
 
 def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int]:
-    """Returns the op of a call, and M, K and N over all ranks.
+    """Returns a call's op name, and the GEMM sizes M, K and N over all ranks.
 
     A wgrad without communication counts as a "matmul" that contracts over the rows.
     """
@@ -45,7 +45,7 @@ def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int
 
 
 def tuned_key(call: Any, operands: Sequence[Any]) -> Case | None:
-    """Returns the key of a call in the tuned table; None if such calls are not tuned.
+    """Returns a call's key in the table of tuned methods, or None if it has none.
 
     A tuned cuBLASLt algorithm is an index into the list that cuBLASLt proposes for one
     GEMM, which depends on operand layouts, dtypes and addends. So a local GEMM has a
@@ -80,7 +80,7 @@ def _own_product(call, operands):
 
 
 def _beside(call, op, shapes, width):
-    """Returns the output features of the GEMM of an op that communicates `width`.
+    """Returns the total output features of the GEMM that a collective overlaps.
 
     For bulk ops and wgrad the GEMM's output features are not the communicated ones. An
     op without a GEMM has `width` features.

@@ -16,7 +16,7 @@ from jax_ub.primitives.call import Call
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SummedMatmul(Call):
-    """A call whose result is a sum of products.
+    """Base class of calls that compute scale * sum_i x_i w_i, plus bias and residual.
 
     A subclass that communicates overrides `reduce`, and `reduced_rows` if it scatters.
     """
@@ -29,7 +29,7 @@ class SummedMatmul(Call):
     out_dtype: np.dtype
 
     def plain(self, kind: "type[SummedMatmul]", operands) -> jax.Array:
-        """Computes the local GEMM by `kind`, a call class that does not communicate."""
+        """Computes the products without communication, by the call class `kind`."""
         n = self.num_pairs
         addends = iter(operands[2 * n :])
         return call_summed_matmul(
@@ -45,27 +45,27 @@ class SummedMatmul(Call):
         )
 
     def reduced_rows(self, rows: int) -> int:
-        """Returns the number of rows of the result if x has `rows` rows."""
+        """Returns the rows of the result: `rows`, unless a subclass scatters them."""
         return rows
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Returns the f32 product reduced over the ranks; by default unchanged."""
+        """Reduces the f32 product over the ranks; this base class returns it as is."""
         return partial
 
     def shapes(self, x, *others):
-        """Returns `[..., reduced_rows, N]`."""
+        """Returns the result's shape, `[..., reduced_rows, N]`, and its dtype."""
         w = others[self.num_pairs - 1]
         columns = w.shape[0 if self.rhs_transposed else 1]
         rows = self.reduced_rows(x.shape[-2])
         return [((*x.shape[:-2], rows, columns), self.out_dtype)]
 
     def communicated(self, x, *others):
-        """Returns the shape of the sum of the products before the reduction."""
+        """Returns the shape of the local product, which is reduced over the ranks."""
         w = others[self.num_pairs - 1]
         return (*x.shape[:-1], w.shape[0 if self.rhs_transposed else 1])
 
     def reference(self, *operands):
-        """Computes the result by `jax.lax` dots and `reduce`."""
+        """Computes the result by plain dot products and `reduce`."""
         n = self.num_pairs
         xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
         partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
@@ -73,7 +73,7 @@ class SummedMatmul(Call):
         return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
     def options(self):
-        """Returns the attributes that csrc/ffi decodes."""
+        """Returns the FFI attributes of this target, which csrc/ffi decodes."""
         return {
             "num_pairs": self.num_pairs,
             "rhs_transposed": self.rhs_transposed,
@@ -83,7 +83,7 @@ class SummedMatmul(Call):
         }
 
     def is_activation(self, index):
-        """Returns whether the operand is an x_i or the residual."""
+        """Returns whether operand `index` is an x_i or the residual."""
         return index < self.num_pairs or (
             self.has_residual and index == 2 * self.num_pairs + self.has_bias
         )

@@ -39,13 +39,13 @@ def promote(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def same_on(axes: Iterable[str], value: jax.Array) -> jax.Array:
-    """Casts `value` to not vary over `axes`, which must have one rank each."""
+    """Casts `value` to be replicated over `axes`, each of which has a single rank."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
 
 def sum_over(axes: Iterable[str], value: jax.Array) -> jax.Array:
-    """Sums `value` over mesh axes, without communication over axes of one rank."""
+    """Sums `value` over mesh axes; axes of a single rank need no communication."""
     sizes = jax.sharding.get_abstract_mesh().shape
     others = tuple(axis for axis in axes if sizes.get(axis) != 1)
     of_one = frozenset(axes).difference(others)
@@ -54,7 +54,7 @@ def sum_over(axes: Iterable[str], value: jax.Array) -> jax.Array:
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
-    """Makes an identity primitive that only changes a value's varying axes.
+    """Makes an identity primitive that changes only the varying axes of a type.
 
     Args:
         name: the name of the primitive.
@@ -90,7 +90,10 @@ ad.deflinear2(_same_p, lambda dy, _, *, axes: [promote(dy, axes)])
 
 
 def result_aval(shape: Sequence[int], dtype, axes: Axes, like):
-    """Returns the aval of a result that varies over `axes`, on the mesh of `like`."""
+    """Returns the aval of an op's result that varies over `axes` of a mesh.
+
+    The mesh is that of `like`.
+    """
     return like.update(
         shape=tuple(shape),
         dtype=dtype,

@@ -13,7 +13,7 @@ _GATHER = {None: 0, "x": 1, "dy": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wgrad(Call):
-    """Computes dw_i = main_grad_i + scale * x^T dy_i, summed over all rows.
+    """Computes kernel gradients, dw_i = main_grad_i + scale * x^T dy_i.
 
     Operands: x, all dy_i, then all main_grad_i if `accumulate`. If `gather` is "x" or
     "dy", each rank has only its rows of that operand, and the call all-gathers them.
@@ -28,19 +28,22 @@ class Wgrad(Call):
     out_dtype: np.dtype
 
     def shapes(self, x, *others):
-        """Returns `[K, N_i]` for each dw_i."""
+        """Returns the shape `[K, N_i]` and the dtype of each kernel gradient dw_i."""
         dys = others[: self.num_outputs]
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        """Returns the shape of the gathered operand; dy_i are counted as one tensor."""
+        """Returns the shape of the gathered operand, `[..., M, features]`.
+
+        All dy_i count as one array.
+        """
         away = (x,) if self.gather == "x" else others[: self.num_outputs]
         features = sum(operand.shape[-1] for operand in away)
         rows = away[0].shape[-2] * self.num_ranks
         return (*away[0].shape[:-2], rows, features)
 
     def reference(self, x, *others):
-        """Computes the results by `jax.lax.all_gather` and one dot per dy_i."""
+        """Computes each dw_i by `jax.lax.all_gather` and a plain dot product."""
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
         if self.gather == "x":
             x = reference.all_gather(x, self.axis_name)
@@ -53,7 +56,7 @@ class Wgrad(Call):
         ]
 
     def on_one_rank(self, *operands):
-        """Computes the same without a gather: one rank has all rows."""
+        """Computes the dw_i without a gather, because a single rank has all rows."""
         call = Wgrad(
             num_outputs=self.num_outputs,
             accumulate=self.accumulate,
@@ -65,7 +68,7 @@ class Wgrad(Call):
         return call(*operands)
 
     def options(self):
-        """Returns the attributes that csrc/ffi decodes."""
+        """Returns the FFI attributes of this target, which csrc/ffi decodes."""
         return {
             "num_outputs": self.num_outputs,
             "accumulate": self.accumulate,
@@ -74,7 +77,7 @@ class Wgrad(Call):
         }
 
     def aliases(self, operands):
-        """Writes each dw_i into the buffer of main_grad_i if the dtypes are equal."""
+        """Lets dw_i overwrite main_grad_i, if both have the same dtype."""
         first = 1 + self.num_outputs
         return {
             first + i: i
@@ -84,12 +87,12 @@ class Wgrad(Call):
 
     @property
     def is_batchable(self):
-        """False: batch axes are summed over, so a mapped axis cannot become one."""
+        """Returns False, because dw_i is summed over batch axes and so has none."""
         return False
 
     @property
     def gathers(self):
-        """True: a wgrad with communication all-gathers."""
+        """Returns True, because the only collective of a wgrad is an all-gather."""
         return True
 
 
@@ -103,7 +106,7 @@ def wgrad(
     out_dtype,
     **where,
 ) -> tuple[jax.Array, ...]:
-    """Computes `scale * x^T dy_i`, summed over all rows, plus `main_grad_i`.
+    """Computes kernel gradients `scale * x^T dy_i`, and adds them to `main_grad_i`.
 
     Args:
         x: activations, `[..., M, K]`; `[..., M/P, K]` if `gather` is "x".

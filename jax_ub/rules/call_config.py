@@ -1,4 +1,4 @@
-"""`CallConfig`: the static configuration of one call of a public function."""
+"""`CallConfig`: method, mesh axis and dtypes of one call, fixed when it is traced."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jax_ub.runtime import cuda, overlaps, settings, tuned
 
 @dataclasses.dataclass(frozen=True)
 class CallConfig:
-    """Static configuration of one call of a public function.
+    """Trace-time settings of one op call: ranks, dtypes, and the method of each pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -53,17 +53,17 @@ class CallConfig:
 
     @property
     def method(self) -> Method:
-        """Method of the forward pass."""
+        """Returns the method of the forward pass, such as `Method.PIPELINE`."""
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype) -> "CallConfig":
-        """Returns a copy with the dtypes of the operands and of the result set."""
+        """Returns a copy with the given dtypes of the operands and of the result."""
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of a kernel in [in, out] layout.
+        """Returns the shape and dtype that the kernel `w` has in [in, out] layout.
 
         Raises:
             ShapeContractError: if `w` is not an array.
@@ -74,23 +74,23 @@ class CallConfig:
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Configuration of the dgrad, the GEMM for the activations' gradient."""
+        """Returns the settings of the dgrad, the GEMM that computes x's gradient."""
         return self._as(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Configuration of the wgrad, where it is a separate call from the dgrad."""
+        """Returns the settings of a wgrad that runs separately from the dgrad."""
         return self._as(self.wgrad_choice or self.dgrad_choice)
 
     def _as(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_dw_dtype(self, dtype) -> "CallConfig":
-        """Returns a copy whose kernel gradient has this dtype."""
+        """Returns a copy whose wgrad returns the kernel's gradient in `dtype`."""
         return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """Returns a copy that applies the tuned choice of `op`, if there is one.
+        """Returns a copy with the method measured fastest for `op` and these sizes.
 
         Only method "auto" is tuned. All ranks read the same table and look up the same
         global sizes, so they make the same choice.
@@ -117,7 +117,7 @@ class CallConfig:
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether every pass may fall back to plain `jax.lax`, or is that already."""
+        """Whether plain `jax.lax` may replace the engine in every pass of the call."""
         return all(
             choice.may_fall_back or choice.method is Method.XLA
             for choice in self._choices
@@ -130,7 +130,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """A copy that runs all passes by plain `jax.lax`."""
+        """Returns a copy that computes all passes in `jax.lax`, not in the engine."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),
@@ -148,7 +148,11 @@ class CallConfig:
         return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
 
     def over_ranks(self, method: Method) -> dict[str, Any]:
-        """Returns the `Call` fields of a primitive that communicates."""
+        """Returns keyword arguments for a primitive that communicates over the ranks.
+
+        They are fields of `Call`. `method` replaces the method of the forward
+        pass.
+        """
         return {
             "axis_name": self.axis_name,
             "num_ranks": self.num_ranks,
@@ -161,12 +165,12 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether the gathered operand exists in memory: on GPUs it always does."""
+        """Whether the all-gather of x stores all rows, so the wgrad can reuse them."""
         return self.method.materializes_gather or self._is_auto_on_gpus
 
     @property
     def uses_bulk(self) -> bool:
-        """Whether a column layer's backward pass gathers x during its dgrad ("bulk").
+        """Whether the backward pass of a column layer gathers x during its dgrad.
 
         On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
         have arrived, so a gather within the wgrad would overlap with nothing.
@@ -179,7 +183,7 @@ class CallConfig:
         return is_auto and self.is_on_cuda
 
     def partial_dtype(self, num_products: int) -> np.dtype:
-        """Returns the dtype of the partial sums of a bulk all-gather's dgrad.
+        """Returns the dtype of a bulk dgrad's partial sums, before the reduce-scatter.
 
         One product on GPUs has the operands' dtype, as in GEMM+RS there. Otherwise the
         partial sums are f32.
@@ -189,22 +193,32 @@ class CallConfig:
 
     @property
     def fused(self) -> dict[str, Any]:
-        """The `Call` fields of a GEMM that is fused with its communication."""
+        """Returns keyword arguments for a primitive that overlaps a GEMM by parts.
+
+        They are fields of `Call`. The GEMM depends on the communication, so
+        chunks are sent while other chunks are multiplied.
+        """
         return self.over_ranks(self.method.forward)
 
     @property
     def bulk(self) -> dict[str, Any]:
-        """The `Call` fields of communication that overlaps an independent GEMM."""
+        """Returns keyword arguments for a collective that overlaps an independent GEMM.
+
+        They are fields of `Call`.
+        """
         return self.over_ranks(Method.BULK)
 
     @property
     def alone(self) -> dict[str, Any]:
-        """The `Call` fields of communication without a GEMM."""
+        """Returns keyword arguments for a collective that runs without a GEMM.
+
+        They are fields of `Call`.
+        """
         return self.over_ranks(self.method)
 
     @property
     def local(self) -> dict[str, Any]:
-        """The `Call` fields of a GEMM without communication.
+        """Returns keyword arguments for a GEMM that does not communicate.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -223,7 +237,7 @@ class CallConfig:
 
 
 def plain_for_f64(product: Callable) -> Callable:
-    """Wraps `product(call_config, x, w, **given)` to run f64 by plain `jax.lax`.
+    """Decorates an op so that it computes f64 arrays by `jax.lax`, not the engine.
 
     The fallback is recorded. If a pass has an explicit method, there is no fallback,
     and `product` rejects the dtype.
@@ -249,7 +263,7 @@ def make_call_config(
     like: str | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """Makes the configuration of a call inside `jax.shard_map`.
+    """Chooses method, ranks and settings of an op call inside `jax.shard_map`.
 
     The method is the argument `method`, else the configuration of `ub_name`, else
     `JAX_UB_METHOD`.
@@ -285,12 +299,12 @@ def make_call_config(
 def make_local_call_config(
     op: str, ub_name: str | None = None, method=None, *, like: str | None = None
 ) -> CallConfig:
-    """Makes the configuration of a call that does not communicate."""
+    """Chooses the method and settings of a GEMM that does not communicate."""
     return plan_call_config(op, (), 1, ub_name, method, like=like)
 
 
 def call_label(op: str, ub_name: str | None) -> str:
-    """Returns the name of a call in errors and in the record of fallbacks."""
+    """Returns an op's name, with its `ub_name` if it has one, for error messages."""
     return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
@@ -304,7 +318,7 @@ def plan_call_config(
     like: str | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """Makes the configuration of a call over `axes`, which have `num_ranks` ranks.
+    """Chooses the method of an op call over the `num_ranks` ranks of mesh axes `axes`.
 
     Unlike `make_call_config` it does not need a surrounding `jax.shard_map`.
     """
@@ -351,7 +365,7 @@ def plan_call_config(
 
 
 def _with_flags(call_config, op, ub_name, method):
-    """Applies the `ub_*` flags of a layer.
+    """Replaces the methods of a layer's passes according to its `ub_*` flags.
 
     They change nothing if the layer has an explicit method: `OverlapFlags.check` has
     verified that the two agree.

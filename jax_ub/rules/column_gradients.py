@@ -23,7 +23,7 @@ from jax_ub.rules.vjp import is_zero
 def column_gradients(
     call_config: CallConfig, residuals: dict, dys: dict[int, jax.Array], d_gathered
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Computes the gradients of `x` and of the kernels that are needed.
+    """Computes the backward pass of `all_gather_matmul`: gradients of x and kernels.
 
     Args:
         call_config: the configuration of the call.
@@ -68,7 +68,7 @@ def column_gradients(
 
 
 def _check_bulk(call_config):
-    """Rejects an explicit method "bulk" for kernels that are stored as `[out, in]`.
+    """Raises an error if method "bulk" was requested for kernels stored as [out, in].
 
     If "bulk" is only the default of a name, the gradients run without it.
     """
@@ -83,7 +83,7 @@ def _check_bulk(call_config):
 
 
 def _as_tuned(call_config, x, dys):
-    """Applies the tuned choice for dgrad and wgrad of these sizes, timed together."""
+    """Replaces "auto" by the method measured fastest for dgrad and wgrad together."""
     M = math.prod(dys[0].shape[:-1])
     N = call_config.num_ranks * sum(dy.shape[-1] for dy in dys)
     return call_config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)

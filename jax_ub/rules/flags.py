@@ -27,7 +27,7 @@ def choices_with_flags(
     choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
 ) -> dict[str, MethodChoice]:
-    """Returns the method choices of a layer's forward pass and dgrad.
+    """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad.
 
     Args:
         op: the public function whose communication pattern the layer has.
@@ -61,7 +61,11 @@ def choices_with_flags(
 
 
 def _fused(choice, flag, gathers):
-    """Returns the choice for a GEMM that gathers its operand or scatters its result."""
+    """Applies one flag to a GEMM with an all-gather (`gathers`) or reduce-scatter.
+
+    None keeps the choice, False selects plain JAX, and True selects a method that
+    overlaps.
+    """
     if flag is None:
         return choice
     if not flag:
@@ -72,14 +76,17 @@ def _fused(choice, flag, gathers):
 
 
 def _engine_method(gathers):
-    """Returns the method that the engine runs for "auto"; unlike it, never XLA."""
+    """Returns the method with which the engine overlaps a GEMM of method "auto".
+
+    Unlike "auto" itself, it never becomes plain XLA.
+    """
     if not cuda.is_traced_for():
         return Method.DIRECT
     return Method.PIPELINE if gathers else Method.RING_EXCHANGE
 
 
 def _column_dgrad(choice, flags):
-    """Returns the choice for the dgrad of a column-parallel layer.
+    """Returns the dgrad's method in a column-parallel layer, as its flags select it.
 
     It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
     """

@@ -34,7 +34,7 @@ def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
 def gather_kernels(
     x: jax.Array, kernels: Any, main_grads: Any, *, axes: tuple[str, ...], dim: int
 ) -> tuple[Any, Any]:
-    """All-gathers kernels over the FSDP mesh axes, whose ranks hold different rows.
+    """All-gathers FSDP-sharded kernels; the backward pass reduce-scatters gradients.
 
     Args:
         x: the activations that are multiplied by the kernels.

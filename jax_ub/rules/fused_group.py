@@ -1,4 +1,4 @@
-"""One `custom_vjp` for a group of operations with fused forward and backward passes."""
+"""`fused_group`: gives a group of operations a joint `custom_vjp` rule."""
 
 import functools
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from jax_ub.runtime import overlaps
 
 
 class Group(Protocol):
-    """The forward and backward functions of a group of operations.
+    """The forward and backward functions of several operations that run as one.
 
     Both are pure functions of `operands`, any tree of arrays. A group is hashable and
     equal on all ranks. `cotangent_avals` is a tree of the same structure: `like(x)` for
@@ -22,7 +22,7 @@ class Group(Protocol):
     def forward(
         self, operands: Any, cotangent_avals: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the results, and the residuals by name.
+        """Computes the group's results, and the residuals for its backward pass.
 
         The tree structure of the residuals depends on the operands only: a residual
         that the needed gradients do not use is replaced by `vjp.placeholder`.
@@ -31,7 +31,7 @@ class Group(Protocol):
     def backward(
         self, residuals: dict[str, Any], cotangents: Any, cotangent_avals: Any
     ) -> Any:
-        """Returns the gradients in a tree of the operands' structure, None for none.
+        """Computes the gradients of the operands; None for those not needed.
 
         Args:
             residuals: residuals from `forward`, with None in place of placeholders.
@@ -42,7 +42,7 @@ class Group(Protocol):
 
 
 def fused_group(group: Group, operands: Any) -> Any:
-    """Runs the group's forward function; its derivative is the backward function.
+    """Runs a group of operations, and uses its backward function as derivative.
 
     Args:
         group: the group to run.
@@ -97,20 +97,24 @@ _compiled_group = jitted_rule(_group, static_argnums=(0, 1))
 
 
 def like(value) -> jax.Array:
-    """Returns an empty array with the dtype and varying axes of an array or aval."""
+    """Returns an empty array that records the dtype and varying axes of `value`."""
     empty = jnp.zeros((0,), value.dtype)
     return varying.promote(empty, varying.axes_of(value))
 
 
 def aval_or_placeholder(wanted: bool, value) -> jax.Array:
-    """Returns `like(value)`; a placeholder if it is not wanted or value is None."""
+    """Returns `like(value)` if the gradient is `wanted`; otherwise a placeholder.
+
+    A value of None gives a placeholder, too. A placeholder keeps the residuals'
+    tree structure independent of what is wanted.
+    """
     return like(value) if wanted and value is not None else placeholder()
 
 
 def to_cotangent_aval(
     wanted: jax.Array | None, gradient: jax.Array | None
 ) -> jax.Array | None:
-    """Converts a gradient to the dtype and varying mesh axes of `wanted`.
+    """Converts a gradient to the dtype and varying axes that its operand has.
 
     A gradient that varies over more mesh axes belongs to an operand that was promoted
     to those axes. The transpose of the promotion is a sum, which is computed here.

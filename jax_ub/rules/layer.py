@@ -28,7 +28,7 @@ from jax_ub.rules.vjp import (
 
 
 def layer(forward: Callable, gemms: Callable) -> Callable:
-    """Makes a differentiable function from a forward pass and two backward GEMMs.
+    """Makes a differentiable dense layer from its forward pass and two backward GEMMs.
 
     Args:
         forward: (call_config, x, w, bias, residual) -> y.
@@ -84,7 +84,7 @@ def layer(forward: Callable, gemms: Callable) -> Callable:
 
 
 def check_no_main_grad(call_config: CallConfig, main_grad) -> None:
-    """Rejects a `main_grad` if the ranks are on an axis of `jax.vmap`.
+    """Raises an error for `main_grad` if the ranks are an axis of `jax.vmap`.
 
     The backward rule of a `custom_vjp` may run outside the `vmap`, where the axis is
     unbound. JAX therefore differentiates such calls itself and cannot accumulate.
@@ -102,7 +102,11 @@ def _emptied(array):
 
 
 def accumulation(call_config, dys, *main_grads):
-    """Returns the accumulators of a wgrad, or None, and the dtype of its results."""
+    """Returns the wgrad's accumulators (or None), and the dtype of its results.
+
+    The dtype is f32 with accumulators. `main_grads` has one entry for each dy, all
+    None if there are none.
+    """
     if main_grads[0] is None:
         return None, call_config.dw_dtype or call_config.dtype
     pairs = zip(main_grads, dys, strict=True)

@@ -18,7 +18,7 @@ def local_gradients(
     dy: jax.Array,
     main_grad: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes the gradients of `x` and of the kernel, if they are needed.
+    """Computes both gradients of `x @ w` by GEMMs that do not communicate.
 
     Args:
         call_config: the configuration of the call.
@@ -41,7 +41,7 @@ def dgrad(
     w: jax.Array | None,
     dy: jax.Array,
 ) -> jax.Array | None:
-    """Computes `dy @ w.T`, or returns None if `w` is None.
+    """Computes the gradient of x, `dy @ w.T`; returns None if `w` is None.
 
     Args:
         call_config: the configuration of the call.
@@ -70,7 +70,11 @@ def local_wgrad(
     dy: jax.Array,
     main_grad: jax.Array | None,
 ) -> jax.Array | None:
-    """Computes `x.T @ dy`, or `dy.T @ x` for kernels [out, in]; None if `x` is None."""
+    """Computes the kernel's gradient by a GEMM on this rank's rows, or None.
+
+    The gradient is `x.T @ dy`, or `dy.T @ x` for kernels [out, in]. It is None if
+    `x` is None. A `main_grad` is added to it.
+    """
     if x is None:
         return None
     main_grads, dtype = accumulation(call_config, (dy,), main_grad)

@@ -1,4 +1,7 @@
-"""Checks of `main_grad`: an accumulator whose cotangent is its new value."""
+"""Checks of `main_grad`, the f32 array to which a wgrad adds a kernel's gradient.
+
+The cotangent of a main_grad is its new value: the old value plus the gradient.
+"""
 
 import weakref
 
@@ -19,7 +22,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 def prepare(
     op: str, main_grad: jax.Array | None, w: jax.Array, axes
 ) -> jax.Array | None:
-    """Checks a main_grad, records its use by this call and promotes it.
+    """Checks the accumulator of a kernel's gradient, and casts it to vary over axes.
 
     Args:
         op: the op's label, for errors.
@@ -41,7 +44,7 @@ def prepare(
 
 
 def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
-    """Checks shape and dtype of a main_grad, and records its use by this call.
+    """Checks the accumulator of a kernel's gradient, and that no other call uses it.
 
     Raises:
         ShapeContractError: if shape or dtype do not match, or if another call has used
@@ -84,7 +87,7 @@ def _promote_over_single_ranks(main_grad, axes):
 
 
 def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
-    """Returns main_grad, and checks that each `jax.vmap` that maps dy maps it, too.
+    """Rejects a `jax.vmap` that maps dy but not the accumulator; returns main_grad.
 
     Otherwise JAX would sum the accumulated values of all mapped indices, and each of
     them would contain main_grad. The check adds nothing to the compiled program.

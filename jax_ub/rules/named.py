@@ -1,4 +1,4 @@
-"""Method choices of the passes of a call, from the overlaps of its `ub_name`.
+"""Maps the overlaps that `initialize_ub` configured to the passes of an op call.
 
 What each pass communicates. "Bulk" communication overlaps a GEMM that does not depend
 on it; all other communication is fused with the GEMM.
@@ -32,7 +32,7 @@ _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
 def choices_by_pass(
     op: str, label: str, found: dict[str, Overlap]
 ) -> dict[str, MethodChoice]:
-    """Returns the method choice of each pass of a call that has a configured name.
+    """Returns the methods that `initialize_ub` configured for each pass of a call.
 
     Args:
         op: the op's name.
@@ -82,7 +82,7 @@ def _check(label, op, direction, possible, overlap: Overlap):
 
 
 def _is_beside(op, direction, comm_type):
-    """Returns whether the communication is bulk: independent of the pass's GEMM."""
+    """Returns whether an op's pass overlaps its collective with an independent GEMM."""
     if op != "all_gather_matmul":
         return False
     return (direction, comm_type) in ((DGRAD, _AG), (WGRAD, _RS))

@@ -17,7 +17,7 @@ def row_gradients(
     main_grad: jax.Array | None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes the gradients of `x` and of the kernel, if they are needed.
+    """Computes the backward pass of `matmul_reduce_scatter`: gradients of x and w.
 
     Args:
         call_config: the configuration of the call.

@@ -12,7 +12,7 @@ from jax_ub.primitives import varying
 
 
 def promote(operands, axes):
-    """Casts a tree of operands to vary over the mesh axes `axes`.
+    """Casts all arrays in `operands` to vary over the mesh axes `axes` of `shard_map`.
 
     It is called outside the `custom_vjp`, so that JAX sums the gradients over the new
     axes.
@@ -21,7 +21,9 @@ def promote(operands, axes):
 
 
 def save(value, name: str, ub_name: str | None = None):
-    """Names a value for the policies of `jax.checkpoint`; None stays None.
+    """Names an array with `checkpoint_name`, for the policies of `jax.checkpoint`.
+
+    None stays None.
 
     With a `ub_name` the value has two names, such as "jax_ub.y" and "jax_ub.qkv.y", so
     that a policy can select the values of all calls or of one.
@@ -35,7 +37,9 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def jitted_rule(rule: Callable, static_argnums) -> Callable:
-    """Works around `custom_vjp` with symbolic zeros inside an eager `shard_map`.
+    """Jits a `custom_vjp` function so that it also works in an eager `shard_map`.
+
+    The function uses symbolic zeros.
 
     JAX cannot evaluate one there operation by operation, so the rule is always jitted,
     even under `jax.disable_jit`. Inside a traced program the jit is inlined.
@@ -50,7 +54,9 @@ def jitted_rule(rule: Callable, static_argnums) -> Callable:
 
 
 def residual_or_placeholder(wanted: bool, value):
-    """Returns a residual, or a tree of placeholders with the residual's structure.
+    """Returns `value` if the backward pass needs it, else empty arrays like it.
+
+    The empty arrays, called placeholders, keep the residuals' tree structure.
 
     JAX stores one tree structure of residuals per jaxpr, although each use of the jaxpr
     may be differentiated with respect to different operands. So an omitted residual
@@ -66,12 +72,12 @@ def _emptied(value):
 
 
 def placeholder() -> jax.Array:
-    """Returns an empty array that replaces a residual that is not needed."""
+    """Returns an empty array that stands for a residual that is not saved."""
     return jnp.zeros(0, bool)
 
 
 def present_residuals(residuals: dict) -> dict:
-    """Returns the residuals by name, with None in place of placeholders."""
+    """Replaces the placeholders in a dictionary of residuals by None."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()
@@ -79,7 +85,7 @@ def present_residuals(residuals: dict) -> dict:
 
 
 def is_placeholder(leaf) -> bool:
-    """Returns whether a residual is a `placeholder`.
+    """Returns whether an array is the empty stand-in for a residual not saved.
 
     An empty array of booleans counts as one, too; it holds no information either.
     """
@@ -87,21 +93,27 @@ def is_placeholder(leaf) -> bool:
 
 
 def value_of(tree):
-    """Unwraps the operands of a forward rule of `defvjp(symbolic_zeros=True)`."""
+    """Returns the arrays in operands that `defvjp(symbolic_zeros=True)` has wrapped.
+
+    The structure of nested tuples is kept, and None stays None.
+    """
     if isinstance(tree, tuple):
         return tuple(value_of(leaf) for leaf in tree)
     return None if tree is None else tree.value
 
 
 def needs(tree) -> bool:
-    """Returns whether any of the wrapped operands is differentiated."""
+    """Returns whether JAX needs the gradient of any operand in a forward rule.
+
+    The operands are wrapped as by `defvjp(symbolic_zeros=True)`.
+    """
     if isinstance(tree, tuple):
         return any(needs(leaf) for leaf in tree)
     return tree is not None and tree.perturbed
 
 
 def needs_dw(w, main_grad) -> bool:
-    """Returns whether the wgrad is needed.
+    """Returns whether the backward pass must compute the kernel's gradient.
 
     With a `main_grad` the kernel's gradient is accumulated there, so only whether
     main_grad is differentiated counts. The callers do not apply stop_gradient to `w`
@@ -112,5 +124,5 @@ def needs_dw(w, main_grad) -> bool:
 
 
 def is_zero(cotangent) -> bool:
-    """Returns whether a cotangent is known to be zero; its GEMMs can be skipped."""
+    """Returns whether a cotangent is a symbolic zero or None, which needs no GEMM."""
     return cotangent is None or isinstance(cotangent, SymbolicZero)
