@@ -1,4 +1,4 @@
-"""Argument types of the benchmark command lines: lists, known names, counts."""
+"""Parsers for the benchmark's command-line options, used as `type=` of argparse."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,10 @@ from jax_ub.errors import UbError, UnknownNameError, nearest, shown
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Returns an argparse type for comma-separated values, each parsed by `read`."""
+    """Returns an argparse type that parses comma-separated values to a tuple.
+
+    `read` parses each value. A `UbError` that it raises becomes an argparse error.
+    """
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -20,7 +23,11 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
-    """Returns an argparse type for comma-separated names, all of them in `known`."""
+    """Returns an argparse type that parses comma-separated names to a tuple.
+
+    Each name must be a key of `known`; the error for another name suggests the nearest
+    key.
+    """
 
     def read(name: str) -> str:
         if name not in known:
@@ -33,7 +40,7 @@ def names_of(known: dict[str, Any]) -> Callable[[str], tuple[str, ...]]:
 
 
 def positive(text: str) -> int:
-    """Parses a positive integer."""
+    """Parses a positive decimal integer; for use as an argparse `type`."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")

@@ -1,4 +1,4 @@
-"""CPU share of other processes, so that disturbed rounds can be repeated.
+"""Measures the CPU share of other processes, so that disturbed rounds can be repeated.
 
 On a busy machine, a peer with many threads gets more CPU time than jax_ub's engine,
 which has one thread per core. Interleaving does not correct for this.
@@ -15,7 +15,10 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 
 class BackgroundLoad:
-    """Measures the CPU share of other processes between calls of `share`."""
+    """Measures which share of the machine's CPU time other processes use.
+
+    Each call of `share` ends one measurement interval and starts the next one.
+    """
 
     def __init__(
         self,

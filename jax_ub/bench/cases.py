@@ -1,4 +1,8 @@
-"""Benchmark cases: programs that compute the same result, and limits for them."""
+"""Defines a benchmark case: programs that compute the same result, and limits for them.
+
+A limit is a program that computes only a part of the result, such as the GEMM without
+communication. It shows how fast the whole computation could be at best.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,11 +25,11 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# The same op on the same number of devices, in one process.
+# Limit of multi-process cases: the same op and number of devices, in one process.
 IN_PROCESS = "in_process"
-# The arithmetic alone, on tiles that stay in the L1 cache.
+# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
 PEAK = "peak"
-# The time that XLA takes to launch any program, on all devices and on one.
+# Nearly empty programs, which measure XLA's launch time on all devices and on one.
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
 LAUNCHES = (LAUNCH, LAUNCH_ONE)
@@ -41,7 +45,7 @@ LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory that a program allocates on each device beyond operands and results.
+    """Memory that programs allocate per device in addition to operands and results.
 
     Attributes:
         own_bytes: temporary buffers of jax_ub's program.
@@ -60,7 +64,7 @@ class Memory:
 
 @dataclasses.dataclass
 class Case:
-    """One op at one size, with all programs that compute it.
+    """One op at one size, with all programs that compute it and are timed together.
 
     Attributes:
         op: name on the command line.
@@ -100,9 +104,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Configuration that cases are built for: devices, dtype and method under test.
+    """The configuration to build cases for: devices, dtype and method under test.
 
-    `variants` selects variants of the op "gemm"; an empty tuple selects all.
+    `dots` measures and caches XLA's fastest GEMM. `variants` selects GEMM variants,
+    such as "nn+bias", for the op "gemm"; an empty tuple selects all of them.
     """
 
     ranks: Ranks
@@ -118,13 +123,19 @@ class Place:
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a program that reads and writes `num_bytes` in total."""
+    """Returns a limit candidate that copies memory, by negating an f32 array.
+
+    It runs on one device. It reads and writes `num_bytes` in total.
+    """
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns nearly empty programs, on all devices and on one, to time the launch."""
+    """Returns two nearly empty programs that measure XLA's launch time.
+
+    One runs on all devices of `ranks`, the other on one device.
+    """
 
     def launch(name: str, ranks: Ranks) -> Candidate:
         program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
@@ -136,13 +147,13 @@ def launches(ranks: Ranks) -> list[Candidate]:
 
 
 def temp_bytes(candidate: Candidate) -> int:
-    """Returns the bytes of temporary buffers per device in XLA's memory analysis."""
+    """Returns the bytes of temporary buffers per device, from XLA's memory analysis."""
     compiled = candidate.program.lower(*candidate.operands).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def check_agreement(case: Case) -> None:
-    """Runs every candidate once and compares its result with that of `xla_best`.
+    """Runs every candidate once and compares its result with the result of `xla_best`.
 
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.

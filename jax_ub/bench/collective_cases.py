@@ -1,4 +1,4 @@
-"""Benchmark cases of the forward ops AG+GEMM, GEMM+RS and GEMM+AR."""
+"""Builds the benchmark cases of AG+GEMM, GEMM+RS and GEMM+AR in one process."""
 
 import functools
 
@@ -17,7 +17,11 @@ from jax_ub.runtime.memory import memory_report
 
 
 def forward(op: ForwardOp, place: Place, column: Shape) -> list[Case]:
-    """Returns the case of one op in an MLP whose column-parallel linear is `column`."""
+    """Returns the benchmark case of one forward op, with jax_ub's and XLA's programs.
+
+    The sizes are those of an MLP whose column-parallel linear layer has the shape
+    `column`. GEMM+RS and GEMM+AR use the row-parallel linear layer that follows it.
+    """
     shape = op.shape(column)
     operands = place.ranks.draw(place.dtype, shape.operands, op.in_specs)
 

@@ -66,7 +66,7 @@ _PROCESS_ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a benchmark run compares, and how often it times each program."""
+    """Options of a benchmark run: what it compares, and how often it times programs."""
 
     ops: tuple[str, ...] = tuple(OPS)
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -80,7 +80,10 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options. `options` fills in defaults for omitted ones."""
+    """Adds the options of `bench` to its argument parser.
+
+    Omitted options are None; `options` replaces None with the default.
+    """
     known = ", ".join(OPS)
     names = names_of({**OPS, _BARRIER: None})
     parser.add_argument("--ops", type=names, help=f"comma-separated: {known}")
@@ -162,7 +165,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _check_options(given, found):
-    """Rejects options that exclude each other or have no effect."""
+    """Raises an error for options that exclude each other or have no effect."""
     if found.threads:
         if given.processes is not None:
             raise UnsupportedOverlapError(
@@ -212,7 +215,10 @@ def _check_shapes(found):
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the benchmark and prints each result as soon as it is measured."""
+    """Runs the benchmark of a parsed command line and returns the exit status.
+
+    Each result is printed, and written to the JSON file, as soon as it is measured.
+    """
     if given.part is not None:
         return process_command.part(given.part)
     if given.processes is not None:
@@ -263,7 +269,7 @@ def _over_processes(given):
 
 
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
-    """Builds, checks and times the cases one after the other."""
+    """Builds, checks and times all benchmark cases in turn, and yields the results."""
     for op in chosen.ops:
         for dtype in chosen.dtypes:
             for num_ranks in chosen.devices:
@@ -295,7 +301,7 @@ def document(
     dots: FastestDots,
     results: Sequence[Result],
 ) -> dict[str, Any]:
-    """Returns the JSON document of a run."""
+    """Returns the JSON document of a run: environment, options, results, verdicts."""
     return {
         "schema": SCHEMA,
         **about,
@@ -332,7 +338,8 @@ def _print_rest(results, verdicts):
     for title, lines in sections.items():
         if lines:
             print(f"\n{title}\n")
-            # With --threads, several results belong to one case and repeat its lines.
+            # With --threads, a case has a result per thread count, all with the same
+            # lines. dict.fromkeys prints each line once.
             print("\n".join(dict.fromkeys(lines)))
 
 

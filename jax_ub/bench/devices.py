@@ -1,4 +1,4 @@
-"""Devices, meshes and operands of a benchmark in one process."""
+"""Starts JAX for a benchmark in one process, and creates its meshes and operands."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ Spec = PartitionSpec
 
 
 def start(num_devices: int, platform: str | None = "cpu") -> None:
-    """Starts the JAX backend with at least `num_devices` devices.
+    """Starts the JAX backend and checks that it has at least `num_devices` devices.
 
-    On CPUs, it requests that number from JAX, which works only before JAX has started.
+    On CPUs, it requests this number from JAX, which works only before JAX has started.
 
     Args:
         num_devices: the minimum number of devices.
@@ -51,13 +51,13 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A mesh of the first `num_ranks` devices, and programs and arrays on it."""
+    """A mesh of the first `num_ranks` devices; places arrays and maps programs."""
 
     num_ranks: int
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Returns the mesh with the single axis `AXIS`."""
+        """Returns the mesh of the first `num_ranks` devices, with one axis, `AXIS`."""
         return Mesh(np.array(jax.devices()[: self.num_ranks]), (AXIS,))
 
     @property
@@ -66,13 +66,13 @@ class Ranks:
         return self.mesh.devices.flat[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Copies a global array to the mesh, always into new buffers."""
+        """Copies a global array to new buffers on the mesh with sharding `spec`."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
     ) -> list[jax.Array]:
-        """Places standard normal operands of the given global shapes on the mesh."""
+        """Returns random normal operands of these global shapes, placed on the mesh."""
         drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
         return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 
@@ -83,7 +83,11 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Returns a per-device function, mapped over the mesh and jitted."""
+        """Maps a per-device function over the mesh with `jax.shard_map`, and jits it.
+
+        `donate` lists the indices of donated arguments, as
+        `jax.jit(donate_argnums=...)` does.
+        """
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )
@@ -91,7 +95,10 @@ class Ranks:
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Returns standard normal numbers times `scale` on the host, rounded to `dtype`."""
+    """Returns a new host array of normal random numbers times `scale`, in `dtype`.
+
+    Equal arguments return equal arrays.
+    """
     return _drawn(seed, shape, np.dtype(dtype), scale).copy()
 
 

@@ -31,7 +31,12 @@ LAYOUTS = tuple(_CONTRACTED)
 
 @dataclasses.dataclass(frozen=True)
 class DotVariant:
-    """A variant of a dot in XLA; call it with the operands and `out_dtype`."""
+    """One way to write a GEMM as `lax.dot_general` in XLA, such as with an f32 result.
+
+    Calling it with two operands and `out_dtype` computes the product. `upcasts`
+    converts the operands to f32 first. `transposes` names the operand, "left" or
+    "right", that is transposed in memory first.
+    """
 
     layout: str
     sums_in_f32: bool = False
@@ -39,7 +44,7 @@ class DotVariant:
     transposes: str = ""
 
     def __str__(self) -> str:
-        """Describes how the dot is written."""
+        """Returns a description for tables, such as "f32 result"; never empty."""
         parts = [
             "operands upcast" if self.upcasts else "",
             "f32 result" if self.sums_in_f32 else "",
@@ -48,7 +53,7 @@ class DotVariant:
         return ", ".join(filter(None, parts)) or "plain dot"
 
     def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
-        """Computes the product, rounded to `out_dtype`."""
+        """Computes the product of `a` and `b`, rounded to `out_dtype`."""
         contracted = list(_CONTRACTED[self.layout])
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -65,11 +70,12 @@ class DotVariant:
 
 
 def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ...]:
-    """Returns the variants that were the fastest on some machine, the plain dot first.
+    """Returns the dot variants that are worth timing for a layout, dtype and platform.
 
-    On GPUs, XLA's libraries accept every layout, so nothing is transposed first. Upcast
-    operands would bypass the tensor cores and be an order of magnitude slower, so they
-    are not tried either.
+    Each was the fastest on some machine; the plain dot is the first. On GPUs, XLA's
+    libraries accept every layout, so nothing is transposed first. Upcast operands would
+    bypass the tensor cores and be an order of magnitude slower, so they are not tried
+    either.
     """
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
@@ -84,14 +90,17 @@ def ways(layout: str, dtype: Any, platform: str = "cpu") -> tuple[DotVariant, ..
 
 
 def naive(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
-    """Computes the dot with `@` and `.T`, as most users write it."""
+    """Computes a GEMM of this layout with `@` and `.T`, as most users write it."""
     if layout == "nn":
         return a @ b
     return a @ b.T if layout == "nt" else a.T @ b
 
 
 class FastestDots:
-    """Measures the variants of each dot on first use, and caches the fastest."""
+    """Finds XLA's fastest variant of a GEMM on this machine, and caches it.
+
+    The variants are timed when a GEMM's layout, dtype and sizes are first requested.
+    """
 
     def __init__(self) -> None:
         """Creates an empty cache."""
@@ -100,7 +109,7 @@ class FastestDots:
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
     ) -> DotVariant:
-        """Returns the fastest variant of a dot.
+        """Returns XLA's fastest variant of a GEMM, timing all variants on first use.
 
         Args:
             layout: "nn", "nt" or "tn".
@@ -116,7 +125,7 @@ class FastestDots:
 
     @property
     def found(self) -> dict[str, str]:
-        """Returns the fastest variant of each measured dot, in words."""
+        """Returns a description of each measured GEMM's fastest variant."""
         return {
             f"{layout} {dtype} {left} {right} on {ranks}": str(way)
             for (layout, dtype, left, right, ranks), way in self._found.items()

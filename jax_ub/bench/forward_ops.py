@@ -24,7 +24,7 @@ _ROWS, _COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOp:
-    """A forward op and the XLA programs that it is compared with.
+    """One of AG+GEMM, GEMM+RS and GEMM+AR, and the XLA programs to compare it with.
 
     Attributes:
         name: name on the command line.
@@ -59,11 +59,14 @@ class ForwardOp:
         return (shape.M, shape.K), (shape.K, shape.N // num_ranks)
 
     def own(self, method: str) -> Program:
-        """Returns the public function with the method under test."""
+        """Returns jax_ub's function, with the axis name and method already bound."""
         return functools.partial(self.public, axis_name=AXIS, method=method)
 
     def ways(self, dot: Dot, dtype: str) -> dict[str, Program]:
-        """Returns the variants of XLA's program by their description.
+        """Returns the variants of XLA's program to time, by a description of each.
+
+        They differ in the GEMM, the collective and the dtype in which partial sums are
+        reduced.
 
         Args:
             dot: the fastest dot of the local shapes.

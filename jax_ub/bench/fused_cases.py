@@ -1,4 +1,7 @@
-"""Benchmark cases of fusible operations, forward and backward: fused and unfused."""
+"""Builds the benchmark cases of `jax_ub.ops`: sequences that it runs as one fused call.
+
+Each case times the forward and backward pass: fused, unfused, and in plain `jax.lax`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ _ROWS, _FEATURES = Spec(AXIS), Spec(None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A sequence of operations at one size, with the arrays that it takes.
+    """A sequence of `jax_ub.ops` operations that can be fused, and its array shapes.
 
     Attributes:
         variant: name in the table.
@@ -42,7 +45,10 @@ class _Window:
     extra: str = ""
 
     def function(self, method: str | None) -> Callable[..., Any]:
-        """Returns (params, x, dy, *extra) -> y and the gradients of all inputs."""
+        """Returns a function that runs the sequence forward and backward with `method`.
+
+        It maps (params, x, dy, *extra) to the result and the gradients of all inputs.
+        """
         seq = ops.Sequential(*self.make(method))
 
         def program(params, x, dy, *extra):
@@ -55,7 +61,11 @@ class _Window:
 
 
 def fused(place: Place, shape: Shape) -> list[Case]:
-    """Returns cases of all fusions: overlapping ones if P > 1, local ones if P = 1."""
+    """Returns the cases of all sequences that `jax_ub.ops` can fuse at this size.
+
+    With several ranks, they overlap GEMMs with collectives; with one rank, they fuse
+    local operations such as a linear layer and its bias.
+    """
     windows = _overlapped if place.num_ranks > 1 else _local
     found = windows(shape, jnp.dtype(place.dtype))
     return [_case(place, shape, window) for window in found]
@@ -170,7 +180,7 @@ def _case(place: Place, shape: Shape, window: _Window) -> Case:
 
 
 def _one_by_one(function):
-    """Wraps the function so that it is traced without fusions."""
+    """Wraps `function` so that `jax_ub.ops` traces its operations without fusions."""
 
     def program(*operands):
         with ops.without_fusions():
@@ -180,7 +190,7 @@ def _one_by_one(function):
 
 
 def _operands(place, window):
-    """Returns the operands, their shardings and the shardings of the results."""
+    """Returns a sequence's operands, their shardings and the results' shardings."""
     seq = ops.Sequential(*window.make(None))
     shapes = jax.eval_shape(seq.init, jax.random.key(0))
     params = [

@@ -1,4 +1,4 @@
-"""Benchmark cases of single GEMMs in three layouts, dgrad+add, wgrad+accumulate."""
+"""Builds the cases of local GEMMs, `ub.dgrad_add` and `ub.wgrad_accumulate`."""
 
 import dataclasses
 import functools
@@ -27,9 +27,10 @@ VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"
 def own_gemm(
     method: str, layout: str, out_dtype: str | None = None
 ) -> Callable[..., jax.Array]:
-    """Returns jax_ub's GEMM of a layout: (a, b, bias | None, addend | None) -> result.
+    """Returns jax_ub's local GEMM as a function (a, b, bias or None, addend or None).
 
-    `out_dtype` defaults to f32 with an accumulator and to the operands' dtype without.
+    `layout` is "nn", "nt" or "tn", see `bench.dots`. `out_dtype` defaults to f32 if a
+    wgrad has an addend, and to the operands' dtype otherwise.
     """
     choice = MethodChoice(Method(method))
     where: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
@@ -54,7 +55,10 @@ def own_gemm(
 
 
 def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
-    """Returns jax_ub's GEMM of the global shape on one device."""
+    """Returns a limit candidate: jax_ub's GEMM of the global shape on one device.
+
+    It has the FLOPs of all ranks together, but no communication.
+    """
     specs = (Spec(), Spec())
     nn = own_gemm(method, "nn")
     program = one.program(lambda x, w: nn(x, w, None, None), specs, Spec())
@@ -62,13 +66,20 @@ def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
 
 
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of the left operand, the right operand and the result."""
+    """Returns the shapes of the left operand, right operand and result of a GEMM.
+
+    `layout` selects fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size
+    `shape`.
+    """
     x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
     return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]
 
 
 def gemm(place: Place, shape: Shape) -> list[Case]:
-    """Returns the cases of all variants at P = 1; none at other P."""
+    """Returns a case for each variant of a local GEMM, such as "nn+bias".
+
+    The GEMM runs on one device, so the list is empty if there are several ranks.
+    """
     if place.num_ranks > 1:
         return []
     variants = place.variants or VARIANTS
@@ -76,7 +87,11 @@ def gemm(place: Place, shape: Shape) -> list[Case]:
 
 
 def dgrad_add(place: Place, shape: Shape) -> list[Case]:
-    """Times `residual + dy w^T` in the residual's buffer, with rows sharded by rank."""
+    """Returns the case of `ub.dgrad_add`, which adds a dgrad to a residual in place.
+
+    It computes `residual + dy w^T`. The rows of `dy` and `residual` are sharded by
+    rank.
+    """
     return [
         _case(
             place,
@@ -89,7 +104,11 @@ def dgrad_add(place: Place, shape: Shape) -> list[Case]:
 
 
 def wgrad_accumulate(place: Place, shape: Shape) -> list[Case]:
-    """Times `main_grad + x^T dy` in its buffer, with columns sharded by rank."""
+    """Returns the case of `ub.wgrad_accumulate`, which adds a wgrad in place.
+
+    It computes `main_grad + x^T dy` in the buffer of `main_grad`. The columns of `dy`
+    and `main_grad` are sharded by rank.
+    """
     return [
         _case(
             place,
@@ -136,7 +155,7 @@ def _case(place, shape, op, variant, public=None):
 
 
 class _Build:
-    """Builds programs and operands of one layout, with an optional bias or addend.
+    """Builds the programs and operands of one GEMM, with an optional bias or addend.
 
     Programs take (a, b), (a, b, bias) or (a, b, addend). An addend is donated: the
     result replaces it.
@@ -154,7 +173,11 @@ class _Build:
         return _Build(self.place, self.shape, self.layout)
 
     def specs(self):
-        """Shards rows over the ranks, or in wgrad (sum over rows) the columns of dy."""
+        """Returns the shardings of both operands and of the result.
+
+        Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy
+        are sharded instead.
+        """
         if self.layout == "tn":
             return [Spec(), Spec(None, AXIS)], Spec(None, AXIS)
         return [Spec(AXIS), Spec()], Spec(AXIS)
@@ -176,7 +199,7 @@ class _Build:
         return arrays
 
     def candidate(self, name: str, function: Callable[..., Any], way: str = ""):
-        """Returns `function(a, b, bias, addend)`, jitted, with its operands."""
+        """Returns a candidate that maps and jits `function(a, b, bias, addend)`."""
         in_specs, out_spec = self.specs()
         donated = (2,) if self.added == "add" else ()
 
@@ -197,14 +220,14 @@ class _Build:
         )
 
     def best(self) -> Candidate:
-        """Returns the fastest XLA program: one of the dot variants or the naive one."""
+        """Returns XLA's fastest program for this GEMM, over all variants of its dot."""
         candidates = []
         for way in dots.ways(self.layout, self.place.dtype, self.place.ranks.platform):
             program = functools.partial(self._xla, way)
             candidates.append(self.candidate(cases.BEST, program, str(way)))
         as_written = self.candidate(cases.BEST, self.naive(), cases.AS_WRITTEN)
         candidates.append(as_written)
-        # Fresh operands: the trials have accumulated into the addend.
+        # The trials added their results to the donated addend, so draw new operands.
         return dataclasses.replace(fastest(candidates), operands=self.operands())
 
     def _xla(self, way, a, b, bias, addend):

@@ -1,4 +1,4 @@
-"""Performance goals of the project, and which of them a run has reached."""
+"""Performance goals of the project, and which of them a benchmark run has reached."""
 
 import dataclasses
 import functools
@@ -15,7 +15,9 @@ _SEVERAL = (2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A bound on one figure, checked for each group of results.
+    """A bound that a benchmark figure must satisfy, such as a speed-up over XLA of 1.3.
+
+    It is checked separately for each op, variant, dtype, P and number of processes.
 
     Attributes:
         ops: the ops that the goal applies to.
@@ -40,7 +42,7 @@ class Goal:
     processes: tuple[int, ...] = (1,)
 
     def concerns(self, result: Result) -> bool:
-        """Returns whether the goal applies to this result."""
+        """Returns whether the goal applies to the op, dtype and P of this result."""
         case = result.case
         return (
             case.op in self.ops
@@ -53,11 +55,11 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The value that a group of results reached for a goal.
+    """The value that a benchmark run reached for one goal, and the goal's bound.
 
-    The results of a group share op, variant, dtype, P and number of processes. For a
-    speed-up, `limit` is the value it would have if every call ran at the machine's
-    peak FLOP/s.
+    The value summarizes all shapes with the same op, variant, dtype, P and number of
+    processes. For a speed-up, `limit` is the value it would have if every call ran at
+    the machine's peak FLOP/s.
     """
 
     op: str
@@ -75,12 +77,15 @@ class Verdict:
 
     @property
     def reached(self) -> bool:
-        """Returns whether the value satisfies the bound."""
+        """Returns whether the value satisfies the goal's bound."""
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
     @property
     def outcome(self) -> str:
-        """Returns whether the goal was reached, or is beyond this machine's peak."""
+        """Returns "reached", "NOT reached" or "beyond this machine", for tables.
+
+        A goal is beyond this machine if even a call at peak FLOP/s would not reach it.
+        """
         if self.reached:
             return "reached"
         beyond = self.limit is not None and self.limit < self.bound
@@ -92,7 +97,7 @@ def _speed_up(result: Result, peers: Sequence[str]) -> float:
 
 
 def _limit(result: Result, goal: Goal) -> float | None:
-    """Returns the speed-up of a call at peak FLOP/s; None if it is not known."""
+    """Returns the speed-up that a call at peak FLOP/s would have, or None."""
     peers = _PEERS.get(goal.measure, ())
     if not peers or cases.PEAK not in result.shares:
         return None
@@ -175,7 +180,10 @@ GOALS = (
 
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
-    """Compares every group of results with every goal that applies to it."""
+    """Compares the results of a benchmark run with all goals and returns the verdicts.
+
+    Each goal yields a verdict for each op, variant, dtype, P and number of processes.
+    """
     verdicts = []
     for goal in GOALS:
         concerned = [result for result in results if goal.concerns(result)]
@@ -187,7 +195,7 @@ def judge(results: Sequence[Result]) -> list[Verdict]:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """Converts a verdict to JSON types."""
+    """Returns the fields and the outcome of a verdict as JSON types."""
     found = dataclasses.asdict(verdict)
     return {**found, "reached": verdict.reached, "outcome": verdict.outcome}
 

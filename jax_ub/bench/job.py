@@ -1,4 +1,4 @@
-"""Benchmark jobs of several processes: meshes, barriers, times of the slowest one."""
+"""Times programs in a job of several processes, where the slowest process counts."""
 
 import contextlib
 import dataclasses
@@ -29,16 +29,16 @@ _TRIALS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ProcessMesh(Ranks):
-    """A mesh of one device of each process."""
+    """A mesh over all processes of the job, with one device of each process."""
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Returns the mesh with the axis `AXIS`, ordered by process index."""
+        """Returns the mesh with one axis, `AXIS`, ordered by process index."""
         first = [jax.local_devices(process)[0] for process in range(self.num_ranks)]
         return Mesh(np.array(first), (AXIS,))
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Places a global array, which is equal in all processes, on the mesh."""
+        """Places a global array, with equal values in all processes, on the mesh."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(
@@ -48,19 +48,23 @@ class ProcessMesh(Ranks):
 
 @dataclasses.dataclass(frozen=True)
 class LocalMesh(Ranks):
-    """A mesh of `num_ranks` devices of this process."""
+    """A mesh of `num_ranks` devices of this process, for programs it runs alone."""
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Returns the mesh with the axis `AXIS`."""
+        """Returns the mesh of this process's devices, with one axis, `AXIS`."""
         return Mesh(np.array(jax.local_devices()[: self.num_ranks]), (AXIS,))
 
 
 class Job:
-    """The processes of a benchmark. Process 0 also takes measurements alone."""
+    """The processes of a benchmark, which synchronize and combine their measurements.
+
+    Every process creates one and calls the same methods in the same order. Process 0
+    also times programs on its own devices while the other processes wait.
+    """
 
     def __init__(self) -> None:
-        """Creates the mesh of all processes and waits for them."""
+        """Creates the mesh of all processes, and waits until all have created it."""
         self.num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
         self.ranks = ProcessMesh(self.num_processes)
@@ -72,31 +76,38 @@ class Job:
         self.meet()
 
     def meet(self) -> None:
-        """Blocks until every process has called it (a barrier)."""
+        """Blocks until every process of the job has called it, as a barrier."""
         jax.block_until_ready(self._meet(self._ones))
 
     def slowest(self, seconds: Sequence[float]) -> np.ndarray:
-        """Returns the maximum over processes of each measurement in seconds."""
+        """Returns each measurement's maximum over all processes, in seconds.
+
+        `seconds` has the same number of measurements in every process.
+        """
         return self._of_all(seconds).max(axis=0)
 
     def cpu_seconds(self) -> float:
-        """Returns the CPU seconds that all processes together have used."""
+        """Returns the CPU seconds that all processes have used so far, summed."""
         return float(self._of_all([time.process_time()]).sum())
 
     def _of_all(self, seconds):
-        """Returns the values of every process, shape [num_processes, len(seconds)]."""
+        """All-gathers values of all processes, to [num_processes, len(seconds)]."""
         mine = np.asarray(seconds, np.float64).view(np.uint32)
         every = np.asarray(multihost_utils.process_allgather(mine))
         each = every.reshape(self.num_processes, -1).astype(np.uint32)
         return np.ascontiguousarray(each).view(np.float64)
 
     def choice(self, index: int) -> int:
-        """Returns the index that process 0 passed, in every process."""
+        """Broadcasts `index` from process 0, and returns it in every process."""
         chosen = np.asarray([index], np.int32)
         return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
     def fastest(self, ways: Sequence[Candidate]) -> Candidate:
-        """Returns the fastest of several variants; all processes agree on it."""
+        """Returns the fastest of several variants of a program, in all processes.
+
+        All processes time every variant together. The slowest process counts, and all
+        processes return the same variant.
+        """
         if len(ways) == 1:
             return ways[0]
         seconds = []
@@ -116,7 +127,9 @@ class Job:
         rounds: int,
         patience: int,
     ) -> Rounds:
-        """Times every candidate once in each round, as `timing.interleave` does.
+        """Times every candidate once per round, in a different random order each.
+
+        Rounds with little background load are kept, as in `timing.interleave`.
 
         Args:
             together: programs that all processes run; the slowest process counts.
@@ -131,7 +144,7 @@ class Job:
         while not self.choice(waiting.is_over):
             number = waiting.num_rounds
             times = [0.0] * len(together)
-            extra = [1.0] * len(alone)  # placeholder in other processes than 0
+            extra = [1.0] * len(alone)  # only process 0 measures these times
             places = range(len(together) + len(alone))
             for place in random.Random(number).sample(places, len(places)):
                 self.meet()
@@ -151,7 +164,10 @@ class Job:
         return waiting.keep(found)
 
     def barrier_s(self, count: int, batches: int) -> list[float]:
-        """Returns the seconds per barrier of all processes, a mean for each batch."""
+        """Returns the seconds that a barrier of all processes takes in the engine.
+
+        The list has the mean of `count` barriers for each of `batches` batches.
+        """
         with self._communicator() as communicator:
             communicator.barrier_seconds(count)
             times = [communicator.barrier_seconds(count) for _ in range(batches)]
@@ -188,7 +204,11 @@ class Job:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Lets the engine use every core, as a process that runs alone does."""
+    """Lets the CPU engine use all cores of this process's affinity mask in the block.
+
+    In a job of several processes, each one otherwise computes on a part of the cores.
+    The previous thread count and cores are restored at the end.
+    """
     cpu = engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     cpu.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""Benchmark cases of the latency of calls that move almost no data."""
+"""Builds the benchmark cases of latency: chains of calls that move almost no data."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from jax_ub.bench.devices import AXIS, Ranks, Spec, normal
 from jax_ub.bench.timing import Candidate
 from jax_ub.bench.workloads import Shape
 
-# The dispatch of a program is a cost per step, not per call. It cancels in the
-# difference between programs of one call and of this many more.
+# Dispatching a program costs time once per program, not per call in it. This time
+# cancels in the difference between a program of one call and one with this many more.
 MORE_CALLS = 100
 _ROWS, _WIDTH = 16, 16
 SHAPE = Shape(_ROWS, _WIDTH, _WIDTH)
@@ -25,7 +25,10 @@ Call = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def latency(place: Place, shape: Shape) -> list[Case]:
-    """Returns cases of chained calls with 256 elements per rank; ignores `shape`."""
+    """Returns a case for each op that times chained calls with 256 elements per rank.
+
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
+    """
     if place.num_ranks == 1:
         return []
     calls = _calls(place.method, place.num_ranks)
@@ -38,7 +41,7 @@ def latency(place: Place, shape: Shape) -> list[Case]:
 
 
 def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
-    """Returns pairs of (jax_ub's call, XLA's call). Each call keeps the shape of x."""
+    """Returns pairs of jax_ub's and XLA's call by op; results have the shape of x."""
     where: dict[str, Any] = {"axis_name": AXIS, "method": method}
     rows = _ROWS // num_ranks
     return {
@@ -58,7 +61,7 @@ def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
 
 
 def _repeated(y, num_ranks):
-    """Tiles the scattered rows, so that the next call has all rows again."""
+    """Tiles the scattered rows, so that the chain's next call has all rows again."""
     return jnp.tile(y, (num_ranks, 1))
 
 
@@ -76,7 +79,11 @@ def _case(place, variant, own, xla):
 
 
 def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
-    """Returns jax_ub's and XLA's programs of `1 + MORE_CALLS` calls and of one call."""
+    """Returns four candidates: a long chain and a single call, in jax_ub and in XLA.
+
+    A chain has `1 + MORE_CALLS` calls. The difference between a long chain and a single
+    call is the time of `MORE_CALLS` calls without the program's dispatch.
+    """
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _ROWS, _WIDTH), dtype), Spec(AXIS)),
         ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
@@ -97,8 +104,12 @@ def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
 def chain(
     call: Call, x: jax.Array, w: jax.Array, calls: int, num_ranks: int
 ) -> jax.Array:
-    """Chains calls, with nearly the same values as input of each."""
-    # Each call depends on the previous result. The scaled sum keeps values near x.
+    """Calls `call(x, w)` repeatedly, so that each call depends on the last one.
+
+    The values stay near x.
+    """
+    # Without a dependency on the previous result, XLA could run calls concurrently or
+    # merge them. Adding the scaled result to x keeps the values near x.
     w = lax.pcast(w, AXIS, to="varying")
     y = x
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""Benchmark cases of an MLP's column- and row-parallel linears and their backward."""
+"""Builds the cases of an MLP's column- and row-parallel linears with gradients."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _GRADIENTS = (_ROWS, _COLUMNS, _ROWS)
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-    """A computation, and how each candidate writes it.
+    """A computation of two linear layers, and the programs that compute it.
 
     Attributes:
         name: name on the command line.
@@ -54,12 +54,18 @@ class _Op:
 
 
 def linear_pair(place: Place, shape: Shape) -> list[Case]:
-    """Times forward and backward: six GEMMs, two gathers and two reduce-scatters."""
+    """Returns the case of a column and a row linear layer, forward and backward.
+
+    Together they run six GEMMs, two all-gathers and two reduce-scatters.
+    """
     return [_case(_PAIR, place, shape)]
 
 
 def linear_backward(place: Place, shape: Shape) -> list[Case]:
-    """Times the backward pass only: four GEMMs, two gathers and a reduce-scatter."""
+    """Returns the case of only the backward pass of a column and a row linear layer.
+
+    It runs four GEMMs, two all-gathers and a reduce-scatter.
+    """
     return [_case(_BACKWARD, place, shape)]
 
 
@@ -103,7 +109,7 @@ def _case(op: _Op, place: Place, shape: Shape) -> Case:
 
 
 def _plain(op, place, shape):
-    """Returns GEMMs of the same global sizes in the same engine, on one device."""
+    """Returns a limit candidate: jax_ub's GEMMs of the global sizes on one device."""
     gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
     in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
     operands = Ranks(1).draw(place.dtype, op.sizes(shape), in_specs)
@@ -131,7 +137,8 @@ def _own_backward(method: str) -> Callable[..., tuple]:
     column, row = (functools.partial(linear, parallel=p) for p in ("column", "row"))
 
     def program(x, w1, hidden, w2, dy):
-        # XLA removes the forward calls, because their results are not used.
+        # jax.vjp also traces the forward calls. XLA removes them, because their results
+        # are not used, so only the backward pass is timed.
         d_hidden, dw2 = jax.vjp(row, hidden, w2)[1](dy)
         return (*jax.vjp(column, x, w1)[1](d_hidden), dw2)
 
@@ -139,7 +146,10 @@ def _own_backward(method: str) -> Callable[..., tuple]:
 
 
 def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], moved: str):
-    """Uses XLA's collectives and fastest dots; gathers x and dy once each."""
+    """Computes both passes with XLA's collectives and its fastest dots.
+
+    x and dy are gathered once each and reused in the wgrads.
+    """
     dtype = x.dtype
     rows = peers.gather(x)
     hidden = dots["column_nn"](rows, w1, dtype)
@@ -162,7 +172,7 @@ def _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved):
 
 
 def _ring_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot]):
-    """Uses ppermute rings, also to gather the operands of the wgrads."""
+    """Computes both passes with ppermute rings, which also gather for the wgrads."""
     hidden = peers.ring_gather_dot(x, w1, dots["column_nn"])
     y = peers.ring_dot_scatter(hidden, w2, dots["row_nn"])
     return (y, *_ring_backward(x, w1, hidden, w2, dy, dots=dots))

@@ -1,4 +1,4 @@
-"""oneDNN's GEMM as a peer, if the library is installed (Debian: libdnnl2)."""
+"""Calls oneDNN's GEMM for comparison, if it is installed (Debian: libdnnl2)."""
 
 import ctypes
 import ctypes.util
@@ -14,7 +14,7 @@ _FUNCTIONS = {"float32": "dnnl_sgemm", "bfloat16": "dnnl_gemm_bf16bf16f32"}
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """oneDNN's GEMM `y = a b + beta y` of row-major matrices, with f32 `y`.
+    """oneDNN's GEMM `y = a b + beta y` of row-major numpy matrices, with f32 `y`.
 
     This call cannot round its result to bf16. The bf16 product stays in f32, which
     favors oneDNN in the comparison.
@@ -24,7 +24,7 @@ class Gemm:
     layout: str
 
     def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
-        """Writes the result into `y` and returns oneDNN's status, 0 for success."""
+        """Writes `a b + beta y` into `y`. Returns oneDNN's status, 0 for success."""
         transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
         contracting = a.shape[0 if self.layout == "tn" else 1]
         return self.function(
@@ -39,7 +39,10 @@ class Gemm:
 
 
 def find(dtype: str, layout: str) -> Gemm | str:
-    """Returns the GEMM for a dtype and a layout, or the reason why there is none."""
+    """Returns oneDNN's GEMM for a dtype and layout, or a text that says why not.
+
+    The GEMM is tried once, because oneDNN may not support the dtype on this processor.
+    """
     library = _library()
     if library is None:
         return "oneDNN is not installed (Debian: apt install libdnnl2)"

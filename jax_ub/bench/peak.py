@@ -1,4 +1,4 @@
-"""Peak FLOP/s of a machine: the rate of the engine's kernels without memory reads."""
+"""Measures a machine's peak FLOP/s: the GEMM kernels' rate without memory reads."""
 
 import dataclasses
 
@@ -10,14 +10,17 @@ from jax_ub.runtime import engine
 _ENGINE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # 20 times the wake-up time of a thread, so all cores compute nearly all the time.
 _DURATION_S = 0.005
-# The best rate of this process so far in GFLOP/s, by the engine's dtype. A lower rate
-# means that a process on the same core or a lower clock frequency has slowed the run.
+# The highest peak rate in GFLOP/s that this process has measured, by dtype name of the
+# engine. A lower rate later means that another process on the same core or a lower
+# clock frequency slowed the measurement.
 _best: dict[str, float] = {}
 
 
 @dataclasses.dataclass
 class AtPeak(Candidate):
-    """A limit: `flops` operations at the peak rate, which each call measures again.
+    """A limit candidate: the time of `flops` operations at the machine's peak rate.
+
+    Each call measures the peak rate again, on tiles that stay in the L1 cache.
 
     Attributes:
         flops: number of operations.
@@ -26,7 +29,10 @@ class AtPeak(Candidate):
     flops: int = 0
 
     def seconds(self) -> float:
-        """Returns the time of `flops` operations at the rate that is measured now."""
+        """Measures the peak rate and returns the seconds of `flops` operations.
+
+        Also sets `lost`, the share by which the rate is below the best one so far.
+        """
         rate, dtype = self(), self.operands[0]
         _best[dtype] = max(rate, _best.get(dtype, rate))
         self.lost = 1 - rate / _best[dtype]
@@ -34,7 +40,10 @@ class AtPeak(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns the peak as a limit; nothing on GPUs or for a call without FLOPs."""
+    """Returns a list with the limit candidate `AtPeak`, for `flops` operations.
+
+    The list is empty on GPUs and for a call without FLOPs.
+    """
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [_ENGINE_NAMES[dtype], _DURATION_S]

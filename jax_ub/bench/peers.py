@@ -15,34 +15,40 @@ from jax_ub.bench.dots import Dot, naive
 
 
 def gather(x: jax.Array) -> jax.Array:
-    """Gathers rows with XLA's all-gather."""
+    """All-gathers the rows of all ranks with XLA's collective."""
     return lax.all_gather(x, AXIS, axis=0, tiled=True)
 
 
 def scatter(x: jax.Array) -> jax.Array:
-    """Sums and scatters rows with XLA's reduce-scatter."""
+    """Reduce-scatters the rows over all ranks with XLA's collective."""
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 
 def scatter_and_gather(x: jax.Array) -> jax.Array:
-    """Computes an all-reduce as a reduce-scatter followed by an all-gather."""
+    """Computes an all-reduce as XLA's reduce-scatter followed by its all-gather."""
     return gather(scatter(x))
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """Sums over all ranks with XLA's all-reduce."""
+    """Sums x over all ranks with XLA's all-reduce."""
     return lax.psum(x, AXIS)
 
 
 def sum_dtypes(dtype: str) -> tuple[str, ...]:
-    """Returns the dtypes to reduce partial sums in: the operands' dtype and f32."""
+    """Returns the dtypes to reduce partial sums in: the operands' dtype and f32.
+
+    XLA's fastest choice depends on the machine, so both are timed.
+    """
     return tuple(dict.fromkeys((dtype, "float32")))
 
 
 def reduced(
     collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns `collective(dot(x, w))`, with partial sums of the dtype `moved`."""
+    """Returns a program that computes `collective(dot(x, w))` in the dtype of x.
+
+    `moved` is the dtype of the partial sums that the collective reduces.
+    """
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         return collective(dot(x, w, moved)).astype(x.dtype)
@@ -51,17 +57,17 @@ def reduced(
 
 
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes AG+GEMM as most users write it."""
+    """Computes AG+GEMM with XLA as most users write it: gather, then multiply."""
     return gather(x) @ w
 
 
 def naive_row(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes GEMM+RS as most users write it."""
+    """Computes GEMM+RS as most users write it: multiply, then reduce-scatter."""
     return scatter(x @ w)
 
 
 def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes GEMM+AR as most users write it."""
+    """Computes GEMM+AR as most users write it: multiply, then all-reduce."""
     return all_reduce(x @ w)
 
 
@@ -108,7 +114,7 @@ def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
 
 def ring_gather(x: jax.Array) -> jax.Array:
-    """Computes the all-gather as a ppermute ring."""
+    """All-gathers the rows of all ranks with a ring of ppermutes."""
     return ring_gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
 
 
@@ -118,7 +124,10 @@ def ring_dot_all_reduce(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
 
 def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tuple:
-    """Computes a column and a row linear, forward and backward, as most users do."""
+    """Computes a column and a row linear layer with XLA as most users write them.
+
+    Returns the result and the gradients of x, w1 and w2.
+    """
 
     def forward(x, w1, w2):
         return naive_row(naive_column(x, w1), w2)
@@ -130,7 +139,10 @@ def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tup
 def naive_backward(
     x: jax.Array, w1: jax.Array, hidden: jax.Array, w2: jax.Array, dy: jax.Array
 ) -> tuple:
-    """Computes the gradients of both linears from the saved operands."""
+    """Computes the gradients of a column and a row linear layer from saved operands.
+
+    `hidden` is the input of the row layer. Returns the gradients of x, w1 and w2.
+    """
     d_hidden, dw2 = jax.vjp(naive_row, hidden, w2)[1](dy)
     return (*jax.vjp(naive_column, x, w1)[1](d_hidden), dw2)
 
@@ -138,7 +150,7 @@ def naive_backward(
 def naive_gemm(
     a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
 ) -> jax.Array:
-    """Computes a GEMM plus addends as most users write it."""
+    """Computes a local GEMM of this layout plus `addends`, as most users write it."""
     y = naive(a, b, layout)
     for addend in addends:
         y = addend + y.astype(jnp.promote_types(addend.dtype, y.dtype))

@@ -25,7 +25,7 @@ def load_pyplot() -> Any:
 
 
 def check(ops: Sequence[str]) -> None:
-    """Checks before anything is timed that there will be something to plot.
+    """Checks that a plot can be drawn, before a long benchmark run is started.
 
     Raises:
         UnsupportedOverlapError: if no chosen op is plotted or matplotlib is missing.
@@ -38,7 +38,7 @@ def check(ops: Sequence[str]) -> None:
 
 
 def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
-    """Writes a PNG with one panel per dtype and one group of bars per op and P.
+    """Writes a PNG of speed-ups, with a panel per dtype and bars for each op and P.
 
     The height of a bar is the geometric mean over shapes; each dot is one shape.
     """

@@ -28,10 +28,16 @@ _BARRIERS, _BATCHES = 500, 15
 
 
 class Bench:
-    """Builds, checks and times the benchmark cases of a multi-process job."""
+    """Builds, checks and times the benchmark cases of a multi-process job.
+
+    Every process of the job creates one and calls its methods in the same order.
+    """
 
     def __init__(self, job: Job, method: str, rounds: int, patience: int):
-        """Keeps `rounds` rounds of each case and runs at most `patience` times that."""
+        """Sets the method under test, and how many rounds each case keeps and runs.
+
+        A case keeps `rounds` rounds and runs at most `rounds * patience`.
+        """
         self._job = job
         self._method = method
         self._rounds = rounds
@@ -39,7 +45,10 @@ class Bench:
         self._dots = FastestDots()
 
     def forward(self, name: str, dtype: str, column: Shape) -> Result:
-        """Times one op; `column` is the shape of the column linear of the MLP."""
+        """Times the op `name`, one rank per process, against XLA with gloo.
+
+        The sizes are those of an MLP whose column linear layer has the shape `column`.
+        """
         op, job = FORWARD_OPS[name], self._job
         shape = op.shape(column)
         dot = self._fastest_dot(op, dtype, shape)
@@ -77,7 +86,7 @@ class Bench:
         return self._timed(case, together, alone)
 
     def barrier(self) -> Result:
-        """Times the engine's barrier."""
+        """Times a barrier of all processes in jax_ub's CPU engine."""
         case = self._case("barrier", "", Shape(1, 1, 1), 0)
         times = self._job.barrier_s(_BARRIERS, _BATCHES)
         own = summarize([1e6 * seconds for seconds in times])
@@ -118,7 +127,7 @@ class Bench:
         )
 
     def _fastest_dot(self, op, dtype, shape):
-        """Returns the fastest dot; process 0 measures it on its own devices."""
+        """Returns XLA's fastest dot, which process 0 measures on its own devices."""
         num = self._job.num_processes
         every = dots.ways("nn", dtype)
         index = 0
@@ -146,6 +155,6 @@ def _here(array):
 
 
 def capacity(shapes: Sequence[Shape]) -> tuple[int, int]:
-    """Returns the argument `shape` of `initialize_ub` that fits all of these shapes."""
+    """Returns `initialize_ub`'s argument `shape`, [tokens, features], for `shapes`."""
     tokens = max(shape.M for shape in shapes)
     return tokens, max(max(shape.K, shape.N) for shape in shapes)

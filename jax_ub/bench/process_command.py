@@ -30,7 +30,7 @@ class JobError(UbError, RuntimeError):
 def options(
     given: argparse.Namespace, dtypes, shapes, times: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the options of a job as JSON types.
+    """Returns the options of a job, which it passes to its processes, as JSON types.
 
     Args:
         given: the parsed command line.
@@ -57,7 +57,7 @@ def options(
 
 
 def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None) -> int:
-    """Runs one job per number of processes, one after the other, and prints tables.
+    """Runs a job for each number of processes in turn, and prints the results.
 
     Args:
         numbers: the numbers of processes.
@@ -117,7 +117,10 @@ def _job(number, told):
 
 
 def part(text: str) -> int:
-    """Runs the part of one process of a job. The launcher starts it in each process."""
+    """Runs the benchmark in one process of a job; `text` has the job's options as JSON.
+
+    The launcher starts each process with `bench --part TEXT`.
+    """
     with exit_on_failure():
         _take_part(json.loads(text))
     return 0

@@ -1,4 +1,4 @@
-"""Records the environment of a run: versions, machine and engine settings."""
+"""Records the environment of a benchmark: versions, machine and engine settings."""
 
 import datetime
 import importlib.metadata
@@ -16,7 +16,7 @@ _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 
 
 def record() -> dict[str, Any]:
-    """Returns the date, commit, versions, machine and engine settings."""
+    """Returns a run's environment for its JSON file: versions, machine, engine."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -27,7 +27,7 @@ def record() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns versions of Python and relevant packages; None if not installed."""
+    """Returns the versions of Python and of relevant packages; None if missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -51,13 +51,16 @@ def machine() -> dict[str, Any]:
 
 
 def engine_settings() -> dict[str, Any]:
-    """Returns the engine's instruction set and number of threads."""
+    """Returns the CPU engine's instruction set and number of threads."""
     cpu = engine.load()
     return {"isa": cpu.isa(), "threads": cpu.num_threads()}
 
 
 def commit() -> str | None:
-    """Returns the git commit of this source, with "-dirty" if files differ from it."""
+    """Returns the git commit of this source, or None if it cannot be found.
+
+    The suffix "-dirty" says that files differ from the commit.
+    """
     here = pathlib.Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -1,4 +1,4 @@
-"""Results of a timed case, as they are printed, plotted, judged and written as JSON."""
+"""Figures of a timed case: times, speed-ups over the peers and shares of the limits."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jax_ub.bench.workloads import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The results of one case.
+    """The figures of one benchmark case, each summarized over the timed rounds.
 
     Attributes:
         case: the benchmark case.
@@ -44,7 +44,7 @@ class Result:
         return self.case.flops / self.own.median / 1e3
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all figures as JSON types."""
+        """Returns the case and all of its figures as JSON types."""
         case = self.case
         return {
             "op": case.op,
@@ -67,7 +67,7 @@ class Result:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Result":
-        """Restores a result that another process wrote, without its programs."""
+        """Restores a result from the output of `as_json`, without its programs."""
         case = Case(
             op=found["op"],
             variant=found["variant"],
@@ -87,7 +87,10 @@ class Result:
 
 
 def evaluate(case: Case, rounds: Rounds) -> Result:
-    """Computes the figures of a case from the seconds of each round."""
+    """Returns the figures of a case, computed from each candidate's times.
+
+    `rounds` has the seconds of every candidate in each round.
+    """
     each = each_call(case, rounds.seconds)
     own = each[cases.OWN]
     return Result(
@@ -103,7 +106,11 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
 
 
 def each_call(case: Case, times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Returns the seconds per call; divides the times of programs that chain calls."""
+    """Returns each program's seconds per call, in every round.
+
+    For a case of chained calls, it subtracts the time of a single call from the time of
+    the chain and divides by the number of further calls.
+    """
     if case.calls == 1:
         return times
     each = dict(times)
@@ -117,7 +124,8 @@ def _shares(each):
     own = each[cases.OWN]
     shares = {name: ratio(each[name], own) for name in cases.LIMITS if name in each}
     if cases.LAUNCH in each:
-        # Launching on one device takes less time than on several.
+        # The plain GEMM runs on one device, where a launch takes less time than on all
+        # devices. Each program's time is therefore reduced by its own launch time.
         plain = _beyond(each[cases.PLAIN], each[cases.LAUNCH_ONE])
         shares[cases.PLAIN_APART] = ratio(plain, _beyond(own, each[cases.LAUNCH]))
     return shares

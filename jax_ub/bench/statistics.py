@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Median, spread and best value of a series.
+    """Median, spread and best value of a series of times or ratios.
 
     `spread` is the interquartile range divided by the median, so a single outlier
     hardly changes it.
@@ -20,7 +20,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Summarizes a series of times; `best` is the smallest."""
+    """Returns the median, spread and smallest value of a series of times."""
     if not values:
         raise ValueError("summarize: an empty series has no median. Run a round more.")
     middle = statistics.median(values)
@@ -28,7 +28,7 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def ratio(peer: Sequence[float], own: Sequence[float]) -> Summary:
-    """Summarizes the quotients `peer / own` of each round, the speed-up of `own`.
+    """Returns a summary of the speed-ups `peer / own`, one quotient for each round.
 
     Both series must come from the same rounds. A slow phase of the machine then affects
     both, and the median of the quotients is more stable than the quotient of the

@@ -1,4 +1,4 @@
-"""Tables of benchmark results in Markdown."""
+"""Formats benchmark results as tables in Markdown."""
 
 from collections.abc import Sequence
 
@@ -79,12 +79,12 @@ _DISTURBED_SHARE = 0.1
 
 
 def result_head() -> str:
-    """Returns the header of the table of results: names and separator."""
+    """Returns the header of the table of results: column names and separator line."""
     return _head(_RESULT_COLUMNS)
 
 
 def result_line(result: Result) -> str:
-    """Returns a case's row: time, speed-up over each peer, share of each limit."""
+    """Returns a result's row: time, speed-up over each peer, share of each limit."""
     case = result.case
     speedups = [_speedup(result.speedups.get(name)) for name in cases.PEERS]
     limits = (cases.PLAIN, cases.COPY, cases.PEAK)
@@ -103,12 +103,15 @@ def result_line(result: Result) -> str:
 
 
 def threads_head() -> str:
-    """Returns the header of the table of thread counts."""
+    """Returns the header of the table of thread counts, for `--threads`."""
     return _head(_THREADS_COLUMNS)
 
 
 def threads_line(result: Result) -> str:
-    """Returns the row of a case and thread count: time, ratio to the first count."""
+    """Returns the row of a result with one thread count, for `--threads`.
+
+    It includes the time's ratio to the time with the first count.
+    """
     case = result.case
     return _line(
         _THREADS_COLUMNS,
@@ -126,12 +129,15 @@ def threads_line(result: Result) -> str:
 
 
 def process_head() -> str:
-    """Returns the header of the table of multi-process results."""
+    """Returns the header of the table of multi-process results, for `--processes`."""
     return _head(_PROCESS_COLUMNS)
 
 
 def process_line(result: Result) -> str:
-    """Returns a case's row: time, speed-up over XLA with gloo, share of the limits."""
+    """Returns a multi-process result's row: time, speed-up over XLA with gloo.
+
+    It also shows the share of each limit, such as the plain GEMM.
+    """
     case = result.case
     limits = (cases.IN_PROCESS, cases.PLAIN, cases.PEAK)
     return _line(
@@ -149,7 +155,10 @@ def process_line(result: Result) -> str:
 
 
 def memory_table(results: Sequence[Result]) -> list[str]:
-    """Returns the table of memory per device beyond operands and results."""
+    """Returns the lines of the table of memory that programs allocate per device.
+
+    It excludes operands and results. The list is empty if no case compares memory.
+    """
     lines = [_head(_MEMORY_COLUMNS)]
     for result in results:
         case, memory = result.case, result.case.memory
@@ -171,12 +180,15 @@ def memory_table(results: Sequence[Result]) -> list[str]:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Returns the table of goals: value, limit of the machine, bound, outcome."""
+    """Returns the lines of the table of goals: value, machine's limit, bound."""
     return [_head(_VERDICT_COLUMNS), *(_verdict_line(verdict) for verdict in verdicts)]
 
 
 def disturbed(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each case that had no rounds without background load."""
+    """Returns a line for each result whose rounds had much background load.
+
+    In the worst of the kept rounds, other processes used more than 10 % of the CPU.
+    """
     return [
         f"{result.case.title}: {result.elsewhere:.0%} of the machine"
         for result in results

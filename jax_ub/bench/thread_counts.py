@@ -1,4 +1,4 @@
-"""`--threads`: times the same calls with several thread counts in the same rounds."""
+"""Implements `--threads`: times the same calls with several thread counts."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ _OWN = (cases.OWN, f"{cases.OWN}_once")
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Restores the engine's number of threads and cores on exit."""
+    """Restores the engine's number of threads and its cores at the end of the block."""
     cpu = engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     try:
@@ -27,7 +27,7 @@ def restored() -> Iterator[None]:
 
 
 def candidates(case: Case, counts: Sequence[int]) -> list[Candidate]:
-    """Returns the candidates, with a copy of jax_ub's programs per thread count.
+    """Returns a case's candidates, with a copy of jax_ub's program per thread count.
 
     All other candidates run with the first count. They include limits that the engine
     computes, which must stay comparable between the counts.
@@ -44,7 +44,7 @@ def candidates(case: Case, counts: Sequence[int]) -> list[Candidate]:
 
 
 def evaluate_each(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[Result]:
-    """Returns the results of each thread count, relative to the first count."""
+    """Returns a result for each thread count, relative to the first count."""
     every = [_with_count(rounds.seconds, count) for count in counts[1:]]
     every.insert(0, {name: s for name, s in rounds.seconds.items() if "@" not in name})
     own = [each_call(case, seconds)[cases.OWN] for seconds in every]
@@ -63,7 +63,7 @@ def _name(name, count):
 
 
 def _with_count(seconds, count):
-    """Selects the times of jax_ub's programs with `count` threads."""
+    """Returns each program's times, with jax_ub's times taken at `count` threads."""
     found = {name: every for name, every in seconds.items() if "@" not in name}
     for name in _OWN:
         if name in found:

@@ -1,4 +1,7 @@
-"""Times interleaved calls of several programs."""
+"""Times calls of several programs in interleaved rounds.
+
+Slow phases of the machine then affect all programs, not only one.
+"""
 
 import dataclasses
 import random
@@ -13,7 +16,7 @@ from jax_ub.runtime import engine
 
 # Candidates this many times slower than the fastest after one call are dropped.
 _HOPELESS = 1.5
-# Number of rounds for the remaining candidates.
+# Number of timed rounds in which `fastest` compares the candidates that remain.
 _TRIALS = 4
 # A round is calm if the CPU share of other processes does not exceed this.
 _CALM = 0.05
@@ -21,7 +24,7 @@ _CALM = 0.05
 
 @dataclasses.dataclass
 class Candidate:
-    """A program to time, with its operands.
+    """A program to time, with its operands; several candidates compute the same result.
 
     Attributes:
         name: column of the table that shows it.
@@ -44,14 +47,14 @@ class Candidate:
     threads: int | None = None
 
     def __call__(self) -> Any:
-        """Runs the program once and waits for its result."""
+        """Runs the program once, waits for its result and returns it."""
         result = jax.block_until_ready(self.program(*self.operands))
         if self.carry is not None:
             self.operands[self.carry] = result
         return result
 
     def seconds(self) -> float:
-        """Returns the seconds of one call, including its dispatch."""
+        """Runs the program once and returns the seconds, including its dispatch."""
         if self.threads is not None:
             # Threads of the previous count may still be spinning, so warm up first.
             engine.load().set_num_threads(self.threads)
@@ -63,7 +66,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """Seconds of every candidate in each round, and the load by other processes."""
+    """The seconds of every candidate in each kept round, and the background load."""
 
     seconds: dict[str, list[float]]
     elsewhere: float  # the largest CPU share of other processes in a kept round
@@ -73,27 +76,36 @@ class RoundSelector:
     """Decides how many rounds to run, and keeps those with least background load."""
 
     def __init__(self, rounds: int, patience: int):
-        """Keeps `rounds` rounds and runs at most `rounds * patience`."""
+        """Sets how many rounds are kept, and how many are run at most.
+
+        It keeps `rounds` rounds and runs at most `rounds * patience`.
+        """
         self._rounds, self._most = rounds, rounds * patience
         self._shares: list[float] = []
 
     def add(self, share: float) -> None:
-        """Adds a round with this CPU share of other processes."""
+        """Records that a round was run; other processes used `share` of the CPU."""
         self._shares.append(share)
 
     @property
     def num_rounds(self) -> int:
-        """Returns the number of rounds that were run."""
+        """Returns the number of rounds that were run so far."""
         return len(self._shares)
 
     @property
     def is_over(self) -> bool:
-        """Returns whether enough rounds were calm or the maximum is reached."""
+        """Returns whether enough rounds were calm or the maximum was reached.
+
+        A round is calm if other processes used at most 5 % of the CPU.
+        """
         calm = sum(share <= _CALM for share in self._shares)
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """Returns the times of the calmest rounds, given the times of all rounds."""
+        """Returns the rounds with the least background load.
+
+        `seconds` has the times of all rounds, by candidate.
+        """
         numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
         kept = numbers[: self._rounds]
         return Rounds(
@@ -105,10 +117,10 @@ class RoundSelector:
 def interleave(
     candidates: Sequence[Candidate], rounds: int, patience: int = 1
 ) -> Rounds:
-    """Times every candidate once per round.
+    """Times every candidate once per round, in a different random order in each round.
 
-    Each round has a different random order, seeded by its number. No candidate always
-    follows the same one and its effects on caches, clock frequency and threads.
+    The order is seeded by the round's number. No candidate always follows the same one
+    and its effects on caches, clock frequency and threads.
 
     Args:
         candidates: the programs to time.

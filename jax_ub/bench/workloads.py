@@ -1,4 +1,4 @@
-"""Shapes of the benchmarks, and how the command line writes them."""
+"""Sizes of the GEMMs that benchmarks run, and their format on the command line."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ _TEXT = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The global sizes of a GEMM: tokens M, contracting K, output N."""
+    """The global sizes of a GEMM: x [M, K] times w [K, N], with M tokens."""
 
     M: int
     K: int
@@ -27,25 +27,28 @@ class Shape:
 
     @property
     def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of x and w."""
+        """Returns the shapes of x and w, [M, K] and [K, N]."""
         return (self.M, self.K), (self.K, self.N)
 
     @property
     def row(self) -> "Shape":
-        """Returns the row linear's shape after this column linear in an MLP."""
+        """Returns the sizes of the row linear layer after this column linear layer.
+
+        In an MLP, it maps the N features back to K.
+        """
         return Shape(self.M, self.N, self.K)
 
     def bytes(self, itemsize: int) -> int:
-        """Returns the bytes of both operands and the result."""
+        """Returns the bytes of x, w and the result with `itemsize` bytes an element."""
         return itemsize * (self.M * self.K + self.K * self.N + self.M * self.N)
 
     def divides(self, num_ranks: int) -> bool:
-        """Returns whether every op can shard these sizes over `num_ranks` ranks."""
+        """Returns whether M, K and N are all divisible by `num_ranks`."""
         return not (self.M % num_ranks or self.K % num_ranks or self.N % num_ranks)
 
 
 def parse_shape(text: str) -> Shape:
-    """Parses `MxKxN`.
+    """Parses a shape in the format `MxKxN`, such as 512x1024x2816.
 
     Raises:
         ShapeContractError: if the text has another format or a size is 0.
