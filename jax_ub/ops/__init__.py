@@ -1,4 +1,7 @@
-"""Fusible operations, with the names and semantics of Transformer Engine's `te.ops`."""
+"""Operations that fuse when called together, with the API of TE's `te.ops`.
+
+TE is Transformer Engine.
+"""
 
 from jax_ub.ops import fused as fused
 from jax_ub.ops.basic.activation import GEGLU as GEGLU

@@ -1,1 +1,1 @@
-"""Basic operations, one per file."""
+"""Basic operations, the functions of an activation that fusions combine."""

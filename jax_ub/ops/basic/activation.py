@@ -12,38 +12,38 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Activation(BasicOperation):
-    """An activation function, computed in f32 and rounded once to the dtype of x.
+    """Base class of activation functions, computed in f32 and rounded once.
 
     No parameters. Residual: "x", the input. The backward recomputes the derivative
     from it.
     """
 
     def function(self, x: jax.Array) -> jax.Array:
-        """Computes the activation function of an f32 array."""
+        """Computes the activation function elementwise on an f32 array."""
         raise NotImplementedError
 
     def saved(self, needs):
-        """Returns the input's name: every gradient needs it."""
+        """Returns "x", the input, which the backward reads for every gradient."""
         return frozenset({"x"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes the function in f32 and rounds the result to the dtype of x."""
+        """Applies the function in f32 and rounds the result to the dtype of x."""
         shapes.check_float(self.label, x=x)
         return self.function(x.astype(jnp.float32)).astype(x.dtype), (), {"x": x}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx in f32 and rounds it to the dtype of dy."""
+        """Computes the gradient of x in f32 and rounds it to the dtype of dy."""
         return self.gradient(residuals["x"], dy).astype(dy.dtype), {}, ()
 
     def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Returns the gradient of the input, in f32."""
+        """Returns the gradient of the input x in f32, by `jax.vjp` of `function`."""
         _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
         return transposed(dy.astype(jnp.float32))[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GELU(Activation):
-    """`x * Phi(x)` with the normal distribution function Phi.
+    """The GELU activation: `x * Phi(x)`, where Phi is the normal distribution's CDF.
 
     Uses the tanh approximation unless `approximate` is False.
 
@@ -54,37 +54,40 @@ class GELU(Activation):
     approximate: bool = True
 
     def function(self, x):
-        """Computes `jax.nn.gelu`."""
+        """Computes `jax.nn.gelu`, with or without the tanh approximation."""
         return jax.nn.gelu(x, approximate=self.approximate)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReLU(Activation):
-    """`max(x, 0)`.
+    """The ReLU activation: `max(x, 0)`.
 
     Transformer Engine: `te.ops.ReLU`.
     """
 
     def function(self, x):
-        """Computes `jax.nn.relu`."""
+        """Computes `jax.nn.relu`, elementwise."""
         return jax.nn.relu(x)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SiLU(Activation):
-    """`x * sigmoid(x)`.
+    """The SiLU (swish) activation: `x * sigmoid(x)`.
 
     Transformer Engine: `te.ops.SiLU`.
     """
 
     def function(self, x):
-        """Computes `jax.nn.silu`."""
+        """Computes `jax.nn.silu`, elementwise."""
         return jax.nn.silu(x)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GatedActivation(Activation):
-    """`activation(gate) * up` of two halves of the features: `[..., 2H] -> [..., H]`.
+    """Base class of gated activations: `activation(gate) * up`.
+
+    The features of x consist of two halves, gate and up, so the result has half as
+    many: `[..., 2H] -> [..., H]`.
 
     Each rank splits its own shard of the features. If the global features of a
     column-parallel linear were `[gate | up]`, rank 0 would have only gate features. For
@@ -100,7 +103,7 @@ class GatedActivation(Activation):
     glu_interleave_size: int | None = None
 
     def __post_init__(self):
-        """Checks `glu_interleave_size`.
+        """Checks the block size of interleaved gate and up features.
 
         Raises:
             ShapeContractError: if it is neither None nor a positive integer.
@@ -114,11 +117,11 @@ class GatedActivation(Activation):
             )
 
     def activation(self, gate: jax.Array) -> jax.Array:
-        """Computes the activation function of the gate."""
+        """Applies the activation function to the gate half of the features."""
         raise NotImplementedError
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes `activation(gate) * up`.
+        """Splits x into gate and up and computes `activation(gate) * up`.
 
         Raises:
             ShapeContractError: if the features do not form whole pairs of blocks.
@@ -134,7 +137,7 @@ class GatedActivation(Activation):
         return super().forward(params, x, extra_inputs, saves)
 
     def function(self, x):
-        """Computes `activation(gate) * up` of an f32 array."""
+        """Splits an f32 array into gate and up; returns `activation(gate) * up`."""
         block = self.glu_interleave_size
         if block is None:
             gate, up = jnp.split(x, 2, axis=-1)
@@ -146,23 +149,25 @@ class GatedActivation(Activation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SwiGLU(GatedActivation):
-    """`silu(gate) * up`.
+    """The SwiGLU activation: `silu(gate) * up` of two halves of the features.
 
     Transformer Engine: `te.ops.SwiGLU`.
     """
 
     def activation(self, gate):
-        """Computes `jax.nn.silu`."""
+        """Applies `jax.nn.silu` to the gate half of the features."""
         return jax.nn.silu(gate)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GEGLU(GatedActivation):
-    """`gelu(gate) * up`, with the tanh approximation.
+    """The GEGLU activation: `gelu(gate) * up` of two halves of the features.
+
+    Uses the tanh approximation of GELU.
 
     Transformer Engine: `te.ops.GEGLU`.
     """
 
     def activation(self, gate):
-        """Computes `jax.nn.gelu` with the tanh approximation."""
+        """Applies `jax.nn.gelu`, with the tanh approximation, to the gate half."""
         return jax.nn.gelu(gate)

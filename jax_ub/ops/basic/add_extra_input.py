@@ -1,4 +1,4 @@
-"""Addition of an extra input."""
+"""An operation that adds a second array, such as a residual connection."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AddExtraInput(BasicOperation):
-    """Adds an extra input of the same shape, for example a residual.
+    """Adds a second array of the same shape to x, for example a residual.
 
     Transformer Engine: `te.ops.AddExtraInput`. No parameters, no residuals.
 
@@ -27,24 +27,24 @@ class AddExtraInput(BasicOperation):
     in_place: bool = False
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradients do not depend on the inputs."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Adds in f32 and rounds the sum once, to the dtype of x."""
+        """Adds x and the extra input in f32; rounds the sum to the dtype of x."""
         (extra,) = extra_inputs
         check_extra_input(self, x.shape, extra)
         y = extra.astype(jnp.float32) + x.astype(jnp.float32)
         return y.astype(x.dtype), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Returns dy as the gradient of both summands."""
+        """Returns dy as the gradient of x and as the gradient of the extra input."""
         wanted = any(needs.extra_inputs)
         return dy if needs.x else None, {}, (dy if wanted else None,)
 
 
 def check_extra_input(op: AddExtraInput, shape: tuple[int, ...], extra) -> None:
-    """Checks that the extra input is a float array of the given shape.
+    """Checks that the array to add is a float array of the given shape.
 
     Raises:
         ShapeContractError: if it is not.

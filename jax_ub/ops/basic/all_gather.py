@@ -1,4 +1,4 @@
-"""All-gather along the tokens."""
+"""An operation that all-gathers token shards, with its gradient."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jax_ub.primitives.reduce_scatter import reduce_scatter
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllGather(Collective):
-    """All-gathers tokens: `[..., M/P, K]` to `[..., M, K]`.
+    """All-gathers the token shards of the ranks: `[..., M/P, K]` to `[..., M, K]`.
 
     The backward is a reduce-scatter.
 
@@ -23,13 +23,13 @@ class AllGather(Collective):
     """
 
     def forward(self, params, x, extra_inputs, saves):
-        """All-gathers x along axis -2."""
+        """All-gathers x along its tokens, axis -2."""
         call_config = self.call_config()
         shapes.check_rank(self.label, "x", x)
         self.check(x)
         return all_gather(own(call_config, x), **call_config.alone), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Reduce-scatters dy along axis -2."""
+        """Reduce-scatters dy along its tokens, axis -2."""
         call_config = self.call_config()
         return reduce_scatter(dy, out_dtype=dy.dtype, **call_config.alone), {}, ()

@@ -1,4 +1,4 @@
-"""All-reduce of an activation."""
+"""An operation that sums an activation over the ranks, with its gradient."""
 
 import dataclasses
 
@@ -33,14 +33,18 @@ class AllReduce(Collective):
     reduce_in_backward: bool | None = None
 
     def forward(self, params, x, extra_inputs, saves):
-        """Sums x over the ranks."""
+        """Returns the sum of x over all ranks of the mesh axis."""
         call_config = self.call_config()
         self.check(x)
         y = all_reduce(own(call_config, x), **call_config.alone)
         return own(call_config, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Returns dy, or its sum over the ranks; see the table of the class."""
+        """Returns the gradient of x: dy if it is complete, else its sum over the ranks.
+
+        It is complete if each rank's dy already is the gradient of the sum.
+        `reduce_in_backward` and the type of dy decide, as the class describes.
+        """
         call_config = self.call_config()
         sums = self.reduce_in_backward
         if sums is None or (call_config.is_vma_checked and not sums):

@@ -1,4 +1,4 @@
-"""`x @ kernel`, optionally tensor parallel, with unfused communication."""
+"""A linear map, `x @ kernel`, whose kernel may be sharded over the ranks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ _LIKE: dict[tuple[str | None, bool], str] = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BasicLinear(BasicOperation):
-    """A linear map without bias.
+    """A linear map without bias, `x @ kernel`, optionally tensor parallel.
 
     | mode | sequence_parallel | x | kernel | y |
     |---|---|---|---|---|
@@ -98,7 +98,7 @@ class BasicLinear(BasicOperation):
     overwritten = frozenset({"main_grad"})
 
     def __post_init__(self):
-        """Checks the options that do not depend on the mesh.
+        """Checks the constructor arguments that do not depend on the mesh.
 
         Raises:
             UnknownNameError: if a mode, method or option is unknown, or a flag is not a
@@ -128,12 +128,19 @@ class BasicLinear(BasicOperation):
 
     @property
     def comm_name(self) -> str | None:
-        """The `comm_name` in `userbuffers_options`, or None."""
+        """The "comm_name" in `userbuffers_options`, or None.
+
+        It selects the overlap that `initialize_ub` configures under this name.
+        """
         options = self.userbuffers_options
         return None if options is None else dict(options)["comm_name"]
 
     def init(self, key):
-        """Creates the global kernel `[in_features, out_features]` and the main_grad."""
+        """Creates the global kernel `[in_features, out_features]` and the main_grad.
+
+        The main_grad, an f32 accumulator of the kernel's gradient, is created only with
+        `accumulate_into_main_grad`.
+        """
         shape = (self.in_features, self.out_features)
         kernel = initialize(self, "kernel_init", self.kernel_init, key, shape)
         params = {"kernel": kernel}
@@ -142,7 +149,7 @@ class BasicLinear(BasicOperation):
         return params
 
     def specs(self):
-        """Returns the specs: columns are sharded for "column", rows for "row"."""
+        """Returns the specs: "column" shards the kernel's columns, "row" its rows."""
         spec = {
             None: PartitionSpec(),
             "column": PartitionSpec(None, self.axis_name),
@@ -152,12 +159,15 @@ class BasicLinear(BasicOperation):
         return dict.fromkeys(names, spec)
 
     def claim(self, params):
-        """Checks the main_grad and rejects one that another call has already."""
+        """Checks the gradient accumulator; rejects one that another call uses."""
         if self.accumulate_into_main_grad:
             accumulators.claim(self.label, params["main_grad"], params["kernel"])
 
     def saved(self, needs):
-        """Returns the operands of the dgrad and wgrad GEMMs that are requested."""
+        """Returns the names of the operands that the backward's GEMMs read.
+
+        dx reads the kernel, and the kernel's gradient reads x.
+        """
         names = set()
         if needs.x:
             names |= {"kernel", "like"}
@@ -166,7 +176,7 @@ class BasicLinear(BasicOperation):
         return frozenset(names | (self.overwritten & needs.params))
 
     def wants_wgrad(self, needs: RequestedGradients) -> bool:
-        """Returns whether the wgrad GEMM is needed.
+        """Returns whether the backward computes the gradient of the kernel.
 
         With `accumulate_into_main_grad`, its result is the cotangent of "main_grad".
         """
@@ -174,7 +184,7 @@ class BasicLinear(BasicOperation):
         return name in needs.params
 
     def call_config(self, dtype: DTypeLike | None = None) -> CallConfig:
-        """Returns the call configuration: ranks, method and, if given, the dtype.
+        """Returns the ranks, the method and the dtype with which the layer runs.
 
         Raises:
             ShapeContractError: if the axis is not a manual mesh axis.
@@ -193,7 +203,7 @@ class BasicLinear(BasicOperation):
     def operands(
         self, params: Params, x: jax.Array
     ) -> tuple[CallConfig, jax.Array, jax.Array, jax.Array | None]:
-        """Checks x and the parameters; casts x and kernel to the computation's dtype.
+        """Checks x and the parameters; casts x and kernel to the layer's dtype.
 
         Returns:
             The call configuration, x, the kernel, and the main_grad or None.
@@ -245,16 +255,20 @@ class BasicLinear(BasicOperation):
 
     @property
     def is_sharded_by_tokens(self) -> bool:
-        """Whether the input or the result is sharded along its tokens (axis -2)."""
+        """Whether each rank has only some tokens of x or of y (axis -2)."""
         return self.tensor_parallel_mode is not None and self.sequence_parallel
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes y; gathers x before, or reduces y after the GEMM."""
+        """Computes `x @ kernel`; gathers x first, or reduces the product after.
+
+        A column-parallel layer all-gathers x. A row-parallel layer sums the ranks'
+        products.
+        """
         y, residuals = products.forward(self, params, x)
         return y, (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx and the kernel's gradient, with unfused communication."""
+        """Computes the gradients of x and of the kernel, without overlap."""
         return *products.backward(self, residuals, dy, needs), ()
 
 

@@ -1,4 +1,4 @@
-"""Addition of a bias."""
+"""An operation that adds a bias vector to every token."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jax_ub.rules.bias import row_sum
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Bias(BasicOperation):
-    """Adds a vector to the features of every token.
+    """Adds a learned vector to the features of every token.
 
     Transformer Engine: `te.ops.Bias`. Parameter: "bias". No residuals.
 
@@ -40,7 +40,7 @@ class Bias(BasicOperation):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def __post_init__(self):
-        """Checks the options.
+        """Checks the number of features and the other constructor arguments.
 
         Raises:
             ShapeContractError: if `size` is not a positive integer.
@@ -49,22 +49,22 @@ class Bias(BasicOperation):
         shapes.check_size(self.label, "size", self.size)
 
     def init(self, key):
-        """Creates the global bias, `[size]`."""
+        """Creates the bias, a global array of shape `[size]`."""
         return {
             "bias": initialize(self, "bias_init", self.bias_init, key, (self.size,))
         }
 
     def specs(self):
-        """Returns the spec: sharded over `axis_name` if `tensor_parallel`."""
+        """Returns the bias's spec: sharded over `axis_name` if `tensor_parallel`."""
         spec = PartitionSpec(self.axis_name) if self.tensor_parallel else None
         return {"bias": PartitionSpec() if spec is None else spec}
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradients do not depend on the inputs."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Adds in f32 and rounds the sum once."""
+        """Adds the bias to x in f32 and rounds the sum once."""
         bias = params["bias"]
         shapes.check_rank(self.label, "x", x, 1)
         shapes.check_float(self.label, x=x, bias=bias)
@@ -74,7 +74,10 @@ class Bias(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Returns dy, and its sum over all tokens in f32 as the bias gradient."""
+        """Returns dy as dx, and the sum of dy over all tokens as the bias gradient.
+
+        The sum is computed in f32.
+        """
         d_params = {}
         if needs.params:
             d_params["bias"] = row_sum(dy)

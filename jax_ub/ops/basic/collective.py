@@ -12,28 +12,32 @@ from jax_ub.rules.call_config import CallConfig, make_call_config
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collective(BasicOperation):
-    """A collective over `axis_name`, without parameters or residuals."""
+    """Base class of operations that only communicate, such as `AllGather`.
+
+    They have no parameters and no residuals. The ranks are those of the mesh axes
+    `axis_name`.
+    """
 
     axis_name: str = "tp"
     _: dataclasses.KW_ONLY
     method: str | None = None
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradients do not depend on the inputs."""
         return frozenset()
 
     def call_config(self) -> CallConfig:
-        """Returns the call configuration: the ranks and the method."""
+        """Returns the ranks and the method with which the collective runs."""
         return make_call_config(self.label, self.axis_name, None, self.method)
 
     def check(self, x: jax.Array) -> None:
-        """Checks that x is a non-empty float array."""
+        """Checks that x is a float array with at least one element."""
         shapes.check_float(self.label, x=x)
         shapes.check_not_empty(self.label, "x", x)
 
 
 def own(call_config: CallConfig, x: jax.Array) -> jax.Array:
-    """Types x as varying over the call's mesh axis.
+    """Gives x the type "varying over the collective's mesh axis" in `shard_map`.
 
     It promotes an array that `shard_map` types as replicated.
     """

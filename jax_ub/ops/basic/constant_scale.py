@@ -1,4 +1,4 @@
-"""Multiplication by a constant."""
+"""An operation that multiplies an activation by a constant."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConstantScale(BasicOperation):
-    """Multiplies by a constant.
+    """Multiplies an activation by a constant, for example `1 / sqrt(2)`.
 
     Transformer Engine: `te.ops.ConstantScale`. No parameters, no residuals.
 
@@ -37,14 +37,14 @@ class ConstantScale(BasicOperation):
         super().__post_init__()
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradient is dy times the constant."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Multiplies x by `scale`, in the dtype of x."""
+        """Multiplies x by `scale`; the result has the dtype of x."""
         shapes.check_float(self.label, x=x)
         return x * self.scale, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Multiplies dy by `scale`."""
+        """Multiplies dy by `scale`, which is the gradient of x."""
         return dy * self.scale, {}, ()

@@ -1,4 +1,4 @@
-"""Dropout."""
+"""An operation that applies dropout, with masks that differ between shards."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jax_ub.primitives import mesh, varying
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Dropout(BasicOperation):
-    """Zeroes elements with probability `rate`; divides the others by `1 - rate`.
+    """Zeroes each element with probability `rate`; divides the others by `1 - rate`.
 
     The PRNG key is an argument of the call, `seq(params, x, key=key)`. The fuser folds
     the index of each Dropout into the key. A call with `deterministic=True` needs no
@@ -38,7 +38,7 @@ class Dropout(BasicOperation):
     takes_key = True
 
     def __post_init__(self):
-        """Checks the options.
+        """Checks the dropout rate and the mesh axes.
 
         Raises:
             ShapeContractError: if `rate` is not in [0, 1).
@@ -47,11 +47,11 @@ class Dropout(BasicOperation):
         shapes.check_rate(self.label, "rate", self.rate)
 
     def saved(self, needs):
-        """Returns the mask's name."""
+        """Returns "mask", the dropout mask that the backward reads."""
         return frozenset({"mask"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Draws a mask and applies it; returns x if there is no key."""
+        """Draws a mask and applies it to x; returns x unchanged without a PRNG key."""
         shapes.check_float(self.label, x=x)
         if self.axis_name is not None:
             mesh.axis_size(self.label, self.axis_name)
@@ -65,7 +65,7 @@ class Dropout(BasicOperation):
         return self._masked(mask, x), (), {"mask": mask}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Applies the mask of the forward to dy."""
+        """Applies the mask that the forward drew to dy."""
         mask = residuals.get("mask")
         return dy if mask is None else self._masked(mask, dy), {}, ()
 

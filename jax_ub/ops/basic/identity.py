@@ -1,4 +1,4 @@
-"""The identity."""
+"""An operation that does nothing."""
 
 import dataclasses
 
@@ -7,19 +7,19 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Identity(BasicOperation):
-    """Returns x unchanged.
+    """Returns its input unchanged.
 
     Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
     """
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradient of x is dy."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Returns x."""
+        """Returns x unchanged."""
         return x, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Returns dy."""
+        """Returns dy as the gradient of x."""
         return dy, {}, ()

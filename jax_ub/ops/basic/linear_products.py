@@ -1,4 +1,4 @@
-"""The GEMMs of a `BasicLinear`, with the collectives before or after them."""
+"""GEMMs of a linear layer, each after or before its collective (no overlap)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def forward(
     scale: float = 1.0,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, Residuals]:
-    """Computes `scale * x @ kernel + bias + residual`.
+    """Computes `scale * x @ kernel + bias + residual`, with unfused communication.
+
+    A column-parallel layer all-gathers x before the GEMM; a row-parallel layer sums the
+    products over the ranks after it.
 
     Bias and residual are added once, in f32, after any reduction over the ranks.
 
@@ -92,7 +95,7 @@ def backward(
     residual: jax.Array | None = None,
     scale: float = 1.0,
 ) -> tuple[jax.Array | None, Params]:
-    """Computes the requested gradients of x and of the kernel.
+    """Computes the gradients of x and of the kernel, with unfused communication.
 
     Args:
         op: the linear.

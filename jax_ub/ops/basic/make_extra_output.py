@@ -1,4 +1,4 @@
-"""Output of an inner activation to the caller."""
+"""An operation that returns an inner activation to the caller."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jax_ub.rules.fused_group import to_cotangent_aval
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MakeExtraOutput(BasicOperation):
-    """Returns x as the result and as an extra output, for example as a residual.
+    """Passes x on and also returns it as an extra output, for example as a residual.
 
     Transformer Engine: `te.ops.MakeExtraOutput`. No parameters, no residuals.
 
@@ -28,15 +28,15 @@ class MakeExtraOutput(BasicOperation):
     in_place: bool = False
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names, because the gradient depends only on the cotangents."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Returns x as y and as the extra output."""
+        """Returns x twice: as the activation and as the extra output."""
         return x, (x,), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Returns the sum of the gradients of y and of the extra output."""
+        """Returns dx, the sum of the cotangents of y and of the extra output."""
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()

@@ -25,7 +25,9 @@ from jax_ub.reference import with_rank
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Normalization(BasicOperation):
-    """Base class of both norms: `normalized * scale [+ bias]`, in f32, rounded once.
+    """Base class of `LayerNorm` and `RMSNorm`: `normalized * scale [+ bias]`.
+
+    The computation is in f32 and the result is rounded once.
 
     Parameters, named as in Flax and replicated: "scale" and, for LayerNorm, "bias". All
     features of a token must be on one rank. Residuals: "x"; "scale"; "rstd" `[..., 1]`
@@ -51,7 +53,7 @@ class Normalization(BasicOperation):
     scale_init: Callable[..., jax.Array] | None = None
 
     def __post_init__(self):
-        """Checks the options.
+        """Checks the number of features, `eps` and the flag.
 
         Raises:
             ShapeContractError: if `normalized_shape` is not a positive integer, or
@@ -63,32 +65,35 @@ class Normalization(BasicOperation):
         shapes.check_epsilon(self.label, "eps", self.eps)
 
     def init(self, key):
-        """Creates "scale", `[normalized_shape]`."""
+        """Creates the parameter "scale", an array of shape `[normalized_shape]`."""
         default = initializers.zeros if self.zero_centered_gamma else initializers.ones
         make = default if self.scale_init is None else self.scale_init
         shape = (self.normalized_shape,)
         return {"scale": initialize(self, "scale_init", make, key, shape)}
 
     def specs(self):
-        """Returns the specs: every parameter is replicated."""
+        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns "rstd", and "mean" if the norm subtracts it, each `[..., 1]`."""
+        """Computes each token's 1 / std and, for LayerNorm, its mean.
+
+        They are named "rstd" and "mean" and have shape `[..., 1]`.
+        """
         raise NotImplementedError
 
     def saved(self, needs):
-        """Returns the residuals from which the normalized activation is recomputed."""
+        """Returns the names of the arrays that the backward recomputes y from."""
         always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
         return frozenset(always | ({"scale"} if needs.x else set()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the statistics."""
+        """The names of the statistics that are computed for each token."""
         return ("rstd",)
 
     def forward(self, params, x, extra_inputs, saves):
-        """Normalizes x, multiplies by the scale and adds the bias if there is one."""
+        """Normalizes the features of each token, then applies scale and bias."""
         scale = params["scale"]
         shapes.check_rank(self.label, "x", x, 1)
         shapes.check_float(self.label, x=x, scale=scale)
@@ -108,14 +113,17 @@ class Normalization(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the gradients in f32; the caller casts them."""
+        """Computes the gradients of x, scale and bias, in f32.
+
+        The caller casts them.
+        """
         dx, d_params = self.gradients(residuals, dy, needs)
         return dx, d_params, ()
 
     def gradients(
         self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
-        """Returns the gradients of x and of the parameters, in f32."""
+        """Computes the gradients of x and of the parameters, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}
@@ -151,20 +159,20 @@ def _normalized(x, statistics):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RMSNorm(Normalization):
-    """Divides x by the root of the mean square of its features.
+    """RMS normalization: divides x by the root of the mean square of its features.
 
     Transformer Engine: `te.ops.RMSNorm`.
     """
 
     def statistics(self, x):
-        """Returns "rstd": 1 / sqrt(mean of squares + eps)."""
+        """Computes "rstd" for each token: 1 / sqrt(mean of squares + eps)."""
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         return {"rstd": lax.rsqrt(mean_square + self.eps)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerNorm(Normalization):
-    """Subtracts the mean of the features and divides by their standard deviation.
+    """Layer normalization: subtracts the features' mean and divides by their std.
 
     Transformer Engine: `te.ops.LayerNorm`.
 
@@ -176,22 +184,22 @@ class LayerNorm(Normalization):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def init(self, key):
-        """Creates "scale" and "bias", `[normalized_shape]`."""
+        """Creates "scale" and "bias", arrays of shape `[normalized_shape]`."""
         shape = (self.normalized_shape,)
         bias = initialize(self, "bias_init", self.bias_init, key, shape)
         return {**super().init(key), "bias": bias}
 
     def specs(self):
-        """Returns the specs: every parameter is replicated."""
+        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
         return {**super().specs(), "bias": PartitionSpec()}
 
     @property
     def names(self):
-        """The names of the statistics."""
+        """The names of the statistics that are computed for each token."""
         return ("mean", "rstd")
 
     def statistics(self, x):
-        """Returns "mean" and "rstd": 1 / sqrt(variance + eps)."""
+        """Computes each token's "mean" and "rstd", 1 / sqrt(variance + eps)."""
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
         return {"mean": mean, "rstd": lax.rsqrt(variance + self.eps)}

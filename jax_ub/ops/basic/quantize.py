@@ -1,4 +1,4 @@
-"""Fake quantization to FP8."""
+"""An operation that rounds values to FP8 precision but keeps their dtype."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from jax_ub.primitives import mesh
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quantize(BasicOperation):
-    """Rounds an activation, or its gradient, to FP8 and back: *fake* quantization.
+    """Rounds an activation, or its gradient, to FP8 and back (fake quantization).
 
     The result keeps its dtype; its values are representable in FP8 with one scale for
     the tensor. A model then has the rounding errors of FP8, but not its savings: memory
@@ -41,7 +41,7 @@ class Quantize(BasicOperation):
     axis_name: str | tuple[str, ...] | None = None
 
     def __post_init__(self):
-        """Checks the options.
+        """Checks the flags and the FP8 dtypes.
 
         Raises:
             ShapeContractError: if an option has the wrong type.
@@ -51,11 +51,11 @@ class Quantize(BasicOperation):
             arguments.check_dtype(self.label, name, getattr(self, name))
 
     def saved(self, needs):
-        """Returns no names: the backward reads no residuals."""
+        """Returns no names: the backward treats the rounding as the identity."""
         return frozenset()
 
     def forward(self, params, x, extra_inputs, saves):
-        """Rounds x if `forward_quantized`."""
+        """Rounds x to FP8 values if `forward_quantized`, else returns it."""
         shapes.check_float(self.label, x=x)
         if self.axis_name is not None:
             mesh.axis_size(self.label, self.axis_name)
@@ -64,7 +64,7 @@ class Quantize(BasicOperation):
         return y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Rounds dy if `backward_quantized`."""
+        """Rounds dy to FP8 values if `backward_quantized`, else returns it."""
         dx = self._rounded(dy, self.grad_dtype) if self.backward_quantized else dy
         return dx, {}, ()
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter along the tokens."""
+"""An operation that reduce-scatters tokens over the ranks, with its gradient."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jax_ub.primitives.reduce_scatter import reduce_scatter
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReduceScatter(Collective):
-    """Reduce-scatters tokens: `[..., M, K]` to `[..., M/P, K]`.
+    """Sums x over the ranks and keeps a shard: `[..., M, K]` to `[..., M/P, K]`.
 
     The backward is an all-gather.
 
@@ -35,6 +35,6 @@ class ReduceScatter(Collective):
         )
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """All-gathers dy along axis -2."""
+        """All-gathers dy along its tokens, axis -2."""
         call_config = self.call_config()
         return all_gather(dy, **call_config.alone), {}, ()

@@ -1,4 +1,4 @@
-"""Reshape."""
+"""An operation that reshapes an activation."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ class Reshape(BasicOperation):
     shape: tuple[int, ...]
 
     def __post_init__(self):
-        """Converts the shape to a tuple, which is hashable.
+        """Stores the shape as a tuple of integers, which is hashable.
 
         Raises:
             ShapeContractError: if `shape` is not a tuple or list of integers.
@@ -39,11 +39,11 @@ class Reshape(BasicOperation):
         super().__post_init__()
 
     def saved(self, needs):
-        """Returns the name of the residual that holds the shape of x."""
+        """Returns "shape", an empty array from whose shape the backward reads x's."""
         return frozenset({"shape"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Reshapes x.
+        """Reshapes x to `shape`, which must have as many elements.
 
         Raises:
             ShapeContractError: if the number of elements differs.
@@ -59,5 +59,5 @@ class Reshape(BasicOperation):
         return x.reshape(self.shape), (), {"shape": jnp.zeros((0, *x.shape), jnp.int8)}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Reshapes dy to the shape of x."""
+        """Reshapes dy to the shape that x had in the forward."""
         return dy.reshape(residuals["shape"].shape[1:]), {}, ()

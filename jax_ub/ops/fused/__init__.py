@@ -1,4 +1,6 @@
-"""Fused operations: each module has one class and the function that inserts it.
+"""Fused operations, each replacing consecutive basic operations of a list.
+
+Each module has one class and the function that inserts it.
 
 They are registered below in Transformer Engine's order. An operation that one fusion
 has taken is no longer available to later fusions.

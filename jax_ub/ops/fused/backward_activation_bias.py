@@ -1,4 +1,4 @@
-"""Fused backward of a bias and the activation function after it."""
+"""Fuses the backward of an activation function and of the bias before it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jax_ub.rules.bias import row_sum
 
 @dataclasses.dataclass(frozen=True)
 class BackwardActivationBias(FusedOperation):
-    """Backward of `Bias` and an activation function, rounded once.
+    """Computes the gradients of `Bias` and the activation after it together.
 
     The bias gradient is summed from the f32 gradient, before it is rounded.
 
@@ -33,7 +33,7 @@ class BackwardActivationBias(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes the bias and the activation as keywords, or both in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -52,7 +52,7 @@ class BackwardActivationBias(FusedOperation):
         super().__init__((bias, activation))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx and the bias gradient from one f32 derivative."""
+        """Computes dx and the bias gradient from one f32 array; rounds each once."""
         _, activation = self.basic_ops
         if dy is None or not needs[1].x:
             return super().backward(residuals, dy, d_extra_outputs, needs)
@@ -62,7 +62,7 @@ class BackwardActivationBias(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each activation function with the bias before it."""
+        """Replaces each `Bias` that an activation follows by the fused operation."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""Fused backward of an RMSNorm whose input is also an extra output."""
+"""Fuses the backward of an RMSNorm whose input is also returned to the caller."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ OP = "BackwardAddRMSNorm"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardAddRMSNorm(FusedOperation):
-    """Backward of `MakeExtraOutput(in_place=False)` and `RMSNorm`, rounded once.
+    """Adds the extra output's gradient to dx of `RMSNorm` in one pass, rounded once.
 
     Adds the gradient of the extra output to the gradient of the norm's input in f32.
     This saves a separate pass for the sum, and the rounding before it.
@@ -37,7 +37,7 @@ class BackwardAddRMSNorm(FusedOperation):
         add: MakeExtraOutput | None = None,
         rmsnorm: RMSNorm | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes the `MakeExtraOutput` and the norm as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -58,7 +58,7 @@ class BackwardAddRMSNorm(FusedOperation):
         super().__init__((add, rmsnorm))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Adds both gradients in f32 and rounds the sum once."""
+        """Adds the gradients of the norm and of the extra output in f32."""
         _, norm = self.basic_ops
         (d_extra,) = d_extra_outputs[0]
         alone = dy is None or d_extra is None or not needs[1].x
@@ -70,7 +70,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each RMSNorm with the `MakeExtraOutput` before it."""
+        """Replaces each `MakeExtraOutput` and `RMSNorm` by the fused operation."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""Fused backward of a linear whose input is also an extra output."""
+"""Fuses the backward of a linear whose input is also returned to the caller."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,9 @@ from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_window
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearAdd(FusedOperation):
-    """Backward of `MakeExtraOutput(in_place=True)` and `BasicLinear` in one dgrad GEMM.
+    """Adds the extra output's gradient to dx of `BasicLinear` within the dx GEMM.
+
+    Replaces the backward of `MakeExtraOutput(in_place=True)` and the linear after it.
 
     The dgrad GEMM adds the gradient of the extra output and reuses its buffer for the
     sum. This saves a pass and a buffer. XLA copies the buffer first if it is still
@@ -53,7 +55,7 @@ class BackwardLinearAdd(FusedOperation):
         backward_add: MakeExtraOutput | None = None,
         linear: BasicLinear | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes the `MakeExtraOutput` and the linear as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -87,11 +89,11 @@ class BackwardLinearAdd(FusedOperation):
 
     @property
     def overlaps(self):
-        """Whether the linear in the window is overlapped."""
+        """Whether the linear's collectives run at the same time as its GEMMs."""
         return self.userbuffers is not None
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx and the gradient of the extra output in one GEMM.
+        """Computes the linear's dx plus the extra output's gradient in one GEMM.
 
         The basic operations run separately if the sum needs a reduction first, or if
         the linear needs no gradient.
@@ -116,13 +118,13 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Returns why linears after a `MakeExtraOutput` are not fused, by index."""
+        """Maps linears after a `MakeExtraOutput` to the reasons not to fuse them."""
         found = {i: _refusal(ops[i - 1], ops[i]) for i in range(1, len(ops))}
         return {i: reason for i, reason in found.items() if reason}
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the in-place `MakeExtraOutput` before it."""
+        """Replaces each linear that an in-place `MakeExtraOutput` precedes."""
         return fuse_windows(ops, _match)
 
 
@@ -134,7 +136,7 @@ def _match(ops):
 
 
 def _refusal(extra, linear):
-    """Returns why two operations are not fused, or None if they are.
+    """Returns why a `MakeExtraOutput` and a linear are not fused, else None.
 
     The reason is empty if the operations are not a `MakeExtraOutput` and a linear.
     """

@@ -1,4 +1,4 @@
-"""Fused backward of a linear whose result is scaled."""
+"""Fuses the backward of a linear whose result is multiplied by a constant."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,9 @@ OP = "BackwardLinearScale"
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearScale(FusedOperation):
-    """Backward of `BasicLinear` and `ConstantScale`; both GEMMs scale their results.
+    """Applies the factor of a `ConstantScale` within the linear's backward GEMMs.
+
+    Replaces the backward of `BasicLinear` and the `ConstantScale` after it.
 
     This saves a pass that scales dy, and its buffer. Column-parallel linears are not
     fused, as in Transformer Engine.
@@ -36,7 +38,7 @@ class BackwardLinearScale(FusedOperation):
         linear: BasicLinear | None = None,
         scale: ConstantScale | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes the linear and the scale as keywords, or both in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -56,7 +58,7 @@ class BackwardLinearScale(FusedOperation):
         super().__init__((linear, scale))
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes dx and the kernel's gradient; each GEMM applies the scale."""
+        """Computes the gradients of x and kernel; each GEMM applies the scale."""
         linear, scale = self.basic_ops
         if dy is None or not needs[0]:
             return super().backward(residuals, dy, d_extra_outputs, needs)
@@ -67,7 +69,7 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the `ConstantScale` after it."""
+        """Replaces each linear and `ConstantScale` by the fused operation."""
         return fuse_windows(ops, _match)
 
 

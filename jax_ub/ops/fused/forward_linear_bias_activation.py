@@ -1,4 +1,4 @@
-"""Fused forward of a linear, its bias and an activation function."""
+"""Fuses the forward of a linear, its bias and an activation function."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ OP = "ForwardLinearBiasActivation"
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasActivation(FusedOperation):
-    """Forward of `BasicLinear`, `Bias` and optionally an activation function.
+    """Adds the bias within the GEMM of a linear, then applies an optional activation.
+
+    Replaces the forward of `BasicLinear`, `Bias` and an activation function.
 
     The GEMM adds the bias. This saves a separate pass, and the rounding before it. The
     activation function runs after the GEMM.
@@ -33,7 +35,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes linear, bias and activation as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -55,7 +57,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         super().__init__(present(*parts))
 
     def forward(self, params, x, extra_inputs, saves):
-        """Runs one GEMM with bias, then the activation function."""
+        """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
         linear, *behind = self.basic_ops
         bias = behind.pop(0) if behind and isinstance(behind[0], Bias) else None
         y, residuals = linear_windows.forward(linear, bias, params, x)
@@ -68,7 +70,10 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear that is not row parallel with the bias after it."""
+        """Replaces each linear and the bias after it by the fused operation.
+
+        Row-parallel linears are not fused.
+        """
         return fuse_windows(ops, _match)
 
 

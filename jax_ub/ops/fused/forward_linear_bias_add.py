@@ -1,4 +1,4 @@
-"""Fused forward of a linear, its bias and the addition of a residual."""
+"""Fuses the forward of a linear, its bias and the addition of a residual."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ from jax_ub.ops.operation import BasicOperation, FusedOperation, Op, fuse_window
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasAdd(FusedOperation):
-    """Forward of `BasicLinear`, optional `Bias` and `AddExtraInput(in_place=True)`.
+    """Adds bias and residual within the GEMM of a linear.
+
+    Replaces the forward of `BasicLinear`, an optional `Bias` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
 
     The GEMM adds bias and residual and writes the sum to the residual's buffer. This
     saves a pass and a buffer.
@@ -53,7 +56,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         bias: Bias | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes linear, bias and residual addition as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -90,11 +93,14 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     @property
     def overlaps(self):
-        """Whether the linear in the window is overlapped."""
+        """Whether the linear's reduce-scatter runs at the same time as its GEMM."""
         return self.userbuffers is not None
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes linear, bias and residual in one GEMM or one GEMM+RS."""
+        """Computes `x @ kernel + bias + residual` in one GEMM or GEMM+RS.
+
+        GEMM+RS is the overlapped GEMM and reduce-scatter of a row-parallel linear.
+        """
         extras, found = extra_inputs[-1], self.userbuffers
         if found is None:
             y, residuals = self._alone(params, x, extras)
@@ -127,7 +133,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the in-place `AddExtraInput` after it."""
+        """Replaces each linear that an in-place `AddExtraInput` follows."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""Fused forward of a linear, a scale and the addition of a residual."""
+"""Fuses the forward of a linear, a scale and the addition of a residual."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ OP = "ForwardLinearScaleAdd"
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearScaleAdd(FusedOperation):
-    """Forward of `BasicLinear`, `ConstantScale` and `AddExtraInput(in_place=True)`.
+    """Scales the product and adds a residual within the GEMM of a linear.
+
+    Replaces the forward of `BasicLinear`, `ConstantScale` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
 
     The GEMM scales its result, adds the residual and writes the sum to the residual's
     buffer. This saves two passes and a buffer. Row-parallel linears are not fused,
@@ -39,7 +42,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         scale: ConstantScale | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes linear, scale and residual addition as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -62,7 +65,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         super().__init__((linear, scale, add))
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes linear, scale and residual in one GEMM."""
+        """Computes `scale * x @ kernel + residual` in one GEMM."""
         linear, scale, add = self.basic_ops
         rows = linear_windows.rows_of(linear, x)
         extra = linear_windows.extra_input(
@@ -75,7 +78,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the scale and the in-place addition after it."""
+        """Replaces each linear, scale and in-place addition by the fused operation."""
         return fuse_windows(ops, _match)
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the fused operations that begin with a linear."""
+"""Functions shared by the fused operations that begin with a linear."""
 
 from collections.abc import Sequence
 
@@ -65,7 +65,7 @@ def extra_input(
     kernel: jax.Array,
     rows: int,
 ) -> jax.Array:
-    """Returns the extra input that a linear adds, after checking its shape and dtype.
+    """Checks and returns the array that is added to the result of a linear.
 
     Args:
         add: the operation that takes the extra input.
@@ -85,7 +85,11 @@ def extra_input(
 
 
 def rows_of(linear: BasicLinear, x: jax.Array) -> int:
-    """Returns the number of rows of the result of a linear that is not row parallel."""
+    """Returns the number of rows (tokens) of a linear's result on each rank.
+
+    The linear must not be row parallel. A column-parallel linear with sequence
+    parallelism gathers the tokens of all ranks.
+    """
     rows = x.shape[-2] if x.ndim > 1 else 1
     if linear.tensor_parallel_mode == "column" and linear.sequence_parallel:
         return rows * linear.call_config().num_ranks

@@ -1,4 +1,4 @@
-"""Checks of the operations from which a fused operation is constructed."""
+"""Checks the basic operations from which a fused operation is constructed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,11 @@ from jax_ub.ops.operation import BasicOperation
 
 
 class Part(NamedTuple):
-    """One operation of a window: its keyword, its type, and the caller's argument."""
+    """One of the basic operations that a fused operation's constructor takes.
+
+    `name` is the constructor's keyword, `kind` the required type and `given` the
+    argument that the caller passed.
+    """
 
     name: str
     kind: type[BasicOperation]
@@ -19,7 +23,10 @@ class Part(NamedTuple):
 def collect(
     op: str, basic_ops: Sequence[BasicOperation] | None, *parts: Part
 ) -> tuple[Any, ...]:
-    """Returns the operation of every part; None for an optional part that is absent.
+    """Checks a constructor's basic operations and returns them in forward order.
+
+    The caller passes them by keyword or in one tuple. The result has None for optional
+    operations that are absent.
 
     Args:
         op: the name of the fused operation in error messages.
@@ -64,7 +71,7 @@ def _check_type(op, part):
 
 
 def _in_order(op, basic_ops, parts):
-    """Assigns the operations of a tuple to the parts, in order."""
+    """Assigns the operations of a tuple to the keywords, by type and in order."""
     rest = list(basic_ops)
     found: list[BasicOperation | None] = []
     for part in parts:
@@ -84,7 +91,7 @@ def _in_order(op, basic_ops, parts):
 
 
 def _call(op, parts):
-    """Returns the constructor call with keywords, for error messages."""
+    """Returns the expected constructor call as text, for error messages."""
     keywords = ", ".join(
         f"{part.name}={'None' if part.is_optional else '...'}" for part in parts
     )
@@ -97,7 +104,7 @@ def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
 
 
 def check_userbuffers(op: str, given: Any, kind: type) -> None:
-    """Checks the type of the `userbuffers` argument.
+    """Checks that `userbuffers`, an overlapped linear, has the type `kind`.
 
     Raises:
         ShapeContractError: if it is neither None nor an instance of `kind`.
@@ -110,7 +117,9 @@ def check_userbuffers(op: str, given: Any, kind: type) -> None:
 
 
 def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
-    """Checks the field `in_place` of a `MakeExtraOutput` or an `AddExtraInput`.
+    """Checks that the field `in_place` of an operation has the required value.
+
+    The operation is a `MakeExtraOutput` or an `AddExtraInput`.
 
     Raises:
         ShapeContractError: if it differs from `wanted`.
@@ -124,7 +133,9 @@ def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
 
 
 def check_mode(op: str, linear: Any, refused: str, reason: str) -> None:
-    """Checks that the `tensor_parallel_mode` of a linear is not `refused`.
+    """Checks that a linear does not have a tensor-parallel mode that cannot be fused.
+
+    `refused` is this mode, and `reason` explains it in the error message.
 
     Raises:
         ShapeContractError: if it is.

@@ -1,4 +1,4 @@
-"""Backward of a linear, overlapped with its communication."""
+"""Backward of a linear whose GEMMs run at the same time as its collectives."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ OP = "UserbuffersBackwardLinear"
 
 @dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
-    """Backward of a linear; both GEMMs overlap with communication.
+    """Computes a linear's gradients with GEMMs that overlap with communication.
 
     | mode | method | dgrad GEMM | wgrad GEMM |
     |---|---|---|---|
@@ -59,7 +59,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
-        """Computes the gradients of one linear, inside `jax.shard_map`.
+        """Computes a linear's gradients from arrays, inside `jax.shard_map`.
 
         | mode | grad_output | input, grad_input | weight, grad_weight |
         |---|---|---|---|
@@ -140,7 +140,7 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
         return dx, dw, {"grad_bias": db}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes every requested gradient in one call."""
+        """Computes dx and the gradients of kernel and bias, overlapped."""
         if dy is None or not any(needs):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         dx, d_params = window_gradients(OP, self.basic_ops, residuals, dy, needs)
@@ -148,12 +148,18 @@ class UserbuffersBackwardLinear(userbuffers.UserbuffersLinear):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces every window that matches one of the three patterns."""
+        """Replaces each linear that can overlap, and its bias and reduce-scatter.
+
+        `userbuffers_linear` lists the three patterns of consecutive operations.
+        """
         return cls.fuse(ops)
 
 
 def window_gradients(op, basic_ops, residuals, dy, needs, residual=None):
-    """Returns dx and the parameter gradients, by operation, of a window.
+    """Computes dx and the gradients of the parameters of an overlapped linear.
+
+    `basic_ops` are the linear and the bias or reduce-scatter that run with it. The
+    parameter gradients are dicts, one for each of them.
 
     `residual` is added to dx if it is not None.
     """
@@ -185,7 +191,9 @@ def gradients(
     main_grad: jax.Array | None,
     residual: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes dx if `w` is given, and dw if `x` is given; None otherwise.
+    """Computes dx and dw of a linear with overlapped communication.
+
+    dx is None if `w` is None, and dw is None if `x` is None.
 
     `main_grad` is added to dw and `residual` to dx if they are given.
     """
@@ -202,7 +210,10 @@ def gradients(
 
 
 def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
-    """Computes the gradients of a column-parallel layer with one kernel."""
+    """Computes dx and dw of a column-parallel linear with a single kernel.
+
+    `column_gradients` computes them for one or several kernels with the same input.
+    """
     saved = {
         "x": x,
         "gathered": None,
@@ -216,16 +227,17 @@ def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
 
 
 def _own_bias_gradient(call_config, window, dy):
-    """Returns the gradient of this rank's bias.
+    """Returns the bias gradient that this rank contributes: dy summed over tokens.
 
     If the bias is replicated, the operation group sums the results of all ranks.
     """
     db = row_sum(dy)
     if window.reduce_scatter is None:
         return db
-    # Pattern 3 adds the sum of the ranks' biases, so the gradient of each bias is the
-    # gradient of the sum. It is typed as varying: if the bias is replicated, the group
-    # sums it over the ranks once more.
+    # The bias is added before the reduce-scatter, so y contains the sum of all ranks'
+    # biases, and each bias has the gradient of this sum: dy summed over all tokens of
+    # all ranks. Its type is varying. If the bias is replicated, the caller therefore
+    # sums the gradient over the ranks once more.
     return promote(
         all_reduce(promote(db, call_config.axes(db)), **call_config.alone),
         call_config.axes(db),

@@ -1,4 +1,4 @@
-"""Forward of a linear, overlapped with its communication."""
+"""Forward of a linear whose GEMM runs at the same time as its collective."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ OP = "UserbuffersForwardLinear"
 
 @dataclasses.dataclass(frozen=True, init=False)
 class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
-    """Forward of a linear, as one AG+GEMM or GEMM+RS.
+    """Computes a linear whose GEMM overlaps with its all-gather or reduce-scatter.
 
     Covers the patterns in `userbuffers_linear`. Compared with separate operations it
     saves the buffer of the gathered input, or of the product before the scatter, and
@@ -52,7 +52,7 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes the forward inside `jax.shard_map`; cannot be differentiated.
+        """Computes a linear from arrays, inside `jax.shard_map`; not differentiable.
 
         | mode | input | weight | bias | result |
         |---|---|---|---|---|
@@ -99,14 +99,20 @@ class UserbuffersForwardLinear(userbuffers.UserbuffersLinear):
         return y, {"input": x, "weight": w}
 
     def forward(self, params, x, extra_inputs, saves):
-        """Runs the window in one call; only the linear has residuals."""
+        """Computes the linear, its bias and its collective in one overlapped call.
+
+        Only the linear has residuals.
+        """
         y, residuals = run_window(self.basic_ops, params, x)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces every window that matches one of the three patterns."""
+        """Replaces each linear that can overlap, and its bias and reduce-scatter.
+
+        `userbuffers_linear` lists the three patterns of consecutive operations.
+        """
         return cls.fuse(ops)
 
 
@@ -118,7 +124,7 @@ def run_window(
     added: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array, Residuals]:
-    """Runs the forward of a window.
+    """Computes a linear, its bias and its collective in one overlapped call.
 
     Args:
         basic_ops: the operations of the window.
@@ -158,7 +164,9 @@ def overlapped(
     added: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """Runs AG+GEMM for "column", or GEMM+RS for "row".
+    """Computes `x @ w + bias`, overlapped with an all-gather or reduce-scatter.
+
+    Runs AG+GEMM for the mode "column" and GEMM+RS for "row".
 
     For "row", the sum of `bias` over all ranks is added; `added` and `residual` are
     added once.
@@ -181,7 +189,7 @@ def overlapped(
 
 
 def _summed(call_config, bias):
-    """Returns the sum of all ranks' biases, which the reduce-scatter would add."""
+    """Returns the sum of all ranks' biases, which the reduce-scatter would compute."""
     if call_config.is_vma_checked and not varying.axes_of(bias) & frozenset(
         call_config.axis_name
     ):

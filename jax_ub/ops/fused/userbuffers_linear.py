@@ -1,4 +1,4 @@
-"""Patterns, checks and call configuration of the two Userbuffers linears.
+"""Finds and checks the linears whose communication can overlap with a GEMM.
 
 Transformer Engine's three patterns, in forward order:
 
@@ -43,7 +43,10 @@ MODES = tuple(LIKE)
 
 
 def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
-    """Matches the patterns against the first operations of `ops`.
+    """Finds the operations that run as one overlapped linear, at the front of `ops`.
+
+    They are a linear with `userbuffers_options` and, in some patterns, the bias and the
+    reduce-scatter after it.
 
     Returns:
         The matching operations; or the reason why a linear does not match; or None if
@@ -71,7 +74,11 @@ def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedOperation):
-    """Base class of fused operations that cover one of the patterns."""
+    """Base class of linears whose GEMM and collective overlap.
+
+    It replaces a `BasicLinear` and, in some patterns, the `Bias` and the
+    `ReduceScatter` after it.
+    """
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class UserbuffersLinear(FusedOperation):
         bias: Bias | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ):
-        """Initializes the operation from keywords, or from a tuple of operations.
+        """Takes linear, bias and reduce-scatter as keywords, or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -105,18 +112,21 @@ class UserbuffersLinear(FusedOperation):
 
     @property
     def overlaps(self):
-        """True: the communication overlaps a GEMM."""
+        """True: the linear's collective runs at the same time as its GEMM."""
         return True
 
     @classmethod
     def refusals(cls, ops: Sequence[Op]) -> dict[int, str]:
-        """Returns why linears match no pattern, by index."""
+        """Maps the index of each linear that cannot overlap to the reason."""
         found = {i: match(ops[i:]) for i in range(len(ops))}
         return {i: reason for i, reason in found.items() if isinstance(reason, str)}
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Replaces every window that matches a pattern by an instance of this class."""
+        """Replaces each linear that can overlap by an instance of this class.
+
+        The bias or the reduce-scatter that runs with the linear is replaced too.
+        """
 
         def match_front(rest):
             window = match(rest)
@@ -126,7 +136,7 @@ class UserbuffersLinear(FusedOperation):
 
 
 def _check_pattern(op, linear, bias, reduce_scatter):
-    """Checks that the operations match one of the three patterns."""
+    """Checks that linear, bias and reduce-scatter can run as one overlapped call."""
     mode = linear.tensor_parallel_mode
     reason = None
     if linear.comm_name is None:
@@ -157,7 +167,10 @@ def _check_pattern(op, linear, bias, reduce_scatter):
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The operations of a window, by role."""
+    """The linear, bias and reduce-scatter that run as one overlapped call.
+
+    Bias and reduce-scatter are None if they are absent.
+    """
 
     linear: BasicLinear
     bias: Bias | None
@@ -165,7 +178,7 @@ class Window:
 
     @classmethod
     def of(cls, basic_ops: Sequence[BasicOperation]) -> "Window":
-        """Assigns the operations of a window to their roles."""
+        """Finds linear, bias and reduce-scatter among `basic_ops` by their types."""
         bias = [op for op in basic_ops if isinstance(op, Bias)]
         scatter = [op for op in basic_ops if isinstance(op, ReduceScatter)]
         linear = basic_ops[0]
@@ -174,13 +187,13 @@ class Window:
 
     @property
     def mode(self) -> str:
-        """The tensor-parallel mode; "row" for a window with a `ReduceScatter`."""
+        """The mode "column" or "row"; "row" for a linear and a `ReduceScatter`."""
         return self.linear.tensor_parallel_mode or "row"
 
     def call_config(
         self, op: str, dtype: DTypeLike, *, is_backward: bool = False
     ) -> CallConfig:
-        """Returns the call configuration of the window."""
+        """Returns the ranks, the method and the dtype of the overlapped call."""
         linear, scatter = self.linear, self.reduce_scatter
         return open_linear(
             op,
@@ -205,7 +218,7 @@ def open_linear(
     *,
     is_backward: bool = False,
 ) -> CallConfig:
-    """Checks the parallelism of a linear and returns its call configuration.
+    """Returns the ranks, method and dtype of an overlapped linear, after checks.
 
     Raises:
         UnknownNameError: if the mode is unknown.
