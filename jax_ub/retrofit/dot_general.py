@@ -85,7 +85,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """The contraction of a dense layer: the last dimensions of x with the kernel's.
+    """The contraction of a dense layer: sums over the last dimensions of x.
 
     Attributes:
         num_in: the number of contracted dimensions.
@@ -97,7 +97,7 @@ class Dense:
     rhs_transposed: bool
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders a sequence with one item per kernel dimension to [*in, *out]."""
+        """Reorders one item per kernel dimension from stored order to [*in, *out]."""
         if not self.rhs_transposed:
             return tuple(dims)
         return (*dims[-self.num_in :], *dims[: -self.num_in])
@@ -105,7 +105,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """A `jax.lax.dot_general` that overlaps the contractions of dense layers.
+    """A replacement of `jax.lax.dot_general` that overlaps dense layers' products.
 
     Those contract the last dimensions of x with the first or the last dimensions of the
     kernel. On global arrays all other contractions run by `jax.lax.dot_general`. So do
@@ -129,7 +129,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
+        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -142,7 +142,9 @@ class DotGeneral:
         *,
         out_sharding=None,
     ) -> jax.Array:
-        """Computes `jax.lax.dot_general`, with f32 sums whatever `precision` is.
+        """Computes `jax.lax.dot_general`, overlapped if the operands allow it.
+
+        Sums are f32 whatever `precision` is.
 
         Raises:
             UnsupportedOverlapError: if the operands are one rank's shards and the
@@ -174,7 +176,10 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns what intercepts the JAX function that the layer would call, or None.
+        """Returns what has replaced the JAX function that a layer calls, or None.
+
+        A quantization library, for example, may have replaced `jax.lax.dot_general`; an
+        overlapped call would bypass it.
 
         Args:
             product: the JAX function.
@@ -199,7 +204,7 @@ class DotGeneral:
         return reason
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Returns a context that records a fallback to JAX inside the block."""
+        """Returns a context that records that JAX computes the product, and why."""
         return methods.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
@@ -212,7 +217,7 @@ class DotGeneral:
         )
 
     def _why_not(self, lhs, rhs, dense, out_dtype):
-        """Returns why `jax.lax` must compute the product; None if it can overlap."""
+        """Returns why the layer must call `jax.lax.dot_general`, or None."""
         sharding_layout = self.sharding_layout
         reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
         if sharding_layout.is_local():
@@ -237,7 +242,7 @@ class DotGeneral:
             return str(error).removeprefix(f"{sharding_layout.op}: ")
 
     def _check_mesh(self, mesh, rhs, dense):
-        """Rejects a mesh on which the layer cannot be overlapped."""
+        """Raises an error if the layer's kernel cannot be sharded over this mesh."""
         sharding_layout = self._sharding_layout(mesh, rhs, dense)
         sharding_layout.axis_size(mesh)
         if self.is_lenient:
@@ -247,7 +252,7 @@ class DotGeneral:
             sharding_layout.check_kernel_spec(spec, dense.num_in)
 
     def _is_whole_in_shard_map(self, rhs=None, dense=None):
-        """Returns whether the kernel is whole on each rank of the `shard_map`."""
+        """Returns whether each rank of the `shard_map` has the unsharded kernel."""
         mesh = jax.sharding.get_abstract_mesh()
         if set(self.sharding_layout.axes).isdisjoint(mesh.shape):
             return True
@@ -260,7 +265,11 @@ class DotGeneral:
         return dense.in_out(rhs.shape) == self.kernel_shape
 
     def _sharding_layout(self, mesh, rhs, dense):
-        """Returns the sharding layout for this kernel on this mesh."""
+        """Returns the layer's layout, adapted to this kernel and mesh.
+
+        `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
+        lenient.
+        """
         sharding_layout = dataclasses.replace(
             self.sharding_layout, rhs_transposed=dense.rhs_transposed
         )
@@ -305,7 +314,9 @@ def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
 
 
 def _whole_features(lhs, num_in, num_out):
-    """Returns the output sharding of a row layer on an explicit mesh, or None.
+    """Returns y's sharding for a row-parallel layer on a mesh with explicit axes.
+
+    It is None on other meshes.
 
     The leading dimensions are sharded as in x, and the features are replicated. With
     automatic axes no output sharding is needed.
@@ -318,7 +329,7 @@ def _whole_features(lhs, num_in, num_out):
 
 
 def _check_call(op, lhs, rhs, dimension_numbers):
-    """Rejects arguments that are not valid for `jax.lax.dot_general`."""
+    """Raises an error for arguments that `jax.lax.dot_general` does not accept."""
     check_array(op, "x", lhs)
     check_array(op, "kernel", rhs)
     try:
@@ -337,7 +348,10 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
-    """Returns the contraction of a dense layer, or None for any other contraction."""
+    """Returns the contraction if it is that of a dense layer such as `nn.Dense`.
+
+    Returns None for any other contraction.
+    """
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     if (

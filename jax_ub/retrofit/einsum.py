@@ -18,7 +18,7 @@ from jax_ub.retrofit.dot_general import DotGeneral
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The dimension labels of an einsum of x and a kernel with result y.
+    """The parsed equation of an einsum `y = x, kernel`, as one label per dimension.
 
     The einsum is a dense layer if each label occurs in exactly two of x, kernel and y.
     Then x can be transposed to `[*lead, *ins]`, the kernel to `[*ins, *outs]` and y to
@@ -41,7 +41,7 @@ class Equation:
 
     @classmethod
     def read(cls, text: str, x_ndim: int | None = None) -> "Equation":
-        """Parses "x,kernel->y".
+        """Parses an einsum equation "x,kernel->y", and expands "...".
 
         "..." is replaced by new labels for the dimensions of x that have no label; x
         has `x_ndim` dimensions.
@@ -54,7 +54,7 @@ class Equation:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the einsum is the contraction of a dense layer."""
+        """Returns whether the einsum computes a dense layer, `x @ kernel`."""
         terms = (self.x, self.kernel, self.y)
         labels = "".join(terms)
         is_each_twice = all(labels.count(label) == 2 for label in labels)
@@ -63,17 +63,20 @@ class Equation:
 
     @property
     def lead(self) -> str:
-        """The labels of x and y: batch and token dimensions."""
+        """Returns the labels that x and y share: batch and token dimensions."""
         return "".join(label for label in self.x if label in self.y)
 
     @property
     def ins(self) -> str:
-        """The labels of x and the kernel: contracted dimensions."""
+        """Returns the labels that x and the kernel share: contracted dimensions."""
         return "".join(label for label in self.x if label in self.kernel)
 
     @property
     def outs(self) -> str:
-        """The labels of kernel and y: output features, stacked dimensions last."""
+        """Returns the labels that kernel and y share: output features.
+
+        Labels of stacked results come last.
+        """
         own = "".join(label for label in self.y if label in self.kernel)
         num_stacked = len(self.y) - len(self.y.lstrip(own))
         return own[num_stacked:] + own[:num_stacked]
@@ -81,7 +84,7 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """A `jax.numpy.einsum` of x and a kernel that overlaps if it is a dense layer's.
+    """A replacement of `jax.numpy.einsum` that overlaps equations of dense layers.
 
     Attributes:
         dense: the function that computes the product of a dense layer.
@@ -96,7 +99,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
+        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
         return self.dense.kind
 
     def __call__(
@@ -109,7 +112,9 @@ class Einsum:
         preferred_element_type=None,
         out_sharding=None,
     ) -> jax.Array:
-        """Computes `jax.numpy.einsum`, with f32 sums whatever `precision` is.
+        """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's.
+
+        Sums are f32 whatever `precision` is.
 
         Raises:
             UnsupportedOverlapError: if `subscripts` is not the contraction of a dense
@@ -174,7 +179,10 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Transposes a `NamedSharding` or `PartitionSpec`; None stays None."""
+    """Permutes the entries of a sharding or partition spec as the dimensions are.
+
+    None stays None.
+    """
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

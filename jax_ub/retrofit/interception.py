@@ -18,13 +18,13 @@ from jax_ub.errors import shown
 
 
 def _code_of(function: Any) -> Any:
-    """Returns the code object of a function, which may be jitted."""
+    """Returns the code object of a Python function or of the function under a jit."""
     return getattr(getattr(function, "__wrapped__", function), "__code__", None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A function of JAX, as it was when this module was imported.
+    """A function of JAX and its code, saved at import to detect later replacements.
 
     Attributes:
         module: the module or class that has the function as attribute.
@@ -41,7 +41,7 @@ class Product:
     code: Any
 
     def interception(self, held: Callable | None = None) -> str | None:
-        """Returns a description of what intercepts a call, or None.
+        """Returns a text that says what has replaced the function; None if nothing.
 
         Args:
             held: the function that a layer holds; None if the layer looks up the
@@ -53,7 +53,7 @@ class Product:
         return self.code_interception()
 
     def code_interception(self) -> str | None:
-        """Returns a description of what replaced the function's code, or None."""
+        """Returns a text that says what has replaced the function's code, or None."""
         code = _code_of(self.function)
         if code is self.code:
             return None
@@ -76,7 +76,9 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns why a layer must call the function of JAX; None if nothing intercepts it.
+    """Returns why a layer must call JAX's function: because a library replaced it.
+
+    None if nothing has replaced the function.
 
     Args:
         product: the function that the layer would call.

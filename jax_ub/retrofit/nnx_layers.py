@@ -18,7 +18,7 @@ from jax_ub.shapes import axis_tuple
 
 
 class Layer(abc.ABC):
-    """An nnx module with one kernel, and the function that multiplies by the kernel.
+    """Uniform access to an nnx module with one kernel, and to its product function.
 
     Attributes:
         node: the module.
@@ -30,57 +30,60 @@ class Layer(abc.ABC):
     described = "a dot_general"
 
     def __init__(self, node: Any, kernel: Any):
-        """Stores the module and its kernel."""
+        """Stores the nnx module and its kernel variable."""
         self.node = node
         self.kernel = kernel
 
     @property
     @abc.abstractmethod
     def op(self) -> Any:
-        """The function that the module uses to multiply now."""
+        """Returns the function by which the module now multiplies x and kernel."""
 
     @property
     @abc.abstractmethod
     def originals(self) -> tuple[Any, ...]:
-        """The functions that Flax uses by default."""
+        """Returns the product functions that Flax sets by default."""
 
     @property
     @abc.abstractmethod
     def num_in(self) -> int:
-        """The number of contracted dimensions of the kernel."""
+        """Returns how many dimensions of the kernel are contracted with x."""
 
     @abc.abstractmethod
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders a sequence with one item per kernel dimension to [*in, *out]."""
+        """Reorders one item per kernel dimension from stored order to [*in, *out]."""
 
     @abc.abstractmethod
     def replace(self, dense: DotGeneral) -> None:
-        """Makes the module multiply by `dense`."""
+        """Sets the module's product function to `dense`, which overlaps."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global shape of one layer's kernel, without axes of stacked layers."""
+        """Returns the kernel's global shape, without leading axes of stacked layers."""
         return tuple(getattr(self.kernel, "shape", ()))[-self.num_dims :]
 
     @property
     @abc.abstractmethod
     def num_dims(self) -> int:
-        """The number of dimensions of one layer's kernel."""
+        """Returns the number of kernel dimensions, without axes of stacked layers."""
 
     @property
     def spec(self) -> tuple:
-        """The kernel's partition spec as [*in, *out], from its array or metadata."""
+        """Returns the kernel's partition spec as [*in, *out].
+
+        It is taken from the kernel's array or its metadata.
+        """
         spec = spec_of(self.kernel)[-self.num_dims :]
         return self.in_out((*spec, *[None] * (self.num_dims - len(spec))))
 
     @property
     def mesh(self) -> Mesh | None:
-        """The concrete mesh of the kernel; None if its sharding has no such mesh."""
+        """Returns the concrete mesh over which the kernel is sharded, or None."""
         return next(map(mesh_of, _arrays_of(self.kernel)), None)
 
     @property
     def replaced(self) -> Any:
-        """The function that the module used before `overlap` replaced it."""
+        """Returns the module's product function from before `overlap` replaced it."""
         op = self.op
         return op.original if isinstance(op, DotGeneral | Einsum) else op
 
@@ -104,35 +107,35 @@ class LinearLayer(Layer):
     """`nnx.Linear` or `nnx.LinearGeneral`, which multiply by a `dot_general`."""
 
     def __init__(self, node: Any):
-        """Stores the module."""
+        """Stores the `nnx.Linear` or `nnx.LinearGeneral` module."""
         super().__init__(node, node.kernel)
 
     @property
     def op(self):
-        """The module's `dot_general`."""
+        """Returns the module's attribute `dot_general`."""
         return self.node.dot_general
 
     @property
     def originals(self):
-        """`jax.lax.dot_general`."""
+        """Returns `jax.lax.dot_general`, which Flax sets by default."""
         return (interception.DOT_GENERAL.function,)
 
     @property
     def num_in(self):
-        """The length of the module's `in_features`; 1 for an integer."""
+        """Returns the number of input feature dimensions of the module."""
         return _count(self.node.in_features)
 
     @property
     def num_dims(self):
-        """The number of in dimensions plus out dimensions."""
+        """Returns the number of input plus output feature dimensions."""
         return self.num_in + _count(self.node.out_features)
 
     def in_out(self, dims):
-        """Keeps the order: the kernel is stored as [*in, *out]."""
+        """Keeps the order, because the kernel is stored as [*in, *out]."""
         return tuple(dims)
 
     def replace(self, dense):
-        """Sets the module's `dot_general`."""
+        """Sets the module's attribute `dot_general` to `dense`."""
         self.node.dot_general = dense
 
 
@@ -143,40 +146,40 @@ class EinsumLayer(Layer):
     described = "an einsum_op"
 
     def __init__(self, node: Any):
-        """Stores the module, and parses its equation."""
+        """Stores the `nnx.Einsum` module, and parses its equation."""
         super().__init__(node, node.kernel)
         equation = None if node.einsum_str is None else Equation.read(node.einsum_str)
         self.equation = equation if equation and equation.is_dense else None
 
     @property
     def op(self):
-        """The module's `einsum_op`."""
+        """Returns the module's attribute `einsum_op`."""
         return self.node.einsum_op
 
     @property
     def originals(self):
-        """`jax.numpy.einsum`."""
+        """Returns `jax.numpy.einsum`, which Flax sets by default."""
         return (interception.EINSUM.function,)
 
     @property
     def num_in(self):
-        """The number of contracted labels; 0 if the equation is not a dense layer's."""
+        """Returns how many labels are contracted; 0 if the equation is not dense."""
         return 0 if self.equation is None else len(self.equation.ins)
 
     @property
     def num_dims(self):
-        """The number of dimensions of the module's `kernel_shape`."""
+        """Returns the number of dimensions in the module's `kernel_shape`."""
         return len(self.node.kernel_shape)
 
     def in_out(self, dims):
-        """Reorders by the labels of the equation."""
+        """Reorders one item per kernel label to the order of [*ins, *outs]."""
         if self.equation is None:
             return tuple(dims)
         found = dict(zip(self.equation.kernel, dims, strict=True))
         return tuple(found[label] for label in self.equation.ins + self.equation.outs)
 
     def replace(self, dense):
-        """Sets the module's `einsum_op`."""
+        """Sets the module's attribute `einsum_op` to an overlapped einsum."""
         label, dim = "", sharded_dim(self.spec, dense.sharding_layout.axis_name)
         if self.equation is not None and dim is not None:
             label = (self.equation.ins + self.equation.outs)[dim]
@@ -201,25 +204,25 @@ class AttendLayer(Layer):
     num_dims = 2
 
     def __init__(self, node: Any):
-        """Stores the module."""
+        """Stores the `nnx.Embed` module."""
         super().__init__(node, node.embedding)
 
     @property
     def op(self):
-        """The product function of an `OverlappedEmbed`; None for `nnx.Embed`."""
+        """Returns the product function of an `OverlappedEmbed`, else None."""
         return getattr(self.node, "attend_dot_general", None)
 
     @property
     def originals(self):
-        """Empty: `nnx.Embed` has no attribute for the function."""
+        """Returns no functions, because `nnx.Embed` has no such attribute."""
         return ()
 
     def in_out(self, dims):
-        """Reverses the order: the embedding is stored as [out, in]."""
+        """Reverses the order, because the embedding is stored as [out, in]."""
         return tuple(dims)[::-1]
 
     def replace(self, dense):
-        """Changes the module's class to `OverlappedEmbed`."""
+        """Changes the class of the module to `OverlappedEmbed`."""
         self.node.__class__ = OverlappedEmbed
         self.node.attend_dot_general = _held_by_jax(dense)
 
@@ -247,7 +250,7 @@ class OverlappedEmbed(nnx.Embed):
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
-    """Yields path and `Layer` of every module whose GEMM can be overlapped."""
+    """Yields (path, `Layer`) for each module of a model that `overlap` supports."""
     for path, node in nnx.iter_graph(model):
         name = ".".join(p if isinstance(p, str) else shown(p) for p in path)
         if isinstance(node, nnx.Einsum):
@@ -265,7 +268,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Layer]]:
 
 
 def spec_of(variable: Any) -> tuple:
-    """Returns the partition spec of a variable, from its array or its metadata."""
+    """Returns the partition spec of an nnx variable, from its array or its metadata."""
     for array in _arrays_of(variable):
         spec = getattr(sharding_of(array), "spec", None) or ()
         if any(spec):
@@ -276,13 +279,13 @@ def spec_of(variable: Any) -> tuple:
 
 
 def _arrays_of(variable):
-    """Returns the arrays in a variable, or in the object that has replaced it."""
+    """Returns the arrays in an nnx variable or in an object that replaced it."""
     is_variable = isinstance(variable, nnx.Variable)
     return jax.tree.leaves(variable.get_value() if is_variable else variable)
 
 
 def mesh_of(array: Any) -> Mesh | None:
-    """Returns the concrete mesh of an array's sharding, or None."""
+    """Returns the concrete mesh over which an array is sharded, or None."""
     mesh = getattr(sharding_of(array), "mesh", None)
     return mesh if isinstance(mesh, Mesh) else None
 
@@ -290,7 +293,7 @@ def mesh_of(array: Any) -> Mesh | None:
 def sharded_parameters(
     model: Any, axis_name: str | tuple[str, ...]
 ) -> Iterator[tuple[str, Any, tuple]]:
-    """Yields each `nnx.Param` that is sharded over the axes, as (path, module, spec).
+    """Yields (path, module, spec) for each `nnx.Param` sharded over mesh axes.
 
     `module` is the innermost module that contains the parameter. The parameter may be
     inside an object by which another library has replaced the module's parameter.
@@ -309,7 +312,7 @@ def sharded_parameters(
 
 
 def _held_by_jax(dense):
-    """Returns a copy of `dense` that holds the function `jax.lax.dot_general`.
+    """Returns a copy of `dense` whose fallback is the original `dot_general`.
 
     `jax.numpy.einsum` and `jax.numpy.dot`, which it stands in for, hold the function,
     too. So a replacement of the attribute `jax.lax.dot_general` intercepts none of

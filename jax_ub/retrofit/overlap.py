@@ -140,7 +140,7 @@ def overlap(
 
 
 def _finds_ranks_by_partition(mesh):
-    """Returns whether the engine runs programs that are lowered for an abstract mesh.
+    """Returns whether the engine runs programs lowered for meshes without devices.
 
     The CPU engine does: it finds ranks by partition id and needs no device ids.
     """
@@ -148,7 +148,7 @@ def _finds_ranks_by_partition(mesh):
 
 
 def overlapped(model: Any) -> dict[str, str]:
-    """Returns the layers of a model that `overlap` has overlapped.
+    """Returns the layers of an nnx model that `ub.overlap` has overlapped, by path.
 
     Transformer Engine: none.
 
@@ -169,7 +169,10 @@ def _layers(model) -> "dict[str, Layer]":
 
 
 def _record_others(model, layers, chosen, axis_name):
-    """Records the parameters that are sharded over the axis but not overlapped."""
+    """Records parameters sharded over the axis that `overlap` did not overlap.
+
+    `ub.fallbacks` lists them.
+    """
     from jax_ub.retrofit.nnx_layers import sharded_parameters
 
     by_node = {id(layer.node): path for path, layer in layers.items()}
@@ -191,7 +194,7 @@ def _record_others(model, layers, chosen, axis_name):
 
 
 def check_rules(argument: str, rules: Any) -> Mapping:
-    """Returns a dictionary of rules, which is empty for None.
+    """Checks that `rules` is a dictionary; returns an empty one for None.
 
     Raises:
         UnknownNameError: if `rules` is not a dictionary.
@@ -205,7 +208,7 @@ def check_rules(argument: str, rules: Any) -> Mapping:
 
 
 def _names(ub_names, paths) -> dict[str, str]:
-    """Returns the layer names of `ub_names`, by path."""
+    """Maps layer paths to the layer names that the argument `ub_names` gives."""
     found: dict[str, str] = {}
     for pattern, name in check_rules("ub_names", ub_names).items():
         if not isinstance(name, str):
@@ -238,7 +241,7 @@ def _check_auto(rules):
 
 
 def _by_sharding(layers, axis_name) -> dict[str, str]:
-    """Returns "column" or "row" by path, for kernels sharded over `axis_name`."""
+    """Maps layer paths to "column" or "row", as the layers' kernels are sharded."""
     kinds = {}
     for path, layer in layers.items():
         kind = kind_of_spec(layer.spec, layer.num_in, axis_name)
@@ -256,7 +259,7 @@ def _by_sharding(layers, axis_name) -> dict[str, str]:
 
 
 def _by_path(rules, paths) -> dict[str, str]:
-    """Returns "column" or "row" by path, for the layers that `rules` match."""
+    """Maps layer paths to "column" or "row", as the user's `rules` say."""
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_kind("overlap", kind)
@@ -266,7 +269,10 @@ def _by_path(rules, paths) -> dict[str, str]:
 
 
 def _without_kept(layers, kinds) -> dict[str, str]:
-    """Removes the layers that keep their function, and records them as fallbacks."""
+    """Drops layers whose product function a user or library has replaced.
+
+    They stay as they are, and are recorded as fallbacks.
+    """
     found = {}
     for path, kind in kinds.items():
         kept = layers[path].why_kept()
@@ -289,7 +295,7 @@ def _check_none_kept(layers, paths):
 
 
 def compile_rule(pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression of a rule.
+    """Compiles the regular expression that selects layers by their path.
 
     Raises:
         UnknownNameError: if `pattern` is not a regular expression.

@@ -1,4 +1,4 @@
-"""Pickling of meshes: devices are stored by their ids."""
+"""Pickles meshes: devices are stored by id and looked up again on loading."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ class PortableMesh:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "PortableMesh":
-        """Makes the portable form of a mesh."""
+        """Returns the form of a mesh that can be pickled, with ids of its devices."""
         devices = tuple(mesh.devices.flat)
         ids = tuple(device.id for device in devices)
         shape = mesh.devices.shape
@@ -38,7 +38,7 @@ class PortableMesh:
         return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
 
     def find(self) -> Mesh | None:
-        """Returns the mesh with this process's devices; None if one is missing."""
+        """Returns a `Mesh` of this process's devices; None if a device is missing."""
         known = {(device.platform, device.id): device for device in jax.devices()}
         devices = [known.get((self.platform, each)) for each in self.device_ids]
         if None in devices:
@@ -48,7 +48,7 @@ class PortableMesh:
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of an object to pickle, with portable meshes."""
+    """Replaces meshes among an object's attributes by forms that can be pickled."""
     return {
         name: PortableMesh.of(value) if isinstance(value, Mesh) else value
         for name, value in state.items()
@@ -56,7 +56,7 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any]) -> dict[str, Any]:
-    """Inverts `pack`; a mesh whose devices are missing in this process becomes None."""
+    """Inverts `pack`: looks up the devices of the meshes; None if any is missing."""
     return {
         name: value.find() if isinstance(value, PortableMesh) else value
         for name, value in state.items()

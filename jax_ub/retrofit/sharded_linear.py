@@ -142,7 +142,7 @@ def sharded_linear(
 
 
 def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """Reshards the result to the caller's `out_sharding`; None keeps its sharding."""
+    """Reshards y to the caller's `out_sharding`; None keeps y's sharding."""
     if out_sharding is None:
         return y
     if not isinstance(out_sharding, Sharding | P):
@@ -156,7 +156,7 @@ def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
-    """Reshapes a kernel `[*in, *out]` with `num_in` in dimensions to a matrix."""
+    """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix."""
     if kernel.ndim == 2:
         return kernel
     ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
@@ -168,7 +168,7 @@ def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Splits the last dimension; the first new dimension inherits its sharding."""
+    """Reshapes y [..., N] to [..., *sizes]; the first new axis is sharded as N was."""
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y.reshape(shape)
@@ -178,7 +178,7 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
 
 
 def _leave_whole(sharding_layout, mesh, x_shape):
-    """Turns off sequence parallelism if a layer's tokens cannot be sharded evenly.
+    """Disables sequence parallelism if the ranks do not divide the tokens evenly.
 
     Only layers that are not parallel allow this; other layers raise an error later.
     """
@@ -215,7 +215,9 @@ def indivisible_reason(
 
 
 def _record_repeated(asked, sharding_layout, mesh, x_shape):
-    """Records a fallback if several ranks compute the same rows of x.
+    """Records a fallback if some mesh axes shard neither tokens nor features.
+
+    The ranks along these axes compute the same rows of x.
 
     Args:
         asked: the layout that the caller passed.
@@ -261,7 +263,10 @@ def _sizes(mesh, names):
 
 
 def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
-    """Runs a call with symbolic sizes by plain JAX, which XLA partitions."""
+    """Runs a layer with symbolic sizes by plain JAX operations, without `shard_map`.
+
+    XLA partitions them. The sizes come from `jax.export`.
+    """
     where, other = "inside jax.shard_map", "leave out the method"
     is_explicit = bool(_explicit_axes(mesh))
     if is_explicit:
@@ -352,7 +357,7 @@ _FUSED: dict[tuple[str | None, bool], Callable] = {
 
 
 def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
-    """Runs the layer on this rank's shards."""
+    """Runs the layer on this rank's shards, with the op for its kind of parallelism."""
     parallel, sequence_parallel = (
         sharding_layout.parallel,
         sharding_layout.sequence_parallel,
@@ -378,7 +383,7 @@ def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
 
 
 def nontrivial_axes(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the mesh axes that have more than one rank."""
+    """Returns those of the named mesh axes that have more than one rank."""
     return tuple(name for name in names if mesh.shape[name] > 1)
 
 
@@ -401,7 +406,9 @@ def batch_axes(
 
 
 def _data_axes(sharding_layout, mesh, x_shape):
-    """Returns the mesh axes that can shard the leading axis of an x of this shape.
+    """Returns the data-parallel mesh axes, over which the leading axis of x is sharded.
+
+    They must divide its size, unless the caller has named them.
 
     Explicit axes of one rank are included.
     """
@@ -471,7 +478,7 @@ def _explicit_axes(mesh):
 
 
 def _on_first_replica(main_grad, axes):
-    """Keeps `main_grad` on the first replica and returns zeros on the others.
+    """Returns main_grad on the first replica, and zeros on all other replicas.
 
     main_grad is replicated, so JAX sums its cotangents, the accumulated values, over
     the replicas. The sum must contain the old main_grad only once.

@@ -25,7 +25,7 @@ _IN_OUT = ("in", "out")
 
 
 def resolve_kind(op: str, kind: str | None) -> str:
-    """Returns "column" or "row" for a kind or its alias ("ag", "rs").
+    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
 
     Raises:
         UnknownNameError: if there is no such kind.
@@ -42,7 +42,7 @@ def resolve_kind(op: str, kind: str | None) -> str:
 def kind_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "row" or "column" for a kernel that is sharded over `axis_name`.
+    """Returns "row" or "column", as a kernel's partition spec has it; None if neither.
 
     "row" means that an in dimension is sharded, and "column" an out dimension. The
     result is None if no dimension is sharded over all of `axis_name`.
@@ -59,7 +59,7 @@ def kind_of_spec(
 
 
 def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int | None:
-    """Returns the first dimension that is sharded over all of `axis_name`, or None."""
+    """Returns the first dimension sharded over all axes in `axis_name`, or None."""
     axes = set(axis_tuple(axis_name))
     for dim, entry in enumerate(spec or ()):
         if axes <= set(axis_tuple(entry)):
@@ -143,16 +143,16 @@ class ShardingLayout:
         )
 
     def __getstate__(self):
-        """Returns the fields with portable meshes, for pickling."""
+        """Returns the fields for pickling, with device ids in place of devices."""
         return portable_mesh.pack(vars(self))
 
     def __setstate__(self, state):
-        """Restores the fields, with meshes of this process's devices."""
+        """Restores pickled fields, with meshes of the devices of this process."""
         vars(self).update(portable_mesh.unpack(state))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The tensor-parallel mesh axes."""
+        """Returns the tensor-parallel mesh axes as a tuple."""
         return axis_tuple(self.axis_name)
 
     def _read_axes(self, argument, example, given):
@@ -178,13 +178,13 @@ class ShardingLayout:
 
     @property
     def op(self) -> str:
-        """The layer's name in errors."""
+        """Returns the layer's description that errors begin with."""
         name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
         return f"linear(parallel={shown(self.parallel)}){name}"
 
     @property
     def kernel_spec(self) -> P:
-        """The partition spec of the stored kernel."""
+        """Returns the partition spec of the kernel in its stored layout."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
@@ -194,28 +194,28 @@ class ShardingLayout:
 
     @property
     def fsdp_dim(self) -> int:
-        """The dimension of the stored kernel that is sharded over `fsdp_axes`."""
+        """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
         return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
 
     @property
     def _fsdp_dim(self):
-        """The FSDP dimension of the kernel in [in, out] layout."""
+        """Returns the dimension of a kernel [in, out] that `fsdp_axes` shard."""
         return 1 if self.parallel == "row" else 0
 
     @property
     def bias_spec(self) -> P:
-        """The partition spec of the bias [out]."""
+        """Returns the partition spec of the bias [out]."""
         return P(self.axis_name if self.parallel == "column" else None)
 
     def whole(self) -> "ShardingLayout":
-        """Returns a copy for plain JAX without sharding: any tokens, any mesh."""
+        """Returns a layout that shards nothing, for plain JAX on any mesh."""
         changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
         changes["flags"] = OverlapFlags()
         return dataclasses.replace(self, method="xla", **changes)
 
     @property
     def flagged_method(self) -> FlaggedMethod | str | None:
-        """The method, combined with the flags if any flag is given."""
+        """Returns the method, together with the `ub_*` flags if any is given."""
         if not self.flags.given:
             return self.method
         return FlaggedMethod(self.method, self.flags)
@@ -240,7 +240,7 @@ class ShardingLayout:
         return dataclasses.replace(self, fsdp_axes=names) if others else self
 
     def may_fall_back(self) -> bool:
-        """Returns whether the layer may run as plain JAX.
+        """Returns whether plain JAX operations may replace the engine in this layer.
 
         That is the case if no flag is True and the method is "auto" or "xla".
         """
@@ -250,7 +250,7 @@ class ShardingLayout:
         return chosen in (Method.AUTO, Method.XLA)
 
     def is_local(self) -> bool:
-        """Returns whether arrays are one rank's shards in the current context.
+        """Returns whether the layer's arrays are shards, inside a user's `shard_map`.
 
         That is the case if a tensor-parallel axis or all mesh axes are manual.
         """
@@ -260,7 +260,7 @@ class ShardingLayout:
         return is_own or 0 < len(manual) == len(context.axis_names)
 
     def find_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Returns the mesh of a call on global arrays; None if none is known.
+        """Returns the mesh over which a call's arrays are sharded, or None if unknown.
 
         It is the first of these that exists: the mesh of the enclosing `shard_map`, the
         field `mesh`, the mesh of `jax.set_mesh`, the first concrete mesh of the arrays,
@@ -282,7 +282,7 @@ class ShardingLayout:
         return known if known and mesh == known.abstract_mesh else mesh
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders a sequence with one item per kernel dimension to [in, out]."""
+        """Reorders one item per kernel dimension from stored order to [in, out]."""
         if len(dims) != len(_IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]
@@ -321,7 +321,7 @@ class ShardingLayout:
         return math.prod(mesh.shape[name] for name in self.axes)
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
-        """Rejects a global kernel [in, out] that cannot be sharded evenly."""
+        """Raises an error if the ranks do not divide the features of a kernel."""
         self._check_fsdp(shape[self._fsdp_dim], mesh)
         dim = _SHARDED_DIM.get(self.parallel or "")
         if dim is None:
@@ -355,7 +355,7 @@ class ShardingLayout:
     def check_contraction(
         self, x: jax.Array, kernel: jax.Array, num_in: int = 1
     ) -> None:
-        """Rejects x [..., *in] and kernel [*in, *out] whose in dimensions differ.
+        """Raises an error if x [..., *in] does not fit kernel [*in, *out].
 
         If they are one rank's shards and the numbers of features differ, nothing is
         raised here: the op raises an error that explains the required sharding.
@@ -373,7 +373,9 @@ class ShardingLayout:
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
-        """Rejects a kernel that is sharded over `axis_name` in the wrong dimension.
+        """Raises an error if a kernel's sharding contradicts `parallel`.
+
+        Then it is sharded over `axis_name` in the wrong dimension.
 
         Args:
             spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
@@ -392,7 +394,7 @@ class ShardingLayout:
         )
 
     def _instead_of(self, spec):
-        """Returns the partition spec, for errors, that a kernel should have.
+        """Returns the partition spec that an error tells the user to shard by.
 
         It keeps all axes of `spec` by moving the others to the FSDP dimension.
         """
