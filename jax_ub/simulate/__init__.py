@@ -1,4 +1,4 @@
-"""Simulator of schedules: predicts the time of a call on other hardware."""
+"""Simulates jax_ub's overlap schedules to predict a call's time on other hardware."""
 
 from jax_ub.simulate.hardware import HARDWARE as HARDWARE
 from jax_ub.simulate.hardware import Hardware as Hardware

@@ -1,4 +1,4 @@
-"""Lower bounds of a call's time, and its time without overlap.
+"""Lower bounds of a call's time, and the time of the same call without overlap.
 
 M tokens, K contracting, N output, P ranks; F FLOP/s and B bytes/s per wire direction,
 for bf16:
@@ -19,7 +19,12 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Times of the parts of a call in seconds."""
+    """Times in seconds of the GEMM and of the communication of one call.
+
+    `gemm_s` and `wire_s` assume the machine's full rate and bandwidth. `library_gemm_s`
+    is the time of a vendor library's GEMM and `collective_s` the time of its
+    collective.
+    """
 
     gemm_s: float
     wire_s: float
@@ -28,17 +33,17 @@ class Bounds:
 
     @property
     def ideal_s(self) -> float:
-        """Returns the lower bound: the shorter part is completely hidden."""
+        """Returns a lower bound of the call's time, if GEMM and transfers overlap."""
         return max(self.gemm_s, self.wire_s)
 
     @property
     def serial_s(self) -> float:
-        """Returns the time of the library's GEMM followed by the collective."""
+        """Returns the time without overlap: the library's GEMM, then the collective."""
         return self.library_gemm_s + self.collective_s
 
 
 def bounds(workload: Workload, hardware: Hardware) -> Bounds:
-    """Computes the bounds of one rank, where all ranks run the same workload."""
+    """Computes the bounds of a call's time; all ranks run the same workload."""
     part = hardware.shared_by(workload.num_ranks)
     wire = workload.moved_bytes / part.wire_bytes_per_s
     product = workload.has_product

@@ -1,4 +1,4 @@
-"""Predicts the benefit of overlap on a machine: `python -m jax_ub simulate`."""
+"""Predicts how much overlap would help a model: `python -m jax_ub simulate`."""
 
 import argparse
 import math
@@ -41,7 +41,7 @@ _VARIANT_COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Adds the options of `simulate` to its argument parser."""
     known = ", ".join(machines.HARDWARE)
     parser.add_argument("--tp", type=int, default=8, help="ranks (default: 8)")
     parser.add_argument("--hardware", default="h100", help=f"{known} (default: h100)")
@@ -69,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Prints a line for each layer of the model, their sum, and kernel variants."""
+    """Prints the predicted times of all linear layers of a model on one machine.
+
+    Each layer has a line with its times with and without overlap. A second table
+    compares the variants of the schedules.
+    """
     machine = _machine(given)
     model = models.find(given.model)
     _check(given, model)
@@ -102,7 +106,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def describe(machine: Hardware) -> list[str]:
-    """Describes the machine's parameters in words."""
+    """Returns lines of text that describe the machine's rates and the table's terms."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
     handshake, launch, collective = _us(
         machine.handshake_s, machine.launch_s, machine.collective_s
@@ -122,7 +126,7 @@ def describe(machine: Hardware) -> list[str]:
 
 
 def table(rows: list[tables.LayerRow]) -> list[str]:
-    """Returns the lines of the table of layers in Markdown."""
+    """Returns the lines of the table of predicted times, one for each layer."""
     lines = _head(_COLUMNS)
     for row in rows:
         limits = row.bounds
@@ -155,7 +159,7 @@ def table(rows: list[tables.LayerRow]) -> list[str]:
 
 
 def variant_table(rows: list[variants.VariantRow]) -> list[str]:
-    """Returns the lines of the table of variants in Markdown."""
+    """Returns the lines of the table that compares a schedule with its variants."""
     lines = _head(_VARIANT_COLUMNS)
     for row in rows:
         cells = [

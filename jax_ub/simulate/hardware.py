@@ -1,4 +1,4 @@
-"""Hardware parameters of the cost model: rates and latencies.
+"""Defines the machines of the simulator: their rates, bandwidths and latencies.
 
 Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
 (power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
@@ -21,7 +21,9 @@ _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Parameters of one machine. Rates are per GPU, or of a host that all ranks share.
+    """Rates and latencies of one machine, the parameters of the simulator's cost model.
+
+    Rates are for each GPU, or for a host's CPU cores that all ranks share.
 
     Attributes:
         name: name on the command line.
@@ -55,22 +57,25 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Returns whether the ranks share the cores of one host."""
+        """Returns whether ranks run on a host's CPU cores, which they share."""
         return self.processors == 0
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Returns the bandwidth of one rank's puts."""
+        """Returns the bandwidth that one rank reaches when it sends to a peer."""
         return self.wire_bytes_per_s * self.wire_share
 
     def flops_of(self, itemsize: int) -> float:
-        """Returns one rank's GEMM rate for elements of `itemsize` bytes."""
+        """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
         if itemsize == 4 and self.flops_f32_per_s is not None:
             return self.flops_f32_per_s
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
 
     def shared_by(self, num_ranks: int) -> "Hardware":
-        """Returns one rank's resources: a whole GPU, or 1 / num_ranks of the host."""
+        """Returns one rank's hardware: a whole GPU, or its share of the host.
+
+        On a host, each rank has 1 / num_ranks of the rates.
+        """
         if not self.is_host:
             return self
         f32 = self.flops_f32_per_s
@@ -99,7 +104,9 @@ def host(
     flops_f32_per_s: float | None = None,
     name: str = "cpu",
 ) -> Hardware:
-    """Returns a host whose ranks share its cores, with rates that were measured on it.
+    """Returns a machine whose ranks share the CPU cores of one host.
+
+    The rates are measured on that host.
 
     Args:
         flops_per_s: bf16 GEMM rate of all cores together.
@@ -137,7 +144,7 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine of this name.
+    """Returns the machine of this name; a `Hardware` object is returned unchanged.
 
     Raises:
         UnknownNameError: if no machine has this name; suggests the nearest name.

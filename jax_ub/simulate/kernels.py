@@ -1,4 +1,4 @@
-"""Groups the chunks that a GPU multiplies in one kernel."""
+"""Groups the chunks of a schedule that a GPU multiplies in one GEMM kernel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One split of a chunk that a product multiplies."""
+    """A part of a GEMM kernel's rows: one split of the rows of one rank (a chunk).
+
+    `payload` is what was communicated before, such as "operand".
+    """
 
     payload: str
     chunk: int
@@ -19,12 +22,13 @@ class Piece:
 def kernels_of(
     own: int, steps: Sequence[Step], workload: Workload, aggregate: int
 ) -> dict[int, list[Piece] | None]:
-    """Returns the products that each step's kernel computes, by the step's index.
+    """Returns the rows that each step's GEMM kernel multiplies, by index of the step.
 
-    Up to `aggregate` consecutive chunks of peers form one kernel; the rank's own chunk
-    is a separate kernel. A gather launches the kernel at the last of its chunks, which
-    has to arrive first. For partial sums, the kernel is launched at the first of them,
-    and they are sent when it has finished. The value of the other steps is None.
+    Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
+    rank's own chunk has a separate kernel. If operands are gathered, the kernel is
+    launched at the last of its chunks, when all have arrived. If partial sums are sent,
+    it is launched at the first chunk, and the sums are sent when it has finished. The
+    value is None for other steps of such a group.
     """
     kernels: dict[int, list[Piece] | None] = {}
     group: list[int] = []

@@ -1,4 +1,4 @@
-"""Linear layers of transformer models, as the simulator's tables show them."""
+"""Sizes of the linear layers of well-known transformer models, for the simulator."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from jax_ub.errors import UnknownNameError, nearest, shown
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A linear layer: the op of its forward pass and its global sizes."""
+    """A linear layer of a transformer model: its forward op and global sizes [K, N]."""
 
     name: str
     op: str
@@ -17,13 +17,16 @@ class Layer:
 
     @property
     def short_op(self) -> str:
-        """Returns the abbreviation of the collective in tables, "ag" or "rs"."""
+        """Returns the abbreviation of the op's collective for tables, "ag" or "rs"."""
         return "ag" if self.op == "all_gather_matmul" else "rs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The four linear layers of a transformer layer, in order of the forward pass."""
+    """A transformer model: the four linear layers of each of its transformer layers.
+
+    The linear layers are in the order of the forward pass.
+    """
 
     name: str
     layers: tuple[Layer, ...]
@@ -44,7 +47,7 @@ class Model:
 
 
 def transformer(name: str, hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> Model:
-    """Returns the linear layers of a transformer layer.
+    """Returns a model with the linear layers "qkv", "proj", "fc1" and "fc2".
 
     Args:
         name: name of the model.

@@ -1,4 +1,4 @@
-"""Searches the options of a method's schedule for the fastest replay."""
+"""Searches the options of a method's schedule for the fastest simulated time."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,8 @@ from jax_ub.simulate.replay import PlanOptions, replay
 from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 
-# Default schedules on GPUs: rings for gathers, row blocks for partial sums.
+# Methods that "auto" selects on GPUs: a ring of copies for gathered operands, and a
+# pipeline of row blocks for partial sums.
 _METHODS = {
     "all_gather_matmul": "ring_exchange",
     "matmul_reduce_scatter": "pipeline",
@@ -26,7 +27,7 @@ MIN_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A schedule with its options, and the seconds that its replay takes."""
+    """A schedule with its options, and the seconds that it takes in the simulator."""
 
     method: str
     knobs: PlanOptions
@@ -35,18 +36,28 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """Returns the options as in tables: b row blocks, a chunks, s streams."""
+        """Returns the options in the short format of tables, such as "b4a1s2".
+
+        b is the number of row blocks, a the chunks per kernel, s the streams.
+        """
         blocks = "" if self.method == "ring_exchange" else f"b{self.knobs.num_splits}"
         return f"{blocks}a{self.knobs.aggregate}s{self.knobs.streams}"
 
 
 def default_method(op: str, hardware: Hardware) -> str:
-    """Returns the method of "auto": in-place reads on a host, copy engines on GPUs."""
+    """Returns the method that "auto" selects for an op on this machine.
+
+    On a host, operands are read in place from the peers' memory. On GPUs, copy engines
+    transfer chunks in a ring or, for partial sums, in row blocks.
+    """
     return "direct" if hardware.is_host else _METHODS.get(op, "pipeline")
 
 
 def in_one_exchange(workload: Workload, hardware: Hardware) -> bool:
-    """Returns whether "auto" uses a one-shot all-reduce: few tokens, on a GPU."""
+    """Returns whether "auto" selects a one-shot all-reduce, as for few tokens on a GPU.
+
+    In a one-shot all-reduce, each rank sends its partial sums to all peers at once.
+    """
     sums = workload.op.endswith("all_reduce") and workload.num_ranks > 1
     few = workload.one_shot_bytes <= ONE_SHOT_BYTES
     return sums and few and not hardware.is_host
@@ -58,7 +69,7 @@ def best(
     method: str | None = None,
     variant: Variant | None = None,
 ) -> Plan:
-    """Replays all reasonable options and returns the fastest plan.
+    """Simulates all reasonable options of a method's schedule and returns the fastest.
 
     Args:
         workload: the op and its sizes.
@@ -94,7 +105,10 @@ def timeline(
     every_rank: bool = False,
     variant: Variant = Variant.PLAIN,
 ) -> Timeline:
-    """Replays the schedule of rank 0, which represents all ranks, or of every rank."""
+    """Simulates a schedule with the given options and returns the times of all steps.
+
+    It simulates rank 0, which represents all ranks, unless `every_rank` is set.
+    """
     which = schedules.every_rank if every_rank else schedules.first_rank
     ranks, splits = workload.num_ranks, knobs.num_splits
     steps = which(workload.op, method, ranks, splits, variant.value)

@@ -17,7 +17,10 @@ _US = 1e6
 def draw(
     rows: Sequence[LayerRow], shown: LayerRow, machine: Hardware, path: pathlib.Path
 ) -> None:
-    """Writes a PNG with the times of all layers and rank 0's timeline in `shown`."""
+    """Writes a PNG with bars of all layers' times and the timeline of one layer.
+
+    The timeline shows rank 0 in the layer of the row `shown`.
+    """
     pyplot = pictures.load_pyplot("simulate: --png")
     figure, (bars, lanes) = pyplot.subplots(
         2,

@@ -1,4 +1,4 @@
-"""Predicts the time of one call with the cost model."""
+"""Predicts the time of one call with the simulator's cost model."""
 
 import dataclasses
 
@@ -15,20 +15,21 @@ from jax_ub.simulate.tiles import library_seconds
 from jax_ub.simulate.workload import PRODUCTS, Workload
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Ops with a local GEMM and an independent collective of the layer's x, by op.
+# Ops that run a local GEMM and a collective that does not depend on it. The value is
+# the collective, which communicates the layer's x.
 _COMPANIONS = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
     "wgrad": "all_gather",
 }
-# Methods that let the engine choose a schedule, for ops without and with a GEMM.
+# Methods with which the engine chooses the schedule, by whether the op has a GEMM.
 _CHOOSING = {False: (Method.AUTO, Method.DIRECT), True: (Method.AUTO,)}
 OPS = (*PRODUCTS, *_COLLECTIVES, *_COMPANIONS, "matmul")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The model's prediction for one call; times in seconds, for one rank.
+    """The predicted times of one call for one rank, in seconds, and the bytes it sends.
 
     Attributes:
         op: the op.
@@ -55,7 +56,7 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        """Returns the time of the call minus the time of its GEMM."""
+        """Returns the predicted time of the call beyond the time of its GEMM."""
         return self.seconds - self.gemm_s
 
 
@@ -168,7 +169,7 @@ def _schedule_name(work, method, machine):
 
 
 def _beside(op, method, sizes, itemsize, machine):
-    """Predicts a local GEMM with a collective that does not depend on it."""
+    """Predicts a local GEMM with a concurrent collective that does not depend on it."""
     M, K, N, P = sizes
     local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
     part = machine.shared_by(P)

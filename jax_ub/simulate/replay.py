@@ -1,4 +1,6 @@
-"""Replays the engine's schedules with a cost model, which times every step.
+"""Simulates the engine's schedules: computes when each rank starts and ends its steps.
+
+The duration of a step is given by a cost model of the hardware.
 
 A GPU rank has several lanes: its multiprocessors, a copy engine, and a kernel that
 sums. A step starts as soon as its inputs are available and its lane is free. A wait
@@ -26,7 +28,7 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """Options that a plan chooses.
+    """Options of a schedule that the simulator varies to find the fastest plan.
 
     Attributes:
         num_splits: number of splits of a rank's rows, as in the schedule.
@@ -45,7 +47,7 @@ def replay(
     hardware: Hardware,
     knobs: PlanOptions,
 ) -> Timeline:
-    """Runs the schedules until every rank has finished.
+    """Simulates schedules step by step; returns start and end times of all steps.
 
     Args:
         schedules: the steps of every rank. The steps of a single rank represent all
@@ -71,7 +73,11 @@ def replay(
 
 
 class _Flags:
-    """Times at which slots were filled and released, by (kind, owner, slot)."""
+    """Times at which ranks fill and release the slots of communication memory.
+
+    The key is (kind, owner, slot). If one rank represents all ranks (`mirrored`), the
+    owner is always rank 0.
+    """
 
     def __init__(self, *, mirrored: bool):
         self._mirrored = mirrored
@@ -85,7 +91,10 @@ class _Flags:
 
 
 class _Rank:
-    """The state of one rank in its schedule."""
+    """The simulated state of one rank: its next step, its clock and its busy lanes.
+
+    A lane is a resource that runs one step at a time, such as a copy engine.
+    """
 
     def __init__(
         self,
@@ -125,7 +134,7 @@ class _Rank:
         return self._next < len(self._steps)
 
     def advance(self) -> bool:
-        """Runs steps until one has to wait; returns whether any step was run."""
+        """Simulates steps until one must wait for a peer; returns whether any ran."""
         before = self._next
         while self.pending and self._take(self._next, self._steps[self._next]):
             self._next += 1
@@ -143,8 +152,8 @@ class _Rank:
         return True
 
     def _wait_free(self, step):
-        # The replay is a communicator's first call, which finds all slots free. Only
-        # operands that are read in place must be released by the peer first.
+        # The simulated call is the first of its communicator, so all slots are free.
+        # Operands that peers read in place may be overwritten after the peer's release.
         if step.slot not in self._published:
             return True
         released = self._flags.time("released", step.peer, step.slot)
@@ -198,7 +207,8 @@ class _Rank:
         return self._workload.M if step.chunk == ALL_CHUNKS else self._rows
 
     def _first_put_s(self):
-        # A GPU first copies its shard into memory that peers can read, and signals it.
+        # A GPU first copies its shard into memory that peers can read, and signals
+        # that the data is ready. A host's operands are readable from the start.
         if self._hardware.is_host:
             return 0.0
         shard = self._workload.wire_bytes(

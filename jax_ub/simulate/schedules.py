@@ -1,4 +1,7 @@
-"""The engine's schedules, and a change of their order on GPUs."""
+"""Loads the engine's schedules, and changes the order of their steps for GPUs.
+
+A schedule is the list of steps that a rank runs in an overlapped call.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +13,12 @@ ALL_CHUNKS = -1
 
 
 class Step(Protocol):
-    """A step of a schedule, as `jax_ub._cpu` returns it."""
+    """One step of a rank's schedule, such as to multiply a chunk or send it to a peer.
+
+    `jax_ub._cpu` returns objects of this interface. `kind` is the action, such as
+    "multiply", "put", "wait" or "reduce". `payload` is what it transfers: "operand",
+    "partial" or "sum".
+    """
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -37,7 +45,7 @@ def steps_of(
     num_splits: int,
     variant: str = "plain",
 ) -> tuple[Step, ...]:
-    """Returns a rank's steps in the engine's schedule."""
+    """Returns one rank's steps in the engine's schedule of an op and method."""
     schedule = engine.load().schedule
     return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
 
@@ -45,7 +53,7 @@ def steps_of(
 def every_rank(
     op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
-    """Returns the steps of all ranks, indexed by rank."""
+    """Returns the steps of the engine's schedule for all ranks, indexed by rank."""
     return [
         steps_of(op, method, rank, num_ranks, num_splits, variant)
         for rank in range(num_ranks)
@@ -55,16 +63,16 @@ def every_rank(
 def first_rank(
     op: str, method: str, num_ranks: int, num_splits: int, variant: str = "plain"
 ) -> list[tuple[Step, ...]]:
-    """Returns the steps of rank 0 only, which represents all ranks."""
+    """Returns a list with the steps of rank 0 only, which represents all ranks."""
     return [steps_of(op, method, 0, num_ranks, num_splits, variant)]
 
 
 def sums_at_once(steps: Sequence[Step]) -> list[Step]:
-    """Moves the puts of each sum directly behind the step that computes it.
+    """Reorders a schedule's steps, so that each sum is sent right after it is computed.
 
-    The engine's schedule puts all sums at the end, because a rank that runs one step at
-    a time gains nothing from the other order. With a copy engine, the sums of one block
-    are sent while the next block is multiplied.
+    The engine's schedule sends all sums at the end, because a rank that runs one step
+    at a time gains nothing from the other order. With a copy engine, the sums of one
+    block are sent while the next block is multiplied.
     """
     sums = [step for step in steps if step.kind == "put" and step.payload == "sum"]
     own = [step for step in sums if step.chunk == _owner(sums)]

@@ -1,4 +1,4 @@
-"""Rows of the simulator's tables: linear layers and their totals."""
+"""Computes the rows of the simulator's table of linear layers, and their totals."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,7 +13,11 @@ from jax_ub.simulate.workload import Workload
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """The forward pass of one linear layer on P ranks; times in seconds."""
+    """The predicted forward pass of a linear layer on several ranks; times in seconds.
+
+    `bounds` has the times without overlap and with perfect overlap. `plan` is the
+    fastest schedule that the simulator found.
+    """
 
     model: str
     layer: Layer
@@ -24,32 +28,35 @@ class LayerRow:
 
     @property
     def plan_s(self) -> float:
-        """Returns the plan's time, at least the GEMM's time at the power limit."""
+        """Returns the time of the plan, but at least the time of the GEMM.
+
+        A GEMM cannot be faster than the rate that the GPU's power limit allows.
+        """
         return max(self.plan.seconds, self.bounds.gemm_s)
 
     @property
     def speedup(self) -> float:
-        """Returns the speed-up over the library's GEMM followed by the collective."""
+        """Returns the plan's speed-up over a library's GEMM and then a collective."""
         return self.bounds.serial_s / self.plan_s
 
     @property
     def limit(self) -> float:
-        """Returns the largest possible speed-up of any schedule."""
+        """Returns the speed-up with perfect overlap, the largest possible one."""
         return self.bounds.serial_s / self.bounds.ideal_s
 
     @property
     def share_of_ideal(self) -> float:
-        """Returns the ideal time divided by the plan's time, at most 1."""
+        """Returns the time with perfect overlap divided by the plan's, at most 1."""
         return self.bounds.ideal_s / self.plan_s
 
     @property
     def hidden(self) -> float:
-        """Returns the share of the collective's time that the plan hides."""
+        """Returns the share of the collective's time that the plan saves by overlap."""
         saved = self.bounds.serial_s - self.plan_s
         return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Returns all figures as JSON types, with times in microseconds."""
+        """Returns the row's figures as JSON types, with times in microseconds."""
         return {
             "model": self.model,
             "layer": self.layer.name,
@@ -73,14 +80,14 @@ class LayerRow:
 
 
 def workload_of(layer: Layer, M: int, num_ranks: int) -> Workload:
-    """Returns the forward pass of a layer in bf16."""
+    """Returns the workload of a layer's forward pass in bf16, for the simulator."""
     return Workload(layer.op, M, layer.K, layer.N, num_ranks)
 
 
 def layer_row(
     model: Model, layer: Layer, M: int, num_ranks: int, machine: Hardware
 ) -> LayerRow:
-    """Computes the bounds and the best plan of one layer."""
+    """Simulates a linear layer's forward pass and returns its row of the table."""
     workload = workload_of(layer, M, num_ranks)
     return LayerRow(
         model.name,
@@ -94,7 +101,7 @@ def layer_row(
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Total times of the linear layers of a transformer layer in seconds."""
+    """Sums of the times of all linear layers of a transformer layer, in seconds."""
 
     serial_s: float
     ideal_s: float
@@ -102,7 +109,7 @@ class Total:
 
 
 def total(rows: Iterable[LayerRow]) -> Total:
-    """Sums the times of all rows."""
+    """Returns the sums of the times of all rows."""
     rows = list(rows)
     return Total(
         sum(row.bounds.serial_s for row in rows),

@@ -1,4 +1,4 @@
-"""Time of a GEMM on a GPU: its tiles, scheduled on the multiprocessors.
+"""Models the time of a GEMM on a GPU: its tiles, scheduled on the multiprocessors.
 
 A kernel of t tiles on s multiprocessors takes ceil(t / s) waves. Kernels of several
 streams share the multiprocessors: a tile of a later kernel starts as soon as a
@@ -26,13 +26,13 @@ _TILES = (
 )
 # `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192.
 _ANCHOR = 8192
-# Kernels of more waves are scheduled in groups of tiles to save simulation time.
+# A kernel of more waves than this is simulated in groups of tiles, to save time.
 _WAVES = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """The sizes of one product, `[m, k]` times `[k, n]`."""
+    """The sizes of a local GEMM that multiplies [m, k] by [k, n]."""
 
     m: int
     n: int
@@ -46,7 +46,10 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tile size that is the fastest for a product that runs alone."""
+    """The fastest tile size for a GEMM that runs alone on a GPU, and its time.
+
+    The GEMM has `num_tiles` tiles of `tile_s` seconds each.
+    """
 
     seconds: float
     num_tiles: int
@@ -54,7 +57,10 @@ class Tiling:
 
 
 def processor_flops(hardware: Hardware, itemsize: int) -> float:
-    """Returns the FLOP/s of a multiprocessor; 8192^3 then takes its measured time."""
+    """Returns the modeled FLOP/s of one multiprocessor of a GPU.
+
+    The rate is chosen so that a GEMM with M = K = N = 8192 takes its measured time.
+    """
     tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
     waves = math.ceil(tiles / hardware.processors)
     filled = tiles / (waves * hardware.processors)
@@ -63,7 +69,7 @@ def processor_flops(hardware: Hardware, itemsize: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> Tiling:
-    """Returns the fastest tiling of a product that runs alone on `processors`."""
+    """Returns the fastest tile size for a GEMM alone on `processors` processors."""
     rate = processor_flops(hardware, itemsize)
     candidates = []
     for rows, columns, efficiency in _TILES:
@@ -74,7 +80,10 @@ def tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> Tili
 
 
 def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
-    """Returns the time of the library's GEMM, at least its time at the power limit."""
+    """Returns the seconds of a vendor library's GEMM on this hardware.
+
+    On a GPU, it is at least the time that the power limit allows.
+    """
     if hardware.is_host:
         return gemm.flops / hardware.flops_of(itemsize)
     whole = tile(hardware, gemm, hardware.processors, itemsize).seconds
@@ -82,12 +91,15 @@ def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
 
 
 class Processors:
-    """The multiprocessors of one rank, and the streams that kernels are launched on."""
+    """Simulates the multiprocessors of one GPU and the streams that launch kernels."""
 
     def __init__(
         self, hardware: Hardware, streams: int, itemsize: int, count: int | None = None
     ):
-        """Starts idle at time 0. `count` defaults to all but the reserved ones."""
+        """Creates idle multiprocessors at time 0.
+
+        `count` defaults to all multiprocessors without the reserved ones.
+        """
         self._hardware = hardware
         self._itemsize = itemsize
         own = hardware.processors - hardware.reserved_processors
@@ -97,7 +109,10 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Launches a kernel on the next stream; returns its start and end times."""
+        """Simulates a kernel on the next stream; returns its start and end times.
+
+        `available` is the time at which its operands are available.
+        """
         stream = self._issued % len(self._streams)
         self._issued += 1
         start = max(available, self._streams[stream]) + self._hardware.launch_s

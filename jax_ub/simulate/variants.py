@@ -1,4 +1,4 @@
-"""Rows of the simulator's table of schedule variants."""
+"""Computes the simulator's table of variants: other schedules of the same method."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,11 @@ _TOKENS = (1, 4, 16, 64, 256)
 
 @dataclasses.dataclass(frozen=True)
 class VariantRow:
-    """Times of a layer's plain schedule and of a variant in seconds."""
+    """Predicted times of a layer's plain schedule and of a variant, in seconds.
+
+    A variant is another schedule of the same method, such as a one-shot all-reduce,
+    where each rank sends its partial sums to all peers at once.
+    """
 
     layer: Layer
     op: str
@@ -34,11 +38,11 @@ class VariantRow:
 
     @property
     def speedup(self) -> float:
-        """Returns the speed-up of the variant over the plain schedule."""
+        """Returns how many times as fast the variant is as the plain schedule."""
         return self.plain_s / self.variant_s
 
     def as_json(self) -> dict[str, object]:
-        """Returns all figures as JSON types, with times in microseconds."""
+        """Returns the row's figures as JSON types, with times in microseconds."""
         return {
             "layer": self.layer.name,
             "op": self.op,
@@ -53,7 +57,10 @@ class VariantRow:
 
 
 def rows(model: Model, M: int, num_ranks: int, machine: Hardware) -> list[VariantRow]:
-    """Returns the layers' variants; row layers include all-reduces of few tokens."""
+    """Simulates the variants of all layers' schedules and returns a row for each.
+
+    Row-parallel layers also have rows for all-reduces of few tokens.
+    """
     return [row for layer in model.layers for row in _of(layer, M, num_ranks, machine)]
 
 

@@ -1,4 +1,4 @@
-"""Sizes of an op: the GEMM and the bytes behind each step of a schedule."""
+"""Sizes of a simulated op: its GEMM, and the bytes that each step communicates."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One op at global sizes.
+    """An op that the simulator runs, with its global sizes and element sizes.
 
     Attributes:
         op: name of the op in the engine's schedules.
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def gathers(self) -> bool:
-        """Returns whether operands are communicated, not partial sums."""
+        """Returns whether the op gathers operands instead of reducing partial sums."""
         return self.op in GATHERS
 
     @property
@@ -42,37 +42,40 @@ class Workload:
 
     @property
     def gemm(self) -> Gemm:
-        """Returns the complete GEMM of one rank."""
+        """Returns the sizes of one rank's whole GEMM."""
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)
 
     def gemm_of(self, num_rows: int) -> Gemm:
-        """Returns the GEMM of one rank, restricted to `num_rows` rows."""
+        """Returns the sizes of one rank's GEMM, restricted to `num_rows` rows."""
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def piece_rows(self, num_splits: int) -> int:
-        """Returns the number of rows in one split of a rank's chunk."""
+        """Returns the rows of one of `num_splits` splits of a rank's chunk."""
         return self.M // self.num_ranks // num_splits
 
     @property
     def features(self) -> int:
-        """Returns the number of columns of the communicated tensor."""
+        """Returns the number of columns of the array that is communicated."""
         return self.K if self.gathers else self.N
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
-        """Returns the bytes of a put of `num_rows` rows."""
+        """Returns the bytes that a rank sends to a peer for `num_rows` rows."""
         size = self.partial_itemsize if payload == "partial" else self.itemsize
         return num_rows * self.features * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the bytes read and written to sum the partial sums of all ranks."""
+        """Returns the bytes read and written to sum all ranks' partial sums."""
         parts = self.num_ranks * self.partial_itemsize + self.itemsize
         return num_rows * self.N * parts
 
     @property
     def one_shot_bytes(self) -> int:
-        """Returns the bytes a rank sends in a one-shot all-reduce: all to each peer."""
+        """Returns the bytes that a rank sends in a one-shot all-reduce.
+
+        Each rank sends all of its partial sums to every peer.
+        """
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     @property
