@@ -34,7 +34,7 @@ _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command of `python -m jax_ub`, such as `doctor` or `bench`.
 
     Returns:
         The exit status: 0 for success, 1 if the doctor found a fault, 2 for invalid
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush(status):
-    """Flushes stdout, which is where a closed pipe or full disk is noticed."""
+    """Flushes stdout, so that a closed pipe or a full disk is reported before exit."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:

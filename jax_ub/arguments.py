@@ -1,4 +1,4 @@
-"""Checks the options of layers and operations, by option name.
+"""Checks options that many layers share, such as `dtype` and `kernel_init`.
 
 Arrays and sizes are checked in `shapes`; methods and mesh axes are checked where they
 are used.
@@ -19,7 +19,9 @@ from jax_ub.errors import (
 
 
 def check(op: str, **options: Any) -> None:
-    """Checks each option whose name is in the table `_CHECKS`; ignores the others.
+    """Checks the options of a layer or an op, each by the rule for its name.
+
+    Options without a rule in `_CHECKS` are ignored.
 
     Raises:
         ShapeContractError: if an option has the wrong type or is out of range.
@@ -81,7 +83,7 @@ def check_rngs(op: str, name: str, value: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Calls a layer's `promote_dtype` and checks its results.
+    """Calls a layer's `promote_dtype` function, and checks the arrays it returns.
 
     Args:
         op: the layer's name, for errors.

@@ -1,4 +1,4 @@
-"""The exceptions of jax_ub. Each message has the op, the argument, its value and a fix.
+"""The exceptions of jax_ub. Messages name the op, the argument, its value and a fix.
 
 Subclasses of ValueError mean that a call is wrong. Subclasses of NotImplementedError
 mean that it is correct but not supported here.
@@ -30,7 +30,7 @@ class UnknownArgumentError(UnknownNameError, TypeError):
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
-    """`get_ub` was called with the name of no overlap."""
+    """`get_ub` was called with a name that no overlap has."""
 
     __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
 
@@ -70,7 +70,7 @@ _LONGEST_VALUE = 200
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a value for an error message, of at most 200 characters.
+    """Returns the repr of a value for an error message, cut to 200 characters.
 
     It never raises, although the repr of an arbitrary object may fail or recurse.
     """
@@ -84,7 +84,7 @@ def shown(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns a hint for errors: the known name closest to `name`, and all names."""
+    """Returns a hint for an error: the known name closest to `name`, and all names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     meant = f"Did you mean {close[0]!r}? " if close else ""
@@ -97,19 +97,19 @@ _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts an error of the engine, or returns None if it is not the engine's."""
+    """Converts an exception of the C++ engine to jax_ub's; None if it is another."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
 
 def of_failure(text: str) -> CommunicatorError:
-    """Returns the exception for a communicator's failure with the engine's message."""
+    """Returns the jax_ub exception for a communicator's failure message."""
     return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Converts the engine's run-time errors to `CommunicatorError` inside the block.
+    """Converts run-time errors of the C++ engine in the block to `CommunicatorError`.
 
     XLA reports all failures of a program as `jax.errors.JaxRuntimeError`, when the
     caller waits for its results:

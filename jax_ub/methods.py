@@ -1,4 +1,4 @@
-"""`Method`: the ways to overlap GEMM and communication; and the record of fallbacks."""
+"""`Method`: the ways to overlap GEMM and communication. Also records fallbacks."""
 
 import collections
 import contextlib
@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether a gathered operand exists in memory, so that it can be reused.
+        """Whether the method stores all-gathered rows, so that they can be reused.
 
         The other methods read it directly from the peers' memory at each use.
         """
@@ -45,7 +45,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """The method of a GEMM that depends on the communication.
+        """Returns the method for a GEMM whose operand or result is communicated.
 
         `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
         """
@@ -53,12 +53,12 @@ class Method(enum.Enum):
 
     @property
     def code(self) -> int:
-        """The engine's number of the method."""
+        """Returns the number by which the C++ engine knows the method."""
         return _CODES[self]
 
 
 class Variant(enum.Enum):
-    """A variant of a method's schedule.
+    """A variant of the order in which a method sends chunks and runs GEMMs.
 
     `AGGREGATE` multiplies the chunks of two ranks in one GEMM, in a ring all-gather.
     `OVERLAP_FIRST_GEMM` sends a split of a pipelined reduce-scatter after the GEMM of
@@ -73,7 +73,7 @@ class Variant(enum.Enum):
 
     @property
     def code(self) -> int:
-        """The engine's number of the variant."""
+        """Returns the number by which the C++ engine knows the variant."""
         return list(Variant).index(self)
 
 
@@ -98,7 +98,7 @@ _CODES = {
 
 
 def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:
-    """Returns the method that an argument or the environment names.
+    """Returns the method that the user has chosen, by argument or environment.
 
     Args:
         op: the op's name, for errors.
@@ -150,7 +150,7 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that became plain `jax.lax`, or whose work several ranks repeat.
+    """A call that ran as plain `jax.lax`, or that several ranks compute redundantly.
 
     Attributes:
         label: the call's name.
@@ -166,13 +166,13 @@ _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Adds a call to the record that `fallbacks` returns."""
+    """Adds a call, and why it fell back, to the list that `fallbacks` returns."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
 @contextlib.contextmanager
 def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Records the fallback of a call that is traced in the block.
+    """Records that plain JAX replaces an op that is traced in the `with` block.
 
     The block is in a name scope that contains label and reason, so that a jaxpr or
     compiled text shows its fallbacks by itself. `called_instead` reads the scope.
@@ -183,7 +183,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def called_instead(scope: str) -> Fallback | None:
-    """Returns the call and reason in a name scope of `falling_back`, or None."""
+    """Returns the fallback that a name scope from `falling_back` records, or None."""
     return _decode("fallback", scope)
 
 
@@ -195,7 +195,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks the work that is traced in the block as repeated by several ranks.
+    """Marks operations traced in the `with` block as repeated by several ranks.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.
@@ -209,17 +209,17 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why several ranks repeat the work being traced; empty if they do not."""
+    """Returns why several ranks repeat the operations being traced, or ""."""
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns the layer and reason in a name scope of `replicating`, or None."""
+    """Returns the layer and reason that a name scope of `replicating` has, or None."""
     return _decode("replicated", scope)
 
 
 def is_mark(scope: str) -> bool:
-    """Returns whether a name scope was set by this module, not by the user."""
+    """Returns whether a name scope comes from this module rather than from the user."""
     return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
 
 

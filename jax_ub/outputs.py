@@ -1,4 +1,4 @@
-"""Checks of the output files of commands, made before a command runs."""
+"""Checks and writes the output files of `python -m jax_ub` commands."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ class InputError(UbError, OSError):
 
 
 def output_path(text: str) -> pathlib.Path:
-    """Parses an option whose value is the path of an output file.
+    """Checks that a command-line option names a file that can be written.
 
     Raises:
         argparse.ArgumentTypeError: if the path is a folder, if its folder does not
@@ -52,7 +52,7 @@ def output_path(text: str) -> pathlib.Path:
 
 
 def picture_path(text: str) -> pathlib.Path:
-    """Parses an option whose value is the path of an image to write.
+    """Checks that a command-line option names an image file that can be written.
 
     The suffix selects the format: .png, .pdf or .svg.
 

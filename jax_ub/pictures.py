@@ -1,4 +1,4 @@
-"""Matplotlib set-up and colours that all plots of the library share."""
+"""Matplotlib settings and colours that all plots of the library share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +43,7 @@ def load_pyplot(option: str) -> Any:
 
 
 def tidy(axes: Any) -> None:
-    """Removes a panel's frame except the time axis, and adds a vertical grid."""
+    """Removes the frame of a plot except its time axis, and adds a vertical grid."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
@@ -53,7 +53,7 @@ def tidy(axes: Any) -> None:
 
 
 def legend(axes: Any, names: Mapping[str, str]) -> None:
-    """Adds a one-line legend above a panel, on the right.
+    """Adds a legend of one line above the right end of a plot.
 
     Args:
         axes: the panel.

@@ -1,4 +1,4 @@
-"""The building blocks of all ops in plain `jax.lax`.
+"""Plain `jax.lax` implementations of GEMMs and collectives, with sums in f32.
 
 `Method.XLA` runs them, the tests use them as oracle and the benchmarks as baseline.
 Each dot is written in the fastest form known for XLA:CPU. Partial results are summed in
@@ -19,7 +19,7 @@ Axis = str | tuple[str, ...]
 
 
 def sum_dtype(dtype) -> np.dtype:
-    """Returns the dtype of sums of values of `dtype`: f64 for f64, else f32."""
+    """Returns the dtype in which values of `dtype` are summed: f32, or f64 for f64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -77,7 +77,7 @@ def dots(
 
 
 def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
-    """Adds the addends that are not None to the f32 array y, then rounds once."""
+    """Adds bias, residual and other addends to f32 sums y, and rounds once."""
     for addend in addends:
         if addend is not None:
             y = y + with_rank(addend.astype(sum_dtype(y.dtype)), y.ndim)

@@ -1,4 +1,4 @@
-"""Checks of shapes, dtypes and scalar arguments, made when a call is traced.
+"""Checks shapes, dtypes and scalar arguments of ops while they are traced.
 
 Of arrays and avals the checks read `shape` and `dtype` only. Each check raises
 `ShapeContractError`, or `UnknownNameError` for a flag, with the op, value and fix.
@@ -62,7 +62,7 @@ def dtype_of(value) -> np.dtype | None:
 
 
 def check_key(op: str, name: str, value) -> None:
-    """Rejects a value that is not a key of `jax.random`, typed or uint32."""
+    """Raises an error unless a value is a key of `jax.random`, typed or uint32."""
     is_key = is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
     if isinstance(value, jax.Array) and value.ndim == 0:
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -74,7 +74,7 @@ def check_key(op: str, name: str, value) -> None:
 
 
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
-    """Rejects the result of an initializer if it is not an array of `shape`."""
+    """Raises an error unless an initializer returned an array of `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
@@ -181,7 +181,7 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 def check_operands(
     op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
 ) -> None:
-    """Checks the operands of a GEMM, except that their sizes match.
+    """Checks ranks and dtypes of x and w of a GEMM, but not that K is the same.
 
     Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
     must be a matrix.

@@ -24,7 +24,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Returns the quantization modes for which to create overlaps.
+    """Returns the quantization modes of operands for which overlaps are created.
 
     Args:
         use_fp8: the argument `use_fp8`.
@@ -65,7 +65,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 
 def refuse_fp8(given: str, fix: str) -> None:
-    """Raises the error for FP8 buffers, which no call can use yet.
+    """Raises the error that FP8 communication buffers are not supported yet.
 
     Args:
         given: the argument and its value, for the error.
@@ -81,7 +81,7 @@ def refuse_fp8(given: str, fix: str) -> None:
 
 
 def read_size(name: str, value: Any) -> int:
-    """Returns `value` as an int, after checking that it is an integer of at least 1."""
+    """Checks that a size is an integer of at least 1, and returns it as an int."""
     if not shapes.is_integer(value):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {shown(value)} is a {type(value).__name__}, not "
@@ -95,7 +95,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """Returns the capacity `(T, H)`: the tokens of all ranks, and the features."""
+    """Checks the capacity `(T, H)`: the tokens of all ranks, and the features."""
     if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
             f"initialize_ub: shape = {shown(shape)} is not [T, H], the tokens of all "
@@ -111,7 +111,7 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 
 def read_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype of unquantized operands, one of f32, bf16 and f16."""
+    """Returns the dtype of unquantized operands; raises unless f32, bf16 or f16."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -125,7 +125,7 @@ def read_dtype(dtype: Any) -> np.dtype:
 
 
 def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
-    """Returns the mesh, after checking that the product of its `axes` is `tp_size`.
+    """Checks that the named axes of the mesh have `tp_size` ranks; returns the mesh.
 
     An empty mesh is replaced by one whose groups are consecutive devices.
     """
@@ -171,7 +171,7 @@ def _consecutive(axes, tp_size):
 def per_mode(
     ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
 ) -> Sequence[Mapping | None]:
-    """Returns one `ub_cfgs` dictionary per quantization mode.
+    """Returns a dictionary of overlap configurations for each quantization mode.
 
     A single dictionary applies to all modes.
     """

@@ -1,4 +1,4 @@
-"""Builds the `InitializedAxis` of one `initialize_ub`: its overlaps and its ranks."""
+"""Combines defaults and user configuration to the named overlaps of an axis."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Configures the overlaps of an axis. Allocates no buffers.
+    """Configures the named overlaps of a mesh axis, without allocating buffers.
 
     Args:
         axes: the mesh axes of the ranks.

@@ -188,7 +188,7 @@ def get_ub(
 
 
 def _named(op, axis_name):
-    """Returns the axis name as a tuple, or None if it is None."""
+    """Returns a mesh axis name as a tuple of names; None stays None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)
@@ -196,7 +196,7 @@ def _named(op, axis_name):
 
 
 class _Start:
-    """The state of one call of `initialize_ub`, so that a failure can be undone."""
+    """One call of `initialize_ub` in progress, which can be undone after a failure."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -209,7 +209,7 @@ class _Start:
         self._agreement: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
-        """Checks the arguments without creating resources.
+        """Checks the arguments of `initialize_ub`, without creating resources.
 
         An error is stored, so that `connect` can send it to the other processes.
 
@@ -249,7 +249,7 @@ class _Start:
             )
 
     def connect(self):
-        """Connects the groups together with the other processes; adds the overlaps."""
+        """Connects the ranks of all processes, and registers the named overlaps."""
         device_groups = self._place
         assert device_groups is not None
         if len(device_groups.processes) > 1:
@@ -271,7 +271,9 @@ class _Start:
             overlaps.add(self._domain)
 
     def tell_of_interrupt(self, error: BaseException) -> None:
-        """Sends an interrupt to the processes that wait for this one.
+        """Tells waiting processes that this process was interrupted.
+
+        The interrupt is, for example, a KeyboardInterrupt.
 
         Does nothing if the all-gather has ended, since it has then sent the error.
         """
@@ -309,7 +311,9 @@ def _disconnect_all_but(domains):
 
 
 def _devices_in_reach(mesh):
-    """Returns the devices of the mesh, or all devices if the mesh is not usable.
+    """Returns the devices whose processes must take part in `initialize_ub`.
+
+    These are the devices of the mesh, or all devices if the mesh is not usable.
 
     They determine the processes that take part, so they must be equal in all processes
     even if other arguments are invalid.
@@ -348,7 +352,7 @@ def _place(axes, initialized_axis, devices) -> DeviceGroups:
 def _about(
     initialized_axis: InitializedAxis, device_groups: DeviceGroups
 ) -> dict[str, str]:
-    """Returns the settings that must be equal in all processes, by name."""
+    """Returns the settings that all processes must have in common, by name."""
     return {
         "axis_name": str(initialized_axis.axis_name),
         "the version of jax_ub": tuned.version_of("jax_ub"),

@@ -27,7 +27,7 @@ _MOST_SPLITS = 128
 
 
 class CommOverlapType(enum.Enum):
-    """The communication of a named overlap: `AG` all-gathers, `RS` reduce-scatters.
+    """The collective of a named overlap: all-gather (`AG`) or reduce-scatter (`RS`).
 
     Transformer Engine: `CommOverlapType`.
     """
@@ -37,7 +37,7 @@ class CommOverlapType(enum.Enum):
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """The contents of a named overlap's buffers.
+    """How the operands in a named overlap's buffers are quantized.
 
     `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
     one byte per element.
@@ -51,7 +51,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """The configuration of one named overlap, as attributes and as a mapping.
+    """The settings of one named overlap, such as method and number of splits.
 
     `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` take effect
     on all devices. The other keys set launch parameters of GPU kernels and streams; on
@@ -73,7 +73,7 @@ class OverlapConfig(Mapping):
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether the overlap reduce-scatters. Otherwise it all-gathers."""
+        """Whether the collective is a reduce-scatter, not an all-gather."""
         return self.comm_type is CommOverlapType.RS
 
     @property
@@ -180,7 +180,7 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks and converts a user's configuration of one name, key by key.
+    """Checks the settings that a user gives for one named overlap, key by key.
 
     Args:
         name: the overlap's name, for errors.

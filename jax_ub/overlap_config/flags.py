@@ -55,17 +55,17 @@ class OverlapFlags:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "OverlapFlags":
-        """Returns the flags among the arguments of a layer."""
+        """Returns the `ub_*` flags among the keyword arguments of a layer."""
         return cls(**{name: options.get(name) for name in NAMES})
 
     @property
     def is_bulk(self) -> bool | None:
-        """The common value of both bulk flags; None if neither is given."""
+        """Returns the value of the bulk flags, which agree; None if none is given."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property
     def given(self) -> dict[str, bool]:
-        """The flags that are not None."""
+        """Returns the flags that the user has set, with their values."""
         named = {name: getattr(self, name) for name in NAMES}
         return {name: bool(value) for name, value in named.items() if value is not None}
 
@@ -77,7 +77,7 @@ class OverlapFlags:
         parallel: str | None = "both",
         sequence_parallel: bool = True,
     ) -> None:
-        """Checks that the flags agree with each other and with a layer's arguments.
+        """Raises an error if flags contradict each other or a layer's arguments.
 
         Args:
             op: the layer, for errors.
@@ -101,7 +101,7 @@ class OverlapFlags:
             self.check_method(op, name, method, f'method = "{method.value}"')
 
     def check_method(self, op: str, name: str, method: Method, source: str) -> None:
-        """Checks that one flag agrees with an explicit method.
+        """Raises an error if a flag contradicts an explicitly chosen method.
 
         Args:
             op: the layer, for errors.
@@ -163,7 +163,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 @dataclasses.dataclass(frozen=True)
 class FlaggedMethod:
-    """A layer's method together with its flags. Passed where a method is expected."""
+    """A layer's method and `ub_*` flags, passed as one argument `method`."""
 
     method: Method | str | None
     flags: OverlapFlags

@@ -1,4 +1,4 @@
-"""The schedule variant and the GPU launch options of a call."""
+"""Options of how the engine runs a call: schedule variant and GPU kernel launches."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ _MARGIN_BESIDE_COPY_ENGINES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """The schedule's variant, and launch options for GPUs.
+    """How the engine runs a method: the schedule's variant and GPU launch options.
 
     Results do not depend on them, with one exception: `sm_margin` and `gemm_algorithm`
     may change the order in which a GEMM sums.
@@ -45,13 +45,13 @@ class KernelOptions:
     variant: Variant = Variant.PLAIN
 
     def attributes(self) -> dict[str, int]:
-        """Returns the FFI attributes for the CUDA engine, which csrc/ffi decodes."""
+        """Returns the GPU launch options as FFI attributes, which csrc/ffi decodes."""
         fields = dataclasses.asdict(self)
         del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
 
     def differences(self) -> dict[str, bool | int | str]:
-        """Returns the options that differ from their defaults, for files and tables."""
+        """Returns the options that are not at their defaults, for files and tables."""
         return {
             field.name: value.value if isinstance(value, Variant) else value
             for field in dataclasses.fields(self)
@@ -60,7 +60,7 @@ class KernelOptions:
 
 
 def kernel_options_of(config: OverlapConfig) -> KernelOptions:
-    """Returns the options in the configuration of a named overlap.
+    """Converts the settings of a named overlap to options for its GPU kernels.
 
     `num_sm` and `cga_size` describe the kernels that send, so they have no effect with
     copy engines. `set_sm_margin` then only leaves room for the small kernels that wait,

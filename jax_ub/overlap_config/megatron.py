@@ -116,7 +116,7 @@ def _parse(yaml, text):
 
 
 def _check_keys(yaml, text):
-    """Raises ConfigurationError for a repeated key.
+    """Raises an error if a mapping in the YAML text has the same key twice.
 
     PyYAML would silently use its last value.
     """

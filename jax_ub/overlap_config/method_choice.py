@@ -1,4 +1,4 @@
-"""The chosen method of a call, with its options."""
+"""`MethodChoice`: the method by which a call overlaps, with its options."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from jax_ub.overlap_config.kernel_options import KernelOptions
 
 @dataclasses.dataclass(frozen=True)
 class MethodChoice:
-    """The method and options of a call, or of one of its passes.
+    """The method by which a call, or one of its passes, overlaps GEMM and collective.
 
     Attributes:
         method: the method.
@@ -28,11 +28,11 @@ class MethodChoice:
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether it may fall back to plain `jax.lax` if the engine cannot run it."""
+        """Whether plain `jax.lax` may run instead if the engine cannot."""
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns this choice with another method, for a part of the call.
+        """Returns a copy with another method, for one primitive of the call.
 
         Splits are kept only for "pipeline".
         """
@@ -45,7 +45,7 @@ class MethodChoice:
         )
 
     def __str__(self) -> str:
-        """Returns the text for tables, such as "pipeline, num_splits 4"."""
+        """Returns method and options as text, such as "pipeline, num_splits 4"."""
         words = [self.method.value]
         if self.num_splits:
             words.append(f"num_splits {self.num_splits}")

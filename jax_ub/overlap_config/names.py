@@ -36,7 +36,10 @@ NAMES = {
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits a name into layer and pass. A name without a pass has the pass "fprop"."""
+    """Splits an overlap's name, such as "qkv_dgrad", into layer and pass.
+
+    A name without a pass has the pass "fprop".
+    """
     layer, _, direction = name.rpartition("_")
     return (layer, direction) if layer and direction in PASSES else (name, FPROP)
 
@@ -44,7 +47,7 @@ def split_name(name: str) -> tuple[str, str]:
 def method_defaults(
     method: Method, comm_type: CommOverlapType, num_ranks: int
 ) -> dict[str, object]:
-    """Returns Transformer Engine's default configuration of a method.
+    """Returns Transformer Engine's default settings of a method, such as its splits.
 
     Args:
         method: the method. Methods that Transformer Engine lacks get the thread blocks

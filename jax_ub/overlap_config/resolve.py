@@ -1,4 +1,4 @@
-"""Resolves a user's configuration to the named overlaps of one quantization mode.
+"""Merges a user's settings with defaults to complete settings of named overlaps.
 
 The functions modify neither their arguments nor a table, so every mode starts from the
 same defaults. In Transformer Engine the first mode's overrides leak into the second.
@@ -77,7 +77,7 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks and converts the entries of `ub_cfgs`, each name by itself.
+    """Checks the settings of each name in `ub_cfgs`, without regard to other names.
 
     `resolve` checks how the entries depend on each other.
 
@@ -109,7 +109,7 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_forwards(entries):
-    """Raises ConfigurationError if two names mean the same layer's forward pass.
+    """Raises an error if two names mean the same layer's forward pass.
 
     A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
     """
@@ -139,7 +139,7 @@ def resolve(
     num_ranks: int,
     mode: UserBufferQuantizationMode,
 ) -> dict[str, OverlapConfig]:
-    """Merges a user's entries with the defaults of their methods.
+    """Completes a user's settings of the named overlaps with the methods' defaults.
 
     If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
     wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
@@ -264,7 +264,7 @@ def _check_aggregate(name, merged, num_ranks):
 
 
 def _check_pairs(resolved):
-    """Raises ConfigurationError if only one of a layer's dgrad and wgrad is "bulk".
+    """Raises an error if only one of a layer's dgrad and wgrad has method "bulk".
 
     A bulk dgrad all-gathers x for the wgrad, which reduce-scatters the dgrad's dx.
     """

@@ -47,7 +47,7 @@ OPS = (
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
-    """Returns the methods that a tuned file may choose for one of `OPS`."""
+    """Returns the methods among which the tuner can choose for an op."""
     if op in LOCAL_OPS:
         return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
@@ -67,7 +67,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The device and library versions of a tuning.
+    """The device kind and library versions for which tuned methods were measured.
 
     A tuning is used only in an equal environment, since times do not carry over.
     """
@@ -76,21 +76,24 @@ class Environment:
     versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
 
     def __str__(self) -> str:
-        """Returns the text for errors."""
+        """Returns the device and versions as text, for errors."""
         libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device} with {libraries}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """The tuning for this process's environment, used by "auto"."""
+    """The method measured fastest for each op and size on this process's devices."""
 
     source: str  # path of the file
     digest: str  # hash of all choices
     by_case: Mapping[Case, MethodChoice] = dataclasses.field(compare=False, repr=False)
 
     def find(self, case: Case) -> MethodChoice | None:
-        """Returns the choice of a case, not explicit; None if it was not tuned."""
+        """Returns the method measured fastest for `case`; None if it was not tuned.
+
+        The choice is not explicit, so the call may fall back.
+        """
         found = self.by_case.get(case)
         return None if found is None else dataclasses.replace(found, is_explicit=False)
 
@@ -99,7 +102,7 @@ TunedFile = dict[Environment, dict[Case, tuple[MethodChoice, dict[str, float]]]]
 
 
 def read(path: str | os.PathLike[str]) -> TunedFile:
-    """Reads a tuned file: method choices and times in us, by environment and case.
+    """Reads a tuned file: methods and times in us, by environment and measured case.
 
     Raises:
         ConfigurationError: if the file does not exist or is not a valid tuned file.
@@ -161,7 +164,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Returns the tuning of a file for an environment.
+    """Reads the tuned methods that a file has for the environment `here`.
 
     Args:
         path: path of the tuned file.

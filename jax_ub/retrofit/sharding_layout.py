@@ -301,7 +301,7 @@ class ShardingLayout:
         return dataclasses.replace(self, fsdp_axes=())
 
     def num_manual_fsdp(self) -> int:
-        """Returns the number of FSDP shards of a kernel in the caller's `shard_map`."""
+        """Returns how many FSDP shards a kernel has in the enclosing `shard_map`."""
         mesh = jax.sharding.get_abstract_mesh()
         manual = set(mesh.manual_axes)
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)

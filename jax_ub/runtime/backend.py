@@ -1,4 +1,4 @@
-"""Starts JAX's backend, or raises a one-line error that says why it cannot start."""
+"""Starts JAX's default backend, and explains in one line why it cannot start."""
 
 import jax
 
@@ -6,7 +6,7 @@ from jax_ub.errors import UnsupportedOverlapError, shown
 
 
 def start() -> list[jax.Device]:
-    """Starts JAX's default backend, unless it is running already.
+    """Starts JAX's default backend (CPU or GPU), unless it is running already.
 
     Returns:
         The devices of all processes.

@@ -1,4 +1,4 @@
-"""Registry of the connections between processes, one per group of ranks.
+"""The connections of this process to its peers, one for each group of ranks.
 
 A group that cannot be connected is listed with the reason.
 """
@@ -23,7 +23,7 @@ _HAS_SHARED_CORES = [False]  # whether the engine is limited to a share of the c
 
 
 def connections() -> tuple[Connection, ...]:
-    """Returns the connections of all initialized groups.
+    """Returns the connections that `initialize_ub` has made or tried to make.
 
     A group that cannot share memory is included, with its `reason`.
     """
@@ -31,7 +31,7 @@ def connections() -> tuple[Connection, ...]:
 
 
 def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
-    """Returns why the engine cannot run a call on these groups, or None if it can.
+    """Returns why calls over these groups must use plain JAX; None if the engine can.
 
     Every process gets the same answer: all processes lower the same program, so they
     must all fall back or none.
@@ -56,7 +56,9 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 
 
 def generation(groups: np.ndarray) -> int:
-    """Returns the communicator generation of the groups; 0 if none is connected.
+    """Returns the generation of the groups' communicators; 0 if none is connected.
+
+    Each `initialize_ub` that connects processes starts a new generation.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
@@ -70,7 +72,7 @@ def generation(groups: np.ndarray) -> int:
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Checks that groups which another axis has connected can be reused.
+    """Checks that connections made for another mesh axis can be reused for this axis.
 
     Raises:
         ConfigurationError: if their communicator has failed, or its shared memory is
@@ -97,7 +99,7 @@ def check_shared(device_groups: DeviceGroups) -> None:
 
 
 def shared_groups(device_groups: DeviceGroups) -> str:
-    """Returns the groups that are connected already, as text.
+    """Returns the groups that another mesh axis has connected already, as text.
 
     The processes compare it, since they must agree on which groups to connect.
     """
@@ -114,7 +116,7 @@ def connect(
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
-    """Connects all groups that can be connected, or fails on every process of the mesh.
+    """Connects all groups of ranks that can share memory, or fails in every process.
 
     Args:
         device_groups: the groups of ranks, and the process of each device.
@@ -142,7 +144,7 @@ def connect(
 
 
 def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of a mesh whose devices all belong to this process.
+    """Connects the groups of ranks on a mesh of this process's devices only.
 
     On CPUs such groups need no connection.
 
@@ -183,7 +185,7 @@ def _close_at_exit():
 
 
 def disconnect(groups: Sequence[Group]) -> None:
-    """Closes the connections of these groups. Does not wait for lost peers.
+    """Closes the connections of the given groups, without waiting for lost peers.
 
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
@@ -199,12 +201,12 @@ def disconnect(groups: Sequence[Group]) -> None:
 
 
 def disconnect_all_but(groups: Collection[Group]) -> None:
-    """Closes all connections except those of `groups`."""
+    """Closes the connections of all groups that are not in `groups`."""
     disconnect([group for group in tuple(_CONNECTIONS) if group not in groups])
 
 
 def release_slots() -> None:
-    """Frees the slots of calls whose ranks are all in this process."""
+    """Frees the communication buffers of calls within this process."""
     cpu = sys.modules.get("jax_ub._cpu")
     if cpu is not None:
         cpu.release_slots()
@@ -227,7 +229,7 @@ def check_communicators() -> None:
 
 
 def failures() -> Iterator[tuple[Group, str]]:
-    """Yields each connected group that has failed, and the reason."""
+    """Yields (group, reason) for each connected group of ranks that has failed."""
     for connection in connections():
         failure = _failure_of(connection)
         if failure:

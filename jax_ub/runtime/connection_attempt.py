@@ -1,4 +1,4 @@
-"""One attempt by all processes to connect the groups of `initialize_ub`."""
+"""Connects the groups of ranks of `initialize_ub`, jointly in all processes."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ _TOLD_WITHIN_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The outcome of connecting one group of ranks; equal in all processes.
+    """The result of connecting one group of ranks: a communicator, or why not.
 
     On CPUs only groups that span several processes have one. On GPUs all groups of
     `initialize_ub` with more than one rank have one.
@@ -40,13 +40,13 @@ class Connection:
     call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:
-        """Closes the communicator, if a rank of the group is in this process."""
+        """Closes the group's communicator if this process has one of its ranks."""
         if self.communicator is not None:
             self.communicator.close()
 
 
 class ConnectionAttempt:
-    """Holds the endpoints and connections of this process during one attempt.
+    """Connects this process's groups of ranks, and closes them if that fails.
 
     The attempt ends when all processes have connected, or one has failed.
 
@@ -58,7 +58,7 @@ class ConnectionAttempt:
     def __init__(
         self, device_groups: DeviceGroups, connected: Collection[Group], generation: int
     ):
-        """Selects the groups to connect.
+        """Selects the groups of ranks that are not connected yet.
 
         Args:
             device_groups: the groups of ranks, and the process of each device.
@@ -82,7 +82,7 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Connects all groups that can be connected, or fails on every process.
+        """Connects all groups that can be connected, or fails in every process.
 
         Args:
             agreement: all-gathers values over the processes: in two rounds, or in three
@@ -127,7 +127,7 @@ class ConnectionAttempt:
         return error or _first_failure(done)
 
     def close(self) -> None:
-        """Closes all connections and endpoints of this attempt.
+        """Closes all connections and listening endpoints that the attempt opened.
 
         They are closed explicitly because the traceback of an error may keep this
         object alive.
@@ -153,7 +153,7 @@ class ConnectionAttempt:
         return None
 
     def connect_all(self, peer_info: Values) -> Exception | None:
-        """Connects all groups that can be connected.
+        """Connects all groups that can share memory; other groups get a reason.
 
         Args:
             peer_info: the handshake values by process; empty if there is only one
@@ -212,7 +212,7 @@ class ConnectionAttempt:
         return Connection(group, processes, None, communicator, generation, size)
 
     def _take_reasons(self, done: Values):
-        """Closes every group that some process could not connect; keeps its reason."""
+        """Closes each group that any process failed to connect, and stores why."""
         reasons: dict[str, str] = {}
         for _, one in sorted(done.items()):
             reasons = {**one["reasons"], **reasons}
@@ -236,7 +236,7 @@ def _agreed_generation(peer_info: Values):
 
 
 def _patience_s(error):
-    """Returns how long to wait for the peers' connection results."""
+    """Returns how many seconds to wait for the other processes' results."""
     longest_s = 2 * settings.deadline_s()
     # Live peers learn of an error quickly; the peer that caused it may be lost.
     return longest_s if error is None else min(longest_s, _TOLD_WITHIN_S)

@@ -30,7 +30,7 @@ Array = tuple[str, tuple[int, ...]]  # dtype and shape
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Imports `jax_ub._cuda` and checks it against the running jaxlib.
+    """Imports the CUDA engine `jax_ub._cuda`, and checks that it fits the jaxlib.
 
     It needs no driver and registers no handlers.
 
@@ -57,7 +57,7 @@ def load() -> types.ModuleType:
 
 
 def library_paths() -> list[str]:
-    """Returns the directories of cuBLASLt in the installed wheels of NVIDIA."""
+    """Returns where NVIDIA's installed wheels have the libraries of cuBLASLt."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
@@ -74,7 +74,7 @@ def local_devices() -> list[jax.Device]:
 
 
 def is_cuda(device: jax.Device) -> bool:
-    """Returns whether a device is an NVIDIA GPU.
+    """Returns whether a JAX device is an NVIDIA GPU.
 
     jax uses the platform "gpu" for AMD GPUs too.
     """
@@ -84,12 +84,12 @@ def is_cuda(device: jax.Device) -> bool:
 
 
 def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """Returns the CUDA ordinals of devices of this process, by global device id."""
+    """Returns the CUDA device number of each device of this process, by device id."""
     return {device.id: device.local_hardware_id for device in devices}
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the lowering platform of a device: "cuda", "rocm", "cpu", ...
+    """Returns the platform that programs for a device are lowered for, such as "cuda".
 
     `device.platform` is "gpu" for all kinds of GPUs.
     """
@@ -104,7 +104,7 @@ def is_default() -> bool:
 
 
 def is_traced_for() -> bool:
-    """Returns whether the program that is being traced is for CUDA devices.
+    """Returns whether the program that JAX is tracing is for CUDA devices.
 
     The devices of the current mesh decide, or the default backend if the mesh has no
     devices. This also holds for programs that `jax.export` lowers for another platform.
@@ -146,7 +146,7 @@ def why_not() -> str | None:
 
 
 def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
-    """Returns why local devices cannot access each other's memory, or None."""
+    """Returns why GPUs of this process cannot access each other's memory, or None."""
     ordinals = sorted({device.local_hardware_id for device in devices})
     return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
 
@@ -157,7 +157,7 @@ def is_loaded() -> bool:
 
 
 def usable_devices() -> list[dict[str, Any]]:
-    """Returns the driver's properties of this process's GPUs.
+    """Returns CUDA properties of the GPUs that the engine can use in this process.
 
     The list is empty if the CUDA engine cannot use them.
     """
@@ -168,21 +168,21 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Returns the failures of GPU communicators, by communicator name."""
+    """Returns why communicators between GPUs have failed, by communicator name."""
     if is_loaded() and local_devices() and why_not() is None:
         return load().failures()
     return {}
 
 
 def release_in_process() -> None:
-    """Frees the heaps of calls within this process that no program needs any more."""
+    """Frees buffers of calls within this process that no program needs any more."""
     if is_loaded() and local_devices() and why_not() is None:
         load().release_in_process()
 
 
 @functools.cache
 def register_targets() -> None:
-    """Registers the engine's handlers with XLA, once, if jax has CUDA devices."""
+    """Registers the CUDA engine's FFI handlers with XLA, if there are CUDA devices."""
     devices = local_devices()
     if not devices:
         return
@@ -203,7 +203,7 @@ def workspace_bytes(
     operands: Sequence[Array],
     results: Sequence[Array],
 ) -> int:
-    """Returns the size in bytes of a call's workspace, which is its last result.
+    """Returns how many bytes of scratch memory a call needs, as its last result.
 
     Args:
         target: FFI target of the call, such as "jax_ub$all_gather_matmul".

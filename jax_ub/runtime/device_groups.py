@@ -1,4 +1,4 @@
-"""The groups of ranks of one `initialize_ub`, and the memory that each rank shares."""
+"""Which devices and processes are the ranks of one `initialize_ub` call."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns the bytes that the slots of one call need at most, on one rank.
+    """Returns the most bytes that the buffers (slots) of one call need on a rank.
 
     Args:
         platform: platform of the devices, such as "cpu" or "cuda".
@@ -32,7 +32,11 @@ def heap_bytes(platform: str, num_elements: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroups:
-    """The devices and processes of the ranks of one `initialize_ub`."""
+    """The groups of devices that `initialize_ub` connects, and their processes.
+
+    One rank is one device. A group has the ranks that communicate with each other, and
+    belongs to one index of the other mesh axes.
+    """
 
     groups: tuple[Group, ...]
     process_of: Mapping[int, int]  # process index by global device id
@@ -46,28 +50,28 @@ class DeviceGroups:
 
     @property
     def processes(self) -> list[int]:
-        """The processes that have at least one rank, ascending."""
+        """Returns the processes that have at least one rank, in ascending order."""
         return sorted({self.process_of[i] for group in self.groups for i in group})
 
     @property
     def call_bytes(self) -> int:
-        """Bytes of shared memory of a rank for one call."""
+        """Returns the bytes of memory that a rank shares with its peers for a call."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
-        """Returns the process index of each rank of the group."""
+        """Returns the process index of each rank of the group, in rank order."""
         return tuple(self.process_of[device] for device in group)
 
     def has_local_rank(self, group: Group) -> bool:
-        """Returns whether a rank of the group is in this process."""
+        """Returns whether a device of the group belongs to this process."""
         return self.process in self.processes_of(group)
 
     def spans_processes(self, group: Group) -> bool:
-        """Returns whether the ranks of the group are in several processes."""
+        """Returns whether the devices of the group belong to several processes."""
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
-        """Returns the CUDA ordinals of the group's local devices, in rank order."""
+        """Returns the CUDA numbers of the group's devices in this process, by rank."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]

@@ -17,7 +17,7 @@ _BUILD = "In a clone of jax_ub, build it with: pip install ."
 
 @functools.cache
 def load() -> types.ModuleType:
-    """Imports `jax_ub._cpu` and checks it against the running jaxlib.
+    """Imports the CPU engine `jax_ub._cpu`, and checks that it fits the jaxlib.
 
     It neither registers handlers nor starts a backend: if jaxlib rejects a handler, the
     whole backend fails to start.
@@ -39,7 +39,7 @@ def load() -> types.ModuleType:
 def check_ffi_api(
     built: tuple[int, int], running: tuple[int, int], jax_version: str
 ) -> None:
-    """Checks that the installed jaxlib accepts handlers of an FFI API version.
+    """Checks that the installed jaxlib accepts handlers of the engine's FFI version.
 
     Args:
         built: FFI API version, (major, minor), that the engine was compiled for.
@@ -81,7 +81,7 @@ def local_devices() -> list[jax.Device]:
 
 @functools.cache
 def register_targets() -> None:
-    """Applies the settings to the engine and registers its handlers with XLA, once."""
+    """Configures the CPU engine, and registers its FFI handlers with XLA once."""
     # The backend does not start if stateful targets are registered before it.
     jax.devices()
     cpu = load()
@@ -95,7 +95,7 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Checks that the engine has kernels for `JAX_UB_ISA` on this machine.
+    """Checks that the CPU engine has kernels for the instruction set in `JAX_UB_ISA`.
 
     Raises:
         ConfigurationError: if it has none. Names the available instruction sets.

@@ -27,7 +27,7 @@ export_safety_checks = tuple(
 
 
 def register_targets() -> None:
-    """Registers the FFI handlers of the engines with XLA.
+    """Registers all FFI handlers with XLA, so that an exported program can run.
 
     The CUDA engine's handlers are registered only if this process has CUDA devices.
     Every lowering does this. Only a process that loads a program which another process

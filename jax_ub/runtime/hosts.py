@@ -10,7 +10,7 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity() -> str:
-    """Returns a string that is equal in processes that can share memory.
+    """Returns a text that is equal in processes that can share memory: the host's id.
 
     It holds the kernel's boot id and the network namespace, since processes connect by
     abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
@@ -27,17 +27,17 @@ def identity() -> str:
 
 
 def short_name(host: str) -> str:
-    """Returns the host name, for messages."""
+    """Returns the host's name from an `identity`, for messages."""
     return host.split(" ")[0]
 
 
 def cores() -> list[int]:
-    """Returns the ids of the cores that this process may run on, ascending."""
+    """Returns the ids of the CPU cores on which this process may run, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns how many threads this process should compute with.
+    """Returns how many threads this process should use of the host's cores.
 
     Args:
         own: the cores that this process may run on.
@@ -52,7 +52,9 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns the cores this process should compute on, disjoint between processes.
+    """Returns the cores on which this process should compute, without overlap.
+
+    The processes on a host divide its cores among them.
 
     Args:
         own: the cores that this process may run on.

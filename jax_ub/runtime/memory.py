@@ -16,7 +16,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class AxisMemory:
-    """The buffers of one `initialize_ub`.
+    """The communication buffers that one `initialize_ub` call uses, with their sizes.
 
     Attributes:
         axis_name: the mesh axis.
@@ -48,7 +48,7 @@ class AxisMemory:
     shares_with: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        """Returns a table of the overlaps, with the total bytes."""
+        """Returns a table of the axis's named overlaps, below the total bytes."""
         rows = [("name", "mode", "method", "comm", "dtype", "shape", "MiB")]
         rows += [
             (
@@ -85,7 +85,7 @@ class AxisMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory that this process holds for communication. Prints as a table.
+    """The bytes that this process holds for communication. Prints as a table.
 
     Transformer Engine: none.
 
@@ -107,13 +107,13 @@ class MemoryReport:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that this process holds in total."""
+        """Returns the bytes that this process holds for communication in total."""
         shared = sum(axis.shared_bytes for axis in self.axes)
         return self.slot_bytes + self.heap_bytes + shared
 
     @property
     def transformer_engine_bytes(self) -> int:
-        """Bytes that Transformer Engine would have allocated for all axes."""
+        """Returns the bytes that Transformer Engine would have allocated instead."""
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory:
-    """How a GPU's memory is divided: heaps are allocated outside of XLA's part.
+    """How a GPU's memory is divided between XLA and communication buffers.
 
     Attributes:
         ordinal: the CUDA ordinal of the GPU in this process.
@@ -143,7 +143,7 @@ class GpuMemory:
     xla_bytes: int
 
     def __str__(self) -> str:
-        """Returns one line of text."""
+        """Returns the division of the GPU's memory as one line of text."""
         left = self.total_bytes - self.xla_bytes
         return (
             f"GPU {self.ordinal} ({self.name}): {self.total_bytes / _GIB:.1f} GiB, of "

@@ -1,4 +1,6 @@
-"""The registry of initialized mesh axes and their named overlaps.
+"""The mesh axes that `initialize_ub` has initialized, and their named overlaps.
+
+A named overlap is the communication settings of a layer's pass, such as "qkv_fprop".
 
 Only `initialize_ub` and `destroy_ub` change it.
 """
@@ -32,7 +34,7 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
 class LayerName(str):
-    """A layer's path in the model, used as a default `ub_name`.
+    """A layer's path in its model, used as `ub_name` where the user gives none.
 
     It selects an overlap only if one has exactly this name; otherwise it is a label. An
     unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
@@ -86,7 +88,7 @@ class Overlap:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the buffer at capacity.
+        """Returns the bytes of the buffer for the largest calls.
 
         Overlaps that do not run at the same time share one buffer.
         """
@@ -94,7 +96,7 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """A named overlap with any method except "ring_exchange".
+    """A named overlap with a method other than "ring_exchange".
 
     Transformer Engine: `CommOverlap`. Attributes: see `runtime.overlaps.Overlap`.
     """
@@ -109,7 +111,7 @@ class CommOverlapP2P(Overlap):
 
 @dataclasses.dataclass(frozen=True)
 class InitializedAxis:
-    """One call of `initialize_ub`: the overlaps on one mesh axis."""
+    """One mesh axis that `initialize_ub` has set up, with its named overlaps."""
 
     axis_name: tuple[str, ...]
     tp_size: int
@@ -123,12 +125,12 @@ class InitializedAxis:
     choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
-        """Returns the names of the overlaps, without duplicates."""
+        """Returns the names of the overlaps, such as "qkv_fprop", once each."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     @property
     def capacity(self) -> int:
-        """Number of elements that the shared buffers hold.
+        """Returns how many elements the shared buffers hold, including padding.
 
         That is T rows, plus one row per split of every rank's chunk. If the rows do not
         divide by the ranks and splits, every slot has the size of the largest split.
@@ -143,14 +145,16 @@ class InitializedAxis:
 
     @property
     def num_slots(self) -> int:
-        """Largest number of slots of a rank.
+        """Returns the most slots that a call needs on one rank.
+
+        A slot is the memory that receives one transfer from a peer.
 
         An all-reduce needs the most: the slots of a reduce-scatter plus an all-gather.
         """
         return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Returns why a call exceeds the capacity of the buffers, or None if it fits.
+        """Returns why a call does not fit in the axis's buffers, or None if it does.
 
         Args:
             shape: `[..., rows, features]` of the gathered or summed array.
@@ -189,7 +193,9 @@ _configuration = object()
 
 
 def configuration() -> Hashable:
-    """Returns a value that changes whenever a named overlap or a setting changes.
+    """Returns a key that changes with the settings that tracing depends on.
+
+    These are the named overlaps, the default method and the tuned file.
 
     Caches of traced functions include it in their keys, since tracing looks up names
     and methods.
@@ -205,25 +211,25 @@ def _change():
 
 
 def add(initialized_axis: InitializedAxis) -> None:
-    """Registers the overlaps of an axis that has none yet."""
+    """Registers a mesh axis, so that calls find its named overlaps."""
     _DOMAINS[initialized_axis.axis_name] = initialized_axis
     _change()
 
 
 def remove(axis_name: tuple[str, ...]) -> None:
-    """Removes the overlaps of an axis, if there are any."""
+    """Removes a mesh axis and its named overlaps, if it is registered."""
     _change()  # before as well as after, in case an interrupt comes in between
     _DOMAINS.pop(axis_name, None)
     _change()
 
 
 def domains() -> tuple[InitializedAxis, ...]:
-    """Returns all initialized axes, in the order of their `initialize_ub` calls."""
+    """Returns all initialized mesh axes, in the order of `initialize_ub` calls."""
     return tuple(_DOMAINS.values())
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """Returns the initialized axis of this name and size, or None."""
+    """Returns what `initialize_ub` has set up for a mesh axis of this size, or None."""
     initialized_axis = _DOMAINS.get(axis_name)
     return (
         initialized_axis
@@ -233,7 +239,7 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
-    """Checks that `use_fp8` is a bool.
+    """Raises an error unless `use_fp8` is a bool.
 
     A quantization mode passed by mistake would count as true.
 
@@ -248,7 +254,7 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
-    """Returns one named overlap, for `get_ub`.
+    """Returns the named overlap for `get_ub`, for example "qkv_fprop".
 
     Raises:
         LifecycleError: if no axis is initialized.
@@ -307,7 +313,7 @@ def find(
     num_ranks: int,
     ub_name: str | None,
 ) -> dict[str, Overlap]:
-    """Finds the named overlaps of a call by its `ub_name`.
+    """Returns the named overlaps of a layer, found by its `ub_name`, by pass.
 
     Args:
         label: the call, for errors.

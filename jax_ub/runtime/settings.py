@@ -80,7 +80,7 @@ def nvls() -> bool:
 
 
 def check() -> None:
-    """Checks the values of timeouts, thread counts and switches.
+    """Raises an error if an environment variable of jax_ub has an invalid value.
 
     Raises:
         ConfigurationError: if a value is malformed or out of range.
@@ -150,7 +150,7 @@ def pool_threads() -> int | None:
 
 
 def set_pool_threads(num_threads: int) -> None:
-    """Sets `NPROC` unless the user has set it.
+    """Sets `NPROC`, the size of jaxlib's thread pools, unless the user has set it.
 
     It has no effect once JAX's backend has started.
     """
@@ -200,7 +200,7 @@ def ask_openmp_to_sleep() -> None:
 
 
 def given() -> dict[str, str]:
-    """Returns all environment variables that begin with "JAX_UB_", also unknown ones.
+    """Returns all environment variables whose name begins with "JAX_UB_".
 
     Callers compare them with `NAMES` to report misspelt variables.
     """

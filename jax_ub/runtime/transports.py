@@ -1,4 +1,4 @@
-"""Sets up the shared memory of a group of ranks, on CPUs and on GPUs."""
+"""Lets the ranks of a group access each other's memory, on CPUs or GPUs."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -13,16 +13,16 @@ EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup(Protocol):
-    """Connects groups of ranks on one kind of device."""
+    """Connects groups of ranks on one platform, so that they share memory."""
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
-        """Returns the groups to connect, in the same order in every process."""
+        """Returns the groups that need a connection, in the same order everywhere."""
 
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
-        """Opens the endpoint that the peers of a multi-process group connect to."""
+        """Opens what peers in other processes connect to, such as a socket."""
 
     def endpoint_info(self, offered: Any) -> dict[str, Any]:
-        """Returns what the peers need to connect to an endpoint, as JSON values."""
+        """Returns the address of an endpoint, as JSON values to send to the peers."""
 
     def why_not(
         self,
@@ -31,7 +31,7 @@ class TransportSetup(Protocol):
         peer_info: PeerInfo,
         endpoint_infos: EndpointInfos,
     ) -> str | None:
-        """Returns why a group cannot be connected, or None if it can.
+        """Returns why the ranks of a group cannot share memory, or None if they can.
 
         The result is the same in every process.
 
@@ -50,7 +50,7 @@ class TransportSetup(Protocol):
         endpoint_infos: EndpointInfos,
         generation: int,
     ) -> Any:
-        """Creates the group's communicator.
+        """Connects the group's processes, and returns its communicator.
 
         Args:
             device_groups: all groups of ranks, and the process of each device.
@@ -66,13 +66,13 @@ class TransportSetup(Protocol):
 
 
 class CpuTransportSetup:
-    """Lets the processes of a group on one host map each other's memory.
+    """Connects processes on one host, which map each other's CPU memory.
 
     Groups within one process need no connection.
     """
 
     def groups(self, device_groups):
-        """Returns the groups that span several processes."""
+        """Returns the groups whose ranks belong to several processes."""
         return [
             group
             for group in device_groups.groups
@@ -80,15 +80,15 @@ class CpuTransportSetup:
         ]
 
     def open_endpoint(self, device_groups, group):
-        """Opens a listening socket."""
+        """Opens a socket on which the peers connect to this process."""
         return engine.load().endpoint()
 
     def endpoint_info(self, offered):
-        """Returns the socket's address, and the token that peers must present."""
+        """Returns the socket's address, and the secret that peers must send."""
         return {"address": offered.address, "token": offered.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Rejects groups that span several hosts."""
+        """Returns a reason if the group's processes run on several hosts."""
         by_host: dict[str, list[int]] = {}
         for process in sorted(set(device_groups.processes_of(group))):
             by_host.setdefault(peer_info[process]["host"], []).append(process)
@@ -101,7 +101,7 @@ class CpuTransportSetup:
         return f"its ranks span the hosts {' and '.join(names)}"
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Maps the shared memory of all processes of the group."""
+        """Maps the shared memory of all processes of the group in this process."""
         peers = {
             p: one for p, one in endpoint_infos.items() if p != device_groups.process
         }
@@ -120,14 +120,14 @@ class CpuTransportSetup:
 
 
 class CudaTransportSetup:
-    """Allocates a heap on each GPU of a group, and maps it on all GPUs of the group."""
+    """Allocates memory on each GPU of a group, and maps it on all its GPUs."""
 
     def groups(self, device_groups):
-        """Returns the groups of at least two ranks."""
+        """Returns the groups of at least two GPUs."""
         return [group for group in device_groups.groups if len(group) > 1]
 
     def open_endpoint(self, device_groups, group):
-        """Allocates the heaps of the local ranks.
+        """Allocates the memory that this process's GPUs share with the others.
 
         Returns:
             The endpoint, or the reason as a string if the CUDA engine cannot run here.
@@ -148,7 +148,7 @@ class CudaTransportSetup:
         }
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns the reason that the engine derives from all capabilities."""
+        """Returns why the CUDA engine cannot share memory among the group's GPUs."""
         if not device_groups.spans_processes(group):
             return cuda.why_not()
         for process, one in sorted(endpoint_infos.items()):
@@ -159,7 +159,7 @@ class CudaTransportSetup:
         return cuda.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Maps the heaps of all ranks on each local device."""
+        """Maps the memory of all ranks on each GPU of this process."""
         if offered is None:
             return cuda.load().connect_in_process(
                 name=device_groups.name,
@@ -187,14 +187,14 @@ class CudaTransportSetup:
 
 
 class NoTransportSetup:
-    """Rejects all groups, on a platform without an engine."""
+    """Connects no group, because the platform has no engine."""
 
     def __init__(self, platform: str):
-        """Stores the platform's name for the reason."""
+        """Stores the name of the platform, for `why_not`."""
         self._platform = platform
 
     def groups(self, device_groups):
-        """Returns the groups that span several processes."""
+        """Returns the groups whose ranks belong to several processes."""
         return [
             group
             for group in device_groups.groups
@@ -202,24 +202,24 @@ class NoTransportSetup:
         ]
 
     def open_endpoint(self, device_groups, group):
-        """Returns None: there is no endpoint."""
+        """Returns None, because no peer can connect."""
         return None
 
     def endpoint_info(self, offered):
-        """Returns an empty dictionary: peers cannot connect."""
+        """Returns no values, because no peer can connect."""
         return {}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns that the platform has no engine."""
+        """Returns that jax_ub has no engine for the platform."""
         return f"no engine for {self._platform}"
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Raises an error. It is never called, since `why_not` rejects every group."""
+        """Raises an error; never called, because `why_not` rejects every group."""
         raise NotImplementedError(f"no engine for {self._platform}")
 
 
 def transport_setup_of(platform: str) -> TransportSetup:
-    """Returns the transport setup for the devices of a platform."""
+    """Returns the object that connects groups of devices of a platform."""
     if platform == "cpu":
         return CpuTransportSetup()
     return CudaTransportSetup() if platform == "cuda" else NoTransportSetup(platform)

@@ -1,4 +1,4 @@
-"""Finds the tuned method choices that apply in this process."""
+"""Finds the method that was measured fastest for a call on this machine."""
 
 import functools
 import importlib.metadata
@@ -15,7 +15,7 @@ _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the device kind and library versions that a tuned file must match."""
+    """Returns the device kind and library versions for which tuned files are valid."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
     if cuda.is_cuda(device):
@@ -29,7 +29,7 @@ def environment() -> Environment:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
-    """Returns the tuned choices that "auto" uses on a mesh axis.
+    """Returns the table of tuned methods for calls of method "auto" on a mesh axis.
 
     They are those given to `initialize_ub` for this axis, else those of `JAX_UB_TUNED`.
 
@@ -44,7 +44,7 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 
 
 def on_no_axis() -> TunedTable | None:
-    """Returns the tuned choices that "auto" uses for calls without communication.
+    """Returns the table of tuned methods for calls of "auto" without communication.
 
     They are those given to `initialize_ub`, if all initialized axes that have choices
     have equal ones, else those of `JAX_UB_TUNED`.
@@ -62,7 +62,7 @@ def on_no_axis() -> TunedTable | None:
 
 
 def of_process() -> TunedTable | None:
-    """Returns the tuned choices of the file that `JAX_UB_TUNED` names, or None.
+    """Returns the table of tuned methods from the file `JAX_UB_TUNED`, or None.
 
     Raises:
         ConfigurationError: if the file has no choices for this process's devices and
@@ -73,7 +73,7 @@ def of_process() -> TunedTable | None:
 
 
 def read(path: str) -> TunedTable:
-    """Returns the choices of a tuned file for this process's devices and libraries.
+    """Reads the table of tuned methods for this process's devices from a file.
 
     The result is cached until the file changes.
 
@@ -90,7 +90,7 @@ def _read(path, version):
 
 
 def version_of(package: str) -> str:
-    """Returns a package's version, or "of a source tree" if it is not installed."""
+    """Returns an installed package's version, or "of a source tree"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
