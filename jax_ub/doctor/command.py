@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="with --processes: CPU devices of each, or GPUs (default: 1)",
     )
-    # Internal, in each process of --processes: output path without the process index.
+    # Internal: --processes starts each process with --part. The path is its output
+    # file; the process index is inserted into the name.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 

@@ -1,4 +1,4 @@
-"""Explains what overlaps in a program: `python -m jax_ub explain script.py ...`.
+"""Explains which calls of a script overlap: `python -m jax_ub explain script.py ...`.
 
 Runs the program and prints one line per compiled call of jax_ub, with the reason if it
 fell back to plain JAX. A collective of XLA that could be fused with an adjacent dot
@@ -40,7 +40,7 @@ class ExplainArgumentError(UbError, ValueError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Adds the options of `explain` to its argument parser."""
     parser.add_argument(
         "--hardware",
         help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the program and prints the table."""
+    """Runs the script, prints the table and returns the script's exit status.
+
+    In a multi-process job, only process 0 prints.
+    """
     # Before Python 3.13, argparse keeps the "--" that ends the options of explain.
     script, *arguments = given.program[given.program[0] == "--" :]
     if not is_script(script):
@@ -105,7 +108,10 @@ def explain_script(
 
 @contextlib.contextmanager
 def _counting() -> Iterator[collections.Counter[str]]:
-    """Yields a counter of the programs that JAX compiles in the block."""
+    """Yields a counter of the programs that JAX compiles in the block.
+
+    Its key "programs" has the number.
+    """
     counts: collections.Counter[str] = collections.Counter()
 
     def count(event: str, duration_secs: float, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Finds XLA's own collectives and the adjacent dots in optimized HLO text."""
+"""Finds XLA's own collectives, and the dots next to them, in optimized HLO text."""
 
 import collections
 import dataclasses
@@ -46,7 +46,7 @@ _MAX_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A collective of XLA and an adjacent dot that could be one call of jax_ub.
+    """A collective of XLA and an adjacent dot that one overlapped call could replace.
 
     Attributes:
         scope: the collective's name stack.
@@ -70,7 +70,10 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """XLA's collectives in a program: pairs with dots, and counts of the others."""
+    """XLA's own collectives in a program: pairs with a dot, and counts of the others.
+
+    `others` has the number of collectives without an adjacent dot, by opcode.
+    """
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
@@ -87,7 +90,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """One rank's dot: numbers of elements of its operands and result, and K."""
+    """Sizes of one rank's dot: numbers of elements of operands and result, and K."""
 
     lhs: int
     rhs: int
@@ -97,9 +100,13 @@ class _Dot:
 
 
 def collectives(text: str) -> Found:
-    """Finds the collectives in a program's optimized HLO text."""
+    """Finds XLA's collectives in a program's optimized HLO text.
+
+    A collective is paired with the nearest dot that uses its result or, for reductions,
+    computes its operand.
+    """
     computations = dict(_computations(text))
-    # By name of the computation: its first dot.
+    # The first dot of each computation that has one, by name of the computation.
     dots = {
         name: _dot(one, body)
         for name, body in computations.items()
@@ -169,7 +176,7 @@ def _operands(body):
 
 
 def _dot(one, body):
-    """Returns the sizes of a dot; 0 for sizes that the text does not contain."""
+    """Returns the sizes of a dot; sizes that the HLO text does not contain are 0."""
     operands = [body[name].shape for name in one.operands[:2] if name in body]
     left, right = ([*operands, "", ""])[:2]
     itemsize, sizes = _first_array(left)
@@ -186,13 +193,16 @@ def _dot(one, body):
 
 
 def _first_array(text):
-    """Returns bytes per element and dimensions of the first array in a shape."""
+    """Returns bytes per element and dimensions of the first array in an HLO shape."""
     found = _SHAPE.search(text)
     return (_bits(found[1]) // 8, _ints(found[2])) if found else (0, [0])
 
 
 def _near(start, edges, body, dots):
-    """Returns the first dot that is reached through `_PASSED` instructions, or None."""
+    """Returns the nearest dot that `start` is connected to by `edges`, or None.
+
+    Only instructions in `_PASSED` may be between them, such as converts and transposes.
+    """
     reached = list(edges.get(start, ()))
     for _ in range(_MAX_STEPS):
         following = []
@@ -242,7 +252,7 @@ def _global_sizes(one, kind, dot, num_ranks):
 
 
 def _group_size(text):
-    """Returns the number of devices per group; 1 if the text does not contain it."""
+    """Returns the devices per replica group of a collective, or 1 if unknown."""
     if listed := _LISTED.search(text):
         return len(listed[1].split(","))
     if iota := _IOTA.search(text):
@@ -256,7 +266,10 @@ def _group_size(text):
 
 
 def _size_bytes(text):
-    """Returns the size of the last array: async starts list operand and result."""
+    """Returns the bytes of the last array in an HLO shape.
+
+    The shape of an asynchronous start lists its operand before its result.
+    """
     arrays = _SHAPE.findall(text)
     if not arrays:
         return 0

@@ -1,4 +1,4 @@
-"""Implements `ub.explain`, which inspects a function's jaxpr and compiled HLO."""
+"""Implements `ub.explain`, which finds overlap in a function's compiled program."""
 
 import ast
 import collections
@@ -83,7 +83,7 @@ def explain(
 
 
 def _unseen(fn, args, kwargs):
-    """Wraps `fn` in a new jitted function of its array arguments, and returns both.
+    """Wraps `fn` in a new jitted function of its array arguments; returns both.
 
     JAX lowers each function once, and `recording` only sees calls that are lowered in
     its block. Other arguments than arrays are closed over, because `fn` may declare
@@ -109,7 +109,11 @@ def summary(
     found: Iterable[hlo.Found],
     hardware: str | Hardware | None,
 ) -> Table:
-    """Builds the table: title with the number of overlapped calls, rows and notes."""
+    """Returns the table of `explain`, with a title, the rows and notes below them.
+
+    The title has the number of overlapped calls. The notes count XLA's collectives in
+    `found` that have no adjacent dot.
+    """
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
     others: collections.Counter[str] = collections.Counter()
@@ -134,13 +138,17 @@ def call_rows(
     hardware: str | Hardware,
     waited: Mapping[tuple[str, str], float],
 ) -> Iterator[Row]:
-    """Yields one row for each group of equal calls."""
+    """Yields a table row for each group of equal calls of jax_ub in a lowered program.
+
+    `waited` has measured waiting times by label and op.
+    """
     alike: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
         like = (one.call, one.operands, one.method, one.reason)
         alike.setdefault(like, []).append(one)
     for (call, operands, method, reason), sites in alike.items():
-        # "auto" may resolve to another method on the predicted machine than here.
+        # Predict the requested method, because "auto" may select another method on the
+        # predicted machine than on this one.
         asked = "xla" if reason else call.method.value
         found = sizes.prediction(call, operands, asked, hardware)
         local = not call.axis_name or call.num_ranks == 1
@@ -164,7 +172,7 @@ def call_rows(
 
 
 def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
-    """Yields one row for each group of equal pairs of a collective and a dot."""
+    """Yields a row for each group of equal pairs of an XLA collective and a dot."""
     places = collections.Counter(map(_place, pairs))
     for (pair, fallen, repeated), count in places.items():
         reverse = pair.collective == "all-gather"
@@ -195,7 +203,7 @@ def _place(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields rows for fallbacks to a dot that has no adjacent collective in the HLO."""
+    """Yields rows for fallbacks that run as a dot without an adjacent collective."""
     known = {methods.called_instead(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
@@ -207,12 +215,18 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 
 def machine() -> str:
-    """Returns the simulator's name of this process's devices, or `_ASSUMED`."""
+    """Returns the simulator's name of this process's devices, such as "h100" or "cpu".
+
+    Unknown devices are assumed to be `_ASSUMED`.
+    """
     return _known() or _ASSUMED
 
 
 def assumed(hardware: str | Hardware | None, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns a note if times are predicted for `_ASSUMED`, for unknown devices."""
+    """Returns a note for the table if the devices are unknown to the simulator.
+
+    Their times are then predicted for `_ASSUMED`. Otherwise, the tuple is empty.
+    """
     is_predicted = any(row.predicted_s is not None for row in rows)
     if hardware is not None or not is_predicted or _known():
         return ()
@@ -232,7 +246,10 @@ def _known():
 
 
 def exposed(trace: Any) -> dict[tuple[str, str], float]:
-    """Returns a rank's average waiting time per call in seconds, by label and op."""
+    """Returns the measured seconds that a rank waits per call, by label and op.
+
+    `trace` is None, a recording, a trace, or paths of trace files.
+    """
     if trace is None:
         return {}
     if isinstance(trace, Recording):
@@ -254,7 +271,7 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
 
 
 def _scope(stack, label):
-    """Returns the user's name of a call, or else of the functions around it."""
+    """Returns the user's name of a call, or else the enclosing functions' names."""
     named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
         return _text(named[1])
@@ -265,7 +282,7 @@ def _scope(stack, label):
 
 
 def _text(shown):
-    """Evaluates the quoted text of a label; returns a truncated text unchanged."""
+    """Evaluates the quoted name in a label; returns a truncated name unchanged."""
     try:
         return str(ast.literal_eval(shown))
     except (SyntaxError, ValueError):
@@ -273,7 +290,10 @@ def _text(shown):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
-    """Counts the executions of each call; a scan multiplies by its length."""
+    """Returns how often each call of a jaxpr runs; a scan multiplies by its length.
+
+    The count of a call in a while loop is unknown and is `_LOOP`.
+    """
     counts: collections.Counter[_SITE] = collections.Counter()
     loops: set[_SITE] = set()
     for site, times in _sites(jaxpr):
@@ -294,7 +314,10 @@ def _sites(jaxpr):
 
 
 def _equations(jaxpr, times):
-    """Yields equations with their number of executions, None in a while loop."""
+    """Yields all equations of a jaxpr with their number of executions.
+
+    It descends into nested jaxprs. The number is None inside a while loop.
+    """
     for equation in jaxpr.eqns:
         yield equation, times
         inner = times

@@ -1,4 +1,4 @@
-"""Costs of a call by the simulator's model."""
+"""Computes FLOPs and predicted times of the calls in the table of `explain`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,10 @@ from jax_ub.simulate.predict import Prediction
 def prediction(
     call: Call, operands: Sequence[Any], method: str, hardware: str | Hardware
 ) -> Prediction:
-    """Predicts a call with these operands on every rank."""
+    """Predicts the time of a call on `hardware` with the simulator's cost model.
+
+    `operands` have the shapes and dtypes of one rank's operands.
+    """
     op, M, K, N = global_sizes(call, operands)
     sizes = {"M": max(M, 1), "K": max(K, 1), "N": max(N, 1)}
     ranks = call.num_ranks if call.axis_name else 1
@@ -27,7 +30,10 @@ def prediction(
 
 
 def flops(call: Call, operands: Sequence[Any]) -> int:
-    """Returns a rank's floating-point operations per call, without reductions."""
+    """Returns a rank's floating-point operations in the GEMMs of a call.
+
+    Reductions of partial sums are not counted.
+    """
     if call.communicates_only:
         return 0
     _, M, K, N = global_sizes(call, operands)
@@ -35,7 +41,7 @@ def flops(call: Call, operands: Sequence[Any]) -> int:
 
 
 def pair_flops(pair: Pair) -> int | None:
-    """Returns a rank's operations in XLA's dot; None if its sizes are unknown."""
+    """Returns a rank's floating-point operations in XLA's dot, or None if unknown."""
     if pair.sizes is None:
         return None
     M, K, N = pair.sizes
@@ -43,7 +49,7 @@ def pair_flops(pair: Pair) -> int | None:
 
 
 def pair_seconds(pair: Pair, hardware: str | Hardware) -> float | None:
-    """Predicts XLA's dot and collective, one after the other, in seconds.
+    """Predicts the seconds of XLA's dot and collective, one after the other.
 
     Returns None if the sizes are unknown, and for f64.
     """

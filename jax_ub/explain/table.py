@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call, or several equal ones.
+    """A row of the table of `explain`: one call, or several equal ones.
 
     Attributes:
         scope: a name given by the user, or a path in the program.
@@ -37,7 +37,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows in program order, to be printed.
+    """The table that `explain` returns, with rows in program order; print it.
 
     Attributes:
         rows: the calls.
@@ -51,21 +51,24 @@ class Table:
 
     @property
     def overlapped(self) -> bool:
-        """Returns whether every row is overlapped; true for an empty table."""
+        """Returns whether all rows are overlapped; true for a table without rows."""
         return all(row.overlapped for row in self.rows)
 
     @property
     def custom_call_flops(self) -> int:
-        """Returns a rank's FLOPs in custom calls, which XLA's cost analysis omits."""
+        """Returns a rank's FLOPs in jax_ub's calls.
+
+        XLA's cost analysis omits them, because they are custom calls.
+        """
         custom = (row for row in self.rows if row.method != "xla")
         return sum(row.count * (row.flops or 0) for row in custom)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the table as JSON types."""
+        """Returns the rows, title and notes as JSON types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats aligned columns, without those that are empty in every row."""
+        """Formats the table with aligned columns, without optional empty ones."""
         lines = [self.title] if self.title else []
         if self.rows:
             lines += _aligned([_cells(row) for row in self.rows])
@@ -112,7 +115,7 @@ def _bytes(count: int) -> str:
 
 
 def flops_text(count: int) -> str:
-    """Formats a number of floating-point operations."""
+    """Formats a number of floating-point operations with a prefix, such as "1.2 G"."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

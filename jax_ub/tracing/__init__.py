@@ -1,1 +1,1 @@
-"""Records, merges and draws the time of every step on every rank."""
+"""Records, merges and draws traces: the time of every step of a call on every rank."""

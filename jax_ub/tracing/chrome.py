@@ -1,4 +1,4 @@
-"""Trace files: the JSON format of Perfetto (ui.perfetto.dev) and Chrome.
+"""Reads and writes traces in the JSON format of Perfetto (ui.perfetto.dev) and Chrome.
 
 Every process is a process in the file. Every rank and every thread of the engine is a
 track. An arrow connects each wait with the put that it waits for.
@@ -20,7 +20,7 @@ _FIRST_THREAD = 100_000
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes a trace to a file.
+    """Writes a trace to a JSON file, which Perfetto and Chrome can open.
 
     Raises:
         OutputError: if the file cannot be written.
@@ -29,7 +29,7 @@ def write(trace: Trace, path: pathlib.Path) -> None:
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
-    """Reads the files of several processes and merges them on one clock.
+    """Reads the trace files of all processes of a job, and merges them on one clock.
 
     Raises:
         UnknownNameError: if a file is not a trace of jax_ub.
@@ -38,7 +38,10 @@ def read(paths: Sequence[pathlib.Path]) -> Trace:
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Returns the JSON document. The key "jax_ub" is not part of Chrome's format."""
+    """Returns a trace as a JSON document in Chrome's trace format.
+
+    The key "jax_ub" is not part of the format; `read` uses it.
+    """
     return {
         "displayTimeUnit": "ns",
         "traceEvents": [*_names(trace), *_events(trace), *_arrows(trace)],

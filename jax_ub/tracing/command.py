@@ -1,4 +1,4 @@
-"""Records what every rank does: `python -m jax_ub trace`.
+"""Records what every rank does in jax_ub's calls: `python -m jax_ub trace`.
 
 The trace is recorded from a program (`trace [options] script.py ...`) or from a single
 op (`trace --op all_gather_matmul --method ring_exchange --tp 4`), in one process or in
@@ -31,7 +31,7 @@ class TraceArgumentError(UbError, ValueError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Adds the options of `trace` to its argument parser."""
     add = parser.add_argument
     add("--op", help=f"an op on its own: {', '.join(demonstration.OPS)}")
     add("--method", default="auto", help="of --op (default: auto)")
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
     add("--png", type=picture_path, help="draw the typical call (matplotlib)")
     add("--label", help="draw the typical call of this label instead")
-    # Internal, in each process of --processes: output path without the process index.
+    # Internal: --processes starts each process with --part. The path is its output
+    # file; the process index is inserted into the name.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     add(
         "program",
@@ -62,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Records or reads a trace, writes the requested files and prints a summary."""
+    """Records or reads a trace, writes the requested files and prints a summary.
+
+    Returns the exit status of the traced script, or 0.
+    """
     # Before Python 3.13, argparse keeps the "--" that ends the options of trace.
     given.program = given.program[given.program[:1] == ["--"] :]
     _check(given)
@@ -86,7 +90,10 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns a line per label: calls, median time, average wait of a rank."""
+    """Returns a line of text per label: calls, median time, average wait of a rank.
+
+    The average wait is the time that a rank waits for other ranks in a call.
+    """
     lines = [f"{'calls':>6} {'median us':>10} {'waits us':>10}  call"]
     exposed = trace.exposed_s()
     for label in dict.fromkeys(call.label for call in trace.calls):

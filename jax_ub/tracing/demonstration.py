@@ -1,4 +1,4 @@
-"""A single op to trace: `python -m jax_ub trace --op ...`."""
+"""Runs a single op to be traced, without a user's program: `trace --op ...`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,7 +31,7 @@ OPS = tuple(_OPS)
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """A single op at one size."""
+    """A single op with random operands that `trace --op` runs on several devices."""
 
     op: str
     method: str
@@ -43,7 +43,10 @@ class Demonstration:
     repeats: int
 
     def prepare(self) -> Callable[[], None]:
-        """Compiles the op, warms it up, and returns a function that repeats it."""
+        """Compiles the op, warms it up, and returns a function that repeats it.
+
+        The function runs the op `repeats` times and waits for each result.
+        """
         function, in_specs, out_spec = _OPS[self.op]
         mesh = Mesh(np.array(self._devices()), (_AXIS,))
         if jax.process_count() > 1:

@@ -24,7 +24,9 @@ _UNITS = ("#2f6fb0", "#4f9d98", "#1d3f6e", "#7f8fd0", "#3c8dbc", "#9a7fc0")
 
 
 def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
-    """Writes a PNG of one call.
+    """Draws one traced call to a PNG: each rank's steps over time, and its threads.
+
+    Below each rank is the simulated schedule with the call's median time of each step.
 
     Args:
         trace: the trace.
@@ -69,7 +71,7 @@ def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
 
 
 def typical(trace: Trace) -> int:
-    """Returns the index of a representative call.
+    """Returns the index of a call that represents the trace.
 
     It has the median time among the calls of the label with the largest total time.
 
@@ -94,7 +96,7 @@ def _on_thread(span: Span) -> bool:
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Distributes the spans of threads to the fewest lanes without overlaps."""
+    """Distributes spans of threads to the fewest lanes in which no spans overlap."""
     lanes: list[list[Span]] = []
     for span in sorted(filter(_on_thread, spans), key=lambda s: s.begin_ns):
         free = (
@@ -127,7 +129,9 @@ def _ranks(axes: Any, spans: Sequence[Span], start: int, scale: float) -> None:
                 color=pictures.INK,
                 lw=1.2,
             )
-            if together:  # no steps per rank: the threads work for all ranks together
+            # Without steps per rank, the threads compute for all ranks together, so the
+            # whole time after the arrival of the other ranks is drawn as one box.
+            if together:
                 begin = (there.get(span.rank, span.begin_ns) - start) * scale
                 rest = left + width - begin
                 _box(axes, "call", span.rank - 0.08, 0.44, begin, rest)

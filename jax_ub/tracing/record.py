@@ -1,4 +1,4 @@
-"""Records traces: starts the engine's recorder and reads its events."""
+"""Records traces: starts and stops the CPU engine's recorder and reads its events."""
 
 import contextlib
 import pathlib
@@ -21,10 +21,10 @@ class TraceError(UbError, RuntimeError):
 
 
 class Recording:
-    """A recording that `trace` yields. It holds the trace after the block has ended."""
+    """The object that `trace` yields; its `trace` is set when the block has ended."""
 
     def __init__(self):
-        """Creates a recording without a trace."""
+        """Creates a recording whose `trace` is None."""
         self.trace: Trace | None = None
 
 
@@ -99,7 +99,7 @@ def trace(
 
 
 def read() -> Trace:
-    """Returns the trace that the engine has recorded in this process."""
+    """Returns the trace that the CPU engine has recorded in this process."""
     found = engine.load().read_trace()
     backend.start()
     process = jax.process_index()
@@ -116,14 +116,20 @@ def read() -> Trace:
 
 
 def of_process(path: pathlib.Path) -> pathlib.Path:
-    """Returns this process's file: `path`, or "out.1.json" in a multi-process job."""
+    """Returns the trace file of this process for the path that the user passed.
+
+    In a multi-process job, the process index is inserted, as in "out.1.json".
+    """
     if jax.process_count() == 1:
         return path
     return path.with_suffix(f".{jax.process_index()}{path.suffix}")
 
 
 def of_every_process(path: pathlib.Path, num_processes: int) -> list[pathlib.Path]:
-    """Returns the files of all processes of a multi-process job, by process index."""
+    """Returns the trace files of all processes of a job, by process index.
+
+    The index is inserted before the suffix of `path`, as in "out.1.json".
+    """
     return [
         path.with_suffix(f".{process}{path.suffix}") for process in range(num_processes)
     ]

@@ -1,4 +1,4 @@
-"""Replays the schedule of a traced call with its measured step times."""
+"""Simulates the schedule of a traced call with the durations that were measured."""
 
 import dataclasses
 import statistics
@@ -10,7 +10,8 @@ from jax_ub.simulate.timeline import Timeline
 from jax_ub.simulate.workload import Workload
 from jax_ub.tracing.spans import AROUND, Call, Span
 
-# The collective of ops that run it concurrently with a GEMM, by op.
+# Ops that run a collective concurrently with an independent GEMM. The value is the
+# collective, whose schedule is simulated.
 _PATTERNS = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -20,7 +21,7 @@ _PATTERNS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Median seconds of a step, by kind of step."""
+    """Median durations of a traced call's steps in seconds, by kind of step."""
 
     multiply: float
     put: float
@@ -29,10 +30,10 @@ class StepTimes:
 
 
 def replayed(call: Call, spans: Sequence[Span]) -> Timeline | None:
-    """Replays the schedule as if every step took the median time of its kind.
+    """Simulates a traced call as if every step took the median time of its kind.
 
-    Deviations of the recorded spans are delays that the schedule does not explain.
-    Returns None if the call has no schedule of steps, as with method "direct".
+    A recorded span that starts or ends later shows a delay that the schedule does not
+    explain. Returns None if the call has no schedule of steps, as with method "direct".
     """
     steps = [span for span in spans if span.kind not in AROUND and span.rank >= 0]
     if not any(span.kind == "put" for span in steps):

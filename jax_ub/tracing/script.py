@@ -1,4 +1,4 @@
-"""Runs a user's program inside the commands `trace` and `explain`."""
+"""Runs a user's Python script for the commands `trace` and `explain`."""
 
 import pathlib
 import runpy
@@ -13,7 +13,7 @@ class ScriptError(UbError, ValueError):
 
 
 def is_script(path: str) -> bool:
-    """Returns whether Python can run it: a file, or a folder with a `__main__.py`."""
+    """Returns whether `path` is a file, or a folder with a `__main__.py`, to run."""
     found = pathlib.Path(path)
     try:
         return found.is_file() or (found / "__main__.py").is_file()
@@ -22,7 +22,7 @@ def is_script(path: str) -> bool:
 
 
 def run_script(script: str, arguments: list[str]) -> int:
-    """Runs a script as `__main__`, until it ends or calls `sys.exit`.
+    """Runs a Python script as `__main__`, until it ends or calls `sys.exit`.
 
     Returns:
         The script's exit status.
@@ -41,7 +41,10 @@ def run_script(script: str, arguments: list[str]) -> int:
 
 
 def _check_source(script):
-    """Compiles the source file; unlike runpy, a failure names the command."""
+    """Compiles the script without running it, to report syntax errors in one line.
+
+    A precompiled file or zip archive is not checked.
+    """
     path = pathlib.Path(script)
     if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         return

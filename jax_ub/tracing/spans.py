@@ -1,4 +1,4 @@
-"""Data types of a trace: calls, and spans of time of ranks and threads."""
+"""Data types of a trace: calls, and the time spans of ranks and threads in them."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ AROUND = (CALL, GATHER, BARRIER, UNIT)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One execution of a call by all ranks of a group.
+    """One execution of a call of jax_ub by all ranks of a group.
 
     Attributes:
         label: names the public function and the user's name for the call.
@@ -44,7 +44,9 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One activity, timed with the host's monotonic clock.
+    """A timed activity of a rank or thread in a call, such as a step or a wait.
+
+    Times are from the host's monotonic clock.
 
     Attributes:
         begin_ns: start time.
@@ -74,13 +76,15 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Returns the duration in seconds."""
+        """Returns the duration of the activity in seconds."""
         return (self.end_ns - self.begin_ns) * 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The trace of one or several processes of a host, on one clock.
+    """A recording of calls of jax_ub, in one or several processes of a host.
+
+    All times are on one clock.
 
     Attributes:
         calls: the calls, ordered by their start.
@@ -93,29 +97,38 @@ class Trace:
     num_dropped: int = 0
 
     def of_call(self, index: int) -> list[Span]:
-        """Returns the spans of one call, sorted by their start."""
+        """Returns the spans of the call `calls[index]`, sorted by their start."""
         return sorted(
             (span for span in self.spans if span.call == index),
             key=lambda span: (span.begin_ns, -span.end_ns),
         )
 
     def seconds_of(self, index: int) -> float:
-        """Returns the seconds from the first rank's start to the last one's end."""
+        """Returns the duration of the call `calls[index]` in seconds.
+
+        It lasts from the first rank's start to the last rank's end.
+        """
         spans = self.of_call(index)
         if not spans:
             return 0.0
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
     def exposed_s(self) -> dict[str, float]:
-        """Returns a rank's average waiting time per call in seconds, by label."""
+        """Returns the seconds that a rank waits per call on average, by label.
+
+        Only communication that no GEMM hides causes waits.
+        """
         return self._exposed_s(lambda call: call.label)
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns `exposed_s` by label and op; calls of a backward share the label."""
+        """Returns the seconds that a rank waits per call, by label and op.
+
+        All calls of a backward pass share the label, so the op distinguishes them.
+        """
         return self._exposed_s(lambda call: (call.label, call.op))
 
     def _exposed_s(self, key: Callable[[Call], Key]) -> dict[Key, float]:
-        """Averages waiting times over ranks and calls.
+        """Averages each rank's waiting time over ranks and calls, by `key` of a call.
 
         Includes waits for other ranks' calls, chunks, free slots and other processes.
         Communication that is hidden behind a GEMM causes no waits.
@@ -139,7 +152,10 @@ class Trace:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """Merges traces of processes: the n-th equal calls of all traces are one call."""
+    """Merges the traces of several processes of one job.
+
+    The n-th equal calls of all traces are the same call, which all processes made.
+    """
     calls: list[Call] = []
     spans: list[Span] = []
     found: dict[tuple[Call, int], int] = {}

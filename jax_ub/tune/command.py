@@ -84,7 +84,7 @@ def command(given: argparse.Namespace) -> int:
     )
     num_candidates = 0
     for case in wanted:
-        # `cases` yields the GEMM+RS of the dgrad before the column gradients.
+        # `cases` yields the GEMM+RS of the dgrad first, so its result is known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
@@ -110,7 +110,8 @@ def _shapes(given) -> Sequence[Shape]:
         return given.shapes or workloads.DEFAULT
     if given.shapes is not None:
         raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
-    # `cases` takes the column linear [M, N, K] that precedes a row linear [M, K, N].
+    # `cases` takes the sizes of a column linear layer and derives the row linear layer
+    # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
     layers = models.find(given.model).layers
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
