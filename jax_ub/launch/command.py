@@ -165,8 +165,8 @@ def _supervise(job, parent, parent_folder):
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-        # The pipe to the supervisor's stdin stays open. When this process exits, even by
-        # SIGKILL, the kernel closes it, and the supervisor ends all ranks.
+        # The pipe to the supervisor stays open. When this process exits, even by
+        # SIGKILL, the kernel closes the pipe, and the supervisor ends all ranks.
         status = process.wait()
         supervisor.kill_descendants(others)
         if parent_folder is not None and os.getppid() != parent:
