@@ -1,4 +1,4 @@
-"""Flax modules whose GEMMs overlap with collective communication."""
+"""Flax nnx modules whose GEMMs overlap with collective communication."""
 
 from jax_ub.flax import linen as linen
 from jax_ub.flax.layer_norm_linear import LayerNormLinear as LayerNormLinear

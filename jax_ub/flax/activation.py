@@ -1,4 +1,4 @@
-"""Activation functions of an MLP, with Transformer Engine's names."""
+"""Activation functions of MLP layers, selected by Transformer Engine's names."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
-    """Computes `x * sigmoid(1.702 x)`, an approximation of GELU."""
+    """Computes `x * sigmoid(1.702 x)` elementwise, an approximation of GELU."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """Computes `max(x, 0)` squared."""
+    """Computes `max(x, 0)**2` elementwise."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -27,7 +27,8 @@ PLAIN: dict[str, Function] = {
     "srelu": squared_relu,
     "silu": jax.nn.silu,
 }
-# Functions of the gate. The result is multiplied by the output of a second kernel.
+# Gated activations: the function is applied to the product with one kernel, and the
+# result is multiplied by the product with a second kernel.
 GATED: dict[str, Function] = {
     "geglu": jax.nn.gelu,
     "qgeglu": quick_gelu,
@@ -38,7 +39,10 @@ GATED: dict[str, Function] = {
 
 
 def resolve(op: str, activation: str | Function) -> tuple[Function, bool]:
-    """Returns an activation function and whether it is applied to a gate.
+    """Looks up an activation by name; also returns whether it is a gated one.
+
+    A gated activation applies the function to the product with one kernel, and
+    multiplies the result by the product with a second kernel.
 
     Args:
         op: the module's name in error messages.

@@ -1,4 +1,4 @@
-"""Attention without its projections, computed on each rank's own heads."""
+"""Dot-product attention without projections, on each rank's own heads."""
 
 import dataclasses
 import functools
@@ -26,7 +26,9 @@ from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Attention of queries, keys and values; communicates nothing.
+    """Attention of queries, keys and values, on each rank's own heads.
+
+    It does not communicate.
 
     With global arrays it runs in its own `jax.shard_map`, on each rank's heads and
     sequences. Inside the caller's `jax.shard_map` its arguments are this rank's shards.
@@ -57,7 +59,7 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
-        """Checks that `attention_fn` is callable; a name of a function is not."""
+        """Checks that `attention_fn` is None or a callable."""
         if self.attention_fn is not None and not callable(self.attention_fn):
             raise UnknownNameError(
                 f"attention: attention_fn = {shown(self.attention_fn)} is no function. "
@@ -66,7 +68,9 @@ class CoreAttention:
             )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
-        """Checks that the number of ranks divides the heads, if the mesh is known.
+        """Checks that the number of ranks divides the numbers of heads.
+
+        Does nothing if the mesh is unknown.
 
         Args:
             num_heads: the global number of query heads.
@@ -106,7 +110,7 @@ class CoreAttention:
         positions: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the attention output, `[..., tokens, heads, head_dim]`.
+        """Computes the attention output, `[..., tokens, heads, head_dim]`.
 
         Args:
             q: queries, `[..., tokens, heads, head_dim]`.
@@ -138,7 +142,7 @@ class CoreAttention:
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Computes attention on the shards of one rank.
+        """Computes attention of one rank's shards of queries, keys and values.
 
         `axes` are the mesh axes whose ranks have different heads or sequences. Each
         rank along them draws its own dropout mask. `__call__` documents the other
@@ -149,7 +153,7 @@ class CoreAttention:
                 positions = jnp.arange(q.shape[-3])
             q, k = (rotate(x, positions, self.rotary_base) for x in (q, k))
         lead = q.shape[:-3]
-        batch = math.prod(lead)  # reshape cannot infer -1 without tokens
+        batch = math.prod(lead)  # not -1: reshape cannot infer it if an array is empty
         if mask is not None:
             mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:]))
             mask = mask.reshape(batch, *mask.shape[-3:])
@@ -184,7 +188,11 @@ class CoreAttention:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_mesh(core, mesh, *operands):
-    """Computes attention in a `shard_map` over every axis that is not manual yet."""
+    """Computes attention of global arrays in a `shard_map` over the mesh.
+
+    The `shard_map` covers all mesh axes that are not manual yet. It shards heads over
+    the tensor-parallel axes and the leading batch axis over the data axes.
+    """
     q, _, _, mask, positions, _ = operands
     sharding_layout = core.sharding_layout
     data_axes = batch_axes(sharding_layout, mesh, q) if q.ndim > 3 else ()
@@ -198,7 +206,8 @@ def _on_mesh(core, mesh, *operands):
         P(),
     )
 
-    # Ranks of an enclosing shard_map also have different sequences.
+    # All axes whose ranks have different sequences or heads. `varying_axes(q)` returns
+    # the axes of the caller's shard_map, if there is one.
     several = nontrivial_axes(mesh, data_axes)
     own = () if sharding_layout.parallel is None else sharding_layout.axes
     axes = {*varying_axes(q), *several, *own}
@@ -210,7 +219,10 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _split(array, entries):
-    """Returns the `PartitionSpec` of an array; axes of size 1 are not sharded."""
+    """Returns an array's `PartitionSpec`; leaves dimensions of size 1 unsharded.
+
+    `entries` has the mesh axis of each dimension.
+    """
     if array is None:
         return P()
     shapes = zip(array.shape, entries, strict=True)
@@ -218,7 +230,7 @@ def _split(array, entries):
 
 
 def _fitted(name, array, whole):
-    """Adds missing leading axes of size 1 to an array.
+    """Reshapes an array to the rank of `whole` by prepending dimensions of size 1.
 
     Raises:
         ShapeContractError: if the array cannot be broadcast to the shape `whole`.

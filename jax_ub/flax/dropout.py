@@ -1,4 +1,4 @@
-"""Dropout of sharded arrays."""
+"""Dropout of sharded arrays, with masks that differ between the ranks."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:
-    """Returns the manual mesh axes whose ranks may have different elements of an array.
+    """Returns the manual mesh axes along which ranks may hold different data.
 
     These are the varying axes in the array's type. Under `check_vma=False` the type of
     an array does not contain them, so all manual axes are returned.
@@ -24,7 +24,7 @@ def _varying(array):
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Derives a key that differs between the ranks of `axes` from a shared key."""
+    """Derives from a shared PRNG key one that differs between the ranks of `axes`."""
     for axis_name in sorted(axes):
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     return key
@@ -33,7 +33,7 @@ def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
 def drop(
     y: jax.Array, rate: float, key: jax.Array, same_axes: Iterable[str] = ()
 ) -> jax.Array:
-    """Applies dropout with a separate mask for each shard of `y`.
+    """Applies dropout to a sharded array, with a separate mask for each shard.
 
     Args:
         y: the array.

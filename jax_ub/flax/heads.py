@@ -1,4 +1,4 @@
-"""Projections and size checks of attention heads."""
+"""Computes queries, keys and values, and checks sizes of attention layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,9 @@ def project(
     inputs: Sequence[Any],
     rotary_base: float | None,
 ) -> tuple[jax.Array, ...]:
-    """Computes queries, keys and values; layers with the same input share one call.
+    """Computes queries, keys and values. Those with the same input share one call.
+
+    One call of several layers gathers the input only once.
 
     Args:
         call_together: calls several layers on the same inputs.
@@ -51,7 +53,7 @@ def project(
 def check_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Checks the sizes of an attention layer.
+    """Checks the numbers of heads and features of an attention layer.
 
     Raises:
         ShapeContractError: if a size is not a positive integer, heads or features do
@@ -95,7 +97,7 @@ def check_layer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """Checks the sizes of a transformer layer.
+    """Checks the numbers of heads and features of a transformer layer.
 
     Raises:
         ShapeContractError: if a size is not a positive integer, or the heads do not

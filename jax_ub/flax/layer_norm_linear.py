@@ -1,4 +1,4 @@
-"""A norm followed by a linear layer: Transformer Engine's `LayerNormLinear`."""
+"""A layer that normalizes its inputs and then applies a linear layer."""
 
 from typing import Any, Unpack
 
@@ -22,7 +22,7 @@ def make_norm(
     rngs: nnx.Rngs,
     options: LinearOptions,
 ) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Returns Flax's norm over the features, in the dtypes of the layers after it.
+    """Creates `nnx.LayerNorm` or `nnx.RMSNorm`, in the dtypes of the layers after it.
 
     Each rank normalizes its own tokens, before they are gathered.
 
@@ -44,7 +44,7 @@ def make_norm(
 def normalize(
     op: str, norm: nnx.LayerNorm | nnx.RMSNorm, inputs: jax.Array
 ) -> jax.Array:
-    """Applies a norm after checking the number of features.
+    """Checks the inputs' number of features and applies a norm.
 
     Raises:
         ShapeContractError: if the inputs have a different number of features.
@@ -76,7 +76,7 @@ class LayerNormLinear(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the parameters.
+        """Creates the norm and the linear layer with their parameters.
 
         Args:
             in_features: the global number of input features.
@@ -124,7 +124,9 @@ class LayerNormLinear(nnx.Module):
         self.return_layernorm_output = return_layernorm_output
 
     def __call__(self, inputs: jax.Array) -> Any:
-        """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
+        """Normalizes each token and applies the linear layer.
+
+        Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 
         With `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.

@@ -1,4 +1,4 @@
-"""A norm followed by an MLP: Transformer Engine's `LayerNormMLP`."""
+"""A layer that normalizes its inputs and then applies an MLP."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -19,7 +19,9 @@ from jax_ub.flax.linear import (
 
 
 class LayerNormMLP(nnx.Module):
-    """A norm, a column-parallel layer, an activation and a row-parallel layer.
+    """A norm followed by a tensor-parallel MLP with two overlapped GEMMs.
+
+    The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
 
     The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
     is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
@@ -46,7 +48,7 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the parameters.
+        """Creates the norm and the linear layers with their parameters.
 
         Args:
             hidden_size: the number of input and output features.
@@ -97,7 +99,9 @@ class LayerNormMLP(nnx.Module):
     def __call__(
         self, inputs: jax.Array, *, residual: jax.Array | None = None
     ) -> jax.Array:
-        """Maps `[..., tokens, hidden_size]` to the same shape.
+        """Normalizes each token and applies the MLP, adding an optional residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
 
         Args:
             inputs: the activations.

@@ -26,7 +26,7 @@ default_bias_init = initializers.zeros_init()
 
 
 class LinearOptions(TypedDict, total=False):
-    """The arguments of `Linear` that all linear layers of a larger module share."""
+    """The constructor arguments that a larger module passes to its `Linear` layers."""
 
     use_bias: bool
     dtype: Any
@@ -50,7 +50,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
-    """Checks the arguments of a larger module and those that it passes to `Linear`.
+    """Checks the constructor arguments of a module that contains `Linear` layers.
 
     Args:
         layer: the module's class, for error messages.
@@ -82,7 +82,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns `name` with sequence parallelism, else None.
+    """Returns a layer's `ub_name`: `name` with sequence parallelism, else None.
 
     The overlaps of Transformer Engine that have names are all-gathers and
     reduce-scatters. Without sequence parallelism, the layers communicate by all-reduce.
@@ -92,6 +92,9 @@ def userbuffers_name(name: str, options: LinearOptions) -> str | None:
 
 class Linear(nnx.Module):
     """A tensor-parallel linear layer over the last dimensions of its inputs.
+
+    With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather
+    of its inputs, and the GEMM of a "row" layer with the reduce-scatter of its result.
 
     The parameters have the names, global shapes and initial values of
     `flax.nnx.Linear`, so both can load each other's checkpoints. With several input or
@@ -147,7 +150,7 @@ class Linear(nnx.Module):
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
     ):
-        """Creates the parameters, sharded if the mesh is known.
+        """Creates kernel and bias, sharded if the mesh is known.
 
         Args:
             in_features: the global number of input features, or a tuple of sizes of
@@ -290,7 +293,9 @@ class Linear(nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps `[..., tokens, *in_features]` to `[..., tokens, *out_features]`.
+        """Computes `inputs @ kernel + bias`, adding an optional residual.
+
+        Maps `[..., tokens, *in_features]` to `[..., tokens, *out_features]`.
 
         Args:
             inputs: the activations.
@@ -306,7 +311,9 @@ class Linear(nnx.Module):
 def call_together(
     layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Calls layers on the same inputs, which are gathered only once.
+    """Applies several layers to the same inputs, which are gathered only once.
+
+    Returns one result for each layer.
 
     Args:
         layers: the layers. They may differ only in output sizes and parameters.
@@ -335,12 +342,13 @@ def call_together(
 
 
 def _placement_of(layer):
-    """Returns the sharding layout of a layer.
+    """Returns the mesh axes over which a layer's inputs, kernel and result are sharded.
 
     Its FSDP axes are those in the kernel's metadata.
     """
     num_in, kernel = len(sizes_of(layer.in_features)), layer.kernel
-    # The metadata of stacked layers may name additional leading axes.
+    # If layers are stacked, for example by nnx.vmap, the metadata's spec may have more
+    # leading entries than the kernel has dimensions.
     spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
     sharding_layout = layer.sharding_layout
     sharding_layout = sharding_layout.with_fsdp_of(
@@ -355,7 +363,7 @@ def _placement_of(layer):
 
 
 def _unboxed(values, metadata):
-    """Returns the values of an initializer and their merged metadata.
+    """Separates an initializer's values from the metadata that it attached.
 
     An initializer may be wrapped in `nnx.with_metadata`, which adds metadata and hooks.
     """
@@ -366,7 +374,7 @@ def _unboxed(values, metadata):
 
 
 def _sharded(kind, array, metadata):
-    """Creates a variable, which Flax shards over the mesh in its metadata.
+    """Creates an nnx variable whose array is sharded over the mesh in `metadata`.
 
     The mesh is then removed from the metadata, because its devices cannot be pickled.
     """
@@ -377,7 +385,7 @@ def _sharded(kind, array, metadata):
 
 
 def _with_sharding(metadata, spec, sharding_layout):
-    """Adds `spec` to a variable's metadata unless the caller specified a sharding."""
+    """Adds a kernel's or bias's spec to its metadata, unless the caller set one."""
     said = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
     if said or not any(sharding_layout.kernel_spec):
         return metadata

@@ -1,10 +1,10 @@
-"""Variables that accumulate kernel gradients."""
+"""Variables that accumulate kernel gradients over microbatches."""
 
 from flax import nnx
 
 
 class MainGrad(nnx.Variable):
-    """The f32 accumulator of a kernel's gradient.
+    """An nnx variable that accumulates a kernel's gradient over microbatches, in f32.
 
     Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
     zero. This is Flax's "overwrite with gradient" convention.
@@ -12,7 +12,7 @@ class MainGrad(nnx.Variable):
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
-    """Replaces kernel gradients by the accumulated gradients, for an optimizer.
+    """Replaces each kernel's gradient by its accumulated gradient, for an optimizer.
 
     Args:
         gradients: the gradients of the parameters. They are zero for kernels with a

@@ -69,7 +69,7 @@ class MultiHeadAttention(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the parameters.
+        """Creates the projections and, if enabled, the norms with their parameters.
 
         Args:
             num_heads: the global number of query heads.
@@ -173,7 +173,9 @@ class MultiHeadAttention(nnx.Module):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
+        """Computes multi-head attention, adding an optional residual.
+
+        Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 
         Args:
             inputs_q: the inputs of the queries.
@@ -204,7 +206,7 @@ class MultiHeadAttention(nnx.Module):
         return self.out(y, residual=residual)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets the attributes that `nnx.view` passes.
+        """Sets whether dropout is disabled; `nnx.view` calls it.
 
         Args:
             deterministic: whether dropout is disabled; None keeps the current value.

@@ -1,4 +1,4 @@
-"""Checks and names of the norms before linear layers."""
+"""Selects and checks the norms that precede linear layers or follow projections."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -20,7 +20,7 @@ Norm = TypeVar("Norm")
 
 
 def resolve(op: str, normalization: str, norms: Mapping[str, Norm]) -> Norm:
-    """Returns the norm with the given name.
+    """Looks up a norm's class by its name, "LayerNorm" or "RMSNorm".
 
     Raises:
         UnknownNameError: if the name is unknown.
@@ -37,7 +37,7 @@ QK_NORMS = ("RMSNorm", "LayerNorm")
 
 
 def qk_norm(op: str, qk_norm_type: str | None, normalize_qk: bool) -> str | None:
-    """Returns the name of the norm of queries and keys, or None.
+    """Returns the name of the norm that is applied to queries and keys, or None.
 
     Args:
         op: the layer's name in error messages.
@@ -66,7 +66,7 @@ def qk_norm(op: str, qk_norm_type: str | None, normalize_qk: bool) -> str | None
 
 
 def check_parallel(op: str, parallel: str | None) -> None:
-    """Checks that a linear layer after a norm is not row parallel.
+    """Checks that the linear layer after a norm is not row parallel.
 
     A norm needs all features of a token on one rank.
 
@@ -82,7 +82,7 @@ def check_parallel(op: str, parallel: str | None) -> None:
 
 
 def check_features(op: str, num: int, inputs: jax.Array) -> None:
-    """Checks that the inputs have the number of features of the norm.
+    """Checks that the inputs' last dimension has the size that a norm expects.
 
     Raises:
         ShapeContractError: if they do not.

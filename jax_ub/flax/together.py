@@ -1,4 +1,4 @@
-"""Multiplication of the same inputs by one or several kernels of any rank."""
+"""Multiplies the same inputs by several kernels, which may have any rank."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def multiply_together(
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies the same inputs by several kernels; gathers the inputs only once.
+    """Multiplies the same inputs by several kernels, gathering the inputs only once.
 
     Args:
         sharding_layout: the sharding layout of all kernels. It shards the first input
@@ -67,7 +67,9 @@ def multiply_together(
     )
     for kernel in kernels:
         sharding_layout.check_contraction(inputs, kernel, num_in)
-        if mesh is not None and kernel.ndim > 2:  # the flat size may divide anyway
+        # Checks heads before flattening: the number of ranks may divide the flat size
+        # heads * head_dim even if it does not divide the heads.
+        if mesh is not None and kernel.ndim > 2:
             sharding_layout.check_features(
                 (kernel.shape[0], kernel.shape[num_in]), mesh
             )
@@ -80,7 +82,8 @@ def multiply_together(
         num_out = kernels[0].ndim - num_in
         addend = _flat(residual, num_out)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
-        if main_grad.ndim > 2:  # reshaping creates a new array per call
+        # Claims the caller's array, because reshaping creates a new array.
+        if main_grad.ndim > 2:
             accumulators.claim(sharding_layout.op, main_grad, kernel)
     ys = sharded_linear(
         sharding_layout,
@@ -106,7 +109,7 @@ def multiply_promoted(
     main_grads: Sequence[jax.Array],
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies the same inputs by several kernels, in the dtype of each layer.
+    """Multiplies the same inputs by several kernels, each in its layer's dtype.
 
     Args:
         sharding_layout: the sharding layout of all kernels.
@@ -131,12 +134,12 @@ def multiply_promoted(
 
 
 def _gathered(sharding_layout, manual, inputs, kernels, main_grads, num_in):
-    """All-gathers kernels that the caller's `shard_map` shards over FSDP axes."""
+    """All-gathers kernels over the FSDP axes of the caller's `shard_map`."""
     axes = tuple(name for name in sharding_layout.fsdp_axes if name in manual)
     for main_grad, kernel in zip(main_grads, kernels, strict=bool(main_grads)):
         accumulators.claim(
             sharding_layout.op, main_grad, kernel
-        )  # before gathering, which creates a new array
+        )  # the caller's array: gathering creates a new one
     dim = sharding_layout.fsdp_dim * num_in
     parts = tuple(kernels), tuple(main_grads)
     gathered = gather_kernels(inputs, *parts, axes=axes, dim=dim)
@@ -145,7 +148,7 @@ def _gathered(sharding_layout, manual, inputs, kernels, main_grads, num_in):
 
 
 def _add(y, residual):
-    """Adds a residual; on an explicit mesh, reshards it first like `y`."""
+    """Adds a residual to a result; on an explicit mesh, reshards it first like `y`."""
     sharding = jax.typeof(y).sharding
     if residual.shape == y.shape and AxisType.Explicit in sharding.mesh.axis_types:
         residual = jax.sharding.reshard(residual, sharding)
@@ -153,7 +156,7 @@ def _add(y, residual):
 
 
 def _flat(x, num_dims):
-    """Flattens the last `num_dims` dimensions.
+    """Merges the last `num_dims` dimensions of an array into one.
 
     Computes the size, because reshape cannot infer -1 for empty arrays.
     """
@@ -162,13 +165,13 @@ def _flat(x, num_dims):
 
 
 def _check_residual(sharding_layout, residual, lead, outs):
-    """Checks the shape of a residual.
+    """Checks that a residual has the shape of the result that it is added to.
 
     Raises:
         ShapeContractError: if its features, or its tokens for a row layer with global
             arrays, differ from the result's.
     """
-    # Inside shard_map only the op knows the number of tokens per rank, and checks it.
+    # Inside shard_map, the number of tokens per rank is checked by the op itself.
     is_whole = sharding_layout.parallel == "row" and not sharding_layout.is_local()
     wanted = (*lead, *outs) if is_whole else outs
     found = residual.shape if is_whole else residual.shape[-len(outs) :]
@@ -182,12 +185,12 @@ def _check_residual(sharding_layout, residual, lead, outs):
 
 
 def sizes_of(features: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns `features` as a tuple of sizes."""
+    """Converts an integer or a sequence of sizes to a tuple of sizes."""
     return tuple(features) if isinstance(features, Sequence) else (features,)
 
 
 def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns `features` as a tuple of sizes after checking them.
+    """Converts an integer or a sequence of sizes to a tuple, after checking them.
 
     Raises:
         ShapeContractError: if it is empty, or a size is not a positive integer.

@@ -1,4 +1,4 @@
-"""Attention and MLP with residuals: Transformer Engine's `TransformerLayer`."""
+"""A transformer layer of attention and MLP, each with a norm and a residual."""
 
 import functools
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class TransformerLayer(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the parameters.
+        """Creates attention, MLP and norms with their parameters.
 
         Args:
             hidden_size: the number of input and output features.
@@ -147,7 +147,9 @@ class TransformerLayer(nnx.Module):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Maps `[..., tokens, hidden_size]` to the same shape.
+        """Computes attention and MLP, each added to its input as a residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
 
         Args:
             inputs: the activations.
@@ -173,7 +175,10 @@ class TransformerLayer(nnx.Module):
         return x + drop(self.mlp(x))
 
     def _drop(self, dropout, deterministic, y):
-        """Applies dropout to the result of a row-parallel layer."""
+        """Applies dropout to the output of attention or MLP, before the residual.
+
+        Returns the output unchanged if dropout is disabled.
+        """
         keeps = dropout.deterministic if deterministic is None else deterministic
         if keeps:
             return y

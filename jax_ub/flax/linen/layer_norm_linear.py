@@ -1,4 +1,4 @@
-"""A norm followed by a linear layer: Transformer Engine's `LayerNormLinear`."""
+"""A layer that normalizes its inputs and then applies a linear layer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NORMS = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 def make_norm(
     module: TensorParallel, name: str, normalization: str, epsilon: float
 ) -> nn.LayerNorm | nn.RMSNorm:
-    """Returns Flax's norm over the features, in the dtypes of the layers after it.
+    """Creates `nn.LayerNorm` or `nn.RMSNorm`, in the dtypes of the layers after it.
 
     Each rank normalizes its own tokens, before they are gathered.
 
@@ -61,7 +61,9 @@ class LayerNormLinear(TensorParallel):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
-        """Maps `[..., tokens, in]` to `[..., tokens, *features]`.
+        """Normalizes each token and applies the linear layer.
+
+        Maps `[..., tokens, in]` to `[..., tokens, *features]`.
 
         With `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.

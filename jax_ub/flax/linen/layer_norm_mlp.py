@@ -1,4 +1,4 @@
-"""A norm followed by an MLP: Transformer Engine's `LayerNormMLP`."""
+"""A layer that normalizes its inputs and then applies an MLP."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from jax_ub.flax.linen.tensor_parallel import TensorParallel
 
 
 class LayerNormMLP(TensorParallel):
-    """A norm, a column-parallel layer, an activation and a row-parallel layer.
+    """A norm followed by a tensor-parallel MLP with two overlapped GEMMs.
+
+    The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
 
     The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
     is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
@@ -50,7 +52,9 @@ class LayerNormMLP(TensorParallel):
     def __call__(
         self, inputs: jax.Array, *, residual: jax.Array | None = None
     ) -> jax.Array:
-        """Maps `[..., tokens, hidden_size]` to the same shape.
+        """Normalizes each token and applies the MLP, adding an optional residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
 
         Args:
             inputs: the activations.

@@ -20,6 +20,9 @@ from jax_ub.retrofit.sharding_layout import ShardingLayout
 class Linear(TensorParallel):
     """A tensor-parallel linear layer over the last dimensions of its inputs.
 
+    With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather
+    of its inputs, and the GEMM of a "row" layer with the reduce-scatter of its result.
+
     The parameters have the names, global shapes and initial values of
     `flax.linen.Dense`, so both can load each other's checkpoints. With several input or
     output dimensions they are those of `flax.linen.DenseGeneral` over the last
@@ -49,7 +52,7 @@ class Linear(TensorParallel):
 
     @property
     def sharding_layout(self) -> ShardingLayout:
-        """The sharding layout of the layer's arrays."""
+        """The mesh axes over which inputs, kernel and result are sharded, and how."""
         return ShardingLayout(
             self.parallel,
             self.axis_name,
@@ -65,7 +68,9 @@ class Linear(TensorParallel):
     def __call__(
         self, inputs: jax.Array, *, residual: jax.Array | None = None
     ) -> jax.Array:
-        """Maps `[..., tokens, *in]` to `[..., tokens, *features]`.
+        """Computes `inputs @ kernel + bias`, adding an optional residual.
+
+        Maps `[..., tokens, *in]` to `[..., tokens, *features]`.
 
         Args:
             inputs: the activations.
@@ -83,7 +88,11 @@ class Linear(TensorParallel):
     def parameters(
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns kernel, bias and main_grad; creates them during initialization."""
+        """Returns kernel, bias and main_grad; creates them during initialization.
+
+        Bias and main_grad (the accumulator of the kernel's gradient) are None if they
+        are disabled.
+        """
         sharding_layout = self.sharding_layout
         out_sizes = read_sizes(sharding_layout.op, "features", self.features)
         if sharding_layout.is_local() and sharding_layout.parallel == "column":
@@ -113,7 +122,9 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def num_in(self, ndim: int) -> int:
-        """Returns the number of contracted dimensions of inputs of rank `ndim`.
+        """Returns the number of input dimensions that the layer contracts.
+
+        `ndim` is the rank of the inputs.
 
         Raises:
             ShapeContractError: if `axis` is neither an integer nor a list of integers.
@@ -139,7 +150,9 @@ class Linear(TensorParallel):
 def call_together(
     layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """Calls layers on the same inputs, which are gathered only once.
+    """Applies several layers to the same inputs, which are gathered only once.
+
+    Returns one result for each layer.
 
     Args:
         layers: the layers. They may differ only in output sizes and parameters.
@@ -163,7 +176,8 @@ def call_together(
     sharding_layout = first.sharding_layout
     if first.is_initializing():
         if sharding_layout.is_local():
-            # The shapes of a rank's input and kernel shards need not match yet.
+            # Zeros, because the shards of inputs and kernel that a rank has during
+            # initialization may have different contracting sizes.
             addends = () if residual is None else (residual,)
             return tuple(
                 jnp.zeros((*lead, *kernel.shape[num_in:]), jnp.result_type(x, *addends))
@@ -182,7 +196,7 @@ def call_together(
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
-    """Returns an initializer that initializes a matrix and reshapes it.
+    """Wraps an initializer to initialize kernels of any rank as a matrix.
 
     Initial values then depend only on the numbers of inputs and outputs.
     """
@@ -191,10 +205,11 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # Not nn.meta.unbox: it would apply the sharding of the final shape to `flat`.
+        # nn.meta.unbox would apply the sharding constraint of `shape` to an array of
+        # shape `flat`.
         leaves = jax.tree.leaves(values)
         shapes.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
-        # tree.map keeps metadata boxes around the values.
+        # tree.map reshapes inside nn.Partitioned, so the result keeps its metadata.
         return jax.tree.map(lambda values: values.reshape(shape), values)
 
     return initialize

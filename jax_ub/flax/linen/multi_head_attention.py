@@ -79,7 +79,9 @@ class MultiHeadAttention(TensorParallel):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Maps `[..., tokens, in]` to `[..., tokens, out_features]`.
+        """Computes multi-head attention, adding an optional residual.
+
+        Maps `[..., tokens, in]` to `[..., tokens, out_features]`.
 
         Args:
             inputs_q: the inputs of the queries.
@@ -154,7 +156,7 @@ class MultiHeadAttention(TensorParallel):
             make_norm = functools.partial(self._make_norm, qk_norm_type)
             q, k = make_norm("query_ln")(q), make_norm("key_ln")(k)
         if self.is_initializing():
-            if out.sharding_layout.is_local():  # returns zeros; see Linear
+            if out.sharding_layout.is_local():  # zeros, as in Linear
                 return out(q, residual=residual)
             core = dataclasses.replace(
                 core, sharding_layout=out.sharding_layout.whole()

@@ -91,7 +91,7 @@ class Overlap:
         fsdp_axes: tuple[str, ...] | str = (),
         ub_names: Mapping[str, str] | None = None,
     ):
-        """Compiles the rules and checks the arguments."""
+        """Compiles the rules that select the layers, and checks the arguments."""
         self._rules = {
             compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
             for rule, kind in check_rules("rules", rules).items()
@@ -100,7 +100,7 @@ class Overlap:
             compile_rule(rule): _checked_name(rule, name)
             for rule, name in check_rules("ub_names", ub_names).items()
         }
-        # Checks the arguments.
+        # `dot_general` checks the arguments.
         self._sharding_layout = dot_general(
             "column",
             axis_name=axis_name,
@@ -118,32 +118,34 @@ class Overlap:
         self._blocks: list[AbstractContextManager[None]] = []
 
     def __getstate__(self):
-        """Returns the attributes without the state of active blocks."""
+        """Returns the attributes for pickling, without the state of active blocks."""
         return {**vars(self), "_blocks": [], "_depth": 0}
 
     def __enter__(self) -> "Overlap":
-        """Intercepts the methods of all modules until the block ends."""
+        """Starts to intercept the methods of all modules, until the block ends."""
         block = nn.intercept_methods(self)
         block.__enter__()
         self._blocks.append(block)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Ends the block and warns about rules that matched no layer."""
+        """Stops the interception and warns about rules that matched no layer."""
         self._blocks.pop().__exit__(None, None, None)
         if error is None:
             self._warn(self.unmatched)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The rules, and expressions in `ub_names`, that matched no layer so far."""
+        """The regular expressions in `rules` and `ub_names` that matched no layer."""
         patterns = [*self._rules, *self._names]
         return tuple(each.pattern for each in patterns if each not in self._matched)
 
     def __call__(
         self, next_fun: Callable, args: tuple, kwargs: dict, context: Any
     ) -> Any:
-        """Calls a method of a module; the interface of a Flax interceptor.
+        """Runs a module's method, overlapped if a rule matches the module.
+
+        Flax calls it for each intercepted method.
 
         Raises:
             UnsupportedOverlapError: if a rule matches a layer that already has a custom
@@ -185,7 +187,10 @@ class Overlap:
         return y
 
     def _find(self, patterns, path):
-        """Returns the value of the first pattern that matches the path, else None."""
+        """Returns the value of the first pattern that matches a layer's path.
+
+        Returns None if no pattern matches.
+        """
         for pattern, found in patterns.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -193,7 +198,7 @@ class Overlap:
         return None
 
     def _warn(self, patterns):
-        """Warns about patterns that matched no layer, once for each pattern."""
+        """Warns once about each rule that matched no layer."""
         new = [pattern for pattern in patterns if pattern not in self._warned]
         self._warned.update(new)
         if new:
@@ -206,7 +211,7 @@ class Overlap:
             )
 
     def _note_parameters(self, layer, method_name, path):
-        """Records a fallback for each sharded parameter that is not overlapped."""
+        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
         is_bound = method_name == "__call__" and layer.scope is not None
         if not is_bound or path in self._noted or isinstance(layer, TensorParallel):
             return
@@ -246,8 +251,9 @@ def _checked_name(rule, name):
 
 
 def _kind_of_layer(layer, method_name) -> str | None:
-    """Returns the key in `_OVERLAPPED` for a method of a layer, or None."""
-    # Exact types for nn.Embed and nn.Einsum: a subclass may compute another product.
+    """Returns "dense", "einsum" or "attend" if the method can overlap, else None."""
+    # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
+    # a different product.
     if method_name == "attend":
         return "attend" if type(layer) is nn.Embed else None
     if method_name != "__call__":
@@ -269,8 +275,8 @@ def _call_dense(dense, path, layer, next_fun, args, kwargs):
         )
     original = own if is_plain else None
     ours = dataclasses.replace(dense, original=original)
-    # Bound modules are frozen. The attribute is restored because the module may be
-    # called again outside the block.
+    # Flax forbids `layer.dot_general = ...` on bound modules. The old value is restored
+    # because the module may be called again outside the block.
     object.__setattr__(layer, "dot_general", ours)
     try:
         return next_fun(*args, **kwargs)
@@ -336,7 +342,10 @@ def _ndim(value):
 
 
 def _spec(value) -> tuple:
-    """Returns the spec of a parameter from its metadata or its array; () if unknown."""
+    """Returns the `PartitionSpec` entries of a parameter, or () if they are unknown.
+
+    They come from the parameter's metadata or from the sharding of its array.
+    """
     if isinstance(value, nn.Partitioned):
         return tuple(value.names)
     arrays = jax.tree.leaves(nn.meta.unbox(value))

@@ -1,4 +1,4 @@
-"""Base class of the linen modules."""
+"""Base class of the linen modules that contain tensor-parallel layers."""
 
 import dataclasses
 from typing import Any, cast
@@ -80,23 +80,23 @@ class TensorParallel(nn.Module, kw_only=True):
 
     @property
     def overlap_flags(self) -> OverlapFlags:
-        """The flags that request or forbid the overlap of each collective."""
+        """The `ub_overlap_*` and `ub_bulk_*` arguments, which enable each overlap."""
         return OverlapFlags.of(self.linear_options())
 
     def __post_init__(self):
-        """Checks the types of all attributes."""
+        """Checks the types of the constructor arguments."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         arguments.check(type(self).__name__, **options)
         super().__post_init__()
 
     @nn.nowrap
     def __getstate__(self):
-        """Returns the attributes with meshes in a picklable form."""
+        """Returns the attributes for pickling, with meshes in a picklable form."""
         return portable_mesh.pack(vars(self))
 
     @nn.nowrap
     def __setstate__(self, state):
-        """Restores the attributes; meshes get the devices of this process."""
+        """Restores pickled attributes; meshes get the devices of this process."""
         vars(self).update(portable_mesh.unpack(state))
 
     @nn.nowrap

@@ -1,4 +1,4 @@
-"""Attention and MLP with residuals: Transformer Engine's `TransformerLayer`."""
+"""A transformer layer of attention and MLP, each with a norm and a residual."""
 
 import dataclasses
 import functools
@@ -84,7 +84,9 @@ class TransformerLayer(TensorParallel):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Maps `[..., tokens, hidden_size]` to the same shape.
+        """Computes attention and MLP, each added to its input as a residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
 
         Args:
             inputs: the activations.
@@ -130,7 +132,7 @@ class TransformerLayer(TensorParallel):
 
     @nn.nowrap
     def _keeps(self, deterministic):
-        """Returns whether dropout is disabled.
+        """Returns whether this call applies no dropout.
 
         Initialization needs no `deterministic` argument.
         """

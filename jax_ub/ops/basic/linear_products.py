@@ -147,10 +147,13 @@ def _full_gradient(op, call_config, dy):
 
 
 def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy of a reduced result is only this rank's part of the gradient.
+    """Returns whether dy must be summed over the ranks to be the whole gradient.
+
+    `dy` is the cotangent of a result that was summed over the ranks.
 
     With `shard_map(check_vma=True)`, dy is partial if its type varies over the call's
-    axis. This happens inside a fused window if the result is added to a varying array.
+    axis. This happens inside a fused operation if the result is added to a varying
+    array.
     With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
     """
     return not call_config.is_vma_checked or bool(
