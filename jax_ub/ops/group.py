@@ -28,9 +28,9 @@ class OperationGroup:
     `backward_ops` cover the same basic operations. An *edge* is the number of an extra
     tensor (an array that an operation reads or returns besides the activation).
 
-    A group ends wherever a forward window and a backward window end together. With
-    groups this short, JAX itself determines which of them need gradients, and sums the
-    cotangents of an extra output that several groups read.
+    A group ends wherever a fused operation of the forward and one of the backward end
+    together. With groups this short, JAX itself determines which of them need
+    gradients, and sums the cotangents of an extra output that several groups read.
 
     The operands are a dict: "x"; "params", a tuple with one dict for each operation;
     and "wires", the extra inputs from outside the group by edge number. The results are
@@ -157,8 +157,8 @@ class OperationGroup:
     def _likes(self, operands, needs):
         """Returns shapes and dtypes of the gradients of arrays between the operations.
 
-        A fused window never materializes its inner activations. They are traced
-        abstractly, with the unfused operations.
+        The arrays between operations that are fused do not exist at run time. Their
+        types come from an abstract evaluation of the unfused operations.
         """
         if len(self.basic_ops) == 1:
             return (), {}

@@ -13,10 +13,8 @@ def make_groups(
 ) -> tuple[OperationGroup, ...]:
     """Splits operations into the shortest runs that can be differentiated separately.
 
-    The forward and the backward may be fused differently, so a run ends only where no
-    fused operation of either continues.
-
-    A group ends wherever a forward window and a backward window end together.
+    The forward and the backward may be fused differently. A run ends wherever a fused
+    operation of the forward and one of the backward end together.
     """
     forward, backward = _by_place(forward_ops), _by_place(backward_ops)
     cuts = sorted(set(forward) & set(backward))
@@ -30,7 +28,7 @@ def make_groups(
 def _by_place(ops: Sequence[Op]) -> dict[int, FusedOperation]:
     """Maps the index of its first basic operation to each fused operation.
 
-    A basic operation outside any window becomes a window of one.
+    A basic operation that is not fused becomes a fused operation of one.
     """
     return {
         window.start: op

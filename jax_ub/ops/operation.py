@@ -1,10 +1,10 @@
 """The interface of fusible operations.
 
 A *basic operation* is an immutable description of one function of an activation: its
-parameters, its pure forward and its pure backward. A *fused operation* replaces a
-window of consecutive basic operations and computes the same results in the forward, in
-the backward or in both, for example with fewer passes over memory. `OperationFuser`
-chooses the windows; `rules/fused_group.py` differentiates them.
+parameters, its pure forward and its pure backward. A *fused operation* replaces several
+consecutive basic operations, called its *window*. It computes the same results in the
+forward, in the backward or in both, for example with fewer passes over memory.
+`OperationFuser` chooses the windows; `rules/fused_group.py` differentiates them.
 
 The forward passes only *residuals* to the backward: arrays by name, in one dict for
 each basic operation. The basic operation defines their names and meanings, so any
@@ -305,7 +305,7 @@ class FusedOperation(Operation):
 
         Returns:
             The reasons, reported by `explain()`. Keys are indices into `ops`: the index
-            of the window's linear if it has one.
+            of the linear, if the operations include one.
         """
         return {}
 

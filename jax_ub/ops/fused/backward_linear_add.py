@@ -42,7 +42,7 @@ class BackwardLinearAdd(FusedOperation):
     Transformer Engine: `BackwardLinearAdd`.
 
     Attributes:
-        userbuffers: the overlapped linear in the window, or None.
+        userbuffers: the linear as an overlapped operation, or None.
     """
 
     userbuffers: UserbuffersBackwardLinear | None = None

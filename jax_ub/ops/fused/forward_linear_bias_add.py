@@ -42,7 +42,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     Transformer Engine: `ForwardLinearBiasAdd`.
 
     Attributes:
-        userbuffers: the overlapped row-parallel linear in the window, or None.
+        userbuffers: the row-parallel linear as an overlapped operation, or None.
     """
 
     userbuffers: UserbuffersForwardLinear | None = None

@@ -30,8 +30,8 @@ def collect(
 
     Args:
         op: the name of the fused operation in error messages.
-        basic_ops: the window in forward order; None if the caller passed keywords.
-        *parts: the parts of the window in forward order.
+        basic_ops: the operations in forward order; None if the caller passed keywords.
+        *parts: what the constructor takes, in forward order.
 
     Raises:
         ShapeContractError: if a part is missing or has the wrong type, or if the caller

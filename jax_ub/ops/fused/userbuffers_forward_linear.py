@@ -127,9 +127,9 @@ def run_window(
     """Computes a linear, its bias and its collective in one overlapped call.
 
     Args:
-        basic_ops: the operations of the window.
+        basic_ops: the linear and the bias or reduce-scatter that run with it.
         params: the parameters of each operation.
-        x: the input of the window.
+        x: the input of the linear.
         added: a bias that is added once, after the reduce-scatter.
         residual: array with the shape of the result, added once after the
             reduce-scatter.

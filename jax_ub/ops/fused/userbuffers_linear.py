@@ -5,7 +5,7 @@ Transformer Engine's three patterns, in forward order:
 | | operations | runs as |
 |---|---|---|
 | 1 | `BasicLinear("column")`, optional `Bias` | AG+GEMM |
-| 2 | `BasicLinear("row")`; a `Bias` after it is not part of the window | GEMM+RS |
+| 2 | `BasicLinear("row")`; a `Bias` after it runs separately | GEMM+RS |
 | 3 | `BasicLinear(None)`, optional `Bias`, `ReduceScatter` | GEMM+RS |
 """
 
