@@ -1,4 +1,4 @@
-"""The doctor: reports what is installed and what can run here, or why it cannot."""
+"""Checks the installation: what is installed and can run here, or why it cannot."""
 
 from jax_ub.doctor.examination import examine as examine
 from jax_ub.doctor.finding import Finding as Finding

@@ -1,4 +1,4 @@
-"""Reports what is installed, what can run here or why not: `python -m jax_ub doctor`.
+"""Reports what is installed, and what can run or why not: `python -m jax_ub doctor`.
 
 With `--processes`, several processes are started, which also compute together as the
 processes of a job do.
@@ -20,7 +20,7 @@ from jax_ub.runtime import backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Adds the options of `doctor` to its argument parser."""
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON instead")
     add("--processes", type=positive, default=1, help="look from this many processes")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Prints the report.
+    """Runs all checks and prints a line for each finding, or JSON with `--json`.
 
     Returns:
         1 if there is a fault, else 0.
@@ -60,7 +60,11 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(num_processes: int, devices_per_process: int) -> list[Finding]:
-    """Returns the findings of process 0, then further findings of the others."""
+    """Runs the checks in several processes that compute together.
+
+    Returns the findings of process 0, then those of other processes that differ from
+    them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "findings.json")
         status = run_parts(

@@ -1,4 +1,4 @@
-"""Findings about shared memory between processes and about named overlaps."""
+"""Checks shared memory between processes, and lists overlaps that users have named."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,10 @@ from jax_ub.runtime import communicators, engine, hosts, overlaps
 
 
 def between_processes() -> Iterator[Finding]:
-    """Yields whether this process can share memory with others on its host."""
+    """Yields a finding: whether this process can share memory with others here.
+
+    Processes of the same host exchange data through shared memory.
+    """
     host = hosts.short_name(hosts.identity())
     try:
         engine.load().endpoint()
@@ -23,7 +26,7 @@ def between_processes() -> Iterator[Finding]:
 
 
 def _connections():
-    """Yields how the ranks of each group are connected, or why they are not."""
+    """Yields a finding for each group of ranks: how it is connected, or why not."""
     failed = dict(communicators.failures())
     for connection in communicators.connections():
         name = f"devices {list(connection.group)}"
@@ -38,7 +41,10 @@ def _connections():
 
 
 def _connected(connection):
-    """Names the sharing mode, and each preferred mode with the reason against it."""
+    """Returns a text that names the sharing mode of the group's memory.
+
+    It also has each mode that is preferred to it, and the reason why it cannot be used.
+    """
     how = getattr(connection.communicator, "how", None)
     if how is None:
         return "connected"
@@ -51,7 +57,10 @@ def _connected(connection):
 
 
 def named_overlaps(together: bool) -> Iterator[Finding]:
-    """Yields the named overlaps of `initialize_ub`, or its defaults if not called."""
+    """Yields findings about the overlaps by name that `initialize_ub` has configured.
+
+    If it was not called, it is called on a small mesh, to report its defaults.
+    """
     if overlaps.domains():
         yield from _connections()
         yield from map(_finding_of, overlaps.domains())

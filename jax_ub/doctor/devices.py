@@ -1,4 +1,4 @@
-"""Findings about devices and their drivers."""
+"""Checks the devices, their drivers and jaxlib's thread pool."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ from jax_ub.runtime import cuda, settings
 
 
 def devices() -> Iterator[Finding]:
-    """Yields number and kind of devices, and jaxlib's pool threads or the GPUs."""
+    """Yields findings about JAX's devices: number, kind, and the GPUs' drivers.
+
+    On CPUs, it also checks that jaxlib's thread pool is large enough for the devices.
+    """
     everywhere = jax.devices()
     platform = cuda.platform_of(everywhere[0])
     found = f"{len(everywhere)} {platform}"
@@ -44,14 +47,14 @@ def devices() -> Iterator[Finding]:
 
 
 def _cuda_engine():
-    """Returns whether the CUDA engine is built, on a machine that uses no GPU."""
+    """Returns a finding: whether the CUDA engine is built, where JAX uses no GPU."""
     reason = cuda.why_not()
     text = "built; there are no CUDA devices here" if reason is None else reason
     return Finding("CUDA engine", State.NOTE, text)
 
 
 def _gpus():
-    """Yields this process's GPUs, driver, cuBLASLt and peer access."""
+    """Yields findings about this process's GPUs, driver, cuBLASLt and peer access."""
     reason = cuda.why_not()
     if reason is not None:
         yield Finding("CUDA engine", State.FAULT, f"calls run plain jax.lax: {reason}")

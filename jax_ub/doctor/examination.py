@@ -12,7 +12,10 @@ from jax_ub.runtime import backend
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Yields the findings of all checks. Checks follow those that they depend on.
+    """Runs all checks of the doctor in order and yields their findings.
+
+    A check that depends on others follows them. If JAX cannot start, the rest is
+    omitted.
 
     Args:
         together: whether all processes of the job call this at the same time; the
@@ -38,7 +41,7 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
 
 
 def _fallbacks():
-    """Yields the calls of this process that were not overlapped, by reason."""
+    """Yields a finding for each reason why calls here were not overlapped."""
     by_reason: dict[str, list[str]] = {}
     for fallback in fallbacks():
         by_reason.setdefault(fallback.reason, []).append(fallback.label)

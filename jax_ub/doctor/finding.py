@@ -1,11 +1,14 @@
-"""The result of one check of the doctor."""
+"""Defines a finding, the result of one check of the doctor."""
 
 import dataclasses
 import enum
 
 
 class State(enum.Enum):
-    """Severity of a finding; the doctor's exit status is 1 only for a fault."""
+    """Severity of a finding: fine, a note, a warning or a fault.
+
+    The doctor's exit status is 1 only if there is a fault.
+    """
 
     FINE = "ok"
     NOTE = "--"
@@ -15,17 +18,20 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """The result of one check: what was checked, its severity and an explanation.
+
+    The doctor prints each finding as one line.
+    """
 
     name: str
     state: State
     text: str
 
     def as_json(self) -> dict[str, str]:
-        """Returns the finding as JSON types."""
+        """Returns the name, the state in lower case and the text as JSON types."""
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
     @classmethod
     def from_json(cls, found: dict[str, str]) -> "Finding":
-        """Restores a finding from the result of `as_json`."""
+        """Restores a finding from the output of `as_json`."""
         return cls(found["name"], State[found["state"].upper()], found["text"])

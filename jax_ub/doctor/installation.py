@@ -1,4 +1,4 @@
-"""Findings about packages, environment variables and the loaded engine."""
+"""Checks packages, environment variables and the loaded engine."""
 
 import contextlib
 import importlib.metadata
@@ -16,7 +16,10 @@ _REQUIRED = _PACKAGES[1:4]
 
 
 def packages() -> Iterator[Finding]:
-    """Yields the versions of Python and of relevant packages."""
+    """Yields findings with the versions of Python and of the packages that matter.
+
+    A required package that is not installed is a fault.
+    """
     yield Finding("python", State.FINE, platform.python_version())
     for name in _PACKAGES:
         try:
@@ -27,7 +30,10 @@ def packages() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Yields jax_ub's environment variables, unknown names and invalid values."""
+    """Yields findings about jax_ub's environment variables that are set.
+
+    Reports unknown names, with the nearest known one, and invalid values.
+    """
     for name, value in settings.given().items():
         if name in settings.NAMES:
             yield Finding(name, State.NOTE, value)
@@ -61,7 +67,7 @@ def _isa():
 
 
 def ffi_api() -> Iterator[Finding]:
-    """Yields whether the engine was built for the XLA FFI API of this jaxlib."""
+    """Yields a finding: whether the engine fits the XLA FFI API of this jaxlib."""
     running = ".".join(map(str, engine.running_ffi_api()))
     try:
         built = ".".join(map(str, engine.load().xla_ffi_api_version))
@@ -73,7 +79,7 @@ def ffi_api() -> Iterator[Finding]:
 
 
 def engine_here() -> Iterator[Finding]:
-    """Yields the engine's instruction set and number of threads."""
+    """Yields findings about the CPU engine's instruction set and number of threads."""
     try:
         cpu = engine.load()
     except ImportError:

@@ -1,4 +1,4 @@
-"""Runs a small call with each method and checks its result."""
+"""Runs a small call with each method, and compares its result with numpy's."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ POOL_THREADS_EACH = 4
 
 
 def start_devices() -> None:
-    """Requests enough CPU devices for a trial, unless JAX has already started."""
+    """Requests two CPU devices from JAX for the trials, unless JAX has started."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
     settings.set_pool_threads(POOL_THREADS_EACH * _TRIAL_DEVICES)
@@ -35,19 +35,22 @@ def start_devices() -> None:
 
 
 def mesh_of(together: bool) -> Mesh:
-    """Returns a mesh of two local devices, or if `together` of all devices."""
+    """Returns the mesh for the trials, with the single axis `AXIS`.
+
+    It has two devices of this process, or if `together` all devices of the job.
+    """
     devices = jax.devices() if together else jax.local_devices()[:_TRIAL_DEVICES]
     return Mesh(np.array(devices), (AXIS,))
 
 
 def methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Yields the result of a trial of each method."""
+    """Runs a small AG+GEMM on the mesh with each method, and yields the findings."""
     for method in Method:
         yield _trial(mesh, method)
 
 
 def _trial(mesh: Mesh, method: Method) -> Finding:
-    """Runs one small AG+GEMM and compares it with numpy's product."""
+    """Runs one small AG+GEMM with `method` and compares it with numpy's product."""
     name = f'method "{method.value}"'
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
@@ -78,7 +81,10 @@ def _column_linear(mesh, method):
 
 
 def _beside_a_gather(num_ranks, x, w):
-    """Computes the same product, gathering x concurrently with an independent GEMM."""
+    """Computes the same product with method "bulk", for the trial of that method.
+
+    It gathers x concurrently with an independent GEMM, then multiplies by w.
+    """
     dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
     _, gathered = bulk_all_gather(
         (dy,),
@@ -93,7 +99,10 @@ def _beside_a_gather(num_ranks, x, w):
 
 
 def _state_of(method, devices):
-    """Returns FAULT if the method should run on these devices, else NOTE."""
+    """Returns the severity of a failed trial.
+
+    It is FAULT if the method should run on these devices, else NOTE.
+    """
     platform = cuda.platform_of(devices[0])
     if platform == "cuda":
         expected = method is not Method.DIRECT and cuda.why_not() is None

@@ -1,4 +1,4 @@
-"""Starts one program in several processes on this machine, as a cluster would.
+"""Runs one program in several processes on this machine: `python -m jax_ub launch`.
 
 `jax.distributed.initialize()` needs no arguments in these processes. Every output line
 is prefixed with the index of its process. When a process fails, the launcher reports
@@ -24,7 +24,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this command."""
+    """Adds the options of `launch` to its argument parser."""
     add = parser.add_argument
     add("-n", "--processes", type=int, default=2, metavar="N", help="default 2")
     add(
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the program in all processes until they have exited.
+    """Runs the user's program in all processes of a job until they have exited.
 
     Returns:
         0 if all processes exited with 0; otherwise the exit status of the first one
@@ -142,10 +142,10 @@ def _command(given):
 
 
 def _supervise(job, parent, parent_folder):
-    """Runs the supervisor. If it or this process is killed, the other ends all ranks.
+    """Starts the supervisor process, which runs the ranks, and waits for it.
 
-    If the process `parent` exits, this process ends all ranks and removes
-    `parent_folder`.
+    If the supervisor or this process is killed, the other one ends all ranks. If the
+    process `parent` exits, this process ends all ranks and removes `parent_folder`.
     """
     supervisor.adopt_orphans()
     others = supervisor.descendants()

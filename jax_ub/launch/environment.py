@@ -1,4 +1,4 @@
-"""Environment variables of the launched processes."""
+"""Environment variables of the launched processes, with which JAX finds the job."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class LaunchError(UbError, ValueError):
 
 
 def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
-    """Checks the numbers of processes and devices per process.
+    """Checks that the numbers of processes and devices are not above the limit.
 
     Raises:
         LaunchError: if a number is larger than `MOST`.
@@ -42,11 +42,11 @@ def environment(
     port: int,
     num_hosts: int = 1,
 ) -> dict[str, str]:
-    """Returns an environment where `jax.distributed.initialize()` needs no arguments.
+    """Returns the environment of one process, in which JAX finds the job by itself.
 
-    JAX has no environment variables for the process index and the number of processes.
-    It detects clusters by their variables, so this function sets those of a Slurm step
-    on one node.
+    `jax.distributed.initialize()` then needs no arguments. JAX has no environment
+    variables for the process index and the number of processes. It detects clusters by
+    their variables, so this function sets those of a Slurm step on one node.
 
     Args:
         given: the launcher's environment; user settings are kept.

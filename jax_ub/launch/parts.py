@@ -1,4 +1,7 @@
-"""Runs a command of jax_ub in several processes, as parts of one job."""
+"""Runs a command of jax_ub in several processes, which compute together as one job.
+
+A part is the command in one of these processes.
+"""
 
 import contextlib
 import os
@@ -22,7 +25,7 @@ def run_parts(
     folder: str,
     prints_aside: bool = False,
 ) -> int:
-    """Runs `python -m jax_ub ARGUMENTS` in several processes, under `launch`.
+    """Runs `python -m jax_ub ARGUMENTS` in several processes, by `jax_ub launch`.
 
     Args:
         arguments: command and options, including the one that marks it as a part.
@@ -45,10 +48,11 @@ def run_parts(
 
 
 def _run_passing_sigterm_on(command, stdout):
-    """Runs the launcher. SIGTERM ends it first, then this process, with cleanup.
+    """Runs the launcher and returns its exit status.
 
-    The signal handler does not raise. An exception while the launcher is being started
-    would leave it running.
+    SIGTERM ends the launcher first, then this process, with cleanup. The signal handler
+    does not raise. An exception while the launcher is being started would leave it
+    running.
     """
     process: subprocess.Popen | None = None
     is_explicit = threading.Event()
@@ -76,7 +80,7 @@ def _run_passing_sigterm_on(command, stdout):
 
 
 def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
-    """Returns the number of devices per process; 1 if none was requested.
+    """Returns the devices per process that the user requested for a command, or 1.
 
     Raises:
         LaunchError: if a number was requested but the command starts no processes, or
@@ -93,10 +97,11 @@ def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
 
 @contextlib.contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """Exits the process at once if its part fails, so the launcher ends the others.
+    """Exits the process immediately if the block raises, after printing the error.
 
-    Otherwise JAX waits at exit for minutes until the other processes exit, while they
-    may wait for this process in a collective.
+    The launcher then ends the other processes. Otherwise JAX waits at exit for minutes
+    until the other processes exit, while they may wait for this process in a
+    collective.
     """
     try:
         yield

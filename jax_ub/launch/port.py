@@ -1,4 +1,4 @@
-"""Reserves the coordinator's port."""
+"""Reserves a TCP port for the coordinator of `jax.distributed.initialize()`."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ from jax_ub.launch.environment import HOST, LaunchError
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """Yields a free port, and prevents other programs from getting it in the block.
+    """Yields a free TCP port that no other program can get while the block runs.
 
     Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
     port. This socket does not listen, so it receives no connections.
@@ -26,7 +26,10 @@ def reserve_port() -> Iterator[int]:
 
 
 def _check_route(port):
-    """Checks the route to `HOST` without sending; JAX would wait for minutes."""
+    """Checks that `HOST` can be reached, without sending data to it.
+
+    JAX itself would wait for minutes before it reports an error.
+    """
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((HOST, port))

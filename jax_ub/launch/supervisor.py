@@ -33,12 +33,15 @@ _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parent has exited."""
+    """Makes this process the parent of its descendants whose parent has exited.
+
+    It can then find and kill them.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_at_death_of_parent(number: int) -> None:
-    """Asks the kernel to send signal `number` when this process's parent exits."""
+    """Asks the kernel to send a signal to this process when its parent exits."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -70,7 +73,10 @@ def descendants() -> frozenset[int]:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
-    """Kills all descendants except `spared`, including those started meanwhile."""
+    """Kills all descendants except `spared`, until none is left.
+
+    Descendants that are started meanwhile are killed, too.
+    """
     while alive := descendants() - spared:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -91,10 +97,16 @@ class OutputError(Exception):
 
 
 class Relay:
-    """Copies the output of a process line by line, prefixed with its index."""
+    """Copies a rank's output line by line, and prefixes each line with its index.
+
+    It also keeps the last lines, to repeat them after a failure.
+    """
 
     def __init__(self, source: int, target: int, prefix: bytes):
-        """Makes the descriptor `source` non-blocking."""
+        """Prepares to copy from descriptor `source` to descriptor `target`.
+
+        The source is made non-blocking.
+        """
         os.set_blocking(source, False)
         self.source, self._target, self._prefix = source, target, prefix
         self._rest = b""
@@ -102,7 +114,7 @@ class Relay:
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
 
     def read(self) -> bool:
-        """Copies available output; returns False at end of file."""
+        """Copies the output that is available; returns False at end of file."""
         try:
             found = os.read(self.source, 1 << 16)
         except BlockingIOError:
@@ -114,7 +126,10 @@ class Relay:
         return bool(found)
 
     def close(self) -> None:
-        """Copies the rest of the output after the process has exited."""
+        """Copies the rest of the output after the process has exited.
+
+        An unfinished last line is completed with a newline.
+        """
         while select.select([self.source], [], [], 0)[0] and self.read():
             pass
         if self._rest:
@@ -139,10 +154,10 @@ class Relay:
 
 
 class Rank:
-    """A process of the job, in a separate session."""
+    """A process of the job with its output, in a separate session and group."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]):
-        """Starts the process."""
+        """Starts the process, which the kernel kills when the supervisor exits."""
         parent = os.getpid()
 
         def die_with_parent():
@@ -167,12 +182,12 @@ class Rank:
         self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process group of this rank."""
+        """Sends a signal to the process group of this rank, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def __str__(self):
-        """Names the process and its exit status or signal."""
+        """Returns the process index, pid, and exit status or signal, for messages."""
         status = self.process.returncode
         how = f"ended with exit status {status}"
         if status is not None and status < 0:
@@ -181,10 +196,13 @@ class Rank:
 
 
 class Supervisor:
-    """Event loop that waits for output, exits, signals and deadlines of all ranks."""
+    """Event loop that waits for the ranks' output and exits, signals and deadlines.
+
+    When a rank fails, it ends the other ranks.
+    """
 
     def __init__(self, job: dict):
-        """Starts the ranks of `job`, which `command.run` creates."""
+        """Starts the ranks of `job`, the JSON object that `command.run` creates."""
         self._job, self._status = job, 0
         self._failed: Rank | None = None
         self._num_lines = 0  # lines written when the first rank failed
@@ -229,7 +247,10 @@ class Supervisor:
             self._on(relay.source, functools.partial(self._relay, relay))
 
     def run(self) -> int:
-        """Waits until all ranks have exited; returns the exit status."""
+        """Runs the event loop until all ranks have exited.
+
+        Returns the exit status of the launcher.
+        """
         try:
             while self._running:
                 self._wait()
@@ -270,7 +291,10 @@ class Supervisor:
             self._end(128 - status if status < 0 else status)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
-        """Schedules signals that end the running ranks. The first status is kept."""
+        """Schedules the end of all running ranks: `number`, later SIGKILL.
+
+        `linger_s` delays the first signal. The job keeps the first exit status.
+        """
         self._status = self._status or status
         linger_s = self._job["linger_s"] if linger_s is None else linger_s
         self._after(linger_s, lambda: self._send(number))
@@ -301,7 +325,10 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Repeats the failure if other ranks have written output after it."""
+        """Prints the failure again if ranks wrote output after it.
+
+        The first failure would otherwise be hard to find in the output.
+        """
         if self._failed is None or self._lines_written() == self._num_lines:
             return
         tail = " The end of its stderr:" if self._failed.stderr.tail else ""
@@ -315,14 +342,14 @@ class Supervisor:
 
 
 def _open_standard_descriptors():
-    """Opens closed standard descriptors, before other files get their numbers."""
+    """Opens closed standard descriptors, so that no other file gets their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
 def main() -> int:
-    """Runs the job that the launcher writes to standard input."""
+    """Runs the job that the launcher writes to stdin, and returns its status."""
     _open_standard_descriptors()
     job = json.loads(sys.stdin.buffer.readline())
     adopt_orphans()

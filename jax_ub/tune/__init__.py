@@ -1,1 +1,1 @@
-"""Finds the fastest way to run each linear on this machine: `python -m jax_ub tune`."""
+"""Measures the fastest method for each linear layer: `python -m jax_ub tune`."""

@@ -1,4 +1,4 @@
-"""Candidate methods and kernel options that `tune` measures."""
+"""Lists the methods and kernel options that `tune` measures for each op and size."""
 
 import dataclasses
 import itertools
@@ -25,13 +25,14 @@ _F32_BYTES = 4
 def candidates(
     case: Case, is_cuda: bool, dgrad: MethodChoice | None = None
 ) -> list[MethodChoice]:
-    """Returns all candidates, the most promising first, and "xla" last.
+    """Returns the method choices to time for a case, most promising first, "xla" last.
 
-    On a GPU, candidates also vary the number of GEMM streams and of multiprocessors
-    that GEMMs leave free; with the defaults of both, they vary cuBLASLt's algorithm.
-    Copy engines communicate, which use no multiprocessors. If chunks are not split,
-    kernels on the multiprocessors left free are tried, too. Ops without communication
-    only vary the algorithm.
+    A choice is a method, such as "ring_exchange", with its number of splits and its
+    kernel options. On a GPU, candidates also vary the number of GEMM streams and of
+    multiprocessors that GEMMs leave free; with the defaults of both, they vary
+    cuBLASLt's algorithm. Copy engines communicate, which use no multiprocessors. If
+    chunks are not split, kernels on the multiprocessors left free are tried, too. Ops
+    without communication only vary the algorithm.
 
     Args:
         case: the op and its sizes.
@@ -82,9 +83,11 @@ def _by_kernels() -> list[KernelOptions]:
 
 
 def _of_column_gradients(is_cuda, dgrad):
-    """Returns bulk methods, and methods that run GEMM+RS for dgrad before wgrad.
+    """Returns the candidates for the two gradients of a column-parallel layer together.
 
-    Bulk runs its two GEMMs one after the other, so the number of streams has no effect.
+    They are method "bulk" with several kernel options, and methods that run GEMM+RS for
+    dgrad before wgrad. Bulk runs its two GEMMs one after the other, so the number of
+    streams has no effect.
     """
     apart = (
         MethodChoice(Method.RING_EXCHANGE) if is_cuda else MethodChoice(Method.DIRECT)
@@ -114,7 +117,7 @@ def _tuned(choice, kernel_options):
 
 
 def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
-    """Yields methods with the variants that have an effect."""
+    """Yields the methods and variants that apply to the case, with default options."""
     if not is_cuda:
         yield MethodChoice(Method.DIRECT)
     yield MethodChoice(Method.RING_EXCHANGE)
@@ -137,7 +140,10 @@ def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Returns whether `initialize_ub` with the case's shape provides enough memory."""
+    """Returns whether a one-shot all-reduce of this size fits the communication memory.
+
+    The memory is what `initialize_ub` allocates for the shape of the case.
+    """
     platform = "cuda" if is_cuda else "cpu"
     itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
     num_elements = case.M * case.N

@@ -1,4 +1,4 @@
-"""Finds the fastest way to run each linear on this machine, and writes it to a file.
+"""Measures the fastest method for each linear layer, and writes the results to a file.
 
 With `initialize_ub(ub_cfgs="FILE")` or `JAX_UB_TUNED=FILE`, method "auto" uses these
 results for the tuned sizes. Running without overlap is one of the candidates.
@@ -28,7 +28,7 @@ DTYPES = {**bench.DTYPES, "f16": "float16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Adds the options of `tune` to its argument parser."""
     parser.add_argument(
         "--output",
         type=output_path,
@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Times all candidates of each case, prints the best, and updates the file."""
+    """Times all candidates of each case, prints the fastest and updates the file.
+
+    The file is written after each case. Entries for other devices and sizes are kept.
+    """
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         if not shape.divides(num_ranks):
@@ -121,7 +124,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, num_devices) -> bool:
-    """Starts JAX's backend and returns whether it uses GPUs."""
+    """Starts JAX's backend with `num_devices` devices; returns whether it uses GPUs."""
     devices.start(num_devices, wanted)
     if wanted == "cpu":
         return False

@@ -1,4 +1,4 @@
-"""Times the candidates of a case in interleaved rounds."""
+"""Times all method choices of a tuning case in interleaved rounds."""
 
 import dataclasses
 import statistics
@@ -14,19 +14,20 @@ from jax_ub.tune.programs import Operands
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A candidate of a case and its time per call in microseconds."""
+    """A method choice and its median time per call in microseconds."""
 
     choice: MethodChoice
     us: float  # median over the rounds, including dispatch
 
 
 def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[Case]:
-    """Yields the cases of a column linear of this shape and of the row linear after it.
+    """Yields the cases to tune for a column linear layer and the row layer after it.
 
-    The gradients have the same sizes: a row linear's dgrad is an AG+GEMM with the sizes
-    of the column linear's forward pass. The two gradients of a column linear together
-    are a separate case, with the sizes of its forward pass. On GPUs, GEMMs without
-    communication are cases, too, because they have algorithms to choose from.
+    A case is an op with its global sizes, P and dtype. The gradients have the same
+    sizes: a row linear's dgrad is an AG+GEMM with the sizes of the column linear's
+    forward pass. The two gradients of a column linear together are a separate case,
+    with the sizes of its forward pass. On GPUs, GEMMs without communication are cases,
+    too, because they have algorithms to choose from.
     """
     row = shape.row
     yield Case("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
@@ -40,7 +41,7 @@ def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[C
 
 
 def _own_products(M, K, N, dtype):
-    """Yields the cases without communication for a kernel [K, N] and M rows."""
+    """Yields cases of a rank's GEMMs without communication, for x [M, K], w [K, N]."""
     yield Case("matmul", 1, M, K, N, dtype)
     yield Case("dgrad", 1, M, N, K, dtype)
     yield Case("dgrad_add", 1, M, N, K, dtype)
@@ -49,14 +50,14 @@ def _own_products(M, K, N, dtype):
 
 
 def dgrad_of(case: Case) -> Case:
-    """Returns the case of a column linear's dgrad, which is a GEMM+RS."""
+    """Returns the GEMM+RS case that computes the dgrad of a column linear layer."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
 def measure(
     case: Case, choices: Sequence[MethodChoice], rounds: int
 ) -> tuple[list[Timed], list[tuple[MethodChoice, str]]]:
-    """Times every candidate once per round.
+    """Times all method choices of a case, once per round, with equal operands.
 
     Returns:
         The timed candidates, fastest first; and the candidates that failed to run, with

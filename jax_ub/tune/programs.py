@@ -1,4 +1,4 @@
-"""Programs and operands of the candidates of a case."""
+"""Builds the operands of a tuning case, and a program for each method choice."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from jax_ub.rules.column_gradients import column_gradients
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Operand sizes, as pairs of names of a case's sizes, and shardings.
+    """The sizes of an op's operands, such as "MK" for [M, K], and their shardings.
 
     If `adds` is set, the product is added in place to the last operand.
     """
@@ -62,10 +62,13 @@ _PAIRS = {
 
 
 class Operands:
-    """The operands of a case. Candidates share all but the one written in place."""
+    """The operands of a tuning case, on the devices; builds candidates that use them.
+
+    All candidates share the operands, except one that a candidate overwrites in place.
+    """
 
     def __init__(self, case: Case):
-        """Draws the operands and places them on the devices."""
+        """Draws random operands of the case's sizes and places them on the mesh."""
         self._case = case
         self._layout = layout = _LAYOUTS[case.op]
         self._ranks = Ranks(case.num_ranks)
@@ -78,7 +81,7 @@ class Operands:
         self._placed = [*map(self._place, range(len(self._drawn)))]
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
-        """Returns the program of one candidate with its operands."""
+        """Returns a program that runs the case with `choice`, and its operands."""
         layout, operands = self._layout, list(self._placed)
         last = len(operands) - 1
         if layout.adds:
@@ -103,7 +106,10 @@ def _function(case: Case, choice: MethodChoice) -> Callable[..., Any]:
 
 
 def call_of(case: Case) -> Call:
-    """Returns a call of the case's op with a single kernel."""
+    """Returns the primitive call that computes the op of a case, with one kernel.
+
+    `Call` describes a call of jax_ub's engine. Its method is "auto".
+    """
     shared: dict[str, Any] = {
         "choice": MethodChoice(Method.AUTO),
         "label": f"tune {case.op}",
