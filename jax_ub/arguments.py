@@ -34,7 +34,7 @@ def check(op: str, **options: Any) -> None:
 
 
 def check_function(op: str, name: str, value: Any) -> None:
-    """Rejects a value that is not callable."""
+    """Raises an error unless a value is callable."""
     if not callable(value):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is of type {type(value).__name__}, not a "
@@ -43,7 +43,7 @@ def check_function(op: str, name: str, value: Any) -> None:
 
 
 def check_dtype(op: str, name: str, value: Any) -> None:
-    """Rejects a value that is not a floating-point dtype."""
+    """Raises an error unless a value is a floating-point dtype."""
     dtype = None if shapes.is_array(value) else shapes.dtype_of(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ShapeContractError(
@@ -53,7 +53,7 @@ def check_dtype(op: str, name: str, value: Any) -> None:
 
 
 def check_name(op: str, name: str, value: Any) -> None:
-    """Rejects a name that is not a string."""
+    """Raises an error unless a name is a string."""
     if not isinstance(value, str):
         raise UnknownNameError(
             f"{op}: {name} = {shown(value)} is of type {type(value).__name__}. Pass "
@@ -62,7 +62,7 @@ def check_name(op: str, name: str, value: Any) -> None:
 
 
 def check_metadata(op: str, name: str, value: Any) -> None:
-    """Rejects a value that is not a mapping with string keys."""
+    """Raises an error unless a value is a mapping with string keys."""
     is_mapping = isinstance(value, Mapping)
     if not is_mapping or not all(isinstance(key, str) for key in value):
         raise ShapeContractError(
@@ -72,7 +72,7 @@ def check_metadata(op: str, name: str, value: Any) -> None:
 
 
 def check_rngs(op: str, name: str, value: Any) -> None:
-    """Rejects a value without a stream of parameter keys, such as `nnx.Rngs.params`."""
+    """Raises an error unless a value has parameter keys, as `nnx.Rngs.params` does."""
     if not callable(getattr(value, "params", None)):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} has no keys for parameters. Pass, for "
@@ -118,7 +118,7 @@ def promoted(
 
 
 def check_precision(op: str, name: str, value: Any) -> None:
-    """Rejects a value that `jax.lax.dot` does not accept as a precision."""
+    """Raises an error unless `jax.lax.dot` accepts a value as a precision."""
     values = value if isinstance(value, tuple) else (value,)
     kinds = str | lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset
     if not all(isinstance(each, kinds) for each in values):

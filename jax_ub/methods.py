@@ -82,11 +82,11 @@ def has_pairs(num_ranks: int) -> bool:
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# Splits of a rank's chunk in a pipeline without num_splits. Equals the default in
-# csrc/engine.
+# Number of parts into which method "pipeline" splits a rank's chunk by default. Must
+# equal the default in csrc/engine.
 DEFAULT_SPLITS = 4
 
-# Equal to the numbers in csrc/ffi. The CPU engine runs an automatic call as DIRECT.
+# Must equal the enum values in csrc/ffi. The CPU engine runs "auto" as DIRECT.
 _CODES = {
     Method.AUTO: 0,
     Method.DIRECT: 0,

@@ -88,7 +88,7 @@ def is_size(value) -> bool:
 
 
 def check_size(op: str, name: str, value) -> None:
-    """Rejects a global size that is not an integer in [1, 2**40]."""
+    """Raises an error unless a global size is an integer in [1, 2**40]."""
     if not is_size(value):
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
@@ -97,7 +97,7 @@ def check_size(op: str, name: str, value) -> None:
 
 
 def check_epsilon(op: str, name: str, value) -> None:
-    """Rejects an epsilon of a norm that is not a finite number >= 0."""
+    """Raises an error unless the epsilon of a norm is a finite number >= 0."""
     if not is_number(value) or not value >= 0:
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)} is not a number of 0 or more. Pass one, "
@@ -106,7 +106,7 @@ def check_epsilon(op: str, name: str, value) -> None:
 
 
 def check_rate(op: str, name: str, value) -> None:
-    """Rejects a dropout rate that is not a number in [0, 1)."""
+    """Raises an error unless a dropout rate is a number in [0, 1)."""
     if not is_number(value) or not 0 <= value < 1:
         raise ShapeContractError(
             f"{op}: {name} = {shown(value)}, but it is the probability of a zero. Pass "
@@ -115,13 +115,13 @@ def check_rate(op: str, name: str, value) -> None:
 
 
 def check_flag(op: str, name: str, value) -> None:
-    """Rejects a flag that is not a bool, 0 or 1, such as a string."""
+    """Raises an error unless a flag is a bool, 0 or 1."""
     if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
         raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
 
 
 def check_array(op: str, name: str, array) -> None:
-    """Rejects a value that is not a numeric array, such as a list or random keys."""
+    """Raises an error unless a value is a numeric array; lists and keys are not."""
     if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""
@@ -140,7 +140,7 @@ def is_f64(array) -> bool:
 
 
 def check_float(op: str, **arrays) -> None:
-    """Rejects arrays that are not f32, bf16 or f16; None is accepted."""
+    """Raises an error for arrays that are not f32, bf16 or f16; None is accepted."""
     _check_floats(op, arrays)
 
 
@@ -153,7 +153,7 @@ def _check_floats(op, arrays, *, takes_f64=False):
 
 
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
-    """Rejects an array or aval that is not f32, bf16, f16, or f64 if `takes_f64`."""
+    """Raises an error unless an array is f32, bf16, f16, or f64 if `takes_f64`."""
     if array.dtype not in FLOATS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
             f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
@@ -162,7 +162,7 @@ def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> 
 
 
 def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
-    """Returns the result's dtype: `out_dtype`, or `default` if that is None.
+    """Returns the dtype of an op's result: `out_dtype`, or `default` if it is None.
 
     f32, bf16, f16 and `default` itself are accepted. `default` is the dtype of operands
     that have been checked, and may be f64.
@@ -194,7 +194,7 @@ def check_operands(
 
 
 def check_kernel(op: str, name: str, w) -> None:
-    """Rejects a kernel that is not a matrix or is empty."""
+    """Raises an error unless a kernel is a matrix with nonzero sizes."""
     if w.ndim != 2:
         raise ShapeContractError(
             f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
@@ -204,7 +204,7 @@ def check_kernel(op: str, name: str, w) -> None:
 
 
 def check_dtypes(op: str, **pair) -> None:
-    """Rejects two operands of different dtypes."""
+    """Raises an error unless two operands have the same dtype."""
     (x_name, x), (w_name, w) = pair.items()
     if x.dtype != w.dtype:
         raise ShapeContractError(
@@ -214,7 +214,7 @@ def check_dtypes(op: str, **pair) -> None:
 
 
 def check_not_empty(op: str, name: str, array) -> None:
-    """Rejects an array with a dimension of size 0."""
+    """Raises an error if an array has a dimension of size 0."""
     if 0 in array.shape:
         raise ShapeContractError(
             f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
@@ -223,7 +223,7 @@ def check_not_empty(op: str, name: str, array) -> None:
 
 
 def check_rank(op: str, name: str, array, least: int = 2) -> None:
-    """Rejects a value that is not an array, or has fewer than `least` dimensions."""
+    """Raises an error unless a value is an array of at least `least` dimensions."""
     check_array(op, name, array)
     if array.ndim < least:
         wanted = "[..., rows, features]" if least == 2 else "[..., features]"
@@ -234,7 +234,7 @@ def check_rank(op: str, name: str, array, least: int = 2) -> None:
 
 
 def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
-    """Checks that x [..., K] and w [K, N] have the same K.
+    """Raises an error unless x [..., K] and w [K, N] have the same K.
 
     Args:
         op: the op's name.
@@ -272,7 +272,7 @@ def _advice(k, w, num_ranks, sharded):
 
 
 def check_divides(op: str, x, num_ranks: int) -> None:
-    """Checks that `num_ranks` divides the number of rows M of x [..., M, K]."""
+    """Raises an error unless `num_ranks` divides the rows M of x [..., M, K]."""
     rows = x.shape[-2]
     if rows % num_ranks:
         padded = math.ceil(rows / num_ranks) * num_ranks
@@ -285,7 +285,7 @@ def check_divides(op: str, x, num_ranks: int) -> None:
 def check_shape(
     op: str, name: str, array, shape: tuple[int, ...], meaning: str
 ) -> None:
-    """Checks that an array has exactly `shape`; None is accepted."""
+    """Raises an error unless an array is None or has exactly `shape`."""
     if array is None:
         return
     check_array(op, name, array)
@@ -305,7 +305,7 @@ def check_addends(
     bias_name: str = "bias",
     takes_f64: bool = False,
 ) -> None:
-    """Checks bias [N] and residual against the result's shape [..., N]."""
+    """Raises an error unless bias [N] and residual fit the result [..., N]."""
     addends = {bias_name: bias, "residual": residual}
     _check_floats(op, addends, takes_f64=takes_f64)
     check_shape(op, bias_name, bias, shape[-1:], "[N]")
@@ -313,7 +313,7 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Checks that main_grad is f32 and has its kernel's shape; None is accepted."""
+    """Raises an error unless main_grad is None, or f32 with its kernel's shape."""
     if main_grad is None:
         return
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
@@ -332,7 +332,7 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
-    """Rejects a value that cannot be mesh axis names, whatever the mesh is.
+    """Raises an error unless a value is a mesh axis name or a tuple of them.
 
     Raises:
         ShapeContractError: if a name is not a string or is given twice, or if there is

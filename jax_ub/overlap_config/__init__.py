@@ -1,4 +1,4 @@
-"""Configurations of named overlaps. `from_te` reads Megatron's files."""
+"""Settings of named overlaps. `from_te` reads them from Megatron's files."""
 
 from jax_ub.overlap_config.config import CommOverlapType as CommOverlapType
 from jax_ub.overlap_config.config import OverlapConfig as OverlapConfig

@@ -1,4 +1,4 @@
-"""The configuration of a named overlap: its keys and their valid values."""
+"""`OverlapConfig`: the settings of one named overlap, and their valid values."""
 
 import dataclasses
 import enum
@@ -78,17 +78,17 @@ class OverlapConfig(Mapping):
 
     @property
     def atomic_gemm(self) -> bool:
-        """Transformer Engine's key. Always False: cuBLAS 13 has no atomic GEMM."""
+        """Returns False: the engine has no atomic GEMM. A key of Transformer Engine."""
         return False
 
     def __getitem__(self, key: str):
-        """Returns the value of a key of `KEYS`, which are Transformer Engine's keys."""
+        """Returns the setting of a Transformer Engine key, such as "num_splits"."""
         if key not in KEYS:
             raise KeyError(key)
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        """Returns an iterator over the keys."""
+        """Returns an iterator over the keys, which Transformer Engine defines."""
         return iter(KEYS)
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class OverlapConfig(Mapping):
         return len(KEYS)
 
     def __hash__(self) -> int:
-        """Returns a hash of all values."""
+        """Returns a hash of the values of all settings."""
         return hash(tuple(self.values()))
 
 
@@ -160,7 +160,8 @@ _PRIORITY = (
     f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
 )
 
-# By key: the function that checks and converts a value, and its valid values as text.
+# Maps each key to the function that checks and converts its value, and to a text that
+# lists the valid values.
 KEYS = {
     "method": (_method, f"one of {_METHODS}; None is auto"),
     "comm_type": (_comm_type, '"AG" or "RS"'),

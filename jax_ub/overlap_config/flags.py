@@ -10,7 +10,7 @@ from jax_ub.methods import Method
 
 # The methods that overlap a GEMM with the communication of its operand or result.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
-# The communication that each flag controls, for errors.
+# Maps each flag to a description, for errors, of the communication that it controls.
 _MEANING = {
     "ub_overlap_ag": "the all-gather of a GEMM's operand",
     "ub_overlap_rs": "the reduce-scatter of a row layer's result",
@@ -19,7 +19,7 @@ _MEANING = {
     "ub_bulk_wgrad": "the reduce-scatter beside a column layer's wgrad",
 }
 _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
-# By parallel mode: the flags that have an effect.
+# Maps each parallel mode ("column" or "row") to the flags that have an effect.
 _RELEVANT = {
     "column": ("ub_overlap_ag", "ub_overlap_rs_dgrad", *_BULK),
     "row": ("ub_overlap_ag", "ub_overlap_rs"),
@@ -28,7 +28,7 @@ _RELEVANT = {
 
 @dataclasses.dataclass(frozen=True)
 class OverlapFlags:
-    """Flags that select which communication of a layer overlaps with a GEMM.
+    """A layer's `ub_*` flags, which select the communication to overlap with GEMMs.
 
     True overlaps the communication or raises an error, False runs it as plain
     `jax.lax`, and None lets jax_ub choose. A flag for communication that a layer does

@@ -15,7 +15,8 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 FPROP, DGRAD, WGRAD = PASSES = ("fprop", "dgrad", "wgrad")
 
-# By pass: the default method and communication type.
+# Default method and communication type of each pass of a column-parallel and of a
+# row-parallel layer.
 _COLUMN = {
     FPROP: (Method.RING_EXCHANGE, _AG),
     DGRAD: (Method.BULK, _AG),

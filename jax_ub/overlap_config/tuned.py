@@ -1,4 +1,4 @@
-"""Tuned files: the fastest measured method for each op and size, by device.
+"""Tuned files: the methods measured fastest for each op and size, by device.
 
 `python -m jax_ub tune` writes them. A file has one *tuning* for each combination of
 device and library versions. A tuning has one method choice for each op and size.
@@ -55,7 +55,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The key of a choice: an op, with its global sizes and dtype."""
+    """The key of a tuned method: op, number of ranks, global sizes and dtype."""
 
     op: str
     num_ranks: int
@@ -140,7 +140,7 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
 
 
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes a tuned file, atomically replacing an existing file."""
+    """Writes a tuned file; an existing file is replaced in one step."""
     document = {
         "schema": SCHEMA,
         "tunings": [

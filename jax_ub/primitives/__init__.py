@@ -1,1 +1,1 @@
-"""JAX primitives: one file per FFI target, with its shapes and its reference."""
+"""JAX primitives, one per FFI target, with shapes and `jax.lax` implementation."""

@@ -1,4 +1,4 @@
-"""The all-gather (AG) without a GEMM."""
+"""The primitive of an all-gather without a GEMM."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ class AllGather(Call):
 
 
 def all_gather(x: jax.Array, **where) -> jax.Array:
-    """All-gathers the rows of `x`: `[..., m, K]` -> `[..., P*m, K]`.
+    """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`, by its primitive.
 
     `where` holds the fields of `Call`.
     """

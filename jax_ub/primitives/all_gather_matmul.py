@@ -1,4 +1,4 @@
-"""AG+GEMM: multiplies the gathered rows by the kernels of this rank."""
+"""The primitive that all-gathers the rows of x and multiplies them by kernels."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jax_ub.primitives.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherMatmul(Call):
-    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i.
+    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i for kernels w_i.
 
     Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
     Results: all y_i, then the gathered x if `return_gathered`.
@@ -121,7 +121,7 @@ def all_gather_matmul(
     out_dtype,
     **where,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Multiplies the gathered rows of `x` by each kernel.
+    """All-gathers the rows of `x`, and multiplies them by each of the kernels.
 
     Args:
         x: activations, `[..., m, K]`: this rank's rows.

@@ -1,4 +1,4 @@
-"""The all-reduce (AR) without a GEMM."""
+"""The primitive of an all-reduce without a GEMM."""
 
 import dataclasses
 
@@ -42,5 +42,5 @@ class AllReduce(Call):
 
 
 def all_reduce(x: jax.Array, **where) -> jax.Array:
-    """Returns the sum of `x` over the ranks; `where` holds the fields of `Call`."""
+    """Returns the sum of `x` over the ranks. `where` holds the fields of `Call`."""
     return AllReduce(**where)(x)[0]

@@ -1,4 +1,7 @@
-"""Bulk AG: an all-gather that overlaps an independent GEMM, the layer's dgrad."""
+"""The primitive that all-gathers an array while the GEMMs of a dgrad run.
+
+The GEMMs do not depend on the gathered array.
+"""
 
 import dataclasses
 

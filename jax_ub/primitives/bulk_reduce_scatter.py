@@ -1,4 +1,7 @@
-"""Bulk RS: a reduce-scatter that overlaps an independent GEMM, the layer's wgrad."""
+"""The primitive that reduce-scatters an array while the GEMMs of a wgrad run.
+
+The GEMMs do not depend on the reduced array.
+"""
 
 import dataclasses
 

@@ -322,8 +322,8 @@ def _lower_on_cuda(ctx, *operands, call):
 
 
 def _channel(ctx, ranks):
-    # The channel identifies the call site in all processes. It is the module's name
-    # and a channel number, which are the same in every process.
+    # The engines of all processes find the calls that belong together by this text. It
+    # is the HLO module's name and a channel number, equal in every process.
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]

@@ -1,4 +1,4 @@
-"""The GEMM without communication: a sum of products, plus bias and residual."""
+"""The primitive of a GEMM without communication, with bias and residual."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from jax_ub.primitives.summed_matmul import SummedMatmul, call_summed_matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matmul(SummedMatmul):
-    """Computes scale * sum_i x_i w_i + bias + residual on one rank.
+    """Computes scale * sum_i x_i w_i + bias + residual, without communication.
 
     Operands: x_i [..., m, K_i], w_i [K_i, N], bias [N], residual [..., m, N]. Result:
     [..., m, N].

@@ -1,4 +1,4 @@
-"""GEMM+AR: multiplies, and all-reduces the product over the ranks."""
+"""The primitive of a GEMM whose product is all-reduced over the ranks."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""GEMM+RS: multiplies, and reduce-scatters the product over the ranks."""
+"""The primitive of a GEMM whose product is reduce-scattered over the ranks."""
 
 import dataclasses
 import functools

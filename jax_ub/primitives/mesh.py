@@ -1,4 +1,4 @@
-"""The mesh axis of a call while it is traced, and its ranks when it is lowered."""
+"""Finds the ranks of a call: their number when traced, devices when lowered."""
 
 import dataclasses
 import math

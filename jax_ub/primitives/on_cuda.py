@@ -17,7 +17,7 @@ from jax_ub.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
 # The workspace is a result of the custom call, and XLA has no results of 0 bytes.
 _LEAST_BYTES = 1
-# In a scan, XLA of JAX 0.11 fuses a call with the update of the slice that saves its
+# In a scan, XLA of JAX 0.11 fuses a call with the dynamic-update-slice that saves its
 # result, and runs the call a second time for other users of the result. An optimization
 # barrier behind the call prevents both. Weight gradients get no barrier: they have no
 # other users, so the fusion is wanted.
@@ -146,10 +146,10 @@ def lower(
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
-    # The call has no side effect in HLO: all ranks run the same program, so any change
-    # that XLA makes to its calls is the same on all ranks. With a side effect, XLA of
-    # JAX 0.11 runs a call inside a scan twice: in the fusion that passes slices to it,
-    # such as the layers' kernels, and once more outside the fusion.
+    # Unlike on CPUs, has_side_effect is False, so XLA may move or merge these calls.
+    # This is safe, because all ranks run the same compiled program. With a side effect,
+    # XLA of JAX 0.11 would run a call inside a scan twice: in the fusion that slices
+    # its operands, such as the stacked kernels of the layers, and outside the fusion.
     rule = jax.ffi.ffi_lowering(
         call.target,
         operand_output_aliases=call.aliases(ctx.avals_in),

@@ -1,4 +1,4 @@
-"""The reduce-scatter (RS) without a GEMM."""
+"""The primitive of a reduce-scatter without a GEMM."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The global sizes M, K and N of a call, and its key in the tuned table."""
+"""Returns the global sizes M, K, N of calls, and their keys in tuned tables."""
 
 import math
 from collections.abc import Sequence

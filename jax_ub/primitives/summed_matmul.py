@@ -1,4 +1,4 @@
-"""`SummedMatmul`: base class of the targets that sum several products.
+"""`SummedMatmul`: base class of the primitives that sum several products.
 
 Operands are all x_i, all w_i, then bias and residual, if there are any. The result is
 scale * sum_i x_i w_i, optionally reduced over the ranks, plus bias and residual,

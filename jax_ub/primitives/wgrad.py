@@ -1,4 +1,4 @@
-"""The wgrad, x^T dy: the kernel's gradient, with or without an all-gather."""
+"""The primitive of a wgrad, x^T dy, which may all-gather x or dy first."""
 
 import dataclasses
 

@@ -88,7 +88,9 @@ class Layer(abc.ABC):
         return op.original if isinstance(op, DotGeneral | Einsum) else op
 
     def why_kept(self) -> tuple[str, str] | None:
-        """Returns why `overlap` must not replace the function, and a fix; or None.
+        """Returns why `overlap` must not replace the product function, with a fix.
+
+        Returns None if it may replace the function.
 
         A layer keeps a function that neither Flax nor `overlap` has set, such as that
         of a quantized layer.
@@ -104,7 +106,7 @@ class Layer(abc.ABC):
 
 
 class LinearLayer(Layer):
-    """`nnx.Linear` or `nnx.LinearGeneral`, which multiply by a `dot_general`."""
+    """An `nnx.Linear` or `nnx.LinearGeneral`, which multiplies by a `dot_general`."""
 
     def __init__(self, node: Any):
         """Stores the `nnx.Linear` or `nnx.LinearGeneral` module."""
@@ -140,7 +142,7 @@ class LinearLayer(Layer):
 
 
 class EinsumLayer(Layer):
-    """`nnx.Einsum`, which multiplies by an `einsum_op`."""
+    """An `nnx.Einsum`, which multiplies by an `einsum_op`."""
 
     function = "jax.numpy.einsum"
     described = "an einsum_op"
@@ -186,7 +188,10 @@ class EinsumLayer(Layer):
         self.node.einsum_op = Einsum(_held_by_jax(dense), label, self.replaced)
 
     def why_kept(self):
-        """Returns why the function is kept; einsums that are not dense keep it, too."""
+        """Returns why `overlap` must not replace the einsum, with a fix; or None.
+
+        Einsums that are not dense layers are not replaced.
+        """
         kept = super().why_kept()
         if kept is not None or self.equation is not None:
             return kept
@@ -198,7 +203,7 @@ class EinsumLayer(Layer):
 
 
 class AttendLayer(Layer):
-    """`nnx.Embed`, whose `attend` multiplies by the transposed embedding."""
+    """An `nnx.Embed`, whose `attend` multiplies by the transposed embedding."""
 
     num_in = 1
     num_dims = 2
@@ -228,7 +233,7 @@ class AttendLayer(Layer):
 
 
 class OverlappedEmbed(nnx.Embed):
-    """`nnx.Embed` with an overlapped `attend`.
+    """An `nnx.Embed` whose `attend` overlaps its GEMM with communication.
 
     `ub.overlap` changes the class of an existing `nnx.Embed` to this one.
     """

@@ -178,8 +178,8 @@ def _record_others(model, layers, chosen, axis_name):
     by_node = {id(layer.node): path for path, layer in layers.items()}
     for path, module, spec in sharded_parameters(model, axis_name):
         layer = by_node.get(id(module))
-        # Layers that keep their function have been recorded already. Layers of
-        # jax_ub.flax overlap by themselves.
+        # `_without_kept` has recorded layers that a user or library has changed. Layers
+        # of jax_ub.flax overlap without `ub.overlap`.
         is_noted = layer in chosen or (layer and layers[layer].why_kept() is not None)
         if is_noted or hasattr(module, "sharding_layout"):
             continue

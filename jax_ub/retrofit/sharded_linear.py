@@ -1,4 +1,4 @@
-"""A linear layer on global arrays, which are sharded in a `jax.shard_map`.
+"""Runs a dense layer on global arrays, inside a `jax.shard_map` over the mesh.
 
 Inside the caller's `jax.shard_map` the arrays are one rank's shards already, and are
 multiplied directly. On global arrays the layer runs in a `shard_map` with these
@@ -193,7 +193,7 @@ def _leave_whole(sharding_layout, mesh, x_shape):
 def indivisible_reason(
     sharding_layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> str | None:
-    """Returns why x [..., tokens, K] cannot be sharded evenly; None if it can."""
+    """Returns why the ranks cannot divide x [..., tokens, K] evenly, or None."""
     data_axes = nontrivial_axes(mesh, _data_axes(sharding_layout, mesh, x_shape))
     num_data = math.prod(mesh.shape[name] for name in data_axes)
     num_tp = sharding_layout.axis_size(mesh) if sharding_layout.sequence_parallel else 1
@@ -285,7 +285,7 @@ def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
 # 0.10.2 evaluates the operations of scans and jax.checkpoint one by one.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operands):
-    """Runs the layer in a `shard_map` over all mesh axes that are not manual yet."""
+    """Runs the layer in a `shard_map` over the mesh axes, except manual ones."""
     x = operands[0]
     shown = batch_axes(sharding_layout, mesh, x)
     data_axes = nontrivial_axes(mesh, shown)
@@ -348,7 +348,8 @@ def shard_map_operands(
     )(*map(functools.partial(_place, mesh), operands, in_specs))
 
 
-# The functions whose forward pass communicates, by (parallel, sequence_parallel).
+# Maps (parallel, sequence_parallel) to the op of a layer whose forward pass
+# communicates.
 _FUSED: dict[tuple[str | None, bool], Callable] = {
     ("column", True): all_gather_matmul,
     ("row", True): matmul_reduce_scatter,
@@ -440,7 +441,10 @@ def _data_axes(sharding_layout, mesh, x_shape):
 
 
 def _activation_specs(sharding_layout, data_axes, ndim):
-    """Returns the partition specs of x and y, both [..., tokens, features]."""
+    """Returns the partition specs of the layer's input x and output y.
+
+    Both have shape [..., tokens, features].
+    """
     lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
     tokens = data_axes if ndim == 2 else ()
     shared = (
@@ -458,7 +462,7 @@ def _activation_specs(sharding_layout, data_axes, ndim):
 
 
 def _place(mesh, operand, spec):
-    """Reshards the arrays of `operand` to `spec` over explicit mesh axes.
+    """Reshards an operand's arrays to `spec`, as explicit mesh axes require.
 
     `shard_map` reshards its operands over automatic axes by itself, but rejects
     operands that are sharded differently over explicit axes.
@@ -487,5 +491,6 @@ def _on_first_replica(main_grad, axes):
     for axis_name in axes:
         first &= jax.lax.axis_index(axis_name) == 0
     others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
-    # A difference instead of jnp.where, so that every replica's cotangent is passed on.
+    # Equals jnp.where(first, main_grad, 0), but its derivative is the identity on every
+    # replica: jnp.where would discard the cotangents of all replicas except the first.
     return main_grad - others

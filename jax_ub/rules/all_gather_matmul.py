@@ -1,4 +1,7 @@
-"""AG+GEMM with its derivative: a column-parallel layer with sequence parallelism."""
+"""`all_gather_matmul` with its derivative, for column-parallel layers.
+
+The layer has sequence parallelism: each rank has some rows (tokens) of x.
+"""
 
 import dataclasses
 import functools
@@ -111,7 +114,7 @@ def all_gather_matmul_at(
     return_gathered=False,
     out_dtype=None,
 ):
-    """Runs `all_gather_matmul` with a `CallConfig` that the caller has made."""
+    """Runs `all_gather_matmul` with the ranks and methods in `call_config`."""
     is_tuple = isinstance(w, tuple)
     ws = w if is_tuple else (w,)
     biases = _as_tuple(

@@ -1,4 +1,4 @@
-"""The all-reduce (AR) with its derivative."""
+"""`all_reduce`, the sum over the ranks, with its derivative."""
 
 import functools
 

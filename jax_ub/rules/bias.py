@@ -1,4 +1,4 @@
-"""The gradient of a bias."""
+"""The gradient of a layer's bias, a sum over the rows of dy."""
 
 import jax
 import jax.numpy as jnp
@@ -15,5 +15,5 @@ def bias_gradient(bias: jax.Array | None, dy: jax.Array) -> jax.Array | None:
 
 
 def row_sum(dy: jax.Array) -> jax.Array:
-    """Returns the sum of dy [..., M, N] over all rows, f32 [N] (f64 for f64)."""
+    """Returns the sum over all rows of dy [..., M, N]: f32 [N], or f64 for f64."""
     return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=sum_dtype(dy.dtype))

@@ -37,9 +37,9 @@ class CallConfig:
     dtype: np.dtype | None = None  # dtype of the operands
     out_dtype: np.dtype | None = None  # dtype of the result
     tuned: TunedTable | None = None  # tuned choices by global sizes, for method "auto"
-    # Choice for the dgrad, from the configuration of `ub_name`; None is `choice`.
+    # Method of the dgrad, as configured for `ub_name`; None uses `choice`.
     dgrad_choice: MethodChoice | None = None
-    wgrad_choice: MethodChoice | None = None  # None is the dgrad's choice
+    wgrad_choice: MethodChoice | None = None  # None uses the dgrad's method
     dw_dtype: np.dtype | None = None  # dtype of the kernel's gradient; None is `dtype`
     rhs_transposed: bool = False  # whether kernels and their gradients are [out, in]
     ub_name: str | None = None  # part of the checkpoint names of the residuals
@@ -109,7 +109,7 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Whether f64 operands are accepted: only if all passes are plain `jax.lax`.
+        """Whether the call accepts f64: only if plain `jax.lax` runs all passes.
 
         The engine has no f64 GEMM.
         """

@@ -1,4 +1,4 @@
-"""The gradients of AG+GEMM: how each method combines dgrad, wgrad and communication."""
+"""The backward pass of `all_gather_matmul`, for each method of overlap."""
 
 import math
 

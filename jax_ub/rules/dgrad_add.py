@@ -1,4 +1,4 @@
-"""dgrad+add: adds the gradient of a layer's input to the residual's gradient."""
+"""`dgrad_add`: adds the gradient of a layer's input to another gradient in place."""
 
 import functools
 

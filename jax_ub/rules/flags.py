@@ -10,7 +10,7 @@ from jax_ub.overlap_config.names import DGRAD, FPROP
 from jax_ub.runtime import cuda
 from jax_ub.runtime.overlaps import Overlap
 
-# By op and pass: the flags that control the communication of the pass.
+# Maps each op and pass to the flags that control the communication of the pass.
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "all_gather_matmul": {
         FPROP: ("ub_overlap_ag",),

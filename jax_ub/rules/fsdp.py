@@ -15,7 +15,7 @@ from jax_ub.primitives import varying
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Makes the backward pass of a function repeat its all-gathers over mesh axes.
+    """Makes a function's backward pass repeat all-gathers instead of saving results.
 
     Otherwise the forward pass would save their results: in a scan over layers, the
     whole kernels of all layers.
@@ -61,7 +61,7 @@ def gather_kernels(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Pads this rank's shard of a main_grad with zeros to the kernel's whole shape.
+    """Pads this rank's shard of an accumulator with zeros to the whole kernel's shape.
 
     The zeros are in the places of the peers' shards. Each rank adds its gradient to the
     padded array, and the backward pass reduce-scatters the results, so every shard of

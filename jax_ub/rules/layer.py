@@ -1,4 +1,4 @@
-"""The `custom_vjp` that all layers with one kernel share.
+"""Builds the `custom_vjp` that all dense layers with one kernel share.
 
 y = forward(x, w) + bias + residual. Each rule supplies the two GEMMs of its backward
 pass. This module saves their residuals, skips gradients that are not needed, and

@@ -1,4 +1,4 @@
-"""The public `linear`: not parallel, column-parallel or row-parallel."""
+"""`linear`: a dense layer that is column-parallel, row-parallel or not parallel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,8 @@ from jax_ub.rules.vjp import promote
 
 OP = "linear"
 _KINDS = ("column", "row")
-# The functions whose forward pass communicates, by (parallel, sequence_parallel).
+# Maps (parallel, sequence_parallel) to the op of a layer whose forward pass
+# communicates.
 _FUSED: dict[tuple[str | None, bool], tuple[str, Callable[..., jax.Array]]] = {
     ("column", True): ("all_gather_matmul", all_gather_matmul_at),
     ("row", True): ("matmul_reduce_scatter", matmul_reduce_scatter_at),
@@ -147,7 +148,7 @@ def linear_without_gather(  # noqa: PLR0913, as the functions that communicate
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """Runs the rows of `linear`'s table whose forward pass does not communicate.
+    """Computes `x @ w + bias` for layers whose forward pass does not communicate.
 
     Unlike `linear` it takes a `residual` and an `out_dtype`, as the functions that
     communicate do.

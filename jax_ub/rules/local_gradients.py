@@ -1,4 +1,4 @@
-"""The gradients of a GEMM without communication: two local GEMMs."""
+"""The backward pass of a GEMM that does not communicate: two local GEMMs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -115,7 +115,7 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
                 "of its rows, without jax.vmap; or map main_grad too, and sum what "
                 "each example accumulates."
             )
-        # Applied again, for the next enclosing jax.vmap.
+        # Calls `same` again, so that an enclosing jax.vmap is checked, too.
         return same(main_grad, dy), is_mapped[0]
 
     return same(main_grad, dy)

@@ -1,4 +1,7 @@
-"""GEMM+AR with its derivative: a row-parallel layer without sequence parallelism."""
+"""`matmul_all_reduce` with its derivative, for row-parallel layers.
+
+The layer has no sequence parallelism: every rank gets all rows of the result.
+"""
 
 import dataclasses
 
@@ -33,7 +36,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """Multiplies this rank's features and sums the products over the ranks.
+    """Multiplies this rank's features by its kernel rows; sums over the ranks.
 
     Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
     rounded once. Bias and residual are the same on every rank and are added once, after
@@ -92,7 +95,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 def matmul_all_reduce_at(
     call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """Runs `matmul_all_reduce` with a `CallConfig` that the caller has made."""
+    """Runs `matmul_all_reduce` with the ranks and methods in `call_config`."""
     shapes.check_rank(call_config.label, "x", x)
     kernel = call_config.kernel(w)
     shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)

@@ -1,4 +1,7 @@
-"""GEMM+RS with its derivative: a row-parallel layer with sequence parallelism."""
+"""`matmul_reduce_scatter` with its derivative, for row-parallel layers.
+
+The layer has sequence parallelism: each rank keeps its rows (tokens) of the result.
+"""
 
 import dataclasses
 
@@ -83,7 +86,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
 def matmul_reduce_scatter_at(
     call_config: CallConfig, x, w, *, bias, main_grad, residual=None, out_dtype=None
 ):
-    """Runs `matmul_reduce_scatter` with a `CallConfig` that the caller has made."""
+    """Runs `matmul_reduce_scatter` with the ranks and methods in `call_config`."""
     shapes.check_rank(call_config.label, "x", x)
     kernel = call_config.kernel(w)
     shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)

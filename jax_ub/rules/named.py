@@ -20,7 +20,8 @@ from jax_ub.overlap_config.names import DGRAD, FPROP, WGRAD
 from jax_ub.runtime.overlaps import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
-# By op and pass: the collectives that it may run. Missing passes do not communicate.
+# Maps each op and pass to the collectives that the pass may run. Passes that are not in
+# the table do not communicate.
 _COMMUNICATES: dict[str, dict[str, tuple[CommOverlapType, ...]]] = {
     "all_gather_matmul": {FPROP: (_AG,), DGRAD: (_AG, _RS), WGRAD: (_RS,)},
     "matmul_reduce_scatter": {FPROP: (_RS,), DGRAD: (_AG,), WGRAD: (_AG,)},

@@ -1,4 +1,4 @@
-"""The gradients of GEMM+RS: dgrad and wgrad share one all-gather of dy."""
+"""The backward pass of `matmul_reduce_scatter`; dgrad and wgrad gather dy once."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Helpers for `custom_vjp` with symbolic zeros: operands, residuals and jit."""
+"""Helpers for `custom_vjp` rules with symbolic zeros and optional residuals."""
 
 from collections.abc import Callable
 

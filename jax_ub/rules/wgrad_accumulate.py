@@ -1,4 +1,4 @@
-"""wgrad+accumulate: adds the gradient of a kernel to its accumulator."""
+"""`wgrad_accumulate`: adds the gradient of a kernel to its accumulator in place."""
 
 import functools
 

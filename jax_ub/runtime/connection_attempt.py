@@ -118,7 +118,8 @@ class ConnectionAttempt:
     def _connect_and_tell(self, agreement, peer_info):
         error = self.connect_all(peer_info)
         outcome = {
-            # Peers may spend a whole timeout on a failed connection before this round.
+            # Peers may wait a whole timeout for a connection that failed here before
+            # they take part in this all-gather.
             "failed": None if error is None else str(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }

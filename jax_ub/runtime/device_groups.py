@@ -72,6 +72,6 @@ class DeviceGroups:
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
-        """Returns the CUDA numbers of the group's devices in this process, by rank."""
+        """Returns the CUDA ordinals of the group's local devices, in rank order."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]

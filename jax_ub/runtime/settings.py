@@ -21,7 +21,7 @@ NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
-    """Returns `JAX_UB_METHOD`: the method of calls that do not name one, or None."""
+    """Returns `JAX_UB_METHOD`, the method of calls that name none; None if not set."""
     return os.environ.get("JAX_UB_METHOD") or None
 
 
@@ -34,7 +34,7 @@ def timeout_s() -> float | None:
 
 
 def first_call_timeout_s() -> float | None:
-    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`: the timeout of a call site's first call.
+    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`, the timeout of a call site's first run.
 
     The default is 600 s: it is longer than that of later calls because processes do not
     compile equally fast. `JAX_UB_TIMEOUT_S` applies instead if it is longer.
@@ -43,12 +43,12 @@ def first_call_timeout_s() -> float | None:
 
 
 def deadline_s() -> float:
-    """Returns `JAX_UB_TIMEOUT_S` or its default, for waits in Python code."""
+    """Returns the seconds that Python code waits for peers: `JAX_UB_TIMEOUT_S`."""
     return timeout_s() or DEFAULT_TIMEOUT_S
 
 
 def num_threads() -> int | None:
-    """Returns `JAX_UB_NUM_THREADS`: how many threads compute at a time.
+    """Returns `JAX_UB_NUM_THREADS`, the number of threads that compute at a time.
 
     None means one thread per core that this process may use.
     """
@@ -168,7 +168,7 @@ def dump_compiled_programs(folder: str) -> None:
 
 
 def version_of_file(path: str) -> tuple[int, ...] | None:
-    """Returns a value that changes when the file is rewritten or replaced.
+    """Returns a value that differs after a file is rewritten or replaced.
 
     Returns None if the file does not exist. The value is device, inode, size and
     modification time.
@@ -192,7 +192,7 @@ def xla_flags() -> str:
 
 
 def ask_openmp_to_sleep() -> None:
-    """Keeps the threads of OpenMP libraries from spinning between calls.
+    """Makes idle threads of OpenMP libraries sleep, not spin, between calls.
 
     Sets `OMP_WAIT_POLICY` unless the user has set it.
     """

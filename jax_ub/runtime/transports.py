@@ -137,7 +137,7 @@ class CudaTransportSetup:
         )
 
     def endpoint_info(self, offered):
-        """Returns the endpoint's address and token, and how its heaps can be shared."""
+        """Returns the endpoint's address and secret, and how its GPUs share memory."""
         if isinstance(offered, str):
             return {"why_not": offered}
         return {
