@@ -24,7 +24,7 @@ def _varying(array):
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Derives from a shared PRNG key one that differs between the ranks of `axes`."""
+    """Derives a PRNG key that differs between the ranks of `axes` from a shared key."""
     for axis_name in sorted(axes):
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     return key

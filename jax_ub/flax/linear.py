@@ -150,7 +150,7 @@ class Linear(nnx.Module):
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
     ):
-        """Creates kernel and bias, sharded if the mesh is known.
+        """Creates kernel, bias and main_grad, sharded if the mesh is known.
 
         Args:
             in_features: the global number of input features, or a tuple of sizes of

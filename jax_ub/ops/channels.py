@@ -10,7 +10,7 @@ from jax_ub.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """Which extra input of an operation reads which extra output of another one.
+    """Records which extra input of an operation reads which extra output of another.
 
     Extra inputs and outputs are the arrays that operations take and return besides the
     activation, such as a residual connection.

@@ -139,7 +139,7 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """The shortest runs of operations that are differentiated together."""
+        """The shortest runs of operations that can be differentiated separately."""
         return make_groups(self.forward_ops, self.backward_ops, self.extra_edges)
 
     def __call__(
@@ -150,7 +150,7 @@ class OperationFuser:
         key: jax.Array | None = None,
         deterministic: bool = False,
     ) -> Any:
-        """Runs the operations.
+        """Applies the operations to x one after another, fused where possible.
 
         Args:
             params: one entry for each operation, as `Sequential.init` creates them.
@@ -215,7 +215,9 @@ class OperationFuser:
         return tuple(dealt)
 
     def _keys(self, key, deterministic):
-        """Returns a dict for each basic operation, with a PRNG key if it needs one.
+        """Returns a dict for each basic operation: its PRNG key, if it draws numbers.
+
+        Each key is `fold_in(key, index of the operation)`.
 
         `__call__` merges the dicts into the parameters of the operations.
         """

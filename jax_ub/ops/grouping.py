@@ -26,7 +26,7 @@ def make_groups(
 
 
 def _by_place(ops: Sequence[Op]) -> dict[int, FusedOperation]:
-    """Maps the index of its first basic operation to each fused operation.
+    """Returns the fused operations by the index of their first basic operation.
 
     A basic operation that is not fused becomes a fused operation of one.
     """

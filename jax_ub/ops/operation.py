@@ -65,7 +65,7 @@ class Operation:
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """This entry as the list that the fuser starts from, in forward order.
+        """The operations of this entry that the fuser receives, in forward order.
 
         The list contains the basic operations, and unchanged the fused operations that
         the caller constructed.

@@ -37,7 +37,7 @@ class Sequential(Operation):
     """
 
     def __init__(self, *ops: Operation):
-        """Initializes the list with `ops`.
+        """Creates a Sequential of the given operations, in forward order.
 
         Raises:
             ShapeContractError: if an entry is not an operation.
@@ -55,9 +55,10 @@ class Sequential(Operation):
     ) -> Any:
         """Applies the operations to x one after another and returns the last result.
 
-        Operations with extra inputs read them from `extra_inputs`, in order. If
-        operations return extra outputs to the caller, the result is a tuple of y and
-        the extra outputs. Arguments and errors are those of `OperationFuser.__call__`.
+        Extra inputs that have no channel are taken from `extra_inputs`, in the order of
+        the operations. If operations return extra outputs to the caller, the result is
+        a tuple of y and the extra outputs. Arguments and errors are those of
+        `OperationFuser.__call__`.
         """
         fuser = OperationFuser(self._ops)
         return fuser(params, x, *extra_inputs, key=key, deterministic=deterministic)
@@ -103,7 +104,7 @@ class Sequential(Operation):
 
     @property
     def entries(self) -> tuple[Op, ...]:
-        """The list that the fuser starts from, in forward order.
+        """The operations of all entries that the fuser receives, in forward order.
 
         It contains the basic operations, and unchanged the fused operations that the
         caller constructed.
@@ -150,7 +151,7 @@ class Sequential(Operation):
         return self
 
     def pop(self, index: int = -1) -> Operation:
-        """Removes and returns the operation at `index`."""
+        """Removes the operation at `index` and returns it."""
         return self._ops.pop(index)
 
     def __len__(self) -> int:

@@ -38,7 +38,7 @@ class Dropout(BasicOperation):
     takes_key = True
 
     def __post_init__(self):
-        """Checks the dropout rate and the mesh axes.
+        """Checks the dropout rate and the types of the other fields.
 
         Raises:
             ShapeContractError: if `rate` is not in [0, 1).

@@ -99,7 +99,7 @@ def _call(op, parts):
 
 
 def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
-    """Returns the operations that are not None."""
+    """Returns the operations that are not None, the value of absent optional ones."""
     return tuple(op for op in ops if op is not None)
 
 

@@ -227,7 +227,7 @@ def column_gradients_of_one(call_config, x, w, dy, main_grad, residual):
 
 
 def _own_bias_gradient(call_config, window, dy):
-    """Returns the bias gradient that this rank contributes: dy summed over tokens.
+    """Returns the gradient of this rank's bias, a sum of dy over tokens.
 
     If the bias is replicated, the operation group sums the results of all ranks.
     """
