@@ -67,8 +67,8 @@ class Operation:
     def entries(self) -> tuple["Op", ...]:
         """The operations of this entry that the fuser receives, in forward order.
 
-        The list contains the basic operations, and unchanged the fused operations that
-        the caller constructed.
+        They are the basic operations and, unchanged, the fused operations that the
+        caller constructed.
         """
         return self.basic_ops
 

@@ -106,7 +106,7 @@ class Sequential(Operation):
     def entries(self) -> tuple[Op, ...]:
         """The operations of all entries that the fuser receives, in forward order.
 
-        It contains the basic operations, and unchanged the fused operations that the
+        They are the basic operations and, unchanged, the fused operations that the
         caller constructed.
         """
         return tuple(entry for op in self._ops for entry in op.entries)

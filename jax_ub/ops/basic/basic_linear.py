@@ -88,7 +88,7 @@ class BasicLinear(BasicOperation):
     tensor_parallel_mode: str | None = None
     axis_name: str = "tp"
     sequence_parallel: bool = False
-    userbuffers_options: Any = None  # a mapping; stored as a tuple of items, to hash
+    userbuffers_options: Any = None  # a mapping; stored as a hashable tuple
     accumulate_into_main_grad: bool = False
     method: str | None = None
     dtype: Any = None
