@@ -18,6 +18,7 @@
 #include "gemm/gemm.h"
 #include "module_connect.h"
 #include "module_handlers.h"
+#include "platform/cpu_quota.h"
 #include "schedule/checker.h"
 #include "schedule/schedule.h"
 
@@ -38,6 +39,10 @@ void SetTimeout(double timeout_s) {
 void SetFirstCallTimeout(double timeout_s) {
   jax_ub::ProcessEngine().rendezvous().set_first_call_timeout_s(
       jax_ub::CheckedTimeout(timeout_s));
+}
+
+int DefaultNumThreads() {
+  return jax_ub::DefaultNumThreads(jax_ub::NumAllowedCores(), jax_ub::CpuQuota());
 }
 
 void SetNumThreads(int num_threads, const std::vector<int>& cores) {
@@ -288,8 +293,9 @@ NB_MODULE(_cpu, m) {
   });
   m.def("num_threads", [] {
     jax_ub::Engine* engine = jax_ub::ExistingEngine();
-    return engine ? engine->pool().num_threads() : jax_ub::NumAllowedCores();
+    return engine ? engine->pool().num_threads() : DefaultNumThreads();
   });
+  m.def("default_num_threads", &DefaultNumThreads);
   m.def("peak_gflops", &PeakGflops, nb::arg("dtype"), nb::arg("duration_s"));
   m.def("counters", &Counters);
   m.def("release_slots", [] {

@@ -137,6 +137,9 @@ def part_of_cores() -> list[int]:
 def num_threads() -> int:
     """Returns how many threads compute at a time."""
 
+def default_num_threads() -> int:
+    """Returns how many threads compute by default: the cores, or the CPU quota."""
+
 def peak_gflops(dtype: str, duration_s: float) -> float:
     """Measures the compute-bound peak rate of the GEMM kernels, on all threads.
 

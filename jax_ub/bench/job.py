@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -204,14 +203,14 @@ class Job:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Lets the CPU engine use all cores of this process's affinity mask in the block.
+    """Lets the CPU engine use as many threads in the block as one process has alone.
 
     In a job of several processes, each one otherwise computes on a part of the cores.
     The previous thread count and cores are restored at the end.
     """
     cpu = engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
-    cpu.set_num_threads(len(os.sched_getaffinity(0)))
+    cpu.set_num_threads(cpu.default_num_threads())
     try:
         yield
     finally:

@@ -173,9 +173,17 @@ def _share_cores(device_groups, peer_info: Values):
         process for process in sorted(peer_info) if peer_info[process]["host"] == here
     ]
     everyone = [peer_info[process]["cores"] for process in neighbours]
-    part = hosts.process_cpu_set(own, everyone, neighbours.index(device_groups.process))
+    groups = [peer_info[process]["control_groups"] for process in neighbours]
+    index = neighbours.index(device_groups.process)
+    cpu = engine.load()
+    num_threads = min(
+        hosts.thread_share(own, everyone),
+        hosts.quota_share(
+            cpu.default_num_threads(), len(own), groups.count(groups[index])
+        ),
+    )
     _HAS_SHARED_CORES[0] = True
-    engine.load().set_num_threads(hosts.thread_share(own, everyone), part)
+    cpu.set_num_threads(num_threads, hosts.process_cpu_set(own, everyone, index))
 
 
 @functools.cache
@@ -195,8 +203,9 @@ def disconnect(groups: Sequence[Group]) -> None:
             _CONNECTIONS[group].close()
             _CONNECTIONS.pop(group, None)
     if _HAS_SHARED_CORES[0] and not _CONNECTIONS:
-        if engine.load().has_engine():
-            engine.load().set_num_threads(len(hosts.cores()))
+        cpu = engine.load()
+        if cpu.has_engine():
+            cpu.set_num_threads(cpu.default_num_threads())
         _HAS_SHARED_CORES[0] = False
 
 

@@ -182,6 +182,7 @@ class ConnectionAttempt:
             "hash": hashlib.sha256(text.encode()).hexdigest(),
             "host": hosts.identity(),
             "cores": hosts.cores(),
+            "control_groups": hosts.control_groups(),
             "endpoints": {
                 _key(group): self._transport_setup.endpoint_info(one)
                 for group, one in self._offered.items()

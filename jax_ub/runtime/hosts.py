@@ -7,6 +7,7 @@ import platform
 from jax_ub.runtime import settings
 
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def identity() -> str:
@@ -34,6 +35,30 @@ def short_name(host: str) -> str:
 def cores() -> list[int]:
     """Returns the ids of the CPU cores on which this process may run, ascending."""
     return sorted(os.sched_getaffinity(0))
+
+
+def control_groups() -> str:
+    """Returns the control groups of this process, which share a CPU quota."""
+    try:
+        return _CONTROL_GROUPS.read_text()
+    except OSError:
+        return ""
+
+
+def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
+    """Returns how many threads the CPU quota allows each process to compute with.
+
+    Args:
+        num_threads: what the quota and the cores allow one process alone.
+        num_cores: the cores that this process may run on.
+        num_processes: the processes on the host that share the quota.
+
+    Returns:
+        At least one; `num_threads` if no quota limits it to less than the cores.
+    """
+    if num_threads >= num_cores:
+        return num_threads
+    return max(1, num_threads // num_processes)
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
