@@ -18,49 +18,49 @@ class UbError(Exception):
 
 
 class ShapeContractError(UbError, ValueError):
-    """Shapes, dtypes or the mesh axis of a call do not match the op."""
+    """Raised if shapes, dtypes or the mesh axis of a call do not fit the op."""
 
 
 class UnknownNameError(UbError, ValueError):
-    """A call uses an unknown name, such as a method, or a flag that is not a bool."""
+    """Raised for an unknown name, such as a method's, and a flag that is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
-    """A layer was called with an unknown keyword argument."""
+    """Raised if a layer is called with an unknown keyword argument."""
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
-    """`get_ub` was called with a name that no overlap has."""
+    """Raised if `get_ub` is called with a name that no overlap has."""
 
     __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
 
 
 class ConfigurationError(UbError, ValueError):
-    """Arguments of `initialize_ub` or a layer are out of range or contradictory."""
+    """Raised if settings of a layer or `initialize_ub` are invalid or contradict."""
 
 
 class ConfigurationTypeError(ConfigurationError, TypeError):
-    """An argument of `initialize_ub` has the wrong type."""
+    """Raised if an argument of `initialize_ub` has the wrong type."""
 
 
 class LifecycleError(UbError, RuntimeError):
-    """`initialize_ub` was called twice, or was not called before it was needed."""
+    """Raised if `initialize_ub` is called twice, or not before it is needed."""
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
-    """The call is correct, but its method or its context does not support it."""
+    """Raised if a valid call cannot run with its method or in its context."""
 
 
 class FusionError(UbError, RuntimeError):
-    """A registered fusion does not compute the same as the operations it replaces."""
+    """Raised if a registered fusion computes something else than what it replaces."""
 
 
 class CommunicatorError(UbError, RuntimeError):
-    """A rank did not join a collective call, failed, or made a different call."""
+    """Raised if a rank missed a collective call, failed, or made a different call."""
 
 
 class TimeoutError(CommunicatorError, builtins.TimeoutError):
-    """A rank waited for its peers until its deadline passed.
+    """Raised if a rank waited for its peers until its deadline passed.
 
     It is also a builtin `TimeoutError`.
     """

@@ -78,7 +78,7 @@ class Variant(enum.Enum):
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Returns whether `AGGREGATE` has an effect: for an even number of ranks > 2."""
+    """Returns whether ranks can be paired for `Variant.AGGREGATE`: P even and > 2."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
@@ -175,7 +175,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
     """Records that plain JAX replaces an op that is traced in the `with` block.
 
     The block is in a name scope that contains label and reason, so that a jaxpr or
-    compiled text shows its fallbacks by itself. `called_instead` reads the scope.
+    compiled text shows its fallbacks. `called_instead` reads the scope.
     """
     record_fallback(label, reason)
     with jax.named_scope(_encode("fallback", label, reason)):

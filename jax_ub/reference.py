@@ -36,7 +36,7 @@ def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def _product(x, w, dimensions):
-    """Returns the f32 product; on CPUs half precision is converted to f32 first.
+    """Multiplies x and w with an f32 result; on CPUs, f16 and bf16 become f32 first.
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
@@ -98,12 +98,15 @@ def scaled(y: jax.Array, scale: float) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers rows: [..., m, K] -> [..., P*m, K]."""
+    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
     return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums over the ranks in f32, keeps own rows: [..., P*m, K] -> [..., m, K]."""
+    """Sums x over the ranks in f32, and keeps this rank's rows.
+
+    Shapes: [..., P*m, K] -> [..., m, K].
+    """
     return lax.psum_scatter(
         x.astype(sum_dtype(x.dtype)),
         axis_name,
@@ -113,5 +116,5 @@ def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums an array of any shape over the ranks in f32."""
+    """Sums x, of any shape, over the ranks, with f32 accumulation."""
     return lax.psum(x.astype(sum_dtype(x.dtype)), axis_name)

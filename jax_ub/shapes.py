@@ -121,7 +121,7 @@ def check_flag(op: str, name: str, value) -> None:
 
 
 def check_array(op: str, name: str, array) -> None:
-    """Raises an error unless a value is a numeric array; lists and keys are not."""
+    """Raises an error for lists, random keys and others that are not numeric arrays."""
     if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""

@@ -1,4 +1,4 @@
-"""Combines defaults and user configuration to the named overlaps of an axis."""
+"""Builds an axis's named overlaps from defaults and the user's configuration."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Merges a user's settings with defaults to complete settings of named overlaps.
+"""Completes the user's settings of named overlaps with the methods' defaults.
 
 The functions modify neither their arguments nor a table, so every mode starts from the
 same defaults. In Transformer Engine the first mode's overrides leak into the second.

@@ -21,7 +21,7 @@ def axis_size(
 
     Args:
         op: the call's name, for errors.
-        axis_name: the mesh axis, or several taken as one.
+        axis_name: the mesh axis, or a tuple of axes that act as one.
         may_be_mapped: whether an axis of `jax.vmap` is accepted, too; only plain
             `jax.lax` can communicate over one.
 

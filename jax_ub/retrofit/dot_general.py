@@ -50,7 +50,7 @@ def dot_general(
         kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
             all-gathered) or "row" (its in dimensions are sharded; the result is
             reduce-scattered). "ag" and "rs" are aliases.
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
         mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
         method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.
@@ -348,7 +348,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
-    """Returns the contraction if it is that of a dense layer such as `nn.Dense`.
+    """Returns the contraction that a dense layer such as `nn.Dense` computes.
 
     Returns None for any other contraction.
     """

@@ -68,7 +68,7 @@ def overlap(
             match whole paths such as "layers.0.up", to "column", "row" or None (no
             overlap). The first match counts. The path of a tied output projection is
             the path of its `nnx.Embed` followed by ".attend".
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
         mesh: the mesh; None takes the mesh of the kernel, or of `jax.set_mesh`.
         method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
         sequence_parallel: whether tokens are sharded over `axis_name` between layers.

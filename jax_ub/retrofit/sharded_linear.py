@@ -384,7 +384,7 @@ def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
 
 
 def nontrivial_axes(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns those of the named mesh axes that have more than one rank."""
+    """Returns the mesh axes among `names` that have more than one rank."""
     return tuple(name for name in names if mesh.shape[name] > 1)
 
 

@@ -50,7 +50,7 @@ def kind_of_spec(
     Args:
         spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
         num_in: the number of contracted dimensions of the kernel.
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -77,7 +77,7 @@ class ShardingLayout:
     Attributes:
         parallel: "column" (the kernel's out dimension is sharded), "row" (its in
             dimension) or None (neither).
-        axis_name: the tensor-parallel mesh axis, or several taken as one.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
         mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
         data_axes: the mesh axes that shard the leading axis of the activations. None
             takes all axes except `axis_name`, or no axis if the leading axis does not

@@ -62,7 +62,7 @@ def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns how many threads this process should use of the host's cores.
+    """Returns how many threads this process should run on its share of the cores.
 
     Args:
         own: the cores that this process may run on.
@@ -77,7 +77,7 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns the cores on which this process should compute, without overlap.
+    """Returns the CPU cores for this process, disjoint from those of other processes.
 
     The processes on a host divide its cores among them.
 

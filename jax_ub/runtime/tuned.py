@@ -31,7 +31,8 @@ def environment() -> Environment:
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
     """Returns the table of tuned methods for calls of method "auto" on a mesh axis.
 
-    They are those given to `initialize_ub` for this axis, else those of `JAX_UB_TUNED`.
+    A table that `initialize_ub` was given for this axis takes precedence over the file
+    `JAX_UB_TUNED`.
 
     Raises:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
@@ -46,8 +47,8 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 def on_no_axis() -> TunedTable | None:
     """Returns the table of tuned methods for calls of "auto" without communication.
 
-    They are those given to `initialize_ub`, if all initialized axes that have choices
-    have equal ones, else those of `JAX_UB_TUNED`.
+    If all initialized axes that have a table have the same one, it takes precedence
+    over the file `JAX_UB_TUNED`.
 
     Raises:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
