@@ -36,8 +36,9 @@ def timeout_s() -> float | None:
 def first_call_timeout_s() -> float | None:
     """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`, the timeout of a call site's first run.
 
-    The default is 600 s. It is longer than the timeout of later calls, because processes
-    do not compile equally fast. `JAX_UB_TIMEOUT_S` applies instead if it is longer.
+    The default is 600 s. It is longer than the timeout of later runs, because some
+    processes compile more slowly than others. `JAX_UB_TIMEOUT_S` applies instead if it
+    is longer.
     """
     return _timeout_s("JAX_UB_FIRST_CALL_TIMEOUT_S")
 
