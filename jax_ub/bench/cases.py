@@ -33,10 +33,11 @@ PEAK = "peak"
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
 LAUNCHES = (LAUNCH, LAUNCH_ONE)
-# Share of the plain GEMM after the launch times of both programs are subtracted.
+# Name of a result: the plain GEMM's time divided by jax_ub's time, after each program's
+# launch time is subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
 
-# Label of the straightforward XLA program, shown where it is the fastest variant.
+# Description of XLA's naive program in tables, where it is XLA's fastest variant.
 AS_WRITTEN = "as people write it"
 
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
@@ -123,9 +124,9 @@ class Place:
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a limit candidate that copies memory, by negating an f32 array.
+    """Returns a program to compare with, which reads and writes `num_bytes` in total.
 
-    It runs on one device. It reads and writes `num_bytes` in total.
+    It negates an f32 array on one device.
     """
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])

@@ -77,6 +77,7 @@ def _memory(op, shape, itemsize, own, best):
 
 
 def _workspace_bytes(own):
-    communicators.release_slots()  # or earlier cases' larger slots would count
+    # Slots keep the largest size of all earlier cases, so release them first.
+    communicators.release_slots()
     own()
     return memory_report().held_bytes

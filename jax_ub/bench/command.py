@@ -60,7 +60,8 @@ _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 _BARRIER = "barrier"
-# Lower than in one process, because a round makes several calls in several processes.
+# Default rounds with --processes. Fewer than in one process, because a round takes
+# longer: all processes and process 0 alone run their programs in turn.
 _PROCESS_ROUNDS = 7
 
 
@@ -236,7 +237,8 @@ def command(given: argparse.Namespace) -> int:
         line = table.threads_line if chosen.threads else table.result_line
         print(line(result), flush=True)
         results.append(result)
-        if given.json is not None:  # each time, for interrupted runs
+        # Written after each result, so that an interrupted run leaves its results.
+        if given.json is not None:
             found = document(about, chosen, dots, results)
             write_json(given.json, found)
     _print_rest(results, _judge(about, results))

@@ -30,7 +30,8 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
             it had started before, or if it does not start.
     """
     # jaxlib needs at least two pool threads per device when launches are queued.
-    # oneDNN's OpenMP threads would spin on the cores while the next candidate runs.
+    # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
+    # cores while the next candidate is timed.
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
     try:

@@ -108,8 +108,8 @@ FORWARD_OPS = {
             name="matmul_all_reduce",
             public=ub.matmul_all_reduce,
             in_specs=(_COLUMNS, _ROWS),
-            # Every rank has all rows. They are declared as sharded, because shard_map
-            # would otherwise check that the result is replicated.
+            # The result is replicated: each rank has all rows. It is declared as
+            # sharded by rows, because shard_map would otherwise check the replication.
             out_spec=_ROWS,
             naive=peers.naive_all_reduce,
             ring=peers.ring_dot_all_reduce,

@@ -55,7 +55,7 @@ def own_gemm(
 
 
 def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
-    """Returns a limit candidate: jax_ub's GEMM of the global shape on one device.
+    """Returns a program to compare with: jax_ub's whole GEMM on one device.
 
     It has the FLOPs of all ranks together, but no communication.
     """
@@ -68,8 +68,7 @@ def plain_gemm(one: Ranks, method: str, dtype: str, shape: Shape) -> Candidate:
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
     """Returns the shapes of the left operand, right operand and result of a GEMM.
 
-    `layout` selects fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size
-    `shape`.
+    `layout` is fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size `shape`.
     """
     x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
     return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]

@@ -113,7 +113,7 @@ def _allocated(result: Result) -> float:
     return memory.own_bytes / memory.avoided_bytes if memory else 0.0
 
 
-# Peers that each speed-up is measured against; the fastest of several counts.
+# The programs that each speed-up is measured against. Of several, the fastest counts.
 _PEERS = {
     "speed-up over the fastest peer": (cases.BEST, cases.ONEDNN),
     "speed-up over xla_best": (cases.BEST,),

@@ -90,7 +90,10 @@ class Job:
         return float(self._of_all([time.process_time()]).sum())
 
     def _of_all(self, seconds):
-        """All-gathers values of all processes, to [num_processes, len(seconds)]."""
+        """All-gathers the values of all processes.
+
+        The result has shape [num_processes, len(seconds)].
+        """
         mine = np.asarray(seconds, np.float64).view(np.uint32)
         every = np.asarray(multihost_utils.process_allgather(mine))
         each = every.reshape(self.num_processes, -1).astype(np.uint32)
@@ -174,7 +177,10 @@ class Job:
 
     @contextlib.contextmanager
     def _communicator(self) -> Iterator[Any]:
-        """Opens a separate communicator, so that no other call affects the timing."""
+        """Opens a communicator of all processes for the time of the block.
+
+        It is separate, so that no other call affects the timing.
+        """
         cpu = engine.load()
         endpoint = cpu.endpoint()
         text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)

@@ -32,7 +32,8 @@ def latency(place: Place, shape: Shape) -> list[Case]:
     if place.num_ranks == 1:
         return []
     calls = _calls(place.method, place.num_ranks)
-    if place.method == "auto":  # all_reduce supports no other method here
+    # `ub.all_reduce` has no argument `method`, so it always runs with "auto".
+    if place.method == "auto":
         calls["all_reduce"] = (
             lambda x, w: ub.all_reduce(x, axis_name=AXIS),
             lambda x, w: peers.all_reduce(x),
@@ -41,7 +42,7 @@ def latency(place: Place, shape: Shape) -> list[Case]:
 
 
 def _calls(method: str, num_ranks: int) -> dict[str, tuple[Call, Call]]:
-    """Returns pairs of jax_ub's and XLA's call by op; results have the shape of x."""
+    """Returns, by op, jax_ub's call and XLA's call; results have the shape of x."""
     where: dict[str, Any] = {"axis_name": AXIS, "method": method}
     rows = _ROWS // num_ranks
     return {

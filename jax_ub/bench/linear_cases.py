@@ -109,7 +109,10 @@ def _case(op: _Op, place: Place, shape: Shape) -> Case:
 
 
 def _plain(op, place, shape):
-    """Returns a limit candidate: jax_ub's GEMMs of the global sizes on one device."""
+    """Returns a program to compare with: jax_ub's GEMMs of the global sizes.
+
+    They run on one device, so they need no communication.
+    """
     gemm = {layout: own_gemm(place.method, layout) for layout in dots.LAYOUTS}
     in_specs, out_specs = ((Spec(),) * len(s) for s in (op.in_specs, op.out_specs))
     operands = Ranks(1).draw(place.dtype, op.sizes(shape), in_specs)
@@ -146,7 +149,7 @@ def _own_backward(method: str) -> Callable[..., tuple]:
 
 
 def _collectives_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot], moved: str):
-    """Computes both passes with XLA's collectives and its fastest dots.
+    """Computes forward and backward passes with XLA's collectives and fastest dots.
 
     x and dy are gathered once each and reused in the wgrads.
     """
@@ -172,7 +175,10 @@ def _collectives_gradients(rows, w1, hidden, w2, dy, dots, moved):
 
 
 def _ring_pair(x, w1, w2, dy, *, dots: Mapping[str, Dot]):
-    """Computes both passes with ppermute rings, which also gather for the wgrads."""
+    """Computes forward and backward passes with rings of ppermutes.
+
+    The operands of the wgrads are gathered by rings, too.
+    """
     hidden = peers.ring_gather_dot(x, w1, dots["column_nn"])
     y = peers.ring_dot_scatter(hidden, w2, dots["row_nn"])
     return (y, *_ring_backward(x, w1, hidden, w2, dy, dots=dots))

@@ -18,9 +18,9 @@ _best: dict[str, float] = {}
 
 @dataclasses.dataclass
 class AtPeak(Candidate):
-    """A limit candidate: the time of `flops` operations at the machine's peak rate.
+    """A limit to compare with: the seconds of `flops` operations at peak FLOP/s.
 
-    Each call measures the peak rate again, on tiles that stay in the L1 cache.
+    Each timed call measures the peak rate again, on tiles that stay in the L1 cache.
 
     Attributes:
         flops: number of operations.
@@ -40,9 +40,9 @@ class AtPeak(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns a list with the limit candidate `AtPeak`, for `flops` operations.
+    """Returns a candidate for the time of `flops` operations at peak FLOP/s.
 
-    The list is empty on GPUs and for a call without FLOPs.
+    The list has one element. It is empty on GPUs and for a call without FLOPs.
     """
     if ranks.platform != "cpu" or not flops:
         return []

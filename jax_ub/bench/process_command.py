@@ -30,7 +30,7 @@ class JobError(UbError, RuntimeError):
 def options(
     given: argparse.Namespace, dtypes, shapes, times: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the options of a job, which it passes to its processes, as JSON types.
+    """Returns the options of a benchmark job, which its processes get as JSON.
 
     Args:
         given: the parsed command line.
@@ -95,7 +95,7 @@ def run(numbers: Sequence[int], told: dict[str, Any], path: pathlib.Path | None)
 
 
 def _job(number, told):
-    """Runs a job under the launcher and returns the results that process 0 writes."""
+    """Runs a benchmark job of `number` processes, and returns its JSON document."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "found.json")
         part = json.dumps({**told, "path": str(path)})

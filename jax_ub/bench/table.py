@@ -155,7 +155,7 @@ def process_line(result: Result) -> str:
 
 
 def memory_table(results: Sequence[Result]) -> list[str]:
-    """Returns the lines of the table of memory that programs allocate per device.
+    """Returns the table lines of the memory that programs allocate per device.
 
     It excludes operands and results. The list is empty if no case compares memory.
     """

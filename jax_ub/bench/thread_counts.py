@@ -11,7 +11,8 @@ from jax_ub.bench.statistics import ratio
 from jax_ub.bench.timing import Candidate, Rounds
 from jax_ub.runtime import engine
 
-# The names of jax_ub's programs; cases that chain calls have two.
+# The names of jax_ub's programs. A case of chained calls has two: the chain and a
+# single call.
 _OWN = (cases.OWN, f"{cases.OWN}_once")
 
 

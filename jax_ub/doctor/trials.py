@@ -18,9 +18,10 @@ from jax_ub.runtime import cuda, settings
 
 # The smallest number of devices with communication.
 _TRIAL_DEVICES = 2
-# Must differ from the axis names of user programs, which may be initialized.
+# Mesh axis of the trials. It must differ from the axes of user programs, which
+# `initialize_ub` may have configured.
 AXIS = "doctor"
-# jaxlib needs at least two per device, and blocks some of them itself.
+# Threads per device for jaxlib's pool. It needs two per device and blocks some itself.
 POOL_THREADS_EACH = 4
 
 
@@ -81,7 +82,7 @@ def _column_linear(mesh, method):
 
 
 def _beside_a_gather(num_ranks, x, w):
-    """Computes the same product with method "bulk", for the trial of that method.
+    """Computes `all_gather(x) @ w` with method "bulk", for the trial of that method.
 
     It gathers x concurrently with an independent GEMM, then multiplies by w.
     """

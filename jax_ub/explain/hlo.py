@@ -20,7 +20,8 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
-# jax_ub's fused call for a collective and an adjacent dot, by the collective's opcode.
+# The call of jax_ub that could replace a collective and an adjacent dot, by the HLO
+# opcode of the collective.
 _GATHERS = {"all-gather": "all_gather_matmul"}
 _REDUCTIONS = {
     "reduce-scatter": "matmul_reduce_scatter",
@@ -187,7 +188,7 @@ def _dot(one, body):
     if named and lhs:
         K = math.prod(sizes[int(axis)] for axis in named[1].split(","))
     else:
-        # [M, K] and [K, N] to [M, N]: M K * K N / M N = K^2.
+        # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
     return _Dot(lhs, rhs, out, K, itemsize)
 

@@ -64,11 +64,14 @@ class Table:
         return sum(row.count * (row.flops or 0) for row in custom)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the rows, title and notes as JSON types."""
+        """Returns the rows, title, notes and `overlapped` as JSON types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table with aligned columns, without optional empty ones."""
+        """Formats the table as text with aligned columns, to be printed.
+
+        Most columns are omitted if they are empty in every row.
+        """
         lines = [self.title] if self.title else []
         if self.rows:
             lines += _aligned([_cells(row) for row in self.rows])

@@ -124,7 +124,8 @@ def _choices(workload, hardware, method) -> Iterator[PlanOptions]:
     peers = workload.num_ranks - 1
     aggregates = [a for a in (1, 2, 4, peers) if a <= peers] if several else [1]
     if several and workload.op == "matmul_all_reduce":
-        aggregates = [max(1, peers)]  # more kernels would delay the all-gather
+        # All peers' chunks in one kernel. More kernels would delay the all-gather.
+        aggregates = [max(1, peers)]
     streams = _STREAMS if several else (1,)
     for num_splits, aggregate, lanes in itertools.product(
         splits, aggregates or [1], streams

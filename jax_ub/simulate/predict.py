@@ -70,7 +70,7 @@ def predict(
     dtype,
     hardware: str | Hardware = "h200",
 ) -> float:
-    """Predicts the seconds of one call.
+    """Predicts the seconds of one call of jax_ub with the simulator's cost model.
 
     Args:
         op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
@@ -185,7 +185,8 @@ def _beside(op, method, sizes, itemsize, machine):
     hidden = method is not Method.XLA and op != "wgrad" and not machine.is_host
     seconds = max(library_s, sent.seconds) if hidden else library_s + sent.seconds
     if machine.is_host and op == "wgrad" and method in (Method.AUTO, Method.DIRECT):
-        seconds = library_s  # packing reads the peers' operands in place
+        # The GEMM reads the peers' operands in place, so there is no separate transfer.
+        seconds = library_s
     return Prediction(
         op=op,
         method=sent.method,

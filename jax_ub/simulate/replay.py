@@ -122,8 +122,9 @@ class _Rank:
         self._kernels = kernels_of(rank, self._steps, workload, knobs.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
         self._published: set[int] = set()  # slots of operands read in place
-        # Time at which received data arrived, by (payload, chunk or sender, split).
-        # Below: times at which products, sums and copies were finished.
+        # Times at which received data arrived, by (payload, chunk or sender, split).
+        # The three members below have the times at which products, sums and gathered
+        # rows were complete.
         self._here: dict[tuple[str, int, int], float] = {}
         self._multiplied: dict[tuple[int, int], float] = {}
         self._summed: dict[int, float] = {}
@@ -153,7 +154,7 @@ class _Rank:
 
     def _wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free.
-        # Operands that peers read in place may be overwritten after the peer's release.
+        # Only operands that peers read in place must be released by the peer first.
         if step.slot not in self._published:
             return True
         released = self._flags.time("released", step.peer, step.slot)

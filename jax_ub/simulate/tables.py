@@ -46,7 +46,10 @@ class LayerRow:
 
     @property
     def share_of_ideal(self) -> float:
-        """Returns the time with perfect overlap divided by the plan's, at most 1."""
+        """Returns the time with perfect overlap divided by the plan's time.
+
+        The quotient is at most 1.
+        """
         return self.bounds.ideal_s / self.plan_s
 
     @property

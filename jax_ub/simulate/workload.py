@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def moved_bytes(self) -> float:
-        """Returns the least number of bytes that a rank sends, and also receives."""
+        """Returns the least bytes that a rank must send for the op, and receive."""
         share = (self.num_ranks - 1) / self.num_ranks
         once = share * self.M * self.features * self.itemsize
         return 2 * once if self.op.endswith("all_reduce") else once

@@ -13,7 +13,7 @@ class ScriptError(UbError, ValueError):
 
 
 def is_script(path: str) -> bool:
-    """Returns whether `path` is a file, or a folder with a `__main__.py`, to run."""
+    """Returns whether Python can run `path`: a file, or a folder with `__main__.py`."""
     found = pathlib.Path(path)
     try:
         return found.is_file() or (found / "__main__.py").is_file()
@@ -57,7 +57,8 @@ def _check_source(script):
 
 
 def _status(code):
-    # As in Python, any other object is printed and means failure.
+    # As in Python, an exit code that is neither None nor a number is printed and
+    # means failure.
     if code is None or isinstance(code, int):
         return int(code or 0)
     sys.stderr.write(f"{code}\n")

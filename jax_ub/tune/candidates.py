@@ -16,9 +16,10 @@ _SPLITS = (1, 2, 4)
 _LANES = (2, 1, 3)
 _MARGINS = (0, 2)
 _ALGORITHMS = (1, 2, 3)
-# Thread blocks of kernels that send data: few for small messages, more for large ones.
+# Numbers of thread blocks to try for kernels that send data to peers: few suffice for
+# small messages.
 _BLOCKS = (4, 16)
-# Element size of a partial sum on a CPU.
+# Bytes per element of a partial sum on a CPU, where partial sums are f32.
 _F32_BYTES = 4
 
 
@@ -132,7 +133,8 @@ def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
         )
     for num_splits in _SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # Without concurrency, as on a CPU, it does not help to put a split later.
+        # The variant sends a split after the GEMM of the next split. A CPU rank runs
+        # one step at a time, so it gains nothing.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)
