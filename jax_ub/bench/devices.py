@@ -73,7 +73,10 @@ class Ranks:
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
     ) -> list[jax.Array]:
-        """Returns random normal operands of these global shapes, placed on the mesh."""
+        """Returns operands with random normal values, placed on the mesh.
+
+        `shapes` are the global shapes and `specs` the shardings.
+        """
         drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
         return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 

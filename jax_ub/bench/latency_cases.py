@@ -105,9 +105,9 @@ def chains(ranks: Ranks, dtype: str, own: Call, xla: Call) -> list[Candidate]:
 def chain(
     call: Call, x: jax.Array, w: jax.Array, calls: int, num_ranks: int
 ) -> jax.Array:
-    """Calls `call(x, w)` repeatedly, so that each call depends on the last one.
+    """Calls `call(x, w)` repeatedly, so that each call depends on the previous one.
 
-    The values stay near x.
+    Returns an array of the shape of x. Its values stay near x.
     """
     # Without a dependency on the previous result, XLA could run calls concurrently or
     # merge them. Adding the scaled result to x keeps the values near x.

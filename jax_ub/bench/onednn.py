@@ -24,7 +24,7 @@ class Gemm:
     layout: str
 
     def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
-        """Writes `a b + beta y` into `y`. Returns oneDNN's status, 0 for success."""
+        """Writes `a b + beta y` into `y`; returns oneDNN's status, 0 for success."""
         transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
         contracting = a.shape[0 if self.layout == "tn" else 1]
         return self.function(

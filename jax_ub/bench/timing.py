@@ -47,7 +47,7 @@ class Candidate:
     threads: int | None = None
 
     def __call__(self) -> Any:
-        """Runs the program once, waits for its result and returns it."""
+        """Runs the program once with the operands; waits for and returns its result."""
         result = jax.block_until_ready(self.program(*self.operands))
         if self.carry is not None:
             self.operands[self.carry] = result
@@ -102,7 +102,7 @@ class RoundSelector:
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """Returns the rounds with the least background load.
+        """Returns the times of the rounds with the least background load.
 
         `seconds` has the times of all rounds, by candidate.
         """

@@ -140,7 +140,8 @@ def call_rows(
 ) -> Iterator[Row]:
     """Yields a table row for each group of equal calls of jax_ub in a lowered program.
 
-    `waited` has measured waiting times by label and op.
+    A row has the call's bytes and predicted time on `hardware`. `waited` has measured
+    waiting times by label and op.
     """
     alike: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
@@ -172,7 +173,11 @@ def call_rows(
 
 
 def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
-    """Yields a row for each group of equal pairs of an XLA collective and a dot."""
+    """Yields a row for each group of equal pairs of an XLA collective and a dot.
+
+    Such a pair is not overlapped; the row's reason names the function that could
+    replace it.
+    """
     places = collections.Counter(map(_place, pairs))
     for (pair, fallen, repeated), count in places.items():
         reverse = pair.collective == "all-gather"
@@ -282,7 +287,10 @@ def _scope(stack, label):
 
 
 def _text(shown):
-    """Evaluates the quoted name in a label; returns a truncated name unchanged."""
+    """Evaluates the quoted user's name in a call's label.
+
+    A label that was truncated cannot be evaluated and is returned unchanged.
+    """
     try:
         return str(ast.literal_eval(shown))
     except (SyntaxError, ValueError):

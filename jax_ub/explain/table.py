@@ -37,7 +37,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The table that `explain` returns, with rows in program order; print it.
+    """The table that `explain` returns, with a row for each call in program order.
+
+    `print(table)` formats it.
 
     Attributes:
         rows: the calls.

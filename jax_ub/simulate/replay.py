@@ -73,7 +73,7 @@ def replay(
 
 
 class _Flags:
-    """Times at which ranks fill and release the slots of communication memory.
+    """Simulated times at which slots of communication memory are filled and released.
 
     The key is (kind, owner, slot). If one rank represents all ranks (`mirrored`), the
     owner is always rank 0.

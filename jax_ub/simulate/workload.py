@@ -66,7 +66,10 @@ class Workload:
         return num_rows * self.features * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the bytes read and written to sum all ranks' partial sums."""
+        """Returns the memory bytes read and written to sum all ranks' partial sums.
+
+        The sum has `num_rows` rows.
+        """
         parts = self.num_ranks * self.partial_itemsize + self.itemsize
         return num_rows * self.N * parts
 

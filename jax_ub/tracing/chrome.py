@@ -20,7 +20,7 @@ _FIRST_THREAD = 100_000
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes a trace to a JSON file, which Perfetto and Chrome can open.
+    """Writes a trace to a JSON file that Perfetto and Chrome can open.
 
     Raises:
         OutputError: if the file cannot be written.
