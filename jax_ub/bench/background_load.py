@@ -25,7 +25,7 @@ class BackgroundLoad:
         statistics: pathlib.Path = pathlib.Path("/proc/stat"),
         own_seconds: Callable[[], float] | None = None,
     ):
-        """Starts the first interval.
+        """Starts the first measurement interval, which ends at the first `share`.
 
         Where the statistics cannot be read, the measured share is 0.
 

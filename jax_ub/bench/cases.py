@@ -98,7 +98,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Returns the name of the case for messages."""
+        """Returns the op, variant, sizes, dtype and P of the case, for messages."""
         name = f"{self.op} {self.variant}".strip()
         return f"{name} {self.shape} {self.dtype} P={self.num_ranks}"
 

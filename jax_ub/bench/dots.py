@@ -103,7 +103,7 @@ class FastestDots:
     """
 
     def __init__(self) -> None:
-        """Creates an empty cache."""
+        """Creates an empty cache of the fastest variants; nothing is timed yet."""
         self._found: dict[tuple[Any, ...], DotVariant] = {}
 
     def __call__(

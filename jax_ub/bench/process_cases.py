@@ -86,7 +86,10 @@ class Bench:
         return self._timed(case, together, alone)
 
     def barrier(self) -> Result:
-        """Times a barrier of all processes in jax_ub's CPU engine."""
+        """Times a barrier, which blocks until all processes of the job have arrived.
+
+        It uses the barrier of jax_ub's CPU engine.
+        """
         case = self._case("barrier", "", Shape(1, 1, 1), 0)
         times = self._job.barrier_s(_BARRIERS, _BATCHES)
         own = summarize([1e6 * seconds for seconds in times])

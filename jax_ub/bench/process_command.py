@@ -24,7 +24,10 @@ _OPS = (*process_cases.OPS, "latency", "barrier")
 
 
 class JobError(UbError, RuntimeError):
-    """Raised when a process of a benchmark fails."""
+    """Raised when a process of a multi-process benchmark fails.
+
+    Also raised if none of the chosen ops can run in several processes.
+    """
 
 
 def options(

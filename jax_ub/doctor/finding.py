@@ -5,7 +5,7 @@ import enum
 
 
 class State(enum.Enum):
-    """Severity of a finding: fine, a note, a warning or a fault.
+    """Severity of a doctor's finding: fine, a note, a warning or a fault.
 
     The doctor's exit status is 1 only if there is a fault.
     """

@@ -51,7 +51,10 @@ def methods_on(mesh: Mesh) -> Iterator[Finding]:
 
 
 def _trial(mesh: Mesh, method: Method) -> Finding:
-    """Runs one small AG+GEMM with `method` and compares it with numpy's product."""
+    """Runs one small AG+GEMM with `method`, and compares it with numpy's product.
+
+    Returns a finding that says whether the method runs and its result is right.
+    """
     name = f'method "{method.value}"'
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
@@ -100,9 +103,9 @@ def _beside_a_gather(num_ranks, x, w):
 
 
 def _state_of(method, devices):
-    """Returns the severity of a failed trial.
+    """Returns how severe it is that a method's trial failed on these devices.
 
-    It is FAULT if the method should run on these devices, else NOTE.
+    It is FAULT if the method should run on them, else NOTE.
     """
     platform = cuda.platform_of(devices[0])
     if platform == "cuda":

@@ -101,7 +101,7 @@ class _Dot:
 
 
 def collectives(text: str) -> Found:
-    """Finds XLA's collectives in a program's optimized HLO text.
+    """Finds XLA's collectives in optimized HLO text, and the dots next to them.
 
     A collective is paired with the nearest dot that uses its result or, for reductions,
     computes its operand.

@@ -58,9 +58,9 @@ class Table:
 
     @property
     def custom_call_flops(self) -> int:
-        """Returns a rank's FLOPs in jax_ub's calls.
+        """Returns a rank's FLOPs in jax_ub's calls, summed over the table.
 
-        XLA's cost analysis omits them, because they are custom calls.
+        XLA's cost analysis counts them as 0, because they are custom calls.
         """
         custom = (row for row in self.rows if row.method != "xla")
         return sum(row.count * (row.flops or 0) for row in custom)

@@ -13,7 +13,7 @@ _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class LaunchError(UbError, ValueError):
-    """Raised when the options of `launch` are invalid."""
+    """Raised when the options of `launch`, or the environment it gets, are invalid."""
 
 
 def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:

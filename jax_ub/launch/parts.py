@@ -48,7 +48,7 @@ def run_parts(
 
 
 def _run_passing_sigterm_on(command, stdout):
-    """Runs the launcher and returns its exit status.
+    """Runs the launcher as a subprocess and returns its exit status.
 
     SIGTERM ends the launcher first, then this process, with cleanup. The signal handler
     does not raise. An exception while the launcher is being started would leave it

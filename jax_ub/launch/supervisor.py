@@ -247,7 +247,7 @@ class Supervisor:
             self._on(relay.source, functools.partial(self._relay, relay))
 
     def run(self) -> int:
-        """Runs the event loop until all ranks have exited.
+        """Runs the event loop until all ranks have exited, and kills what they left.
 
         Returns the exit status of the launcher.
         """
@@ -325,9 +325,9 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the failure again if ranks wrote output after it.
+        """Prints the first failure again, if ranks wrote output after it.
 
-        The first failure would otherwise be hard to find in the output.
+        It would otherwise be hard to find in the output of all ranks.
         """
         if self._failed is None or self._lines_written() == self._num_lines:
             return

@@ -32,7 +32,7 @@ class Model:
     layers: tuple[Layer, ...]
 
     def layer(self, name: str) -> Layer:
-        """Returns the layer of this name.
+        """Returns the linear layer of this name, such as "qkv" or "fc1".
 
         Raises:
             UnknownNameError: if no layer has this name.
@@ -79,7 +79,7 @@ MODELS: Mapping[str, Model] = {
 
 
 def find(name: str) -> Model:
-    """Returns the model of this name.
+    """Returns the transformer model of this name, such as "llama3-70b".
 
     Raises:
         UnknownNameError: if no model has this name; suggests the nearest name.

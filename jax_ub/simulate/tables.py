@@ -112,7 +112,7 @@ class Total:
 
 
 def total(rows: Iterable[LayerRow]) -> Total:
-    """Returns the sums of the times of all rows."""
+    """Returns the sums of the serial, ideal and plan times over all rows."""
     rows = list(rows)
     return Total(
         sum(row.bounds.serial_s for row in rows),

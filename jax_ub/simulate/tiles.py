@@ -40,7 +40,7 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Returns the number of floating-point operations."""
+        """Returns the floating-point operations of the GEMM, 2 m n k."""
         return 2.0 * self.m * self.n * self.k
 
 

@@ -37,12 +37,17 @@ class Workload:
 
     @property
     def has_product(self) -> bool:
-        """Returns whether the op contains a GEMM."""
+        """Returns whether the op contains a GEMM, or is only a collective."""
         return self.op in PRODUCTS
 
     @property
     def gemm(self) -> Gemm:
-        """Returns the sizes of one rank's whole GEMM."""
+        """Returns the sizes of the GEMM that one rank runs in the whole op.
+
+        If the op gathers x, the rank has all rows and its share of the output features.
+        Otherwise, it has all output features and its share of the contracting
+        dimension.
+        """
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)

@@ -37,7 +37,7 @@ def trace(
     *,
     events_per_thread: int = EVENTS_PER_THREAD,
 ) -> Iterator[Recording]:
-    """Records what every rank does in the block.
+    """Records when each rank computes, sends and waits in jax_ub's calls in the block.
 
         with ub.trace("step.json"):
             jax.block_until_ready(step(state))

@@ -19,7 +19,7 @@ AROUND = (CALL, GATHER, BARRIER, UNIT)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One execution of a call of jax_ub by all ranks of a group.
+    """One execution of a call of jax_ub, such as an AG+GEMM, by all ranks of a group.
 
     Attributes:
         label: names the public function and the user's name for the call.
@@ -152,7 +152,7 @@ class Trace:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces of several processes of one job.
+    """Merges the traces that several processes of one job recorded into one trace.
 
     The n-th equal calls of all traces are the same call, which all processes made.
     """

@@ -14,7 +14,7 @@ from jax_ub.tune.programs import Operands
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A method choice and its median time per call in microseconds."""
+    """A method choice that was timed, and its median time per call in microseconds."""
 
     choice: MethodChoice
     us: float  # median over the rounds, including dispatch
