@@ -17,7 +17,9 @@ int CpuDevice::DefaultSplits(CollectiveKind pattern) const { return kDefaultSpli
 
 Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  memory_.emplace_back(new std::byte[tensor.size_bytes()]);
+  // Owned before the vector grows, which may throw std::bad_alloc.
+  auto memory = std::make_unique_for_overwrite<std::byte[]>(tensor.size_bytes());
+  memory_.push_back(std::move(memory));
   tensor.data = memory_.back().get();
   return tensor;
 }
