@@ -25,9 +25,8 @@ from jax_ub.ops.fields import OutputChannel, check_channel_name, check_fields
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
-# The extra inputs or extra outputs of one operation (arrays that it reads or returns
-# besides the activation), or their gradients. A gradient that is known to be zero is
-# None.
+# The extra inputs or outputs of one operation (arrays that it reads or returns besides
+# the activation), or their gradients: None for a gradient that is known to be zero.
 Extras = tuple[jax.Array | None, ...]
 
 
@@ -49,10 +48,9 @@ class RequestedGradients:
 
 
 class Operation:
-    """Base class of everything that `Sequential` takes as an entry.
+    """Base class of the entries of `Sequential`: basic operations and composites.
 
-    An entry is a basic operation, or a composite of several, such as a linear layer
-    with its bias.
+    A composite has several basic operations, such as a linear layer with its bias.
     """
 
     if TYPE_CHECKING:
@@ -65,10 +63,9 @@ class Operation:
 
     @property
     def entries(self) -> tuple["Op", ...]:
-        """The operations of this entry that the fuser receives, in forward order.
+        """The basic operations, and fused ones that the caller constructed, in order.
 
-        They are the basic operations and, unchanged, the fused operations that the
-        caller constructed.
+        This is what the fuser receives.
         """
         return self.basic_ops
 
@@ -99,9 +96,8 @@ class BasicOperation(Operation):
     # Whether the forward takes a PRNG key as `params["key"]`. A deterministic call does
     # not pass it. `init` and `specs` never contain this entry.
     takes_key: ClassVar[bool] = False
-    # Names of the parameters that the backward updates, such as "main_grad", the
-    # accumulator of a kernel's gradient. Their cotangent is their new value. The
-    # residual with the same name holds their old value.
+    # Names of the parameters that the backward updates, such as "main_grad". Their
+    # cotangent is their new value; the residual of the same name is their old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
 
     extra_input_channels: tuple[str | None, ...] = dataclasses.field(
@@ -156,9 +152,7 @@ class BasicOperation(Operation):
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
         """Returns the names of the forward's arrays that `backward` will read.
 
-        They depend on `needs`, the gradients that are requested.
-
-        Requesting more gradients never removes a name.
+        They depend on the requested gradients. Requesting more never removes a name.
         """
         raise NotImplementedError
 
