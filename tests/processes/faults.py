@@ -196,7 +196,7 @@ def is_missing(job):
 
 def dies_connecting(job):
     if job.is_victim:
-        connection_attempt.Attempt.connect_all = lambda *_: kill_this_process()
+        connection_attempt.ConnectionAttempt.connect_all = lambda *_: kill_this_process()
     job.expect_error(job.initialize)
 
 
