@@ -209,7 +209,7 @@ class Job:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Lets the CPU engine use as many threads in the block as one process has alone.
+    """Gives the CPU engine the default thread count of one process inside the block.
 
     In a job of several processes, each one otherwise computes on a part of the cores.
     The previous thread count and cores are restored at the end.
