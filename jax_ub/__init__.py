@@ -9,36 +9,101 @@ converts to `CommunicatorError`. "Transformer Engine" names the corresponding fe
 NVIDIA's library.
 """
 
-from jax_ub import errors as errors
-from jax_ub import overlap_config as overlap_config
-from jax_ub.explain.program import explain as explain
-from jax_ub.initialize import destroy_ub as destroy_ub
-from jax_ub.initialize import get_ub as get_ub
-from jax_ub.initialize import initialize_ub as initialize_ub
-from jax_ub.initialize import is_ub_initialized as is_ub_initialized
-from jax_ub.methods import Method as Method
-from jax_ub.methods import fallbacks as fallbacks
-from jax_ub.overlap_config import CommOverlapType as CommOverlapType
-from jax_ub.overlap_config import (
-    UserBufferQuantizationMode as UserBufferQuantizationMode,
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from jax_ub import errors, overlap_config
+from jax_ub._src.config.config import CommOverlapType, UserBufferQuantizationMode
+from jax_ub._src.initialize.lifecycle import (
+    destroy_ub,
+    get_ub,
+    initialize_ub,
+    is_ub_initialized,
 )
-from jax_ub.retrofit.dot_general import dot_general as dot_general
-from jax_ub.retrofit.overlap import overlap as overlap
-from jax_ub.retrofit.overlap import overlapped as overlapped
-from jax_ub.rules.all_gather_matmul import all_gather_matmul as all_gather_matmul
-from jax_ub.rules.all_reduce import all_reduce as all_reduce
-from jax_ub.rules.dgrad_add import dgrad_add as dgrad_add
-from jax_ub.rules.linear import linear as linear
-from jax_ub.rules.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
-from jax_ub.rules.matmul_reduce_scatter import (
-    matmul_reduce_scatter as matmul_reduce_scatter,
-)
-from jax_ub.rules.wgrad_accumulate import wgrad_accumulate as wgrad_accumulate
-from jax_ub.runtime.communicators import check_communicators as check_communicators
-from jax_ub.runtime.exporting import export_safety_checks as export_safety_checks
-from jax_ub.runtime.exporting import register_targets as register_targets
-from jax_ub.runtime.memory import MemoryReport as MemoryReport
-from jax_ub.runtime.memory import memory_report as memory_report
-from jax_ub.runtime.overlaps import CommOverlap as CommOverlap
-from jax_ub.runtime.overlaps import CommOverlapP2P as CommOverlapP2P
-from jax_ub.tracing.record import trace as trace
+from jax_ub._src.methods import Method, fallbacks
+from jax_ub._src.retrofit.dot_general import dot_general
+from jax_ub._src.retrofit.overlap import overlap, overlapped
+from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
+from jax_ub._src.rules.all_reduce import all_reduce
+from jax_ub._src.rules.dgrad_add import dgrad_add
+from jax_ub._src.rules.linear import linear
+from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
+from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.rules.wgrad_accumulate import wgrad_accumulate
+from jax_ub._src.runtime.communicators import check_communicators
+from jax_ub._src.runtime.exporting import export_safety_checks, register_targets
+from jax_ub._src.runtime.memory import MemoryReport, memory_report
+from jax_ub._src.runtime.overlaps import CommOverlap, CommOverlapP2P
+
+if TYPE_CHECKING:
+    from jax_ub import flax, ops
+    from jax_ub._src.tools.explain.program import explain
+    from jax_ub._src.tools.trace.record import trace
+
+__all__ = [
+    "CommOverlap",
+    "CommOverlapP2P",
+    "CommOverlapType",
+    "MemoryReport",
+    "Method",
+    "UserBufferQuantizationMode",
+    "all_gather_matmul",
+    "all_reduce",
+    "check_communicators",
+    "destroy_ub",
+    "dgrad_add",
+    "dot_general",
+    "errors",
+    "explain",
+    "export_safety_checks",
+    "fallbacks",
+    "flax",
+    "get_ub",
+    "initialize_ub",
+    "is_ub_initialized",
+    "linear",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "memory_report",
+    "ops",
+    "overlap",
+    "overlap_config",
+    "overlapped",
+    "register_targets",
+    "trace",
+    "wgrad_accumulate",
+]
+
+# Imported at their first use, so that `import jax_ub` loads neither tools nor Flax.
+_LAZY_MODULES = ("flax", "ops")
+_LAZY_NAMES = {
+    "explain": "jax_ub._src.tools.explain.program",
+    "trace": "jax_ub._src.tools.trace.record",
+}
+# Modules of release 0.1 that are private now.
+_DEPRECATED_MODULES = {
+    "methods": "jax_ub._src.methods",
+    "reference": "jax_ub._src.reference",
+    "retrofit": "jax_ub._src.retrofit",
+    "rules": "jax_ub._src.rules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"jax_ub.{name}")
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(_LAZY_NAMES[name]), name)
+    if name in _DEPRECATED_MODULES:
+        warnings.warn(
+            f"jax_ub.{name} is private and will be removed in the next release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return importlib.import_module(_DEPRECATED_MODULES[name])
+    raise AttributeError(f"module 'jax_ub' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,14 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jax_ub.bench import command as bench
-from jax_ub.doctor import command as doctor
-from jax_ub.errors import UbError
-from jax_ub.explain import command as explain
-from jax_ub.launch import command as launch
-from jax_ub.simulate import command as simulate
-from jax_ub.tracing import command as trace
-from jax_ub.tune import command as tune
+from jax_ub._src.errors import UbError
+from jax_ub._src.tools.bench import command as bench
+from jax_ub._src.tools.doctor import command as doctor
+from jax_ub._src.tools.explain import command as explain
+from jax_ub._src.tools.launch import command as launch
+from jax_ub._src.tools.simulate import command as simulate
+from jax_ub._src.tools.trace import command as trace
+from jax_ub._src.tools.tune import command as tune
 
 _COMMANDS = {
     "doctor": (doctor, "says what is installed, what can run here, and why not"),

@@ -4,128 +4,34 @@ Subclasses of ValueError mean that a call is wrong. Subclasses of NotImplemented
 mean that it is correct but not supported here.
 """
 
-import builtins
-import contextlib
-import difflib
-import re
-from collections.abc import Iterable, Iterator
+from jax_ub._src.errors import (
+    CommunicatorError,
+    ConfigurationError,
+    ConfigurationTypeError,
+    FusionError,
+    LifecycleError,
+    ShapeContractError,
+    TimeoutError,
+    UbError,
+    UnknownArgumentError,
+    UnknownNameError,
+    UnknownOverlapError,
+    UnsupportedOverlapError,
+    raised,
+)
 
-import jax
-
-
-class UbError(Exception):
-    """Base class of all errors that jax_ub raises."""
-
-
-class ShapeContractError(UbError, ValueError):
-    """Raised if shapes, dtypes or the mesh axis of a call do not fit the op."""
-
-
-class UnknownNameError(UbError, ValueError):
-    """Raised for an unknown name, such as a method's, and a flag that is not a bool."""
-
-
-class UnknownArgumentError(UnknownNameError, TypeError):
-    """Raised if a layer is called with an unknown keyword argument."""
-
-
-class UnknownOverlapError(UnknownNameError, KeyError):
-    """Raised if `get_ub` is called with a name that no overlap has."""
-
-    __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
-
-
-class ConfigurationError(UbError, ValueError):
-    """Raised if settings of a layer or `initialize_ub` are invalid or contradict."""
-
-
-class ConfigurationTypeError(ConfigurationError, TypeError):
-    """Raised if an argument of `initialize_ub` has the wrong type."""
-
-
-class LifecycleError(UbError, RuntimeError):
-    """Raised if `initialize_ub` is called twice, or not before it is needed."""
-
-
-class UnsupportedOverlapError(UbError, NotImplementedError):
-    """Raised if a valid call cannot run with its method or in its context."""
-
-
-class FusionError(UbError, RuntimeError):
-    """Raised if a registered fusion computes something else than what it replaces."""
-
-
-class CommunicatorError(UbError, RuntimeError):
-    """Raised if a rank missed a collective call, failed, or made a different call."""
-
-
-class TimeoutError(CommunicatorError, builtins.TimeoutError):
-    """Raised if a rank waited for its peers until its deadline passed.
-
-    It is also a builtin `TimeoutError`.
-    """
-
-
-_LONGEST_VALUE = 200
-
-
-def shown(value: object) -> str:
-    """Returns the repr of a value for an error message, cut to 200 characters.
-
-    It never raises, although the repr of an arbitrary object may fail or recurse.
-    """
-    try:
-        text = repr(value)
-    except Exception:
-        return f"<{type(value).__name__} without a repr>"
-    if len(text) <= _LONGEST_VALUE:
-        return text
-    return f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
-
-
-def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns a hint for an error: the known name closest to `name`, and all names."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
-    meant = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{meant}Known: {', '.join(map(repr, known))}."
-
-
-# Matches the engine's message of a wait that reached its deadline, and no other
-# message.
-_OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
-
-
-def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts an exception of the C++ engine to jax_ub's; None if it is another."""
-    _, found, message = str(error).partition("CommunicatorError: ")
-    return of_failure(message) if found else None
-
-
-def of_failure(text: str) -> CommunicatorError:
-    """Returns the jax_ub exception for a communicator's failure message."""
-    return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
-
-
-@contextlib.contextmanager
-def raised() -> Iterator[None]:
-    """Converts run-time errors of the C++ engine in the block to `CommunicatorError`.
-
-    XLA reports all failures of a program as `jax.errors.JaxRuntimeError`, when the
-    caller waits for its results:
-
-        with ub.errors.raised():
-            jax.block_until_ready(step(state))
-
-    Raises:
-        TimeoutError: if ranks were missing when the deadline passed.
-        CommunicatorError: if the ranks' communication failed in another way.
-    """
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # A program that runs synchronously on the caller's thread raises ValueError.
-        converted = of_engine(error)
-        if converted is None:
-            raise
-        raise converted from error
+__all__ = [
+    "CommunicatorError",
+    "ConfigurationError",
+    "ConfigurationTypeError",
+    "FusionError",
+    "LifecycleError",
+    "ShapeContractError",
+    "TimeoutError",
+    "UbError",
+    "UnknownArgumentError",
+    "UnknownNameError",
+    "UnknownOverlapError",
+    "UnsupportedOverlapError",
+    "raised",
+]

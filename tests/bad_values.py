@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_ub._src.methods import Method
 from jax_ub.errors import UbError
-from jax_ub.methods import Method
 
 # A text of an error that is longer shows a value without a limit.
 LONGEST_TEXT = 4000

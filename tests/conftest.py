@@ -15,7 +15,7 @@ import layouts
 import pytest
 
 import jax_ub
-from jax_ub.initialize import arguments
+from jax_ub._src.initialize import arguments
 
 jax.config.update("jax_platforms", "cpu")
 if layouts.LAYOUT is None:

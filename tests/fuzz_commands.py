@@ -13,7 +13,7 @@ from fuzz_targets import NUM_RANKS, PER_DEVICE, mesh
 
 import jax_ub as ub
 from jax_ub import __main__
-from jax_ub.runtime import settings, tuned
+from jax_ub._src.runtime import settings, tuned
 
 # What a command line, an environment variable or a file may contain.
 TEXTS = {
@@ -81,7 +81,9 @@ def _command(name):
         with (
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()) as err,
-            unittest.mock.patch("jax_ub.launch.command._supervise", return_value=0),
+            unittest.mock.patch(
+                "jax_ub._src.tools.launch.command._supervise", return_value=0
+            ),
         ):
             try:
                 status = __main__.main([name, *words, *program])

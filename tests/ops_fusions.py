@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 
 from jax_ub import ops
-from jax_ub.ops import registry
-from jax_ub.ops.operation import FusedOperation, fuse_windows
+from jax_ub._src.ops import registry
+from jax_ub._src.ops.operation import FusedOperation, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)

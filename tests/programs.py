@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from layouts import connect, devices
 
 import jax_ub as ub
-from jax_ub.methods import Method
+from jax_ub._src.methods import Method
 
 # Any number of ranks in one dtype, and the other dtypes on a few: the dtype is the
 # business of the GEMM and the reduction, which do not know how many ranks there are.

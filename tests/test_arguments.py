@@ -8,7 +8,9 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ub as ub
-from jax_ub import arguments, ops, shapes
+from jax_ub import ops
+from jax_ub._src import arguments
+from jax_ub._src import checks as shapes
 from jax_ub.errors import ShapeContractError, UnknownArgumentError, UnknownNameError
 from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
 

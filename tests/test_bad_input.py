@@ -10,12 +10,12 @@ import pytest
 
 import jax_ub as ub
 from jax_ub import __main__
+from jax_ub._src.config import tuned
+from jax_ub._src.files import InputError
+from jax_ub._src.runtime import settings
+from jax_ub._src.tools.launch.environment import MOST
 from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
 from jax_ub.flax import linen
-from jax_ub.launch.environment import MOST
-from jax_ub.outputs import InputError
-from jax_ub.overlap_config import tuned
-from jax_ub.runtime import settings
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_a_script_that_cannot_be_read_is_rejected(command, capsys):
 
 def test_a_full_disk_ends_a_report_with_the_reason():
     program = (
-        "import sys; from jax_ub import __main__; from jax_ub.doctor import command;"
+        "import sys; from jax_ub import __main__;"
+        "from jax_ub._src.tools.doctor import command;"
         "command.command = lambda given: print('x' * 100_000) or 0;"
         "sys.exit(__main__.main(['doctor']))"
     )

@@ -3,41 +3,36 @@
 import ast
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_ub"
+SRC = PACKAGE / "_src"
 
-# Each layer may import the ones that are named with it, and every leaf.
-LAYERS = {
-    "ops": {"ops", "rules", "primitives", "runtime", "explain", "simulate"},
-    "flax": {"flax", "retrofit", "rules", "runtime"},
-    "retrofit": {"retrofit", "rules", "runtime"},
-    "rules": {"rules", "primitives", "runtime"},
-    "primitives": {"primitives", "runtime"},
-    "explain": {"explain", "tracing", "simulate", "primitives", "runtime"},
-    "tracing": {"tracing", "simulate", "initialize", "rules", "runtime", "launch"},
-    "simulate": {"simulate", "runtime"},
-    "initialize": {"initialize", "primitives", "runtime"},
-    "runtime": {"runtime"},
-    "launch": {"launch"},
-}
-# Each leaf may import the leaves after it.
-LEAVES = [
-    "reference",
-    "overlap_config",
-    "methods",
-    "arguments",
-    "shapes",
-    "pictures",
-    "outputs",
-    "errors",
-    "_cpu",
-    "_cuda",
+# The layers of jax_ub/_src, lowest first. A module may import its own layer and lower
+# ones. Layers of one row do not import each other, unless ALSO lists the pair.
+LAYERS = [
+    {"_cpu", "_cuda"},
+    {"errors"},
+    {"files", "checks"},
+    {"arguments"},
+    {"methods"},
+    {"config", "reference"},
+    {"runtime"},
+    {"primitives"},
+    {"initialize", "rules"},
+    {"sharding"},
+    {"ops", "retrofit", "flax"},
+    {"tools"},
 ]
-# These show, measure and start the library, with everything that is public.
-OUTSIDE = {"bench", "tune", "__main__", "doctor", "__init__"}
+ALSO = {("flax", "retrofit")}
+# Imported inside functions only, so that importing the library loads no tool.
+LAZY = {("ops", "tools")}
+# Tools that use the library as its users do.
+USERS = {"bench", "doctor", "trace", "tune", "explain"}
 
 # The same of csrc: what a folder's files may include, besides the system's headers. How
 # the CPU and CUDA do it lies in folders of these names below.
@@ -55,34 +50,81 @@ CSRC_LAYERS = {
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def own_layer(path):
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def layer_of(module):
+    """The layer of a module of jax_ub, or "public"."""
+    parts = module.split(".")[1:]
+    if parts[:1] == ["_src"]:
+        return parts[1] if parts[1:] else "_src"
+    return parts[0] if parts and parts[0] in {"_cpu", "_cuda"} else "public"
 
 
-def may_import(own, other):
-    if own in OUTSIDE:
-        return True
-    if other in LEAVES:
-        return own in LAYERS or LEAVES.index(other) >= LEAVES.index(own)
-    return own in LAYERS and other in LAYERS[own]
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
-def imported_layers(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "jax_ub":
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("jax_ub."):
-            yield node.module.split(".")[1]
+def imported(tree):
+    """The modules of jax_ub that statements in `tree` import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.module.split(".")[0] == "jax_ub":
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            yield from (name[1] for name in names if name[0] == "jax_ub" and name[1:])
+            names = (alias.name for alias in node.names)
+            yield from (name for name in names if name.split(".")[0] == "jax_ub")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def level(layer):
+    return next(n for n, row in enumerate(LAYERS) if layer in row)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC))
+)
 def test_imports_point_down(path):
-    own = own_layer(path)
-    forbidden = {other for other in imported_layers(path) if not may_import(own, other)}
-    assert not forbidden, f"{own} may not import {sorted(forbidden)}"
+    own = layer_of(name_of(path))
+    tree = ast.parse(path.read_text())
+    allowed = {own} | {other for layer, other in ALSO if layer == own}
+    if own != "_src":
+        allowed |= set().union(*LAYERS[: level(own)])
+    at_import = ast.Module([s for s in tree.body if not _is_lazy(s)], [])
+    lazily = allowed | {other for layer, other in LAZY if layer == own}
+    assert {layer_of(name) for name in imported(at_import)} - {"public"} <= allowed
+    assert {layer_of(name) for name in imported(tree)} - {"public"} <= lazily
+    parts = path.relative_to(SRC).parts
+    if "public" in {layer_of(name) for name in imported(tree)}:
+        assert parts[0] == "tools", "only tools import public modules"
+        assert parts[1] in USERS
+
+
+def _defines(statement):
+    return isinstance(statement, ast.FunctionDef | ast.ClassDef)
+
+
+def _is_lazy(statement):
+    """Whether imports in it do not run when the module is imported."""
+    type_checking = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(
+        statement.test
+    )
+    return _defines(statement) or type_checking
+
+
+def test_public_modules_define_nothing():
+    entry_points = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
+    for path in set(PACKAGE.rglob("*.py")) - set(SRC.rglob("*")) - entry_points:
+        defined = [s for s in ast.parse(path.read_text()).body if _defines(s)]
+        assert not defined, path
+
+
+def test_importing_the_library_loads_no_tool():
+    program = (
+        "import sys, jax_ub; from jax_ub import ops;"
+        "print(*[m for m in sys.modules if m.startswith('jax_ub._src.tools')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n"
 
 
 def test_only_the_settings_read_the_environment():
@@ -90,16 +132,17 @@ def test_only_the_settings_read_the_environment():
         str(path.relative_to(PACKAGE))
         for path in MODULES
         # A launcher makes the environment of others.
-        if "os.environ" in path.read_text()
-        and own_layer(path) not in OUTSIDE | {"launch"}
+        if "os.environ" in path.read_text() and "launch" not in path.parts
     }
-    assert readers <= {"runtime/settings.py"}
+    assert readers <= {"_src/runtime/settings.py"}
 
 
 def test_derivatives_are_defined_in_rules_only():
     definers = {
-        own_layer(path) for path in MODULES if "custom_vjp(" in path.read_text()
-    } | {own_layer(path) for path in MODULES if "jax.custom_vjp" in path.read_text()}
+        layer_of(name_of(path))
+        for path in MODULES
+        if re.search(r"jax\.custom_vjp|custom_vjp\(", path.read_text())
+    }
     assert definers == {"rules"}
 
 
@@ -171,10 +214,10 @@ def test_every_room_has_a_noun_of_its_own():
 def test_every_target_has_its_primitive_and_its_test():
     targets = [
         path.stem
-        for path in (PACKAGE / "primitives").glob("*.py")
+        for path in (SRC / "primitives").glob("*.py")
         if 'target = "jax_ub$' in path.read_text()
     ]
     assert targets
     for target in targets:
-        assert f'"jax_ub${target}"' in (PACKAGE / f"primitives/{target}.py").read_text()
+        assert f'"jax_ub${target}"' in (SRC / f"primitives/{target}.py").read_text()
         assert (ROOT / f"tests/primitives/test_{target}.py").exists()

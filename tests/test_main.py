@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jax_ub import __main__
-from jax_ub.doctor import command
+from jax_ub._src.tools.doctor import command
 
 _SAY = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
 

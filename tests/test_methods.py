@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_ub import methods
+from jax_ub._src import methods
+from jax_ub._src.methods import Method
 from jax_ub.errors import UnknownNameError
-from jax_ub.methods import Method
 
 
 @pytest.mark.parametrize("method", Method)

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jax_ub import __main__
-from jax_ub.outputs import OutputError, output_path, picture_path, write_json
+from jax_ub._src.files import OutputError, output_path, picture_path, write_json
 
 
 def test_a_file_in_a_folder_that_exists_may_be_written(tmp_path):

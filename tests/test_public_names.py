@@ -1,5 +1,6 @@
 """The names that code outside the project relies on, and their signatures."""
 
+import importlib
 import inspect
 import pathlib
 import re
@@ -47,7 +48,7 @@ def test_signature_is_the_pinned_one(name):
     assert all(found[parameter].default in (None, False) for parameter in extra)
 
 
-PUBLIC = [name for name, found in vars(ub).items() if getattr(found, "__doc__", None)]
+PUBLIC = ub.__all__
 FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(ub, name))]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(ub, name))]
 # They look at what is there, or do nothing where there is nothing to do.
@@ -98,6 +99,69 @@ def test_every_public_name_says_where_it_is_from(name):
 )
 def test_modules_are_there_for_nnx_and_linen(kind, name):
     assert "Maps `[..., tokens" in getattr(kind, name).__call__.__doc__
+
+
+# Everything that users may import. Additions need a docstring and docs/ pages.
+NAMES = {
+    "jax_ub": """
+        CommOverlap CommOverlapP2P CommOverlapType MemoryReport Method
+        UserBufferQuantizationMode all_gather_matmul all_reduce check_communicators
+        destroy_ub dgrad_add dot_general errors explain export_safety_checks fallbacks
+        flax get_ub initialize_ub is_ub_initialized linear matmul_all_reduce
+        matmul_reduce_scatter memory_report ops overlap overlap_config overlapped
+        register_targets trace wgrad_accumulate
+    """,
+    "jax_ub.errors": """
+        CommunicatorError ConfigurationError ConfigurationTypeError FusionError
+        LifecycleError ShapeContractError TimeoutError UbError UnknownArgumentError
+        UnknownNameError UnknownOverlapError UnsupportedOverlapError raised
+    """,
+    "jax_ub.flax": """
+        LayerNormLinear LayerNormMLP Linear MainGrad MultiHeadAttention
+        TransformerLayer linen with_main_grads
+    """,
+    "jax_ub.flax.linen": """
+        LayerNormLinear LayerNormMLP Linear MultiHeadAttention Overlap
+        TransformerLayer
+    """,
+    "jax_ub.ops": """
+        AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias
+        ConstantScale Dropout FusedOperation GEGLU GELU Identity LayerNorm Linear
+        MakeExtraOutput OperationFuser Quantize RMSNorm ReLU ReduceScatter Reshape
+        Sequential SiLU SwiGLU fuse_windows fused gradients_of_main_grads
+        merge_main_grads register_backward_fusion register_forward_fusion
+        register_joint_fusion split_main_grads unregister_fusion without_fusions
+    """,
+    "jax_ub.ops.fused": """
+        BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd
+        BackwardLinearScale ForwardLinearBiasActivation ForwardLinearBiasAdd
+        ForwardLinearScaleAdd UserbuffersBackwardLinear UserbuffersForwardLinear
+    """,
+    "jax_ub.overlap_config": """
+        CommOverlapType OverlapConfig UserBufferQuantizationMode from_te
+    """,
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_modules_have_the_listed_names(module):
+    module_object = importlib.import_module(module)
+    assert sorted(module_object.__all__) == sorted(NAMES[module].split())
+    assert all(hasattr(module_object, name) for name in module_object.__all__)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import jax_ub.simulate",
+        "import jax_ub; jax_ub.methods",
+        "from jax_ub.ops.operation import fuse_windows",
+    ],
+)
+def test_old_modules_are_deprecated(program):
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "DeprecationWarning: jax_ub." in done.stderr
 
 
 def test_errors_belong_to_their_families():

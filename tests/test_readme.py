@@ -48,7 +48,7 @@ def test_every_function_of_the_readme_is_public():
 
 
 def test_every_environment_variable_is_documented_and_read():
-    settings = (TOP / "jax_ub/runtime/settings.py").read_text()
+    settings = (TOP / "jax_ub/_src/runtime/settings.py").read_text()
     documented = set(re.findall(r"^\| `(JAX_UB_\w+)`", README, re.MULTILINE))
     assert documented == set(re.findall(r"\bJAX_UB_\w+", settings))
 

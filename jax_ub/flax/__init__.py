@@ -1,10 +1,20 @@
 """Flax nnx modules whose GEMMs overlap with collective communication."""
 
-from jax_ub.flax import linen as linen
-from jax_ub.flax.layer_norm_linear import LayerNormLinear as LayerNormLinear
-from jax_ub.flax.layer_norm_mlp import LayerNormMLP as LayerNormMLP
-from jax_ub.flax.linear import Linear as Linear
-from jax_ub.flax.main_grad import MainGrad as MainGrad
-from jax_ub.flax.main_grad import with_main_grads as with_main_grads
-from jax_ub.flax.multi_head_attention import MultiHeadAttention as MultiHeadAttention
-from jax_ub.flax.transformer_layer import TransformerLayer as TransformerLayer
+from jax_ub._src.flax.layer_norm_linear import LayerNormLinear
+from jax_ub._src.flax.layer_norm_mlp import LayerNormMLP
+from jax_ub._src.flax.linear import Linear
+from jax_ub._src.flax.main_grad import MainGrad, with_main_grads
+from jax_ub._src.flax.multi_head_attention import MultiHeadAttention
+from jax_ub._src.flax.transformer_layer import TransformerLayer
+from jax_ub.flax import linen
+
+__all__ = [
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MainGrad",
+    "MultiHeadAttention",
+    "TransformerLayer",
+    "linen",
+    "with_main_grads",
+]

@@ -4,9 +4,10 @@ import json
 import jax
 import pytest
 
-from jax_ub import methods
 from jax_ub.__main__ import main
-from jax_ub.bench import (
+from jax_ub._src import methods
+from jax_ub._src.runtime import engine
+from jax_ub._src.tools.bench import (
     cases,
     command,
     devices,
@@ -15,10 +16,9 @@ from jax_ub.bench import (
     thread_counts,
     timing,
 )
-from jax_ub.bench.cases import check_agreement, tolerance
-from jax_ub.bench.gemm_cases import gemm
+from jax_ub._src.tools.bench.cases import check_agreement, tolerance
+from jax_ub._src.tools.bench.gemm_cases import gemm
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.runtime import engine
 
 
 def run(tmp_path, *arguments):

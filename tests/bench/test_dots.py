@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from jax_ub.bench.devices import Ranks
-from jax_ub.bench.dots import LAYOUTS, DotVariant, FastestDots, naive, ways
-from jax_ub.bench.gemm_cases import local_shapes
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench.devices import Ranks
+from jax_ub._src.tools.bench.dots import LAYOUTS, DotVariant, FastestDots, naive, ways
+from jax_ub._src.tools.bench.gemm_cases import local_shapes
+from jax_ub._src.tools.bench.workloads import Shape
 from tests.operands import assert_equal, small_integers
 
 SHAPE = Shape(6, 4, 5)

@@ -1,10 +1,10 @@
 import pytest
 
-from jax_ub.bench import cases, goals
-from jax_ub.bench.cases import Case, Memory
-from jax_ub.bench.results import evaluate
-from jax_ub.bench.timing import Rounds
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench import cases, goals
+from jax_ub._src.tools.bench.cases import Case, Memory
+from jax_ub._src.tools.bench.results import evaluate
+from jax_ub._src.tools.bench.timing import Rounds
+from jax_ub._src.tools.bench.workloads import Shape
 
 
 def result(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from jax_ub.bench import cases
-from jax_ub.bench.cases import Place, check_agreement
-from jax_ub.bench.devices import Ranks
-from jax_ub.bench.dots import FastestDots
-from jax_ub.bench.linear_cases import linear_backward
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench import cases
+from jax_ub._src.tools.bench.cases import Place, check_agreement
+from jax_ub._src.tools.bench.devices import Ranks
+from jax_ub._src.tools.bench.dots import FastestDots
+from jax_ub._src.tools.bench.linear_cases import linear_backward
+from jax_ub._src.tools.bench.workloads import Shape
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from jax_ub.bench import gemm_cases, onednn
-from jax_ub.bench.cases import ONEDNN, Place
-from jax_ub.bench.devices import Ranks
-from jax_ub.bench.dots import LAYOUTS, FastestDots
-from jax_ub.bench.gemm_cases import local_shapes
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench import gemm_cases, onednn
+from jax_ub._src.tools.bench.cases import ONEDNN, Place
+from jax_ub._src.tools.bench.devices import Ranks
+from jax_ub._src.tools.bench.dots import LAYOUTS, FastestDots
+from jax_ub._src.tools.bench.gemm_cases import local_shapes
+from jax_ub._src.tools.bench.workloads import Shape
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

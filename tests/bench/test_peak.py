@@ -5,8 +5,8 @@ import types
 import pytest
 
 from jax_ub import _cpu
-from jax_ub.bench import cases, peak
-from jax_ub.bench.devices import Ranks
+from jax_ub._src.tools.bench import cases, peak
+from jax_ub._src.tools.bench.devices import Ranks
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

@@ -3,10 +3,10 @@ import functools
 import jax
 import pytest
 
-from jax_ub import reference
-from jax_ub.bench import linear_cases, peers
-from jax_ub.bench.devices import AXIS, Ranks, Spec
-from jax_ub.bench.dots import DotVariant
+from jax_ub._src import reference
+from jax_ub._src.tools.bench import linear_cases, peers
+from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec
+from jax_ub._src.tools.bench.dots import DotVariant
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jax_ub import __main__, _cpu
-from jax_ub.bench import cases, goals, process_cases, table
-from jax_ub.bench.cases import Case
-from jax_ub.bench.results import Result
-from jax_ub.bench.statistics import Summary
-from jax_ub.bench.timing import Candidate
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench import cases, goals, process_cases, table
+from jax_ub._src.tools.bench.cases import Case
+from jax_ub._src.tools.bench.results import Result
+from jax_ub._src.tools.bench.statistics import Summary
+from jax_ub._src.tools.bench.timing import Candidate
+from jax_ub._src.tools.bench.workloads import Shape
 
 
 def result(op, time_us, *, speedup=2.0, in_process=1.0, processes=2):
@@ -66,8 +66,8 @@ def test_a_process_that_fails_ends_those_that_wait_for_it(tmp_path):
     program.write_text(f"""
 import json
 import jax
-from jax_ub.bench.process_cases import Bench
-from jax_ub.bench.process_command import part
+from jax_ub._src.tools.bench.process_cases import Bench
+from jax_ub._src.tools.bench.process_command import part
 
 forward = Bench.forward
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from jax_ub.bench.statistics import Summary, geomean, ratio, summarize
+from jax_ub._src.tools.bench.statistics import Summary, geomean, ratio, summarize
 
 
 def test_median_and_best_of_a_series():

@@ -1,11 +1,11 @@
 import dataclasses
 
-from jax_ub.bench import cases, goals, table
-from jax_ub.bench.cases import Case, Memory
-from jax_ub.bench.results import evaluate
-from jax_ub.bench.statistics import Summary
-from jax_ub.bench.timing import Rounds
-from jax_ub.bench.workloads import Shape
+from jax_ub._src.tools.bench import cases, goals, table
+from jax_ub._src.tools.bench.cases import Case, Memory
+from jax_ub._src.tools.bench.results import evaluate
+from jax_ub._src.tools.bench.statistics import Summary
+from jax_ub._src.tools.bench.timing import Rounds
+from jax_ub._src.tools.bench.workloads import Shape
 
 
 def example(more=None):

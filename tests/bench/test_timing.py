@@ -1,9 +1,9 @@
 import jax.numpy as jnp
 import pytest
 
-from jax_ub.bench import timing
-from jax_ub.bench.background_load import BackgroundLoad
-from jax_ub.bench.timing import Candidate, fastest, interleave
+from jax_ub._src.tools.bench import timing
+from jax_ub._src.tools.bench.background_load import BackgroundLoad
+from jax_ub._src.tools.bench.timing import Candidate, fastest, interleave
 
 
 class Clock:

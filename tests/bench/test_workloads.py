@@ -1,6 +1,6 @@
 import pytest
 
-from jax_ub.bench.workloads import DEFAULT, Shape, parse_shape
+from jax_ub._src.tools.bench.workloads import DEFAULT, Shape, parse_shape
 from jax_ub.errors import ShapeContractError
 
 

@@ -10,12 +10,13 @@ from cuda_programs import StandIn
 from programs import tp_mesh
 
 import jax_ub as ub
-from jax_ub import doctor
 from jax_ub.__main__ import main
-from jax_ub.doctor import State, command, connections, devices, examination, trials
-from jax_ub.methods import Fallback, Method
-from jax_ub.runtime import communicators, cuda, engine
-from jax_ub.runtime.communicators import Connection
+from jax_ub._src.methods import Fallback, Method
+from jax_ub._src.runtime import communicators, cuda, engine
+from jax_ub._src.runtime.communicators import Connection
+from jax_ub._src.tools import doctor
+from jax_ub._src.tools.doctor import command, connections, devices, examination, trials
+from jax_ub._src.tools.doctor.finding import State
 
 
 def findings():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jax_ub.explain import hlo
-from jax_ub.explain.hlo import Pair
+from jax_ub._src.tools.explain import hlo
+from jax_ub._src.tools.explain.hlo import Pair
 
 TEXT = """HloModule jit_step, is_scheduled=true
 

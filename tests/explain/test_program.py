@@ -12,14 +12,14 @@ from jax.sharding import AxisType, NamedSharding
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub import simulate
-from jax_ub.explain import program
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.lowered import recording
+from jax_ub._src.sharding.layout import ShardingLayout
+from jax_ub._src.sharding.sharded_linear import sharded_linear
+from jax_ub._src.tools import simulate
+from jax_ub._src.tools.explain import program
+from jax_ub._src.tools.trace.record import TraceError
 from jax_ub.flax import Linear
-from jax_ub.methods import Method
-from jax_ub.primitives.lowered import recording
-from jax_ub.retrofit.sharded_linear import sharded_linear
-from jax_ub.retrofit.sharding_layout import ShardingLayout
-from jax_ub.tracing.record import TraceError
 
 NUM_RANKS = 4
 SPECS = (P("tp"), P(None, "tp"), P("tp"))

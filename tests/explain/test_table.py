@@ -1,6 +1,6 @@
 """The table that explains a program."""
 
-from jax_ub.explain import Row, Table
+from jax_ub._src.tools.explain.table import Row, Table
 
 ON = Row("up", "all_gather_matmul", True, "direct", "", 3 << 20, 1.5e-3, 2e-6)
 OFF = Row("down", "matmul_reduce_scatter", False, "xla", "no engine for cuda")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ub.runtime import engine
+from jax_ub._src.runtime import engine
 
 ATTRIBUTES = {
     "method": np.int64(0),

@@ -7,11 +7,7 @@ import pytest
 from flax_models import mesh_of
 from operands import assert_equal
 
-from jax_ub.errors import (
-    ShapeContractError,
-    UnknownNameError,
-    UnsupportedOverlapError,
-)
+from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
 from jax_ub.flax import linen
 
 X = (4, 8, 16)

@@ -12,10 +12,10 @@ from operands import assert_equal, normal
 from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
+from jax_ub._src.flax.core_attention import CoreAttention
+from jax_ub._src.flax.rotary import rotate
+from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub.flax import MainGrad, MultiHeadAttention
-from jax_ub.flax.core_attention import CoreAttention
-from jax_ub.flax.rotary import rotate
-from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 X = (4, 8, 16)
 

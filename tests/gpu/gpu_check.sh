@@ -100,7 +100,7 @@ eager() { XLA_FLAGS="--xla_gpu_enable_command_buffer=" "$@"; }
 # that has it.
 multicast() {
   local gpus
-  gpus=$("$python" -c 'from jax_ub.runtime import cuda
+  gpus=$("$python" -c 'from jax_ub._src.runtime import cuda
 print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
   echo "GPUs with CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: $gpus"
   ((gpus > 1)) || { echo "NVLS needs two of them"; return 77; }
@@ -130,7 +130,7 @@ racecheck() { sanitized racecheck; }
 # cuBLASLt lies where pip has put it, unless XLA has loaded it.
 parts() {
   local libraries
-  libraries=$("$python" -c 'from jax_ub.runtime import cuda; print(*cuda.library_paths())')
+  libraries=$("$python" -c 'from jax_ub._src.runtime import cuda; print(*cuda.library_paths())')
   # shellcheck disable=SC2086  # one argument for each
   "$build/gpu_bench" "$out/gpu_bench.json" $libraries
 }

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub import methods
+from jax_ub._src import methods
 
 SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")

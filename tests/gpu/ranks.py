@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub.runtime import cuda
+from jax_ub._src.runtime import cuda
 
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub._src.runtime import cuda
 from jax_ub.flax import TransformerLayer
-from jax_ub.runtime import cuda
 
 # Of XLA's device description what its compiler asks for.
 H200 = """

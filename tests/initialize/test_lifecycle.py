@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from programs import dp_tp_mesh, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src.runtime import overlaps
 from jax_ub.errors import ShapeContractError
-from jax_ub.runtime import overlaps
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
 SHAPE = (64, 32)

@@ -1,6 +1,6 @@
 import pytest
 
-from jax_ub.launch.environment import LaunchError, environment
+from jax_ub._src.tools.launch.environment import LaunchError, environment
 
 
 def of_process(process, given=(), **changes):

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from jax_ub.launch.parts import run_parts
+from jax_ub._src.tools.launch.parts import run_parts
 
 
 @pytest.fixture

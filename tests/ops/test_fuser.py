@@ -15,8 +15,8 @@ from programs import calls, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub.ops import registry
-from jax_ub.ops.operation import BasicOperation, FusedOperation
+from jax_ub._src.ops import registry
+from jax_ub._src.ops.operation import BasicOperation, FusedOperation
 
 
 def names(fused):

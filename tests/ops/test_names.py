@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jax_ub import ops
-from jax_ub.ops.operation import FusedOperation, Operation
+from jax_ub._src.ops.operation import FusedOperation, Operation
 
 PINNED = [
     "BasicLinear",

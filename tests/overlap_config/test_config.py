@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jax_ub as ub
-from jax_ub.methods import Method
+from jax_ub._src.config.config import KEYS, OverlapConfig, read_entry
+from jax_ub._src.config.names import NAMES, method_defaults
+from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType
-from jax_ub.overlap_config.config import KEYS, OverlapConfig, read_entry
-from jax_ub.overlap_config.names import NAMES, method_defaults
 
 BAD_VALUES = {
     "method": [7, "rings"],

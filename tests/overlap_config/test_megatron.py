@@ -3,8 +3,9 @@ import importlib
 import pytest
 
 import jax_ub as ub
-from jax_ub.overlap_config import UserBufferQuantizationMode, from_te, megatron
-from jax_ub.overlap_config.resolve import read_entries, resolve
+from jax_ub._src.config import megatron
+from jax_ub._src.config.resolve import read_entries, resolve
+from jax_ub.overlap_config import UserBufferQuantizationMode, from_te
 
 # In the form of Megatron's and NeMo's files, with what those set and what TE ignores.
 FILE = """

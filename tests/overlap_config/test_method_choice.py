@@ -1,6 +1,6 @@
-from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method, Variant
 
 
 def test_is_written_as_tables_show_it():

@@ -3,10 +3,10 @@ import copy
 import pytest
 
 import jax_ub as ub
-from jax_ub.methods import Method
+from jax_ub._src.config.names import NAMES
+from jax_ub._src.config.resolve import read_entries, resolve
+from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType, UserBufferQuantizationMode
-from jax_ub.overlap_config.names import NAMES
-from jax_ub.overlap_config.resolve import read_entries, resolve
 
 AG, RS = CommOverlapType.AG, CommOverlapType.RS
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8

@@ -4,12 +4,12 @@ import json
 import pytest
 
 import jax_ub as ub
+from jax_ub._src.config import tuned
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case, Environment
+from jax_ub._src.methods import Method, Variant
 from jax_ub.errors import ConfigurationError, UnknownNameError
-from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case, Environment
 
 HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))
 CASE = Case("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")

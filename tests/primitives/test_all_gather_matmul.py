@@ -16,9 +16,9 @@ from programs import (
     with_methods,
 )
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.primitives.all_gather_matmul import all_gather_matmul
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.all_gather_matmul import all_gather_matmul
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
 ROWS, COLUMNS, FEATURES = P(None, "tp"), P(None, "tp"), P(None, None, "tp")

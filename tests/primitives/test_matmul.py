@@ -4,9 +4,9 @@ import pytest
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import calls, compiled_text, copies, with_methods
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.primitives.matmul import matmul
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.matmul import matmul
 
 
 def run(method, **options):

@@ -14,8 +14,8 @@ from summed_products import (
     specs_of,
 )
 
-from jax_ub.methods import Method
-from jax_ub.primitives.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.matmul_reduce_scatter import matmul_reduce_scatter
 
 ROWS = P(None, "tp")
 

@@ -23,19 +23,19 @@ from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method, Variant
+from jax_ub._src.primitives.all_gather import all_gather
+from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub._src.primitives.lowered import recording
+from jax_ub._src.primitives.matmul import matmul
+from jax_ub._src.primitives.matmul_all_reduce import MatmulAllReduce
+from jax_ub._src.primitives.mesh import find_ranks
+from jax_ub._src.primitives.on_cuda import variant_of
+from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.primitives.all_gather import all_gather
-from jax_ub.primitives.bulk_all_gather import bulk_all_gather
-from jax_ub.primitives.lowered import recording
-from jax_ub.primitives.matmul import matmul
-from jax_ub.primitives.matmul_all_reduce import MatmulAllReduce
-from jax_ub.primitives.mesh import find_ranks
-from jax_ub.primitives.on_cuda import variant_of
-from jax_ub.runtime import cuda
-from jax_ub.runtime.device_groups import ONE_SHOT_BYTES
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
@@ -102,7 +102,7 @@ def test_calls_of_several_processes_have_names_that_all_of_them_know(
 
     assert channel() == ""
     monkeypatch.setattr(
-        "jax_ub.primitives.call.find_ranks",
+        "jax_ub._src.primitives.call.find_ranks",
         lambda *args: dataclasses.replace(find_ranks(*args), spans_processes=True),
     )
     first = channel()

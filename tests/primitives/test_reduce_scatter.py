@@ -3,9 +3,9 @@ from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.primitives.reduce_scatter import reduce_scatter
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.reduce_scatter import reduce_scatter
 
 
 def run(num_ranks, method, out_dtype="float32"):

@@ -14,9 +14,9 @@ from programs import (
     with_methods,
 )
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.primitives.wgrad import wgrad
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.wgrad import wgrad
 
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 

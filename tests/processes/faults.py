@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub.initialize import lifecycle
-from jax_ub.runtime import connection_attempt
-from jax_ub.runtime.bootstrap.jax_service import JaxService
+from jax_ub._src.initialize import lifecycle
+from jax_ub._src.runtime import connection_attempt
+from jax_ub._src.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
 FIRST_CALL_S = 6.0  # longer than JAX_UB_TIMEOUT_S, where it matters
@@ -196,7 +196,9 @@ def is_missing(job):
 
 def dies_connecting(job):
     if job.is_victim:
-        connection_attempt.ConnectionAttempt.connect_all = lambda *_: kill_this_process()
+        connection_attempt.ConnectionAttempt.connect_all = lambda *_: (
+            kill_this_process()
+        )
     job.expect_error(job.initialize)
 
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub.runtime import communicators
-from jax_ub.runtime.bootstrap.jax_service import JaxService
+from jax_ub._src.runtime import communicators
+from jax_ub._src.runtime.bootstrap.jax_service import JaxService
 
 FOLDER = str(pathlib.Path(ub.__file__).parent)
 SOON_S = 30.0  # far below JAX_UB_TIMEOUT_S

@@ -16,8 +16,8 @@ from programs import calls, compiled_text
 
 import jax_ub as ub
 import jax_ub.flax as ub_nnx
+from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub.flax import linen as ub_linen
-from jax_ub.retrofit.sharding_layout import ShardingLayout
 
 FUSED = {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
 SPECS = {"up": P(None, "tp"), "down": P("tp"), "embed": P("tp")}

@@ -8,15 +8,15 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.methods import Method
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub.rules.call_config import plan_call_config
-from jax_ub.runtime import cuda
-from jax_ub.runtime import tuned as tuned_choices
-from jax_ub.runtime.tuned import environment
+from jax_ub._src.config import tuned
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.methods import Method
+from jax_ub._src.rules.call_config import plan_call_config
+from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime import tuned as tuned_choices
+from jax_ub._src.runtime.tuned import environment
 
 COLUMN = (P("tp"), P(None, "tp"))
 

@@ -13,8 +13,8 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub.methods import Method
-from jax_ub.runtime import overlaps, settings
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import overlaps, settings
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))

@@ -14,9 +14,9 @@ from refusals import refuses, trace, zeros
 
 import jax_ub as ub
 from jax_ub import ops
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import communicators
 from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
-from jax_ub.methods import Method
-from jax_ub.runtime import communicators
 
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 

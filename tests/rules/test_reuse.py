@@ -11,7 +11,7 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub.rules.vjp import is_placeholder, residual_or_placeholder
+from jax_ub._src.rules.vjp import is_placeholder, residual_or_placeholder
 
 ROWS, COLUMNS = P("tp"), P(None, "tp")
 WANTED = (0, 1, (0, 2), (0, 1, 2), 2, 0)

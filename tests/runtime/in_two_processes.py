@@ -14,14 +14,14 @@ from jax import P
 from jax.sharding import Mesh
 
 import jax_ub as ub
-from jax_ub import doctor
-from jax_ub.methods import Method
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import Case
-from jax_ub.runtime import communicators, engine, overlaps, transports
-from jax_ub.runtime.bootstrap.jax_service import JaxService
-from jax_ub.runtime.tuned import environment
+from jax_ub._src.config import tuned
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import Case
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import communicators, engine, overlaps, transports
+from jax_ub._src.runtime.bootstrap.jax_service import JaxService
+from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()
 ME = jax.process_index()

@@ -8,8 +8,8 @@ from jax import P
 from jax.sharding import Mesh
 
 import jax_ub as ub
-from jax_ub import doctor
-from jax_ub.runtime import communicators
+from jax_ub._src.runtime import communicators
+from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()
 DEVICES = np.array(jax.devices())

@@ -1,9 +1,10 @@
 import jax
 import pytest
 
-from jax_ub import __main__, doctor
+from jax_ub import __main__
+from jax_ub._src.runtime import backend
+from jax_ub._src.tools import doctor
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.runtime import backend
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jax_ub
+from jax_ub._src.runtime import communicators
+from jax_ub._src.runtime.communicators import Connection
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
+from jax_ub._src.runtime.transports import CpuTransportSetup, NoTransportSetup
 from jax_ub.errors import ConfigurationError, TimeoutError
-from jax_ub.runtime import communicators
-from jax_ub.runtime.communicators import Connection
-from jax_ub.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
-from jax_ub.runtime.transports import CpuTransportSetup, NoTransportSetup
 
 HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from jax_ub.runtime import engine
+from jax_ub._src.runtime import engine
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from cuda_programs import StandIn
 from jaxlib import xla_client
 
-from jax_ub.runtime import cuda, engine, exporting
+from jax_ub._src.runtime import cuda, engine, exporting
 
 
 class Device(types.SimpleNamespace):

@@ -6,8 +6,8 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.methods import Method
-from jax_ub.runtime import cuda, engine
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import cuda, engine
 
 native = pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
 

@@ -6,10 +6,10 @@ import pytest
 from cuda_programs import StandIn
 
 import jax_ub as ub
+from jax_ub._src.runtime import communicators, cuda, engine
+from jax_ub._src.runtime.communicators import connections
+from jax_ub._src.runtime.device_groups import DeviceGroups
 from jax_ub.errors import CommunicatorError
-from jax_ub.runtime import communicators, cuda, engine
-from jax_ub.runtime.communicators import connections
-from jax_ub.runtime.device_groups import DeviceGroups
 
 # Two groups of two over two processes, and one inside each.
 GROUPS = ((0, 4), (1, 5), (2, 3), (6, 7))
@@ -82,7 +82,7 @@ def introduced(host="here"):
 def cuda_engine(monkeypatch):
     engine_of_gpus = Engine()
     monkeypatch.setattr(cuda, "load", lambda: engine_of_gpus)
-    monkeypatch.setattr("jax_ub.runtime.hosts.identity", lambda: "here")
+    monkeypatch.setattr("jax_ub._src.runtime.hosts.identity", lambda: "here")
     yield engine_of_gpus
     communicators.disconnect(GROUPS)
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 from jax.export import DisabledSafetyCheck
 
+from jax_ub._src.runtime import engine, exporting
 from jax_ub.errors import ConfigurationError
-from jax_ub.runtime import engine, exporting
 
 
 def run_python(program, **environment):

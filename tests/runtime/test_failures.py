@@ -12,7 +12,7 @@ from operands import assert_equal, small_integers
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.runtime import engine
+from jax_ub._src.runtime import engine
 
 METHODS = ("direct", "ring_exchange", "pipeline", "external")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jax_ub.runtime import hosts
+from jax_ub._src.runtime import hosts
 
 
 def test_a_host_is_told_by_its_kernel_and_network_unless_it_is_given(monkeypatch):

@@ -7,7 +7,7 @@ from jax import P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.runtime import communicators, cuda, engine, overlaps
+from jax_ub._src.runtime import communicators, cuda, engine, overlaps
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
 

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
+from jax_ub._src.runtime import settings
 from jax_ub.errors import ConfigurationError
-from jax_ub.runtime import settings
 
 
 def test_nothing_is_set_by_default(monkeypatch):

@@ -18,7 +18,7 @@ def test_destroy_ub_needs_no_thread():
     run("""
         import os, resource, jax
         import jax_ub as ub
-        from jax_ub.runtime import engine
+        from jax_ub._src.runtime import engine
         cpu = engine.load()
         jax.devices()
         if os.getuid() == 0:
@@ -35,7 +35,7 @@ def test_what_only_looks_or_releases_makes_no_engine():
     run("""
         import os
         import jax_ub as ub
-        from jax_ub.runtime import engine
+        from jax_ub._src.runtime import engine
         cpu = engine.load()
         assert cpu.num_threads() == cpu.default_num_threads()
         assert 1 <= cpu.num_threads() <= len(os.sched_getaffinity(0))

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from jax_ub import __main__, pictures
+from jax_ub import __main__
+from jax_ub._src.tools import pictures
+from jax_ub._src.tools.simulate import hardware, models
+from jax_ub._src.tools.simulate.variants import rows
 from jax_ub.errors import UnsupportedOverlapError
-from jax_ub.simulate import hardware, models
-from jax_ub.simulate.variants import rows
 
 
 def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsys):

@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_ub import simulate
+from jax_ub._src.methods import Method
+from jax_ub._src.tools import simulate
+from jax_ub._src.tools.simulate.predict import OPS
 from jax_ub.errors import ShapeContractError, UnknownNameError
-from jax_ub.methods import Method
-from jax_ub.simulate.predict import OPS
 
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
 

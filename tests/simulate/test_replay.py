@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jax_ub.methods import Variant
-from jax_ub.simulate import hardware, plan, replay, schedules
-from jax_ub.simulate.replay import PlanOptions
-from jax_ub.simulate.workload import Workload
+from jax_ub._src.methods import Variant
+from jax_ub._src.tools.simulate import hardware, plan, replay, schedules
+from jax_ub._src.tools.simulate.replay import PlanOptions
+from jax_ub._src.tools.simulate.workload import Workload
 
 # One processor that takes every chunk as one kernel: nothing is quantised.
 SMOOTH = dataclasses.replace(

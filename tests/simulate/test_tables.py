@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 
-from jax_ub.simulate import hardware, models, plan, tables
-from jax_ub.simulate.bounds import bounds
-from jax_ub.simulate.replay import PlanOptions
-from jax_ub.simulate.tiles import Gemm, Processors
+from jax_ub._src.tools.simulate import hardware, models, plan, tables
+from jax_ub._src.tools.simulate.bounds import bounds
+from jax_ub._src.tools.simulate.replay import PlanOptions
+from jax_ub._src.tools.simulate.tiles import Gemm, Processors
 
 MACHINE = hardware.find("h200")
 TEXT = pathlib.Path(__file__).with_name("gpu_model.md").read_text()

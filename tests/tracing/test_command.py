@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from jax_ub import __main__
-from jax_ub.tracing import chrome
-from jax_ub.tracing.script import run_script
+from jax_ub._src.tools.trace import chrome
+from jax_ub._src.tools.trace.script import run_script
 
 SCRIPT = """
 import sys

@@ -8,10 +8,10 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import _cpu
+from jax_ub._src.tools.trace import chrome, picture, record, replayed
+from jax_ub._src.tools.trace.record import TraceError
+from jax_ub._src.tools.trace.spans import AROUND, Trace
 from jax_ub.errors import UnknownNameError
-from jax_ub.tracing import chrome, picture, record, replayed
-from jax_ub.tracing.record import TraceError
-from jax_ub.tracing.spans import AROUND, Trace
 
 NUM_RANKS = 3
 

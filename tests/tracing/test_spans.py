@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from jax_ub._src.tools.trace import chrome, replayed, spans
+from jax_ub._src.tools.trace.spans import Call, Span, Trace
 from jax_ub.errors import UnknownNameError
-from jax_ub.tracing import chrome, replayed, spans
-from jax_ub.tracing.spans import Call, Span, Trace
 
 CALL = Call("op 'a'", "all_gather_matmul", "ring_exchange", 2, 0, (4, 5), "f32[8, 8]")
 OTHER = dataclasses.replace(CALL, label="op 'b'")

@@ -3,13 +3,13 @@
 import pytest
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
-from jax_ub.methods import Method
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub.runtime import cuda
-from jax_ub.tune.candidates import candidates
-from jax_ub.tune.programs import Operands
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import cuda
+from jax_ub._src.tools.tune.candidates import candidates
+from jax_ub._src.tools.tune.programs import Operands
 
 DGRAD = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
 

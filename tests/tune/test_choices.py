@@ -6,14 +6,14 @@ from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src.config import tuned
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.methods import Method, Variant
+from jax_ub._src.runtime import communicators, overlaps
+from jax_ub._src.runtime.tuned import environment
 from jax_ub.errors import ConfigurationError
-from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub.runtime import communicators, overlaps
-from jax_ub.runtime.tuned import environment
 
 SIZES = (16, 8, 12)
 COLUMN = ((P("tp"), P(None, "tp")), P(None, "tp"))

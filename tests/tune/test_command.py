@@ -4,15 +4,15 @@ import json
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub.methods import Method, Variant
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub.runtime.device_groups import ONE_SHOT_BYTES
-from jax_ub.runtime.tuned import environment, on_axis
-from jax_ub.tune.candidates import candidates
-from jax_ub.tune.measure import dgrad_of
+from jax_ub._src.config import tuned
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
+from jax_ub._src.methods import Method, Variant
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub._src.runtime.tuned import environment, on_axis
+from jax_ub._src.tools.tune.candidates import candidates
+from jax_ub._src.tools.tune.measure import dgrad_of
 
 # The products that are one with their communication.
 FUSED = [op for op in OPS if op not in (COLUMN_GRADIENTS, *LOCAL_OPS)]

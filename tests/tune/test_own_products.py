@@ -8,23 +8,18 @@ from operands import assert_equal, small_integers
 from programs import calls, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub.bench.workloads import Shape
-from jax_ub.methods import Method
-from jax_ub.overlap_config import tuned
-from jax_ub.overlap_config.kernel_options import KernelOptions
-from jax_ub.overlap_config.method_choice import MethodChoice
-from jax_ub.overlap_config.tuned import (
-    COLUMN_GRADIENTS,
-    LOCAL_OPS,
-    OPS,
-    Case,
-)
-from jax_ub.primitives.sizes import tuned_key
-from jax_ub.runtime import cuda
-from jax_ub.runtime.tuned import environment
-from jax_ub.tune.candidates import candidates
-from jax_ub.tune.measure import cases, measure
-from jax_ub.tune.programs import Operands, call_of
+from jax_ub._src.config import tuned
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.sizes import tuned_key
+from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.tools.tune.candidates import candidates
+from jax_ub._src.tools.tune.measure import cases, measure
+from jax_ub._src.tools.tune.programs import Operands, call_of
 
 M, K, N = 16, 8, 12
 SECOND = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=1))

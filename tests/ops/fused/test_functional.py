@@ -36,8 +36,8 @@ from programs import (
 )
 
 import jax_ub as ub
-from jax_ub.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
-from jax_ub.ops.fused.userbuffers_forward_linear import UserbuffersForwardLinear
+from jax_ub._src.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
+from jax_ub._src.ops.fused.userbuffers_forward_linear import UserbuffersForwardLinear
 
 
 def forward(mode, **options):

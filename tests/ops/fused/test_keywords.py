@@ -13,9 +13,9 @@ from programs import calls, compiled_text, on_ranks, tp_mesh
 from sequences import FEATURES, ROWS, names, overlapped
 
 from jax_ub import ops
+from jax_ub._src.ops.operation import FusedOperation
 from jax_ub.errors import FusionError, ShapeContractError
 from jax_ub.ops import fused
-from jax_ub.ops.operation import FusedOperation
 
 
 def basic(mode, name="qkv", k=8, n=8, **options):

@@ -7,7 +7,8 @@ from programs import tp_mesh
 from sequences import linear, names, overlapped
 
 from jax_ub import ops
-from jax_ub.ops import fused, registry
+from jax_ub._src.ops import registry
+from jax_ub.ops import fused
 
 
 def forward(*found):

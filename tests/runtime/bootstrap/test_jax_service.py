@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from jax_ub._src.runtime.bootstrap import jax_service
+from jax_ub._src.runtime.bootstrap.jax_service import JaxService
 from jax_ub.errors import CommunicatorError
-from jax_ub.runtime.bootstrap import jax_service
-from jax_ub.runtime.bootstrap.jax_service import JaxService
 
 
 class Deserted:

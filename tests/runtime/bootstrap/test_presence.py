@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jax_ub.runtime.bootstrap import presence
-from jax_ub.runtime.bootstrap.presence import Presence
+from jax_ub._src.runtime.bootstrap import presence
+from jax_ub._src.runtime.bootstrap.presence import Presence
 
 
 @pytest.fixture

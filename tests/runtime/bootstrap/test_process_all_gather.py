@@ -8,9 +8,9 @@ import time
 import pytest
 
 import jax_ub as ub
-from jax_ub.runtime.bootstrap import process_all_gather as bootstrap_agreement
-from jax_ub.runtime.bootstrap.directory import Directory
-from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather
+from jax_ub._src.runtime.bootstrap import process_all_gather as bootstrap_agreement
+from jax_ub._src.runtime.bootstrap.directory import Directory
+from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather
 
 TIMEOUT_S = 20.0
 

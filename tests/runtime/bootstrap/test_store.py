@@ -7,12 +7,12 @@ import jax
 import pytest
 
 import jax_ub as ub
-from jax_ub.runtime.bootstrap import mpi
-from jax_ub.runtime.bootstrap import store as bootstrap_board
-from jax_ub.runtime.bootstrap.directory import Directory
-from jax_ub.runtime.bootstrap.mpi import Mpi
-from jax_ub.runtime.bootstrap.process_all_gather import ProcessAllGather
-from jax_ub.runtime.bootstrap.store import check_backend, open_board
+from jax_ub._src.runtime.bootstrap import mpi
+from jax_ub._src.runtime.bootstrap import store as bootstrap_board
+from jax_ub._src.runtime.bootstrap.directory import Directory
+from jax_ub._src.runtime.bootstrap.mpi import Mpi
+from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather
+from jax_ub._src.runtime.bootstrap.store import check_backend, open_board
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "jx", 7])

@@ -1,0 +1,351 @@
+"""Checks shapes, dtypes and scalar arguments of ops while they are traced.
+
+Of arrays and avals the checks read `shape` and `dtype` only. Each check raises
+`ShapeContractError`, or `UnknownNameError` for a flag, with the op, value and fix.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.export import is_symbolic_dim
+
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
+
+FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+_FLOAT_NAMES = "float32, bfloat16 or float16"
+_F64 = np.dtype(np.float64)
+# 2**40, more elements than fit in any memory. Larger sizes are rejected, so that a size
+# times a few small factors fits in 64 bits.
+_LARGEST_SIZE = 1 << 40
+
+
+def is_integer(value) -> bool:
+    """Returns whether a value is a Python or NumPy integer, but not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def has_symbolic_sizes(array) -> bool:
+    """Returns whether an array or aval has symbolic sizes of `jax.export`."""
+    return any(is_symbolic_dim(size) for size in array.shape)
+
+
+def is_number(value) -> bool:
+    """Returns whether a value is a finite Python or NumPy number, not a traced one."""
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer outside the range of floats
+        return False
+
+
+def is_array(value) -> bool:
+    """Returns whether a value is an array that JAX accepts; Python numbers are not."""
+    is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return False
+    try:
+        return jax.typeof(value) is not None
+    except (TypeError, ValueError):  # for example an array of strings
+        return False
+
+
+def dtype_of(value) -> np.dtype | None:
+    """Converts a value to a dtype; returns None if that is not possible."""
+    try:
+        return None if value is None else jnp.dtype(value)
+    except Exception:  # the value's attributes, which NumPy reads, may raise anything
+        return None
+
+
+def check_key(op: str, name: str, value) -> None:
+    """Raises an error unless a value is a key of `jax.random`, typed or uint32."""
+    is_key = is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not is_key:
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(value)} is not one key of jax.random. Pass, for "
+            "example, jax.random.key(0)."
+        )
+
+
+def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
+    """Raises an error unless an initializer returned an array of `shape`."""
+    if not is_array(values) or tuple(values.shape) != tuple(shape):
+        raise ShapeContractError(
+            f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
+            "function of (key, shape, dtype), as in jax.nn.initializers."
+        )
+
+
+def is_size(value) -> bool:
+    """Returns whether a value is a valid dimension size: an integer in [1, 2**40]."""
+    return is_integer(value) and 1 <= value <= _LARGEST_SIZE
+
+
+def check_size(op: str, name: str, value) -> None:
+    """Raises an error unless a global size is an integer in [1, 2**40]."""
+    if not is_size(value):
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
+            f"size, which is at most {_LARGEST_SIZE}."
+        )
+
+
+def check_epsilon(op: str, name: str, value) -> None:
+    """Raises an error unless the epsilon of a norm is a finite number >= 0."""
+    if not is_number(value) or not value >= 0:
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(value)} is not a number of 0 or more. Pass one, "
+            "for example 1e-6."
+        )
+
+
+def check_rate(op: str, name: str, value) -> None:
+    """Raises an error unless a dropout rate is a number in [0, 1)."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(value)}, but it is the probability of a zero. Pass "
+            f"a number, 0 <= {name} < 1."
+        )
+
+
+def check_flag(op: str, name: str, value) -> None:
+    """Raises an error unless a flag is a bool, 0 or 1."""
+    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
+        raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
+
+
+def check_array(op: str, name: str, array) -> None:
+    """Raises an error for lists, random keys and others that are not numeric arrays."""
+    if not is_array(array):
+        several = "; several kernels of all_gather_matmul go in a tuple"
+        several = several if name == "w" else ""
+        raise ShapeContractError(
+            f"{op}: {name} is of type {type(array).__name__}, but the op takes an "
+            f"array. Pass one{several}."
+        )
+
+
+def is_f64(array) -> bool:
+    """Returns whether JAX treats an array as f64.
+
+    Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
+    """
+    return array.dtype == _F64 == jax.dtypes.canonicalize_dtype(_F64)
+
+
+def check_float(op: str, **arrays) -> None:
+    """Raises an error for arrays that are not f32, bf16 or f16; None is accepted."""
+    _check_floats(op, arrays)
+
+
+def _check_floats(op, arrays, *, takes_f64=False):
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        check_array(op, name, array)
+        check_float_dtype(op, name, array, takes_f64=takes_f64)
+
+
+def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
+    """Raises an error unless an array is f32, bf16, f16, or f64 if `takes_f64`."""
+    if array.dtype not in FLOATS and not (takes_f64 and is_f64(array)):
+        raise ShapeContractError(
+            f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
+            f"Convert it, for example {name}.astype(jnp.bfloat16)."
+        )
+
+
+def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
+    """Returns the dtype of an op's result: `out_dtype`, or `default` if it is None.
+
+    f32, bf16, f16 and `default` itself are accepted. `default` is the dtype of operands
+    that have been checked, and may be f64.
+    """
+    if out_dtype is None:
+        return jnp.dtype(default)
+    dtype = dtype_of(out_dtype)
+    if dtype is None or dtype not in (*FLOATS, default):
+        name = shown(out_dtype) if dtype is None else dtype
+        raise ShapeContractError(
+            f"{op}: out_dtype = {name} is not a result the op has. Use {_FLOAT_NAMES}."
+        )
+    return dtype
+
+
+def check_operands(
+    op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
+) -> None:
+    """Checks ranks and dtypes of x and w of a GEMM, but not that K is the same.
+
+    Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
+    must be a matrix.
+    """
+    _check_floats(op, {x_name: x}, takes_f64=takes_f64)
+    check_float_dtype(op, "w", w, takes_f64=takes_f64)
+    check_dtypes(op, **{x_name: x, "w": w})
+    check_kernel(op, "w", w)
+    check_not_empty(op, x_name, x)
+
+
+def check_kernel(op: str, name: str, w) -> None:
+    """Raises an error unless a kernel is a matrix with nonzero sizes."""
+    if w.ndim != 2:
+        raise ShapeContractError(
+            f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
+            "it to two dimensions."
+        )
+    check_not_empty(op, name, w)
+
+
+def check_dtypes(op: str, **pair) -> None:
+    """Raises an error unless two operands have the same dtype."""
+    (x_name, x), (w_name, w) = pair.items()
+    if x.dtype != w.dtype:
+        raise ShapeContractError(
+            f"{op}: {x_name} is {x.dtype} and {w_name} is {w.dtype}, but both must "
+            f"have one dtype. Convert one: {w_name}.astype({x_name}.dtype)."
+        )
+
+
+def check_not_empty(op: str, name: str, array) -> None:
+    """Raises an error if an array has a dimension of size 0."""
+    if 0 in array.shape:
+        raise ShapeContractError(
+            f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
+            "where there is nothing to compute."
+        )
+
+
+def check_rank(op: str, name: str, array, least: int = 2) -> None:
+    """Raises an error unless a value is an array of at least `least` dimensions."""
+    check_array(op, name, array)
+    if array.ndim < least:
+        wanted = "[..., rows, features]" if least == 2 else "[..., features]"
+        raise ShapeContractError(
+            f"{op}: {name} has shape {array.shape}, but the op takes {wanted}. Add "
+            f"dimensions, for example {name}[None]."
+        )
+
+
+def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
+    """Raises an error unless x [..., K] and w [K, N] have the same K.
+
+    Args:
+        op: the op's name.
+        x: activations, `[..., K]`.
+        w: kernel, `[K, N]`.
+        num_ranks: size of the tensor-parallel mesh axis; 1 for a local op.
+        sharded: the dimension of `w` that must be sharded: "in", "out", or "" for none.
+    """
+    k = x.shape[-1]
+    if w.shape[0] == k:
+        return
+    found = f"{op}: x {x.shape} has K = {k}, but w {w.shape} has K = {w.shape[0]}."
+    raise ShapeContractError(f"{found} {_advice(k, w, num_ranks, sharded)}")
+
+
+def _advice(k, w, num_ranks, sharded):
+    if num_ranks > 1 and sharded == "out" and w.shape[0] * num_ranks == k:
+        return (
+            "The kernel is sharded along its first dimension; this op wants it along "
+            "the second: in_specs P(None, axis_name) for w."
+        )
+    if num_ranks > 1 and sharded == "in" and w.shape[0] == k * num_ranks:
+        return (
+            "The kernel is not sharded along its first dimension; this op wants each "
+            "rank's own rows: in_specs P(axis_name, None) for w."
+        )
+    if num_ranks > 1 and sharded == "in" and w.shape[0] * num_ranks == k:
+        return (
+            "The activations are not sharded along their features; this op wants each "
+            "rank's own ones: in_specs P(..., axis_name) for x."
+        )
+    if w.shape[1] == k:
+        return "Kernels are [in, out]: pass w.T."
+    return "Both must be equal."
+
+
+def check_divides(op: str, x, num_ranks: int) -> None:
+    """Raises an error unless `num_ranks` divides the rows M of x [..., M, K]."""
+    rows = x.shape[-2]
+    if rows % num_ranks:
+        padded = math.ceil(rows / num_ranks) * num_ranks
+        raise ShapeContractError(
+            f"{op}: x {x.shape} has {rows} rows (axis -2), which do not divide into "
+            f"{num_ranks} ranks. Pad to {padded} rows."
+        )
+
+
+def check_shape(
+    op: str, name: str, array, shape: tuple[int, ...], meaning: str
+) -> None:
+    """Raises an error unless an array is None or has exactly `shape`."""
+    if array is None:
+        return
+    check_array(op, name, array)
+    if tuple(array.shape) != tuple(shape):
+        raise ShapeContractError(
+            f"{op}: {name} has shape {tuple(array.shape)}, but here it is {meaning}, "
+            f"{tuple(shape)}. Pass an array of that shape."
+        )
+
+
+def check_addends(
+    op: str,
+    bias,
+    residual,
+    shape: tuple[int, ...],
+    *,
+    bias_name: str = "bias",
+    takes_f64: bool = False,
+) -> None:
+    """Raises an error unless bias [N] and residual fit the result [..., N]."""
+    addends = {bias_name: bias, "residual": residual}
+    _check_floats(op, addends, takes_f64=takes_f64)
+    check_shape(op, bias_name, bias, shape[-1:], "[N]")
+    check_shape(op, "residual", residual, shape, "the result's shape")
+
+
+def check_main_grad(op: str, main_grad, w) -> None:
+    """Raises an error unless main_grad is None, or f32 with its kernel's shape."""
+    if main_grad is None:
+        return
+    check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
+    if main_grad.dtype != jnp.float32:
+        raise ShapeContractError(
+            f"{op}: main_grad is {main_grad.dtype}, but gradients are accumulated in "
+            "float32. Create it with jnp.zeros(w.shape, jnp.float32)."
+        )
+
+
+def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes as a tuple, which is empty for None."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
+    """Raises an error unless a value is a mesh axis name or a tuple of them.
+
+    Raises:
+        ShapeContractError: if a name is not a string or is given twice, or if there is
+            no name.
+    """
+    axes = axis_tuple(axis_name)
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} is not the name of a mesh axis. "
+            'Pass the axis of the ranks, for example axis_name="tp".'
+        )
+    if len(set(axes)) < len(axes):
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} names a mesh axis twice. Name each "
+            "once."
+        )

@@ -1,0 +1,1 @@
+"""Named overlaps and tuned files: keys, defaults and parsing, without state."""

@@ -1,0 +1,245 @@
+"""`OverlapConfig`: the settings of one named overlap, and their valid values."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from jax_ub._src.checks import is_integer
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    UnknownNameError,
+    nearest,
+    shown,
+)
+from jax_ub._src.methods import Method
+
+# Transformer Engine's limit: its collectives have flags for up to 32 thread blocks.
+_MOST_SM = 32
+# Cluster sizes in thread blocks. 8 is the largest that every GPU since Hopper supports.
+_CGA_SIZES = (1, 2, 4, 8)
+# CUDA stream priorities. Smaller numbers are more urgent.
+HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
+# With 16 ranks, more splits would need more slots than a communicator has.
+_MOST_SPLITS = 128
+
+
+class CommOverlapType(enum.Enum):
+    """The collective of a named overlap: all-gather (`AG`) or reduce-scatter (`RS`).
+
+    Transformer Engine: `CommOverlapType`.
+    """
+
+    AG = "AG"
+    RS = "RS"
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """How the operands in a named overlap's buffers are quantized.
+
+    `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
+    one byte per element.
+
+    Transformer Engine: `UserBufferQuantizationMode`.
+    """
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlapConfig(Mapping):
+    """The settings of one named overlap, such as method and number of splits.
+
+    `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` take effect
+    on all devices. The other keys set launch parameters of GPU kernels and streams; on
+    CPUs they are checked and stored, but have no effect.
+    """
+
+    method: str
+    comm_type: CommOverlapType
+    num_splits: int
+    aggregate: bool
+    num_sm: int
+    cga_size: int
+    set_sm_margin: bool
+    use_ce: bool
+    fp8_buf: bool
+    comm_priority: int
+    gemm_priority: int
+    pipeline_rs_overlap_first_gemm: bool
+
+    @property
+    def is_reduce_scatter(self) -> bool:
+        """Whether the collective is a reduce-scatter, not an all-gather."""
+        return self.comm_type is CommOverlapType.RS
+
+    @property
+    def atomic_gemm(self) -> bool:
+        """Returns False: the engine has no atomic GEMM. A key of Transformer Engine."""
+        return False
+
+    def __getitem__(self, key: str):
+        """Returns the setting of a Transformer Engine key, such as "num_splits"."""
+        if key not in KEYS:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Returns an iterator over the keys, which Transformer Engine defines."""
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        """Returns the number of keys."""
+        return len(KEYS)
+
+    def __hash__(self) -> int:
+        """Returns a hash of the values of all settings."""
+        return hash(tuple(self.values()))
+
+
+def _flag(value):
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    # Megatron's files write flags as 0 and 1.
+    if is_integer(value) and value in (0, 1):
+        return bool(value)
+    raise TypeError
+
+
+def _integer(value):
+    if not is_integer(value):
+        raise TypeError
+    return int(value)
+
+
+def _whole(low, high):
+    def read(value):
+        number = _integer(value)
+        if not low <= number <= high:
+            raise ValueError
+        return number
+
+    return read
+
+
+def _one_of(*values):
+    def read(value):
+        number = _integer(value)
+        if number not in values:
+            raise ValueError
+        return number
+
+    return read
+
+
+def _method(value):
+    if value is None:
+        return Method.AUTO.value
+    if isinstance(value, Method):
+        return value.value
+    if not isinstance(value, str):
+        raise TypeError
+    return Method(value).value
+
+
+def _comm_type(value):
+    if isinstance(value, CommOverlapType):
+        return value
+    if not isinstance(value, str):
+        raise TypeError
+    return CommOverlapType(value.upper())
+
+
+_METHODS = ", ".join(f'"{method.value}"' for method in Method)
+_FLAG = (_flag, "True or False (or 1 or 0)")
+_PRIORITY = (
+    _whole(HIGHEST_PRIORITY, LOWEST_PRIORITY),
+    f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
+)
+
+# Maps each key to the function that checks and converts its value, and to a text that
+# lists the valid values.
+KEYS = {
+    "method": (_method, f"one of {_METHODS}; None is auto"),
+    "comm_type": (_comm_type, '"AG" or "RS"'),
+    "is_reduce_scatter": _FLAG,
+    "num_splits": (_whole(1, _MOST_SPLITS), f"an integer, 1 to {_MOST_SPLITS}"),
+    "aggregate": _FLAG,
+    "num_sm": (_whole(1, _MOST_SM), f"an integer, 1 to {_MOST_SM}"),
+    "cga_size": (_one_of(*_CGA_SIZES), "1, 2, 4 or 8"),
+    "set_sm_margin": _FLAG,
+    "use_ce": _FLAG,
+    "fp8_buf": _FLAG,
+    "comm_priority": _PRIORITY,
+    "gemm_priority": _PRIORITY,
+    "pipeline_rs_overlap_first_gemm": _FLAG,
+    "atomic_gemm": _FLAG,
+}
+
+
+def read_entry(name: str, entry: object) -> dict[str, object]:
+    """Checks the settings that a user gives for one named overlap, key by key.
+
+    Args:
+        name: the overlap's name, for errors.
+        entry: a mapping with keys of `KEYS`, such as another `OverlapConfig`.
+
+    Returns:
+        The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is
+        replaced by `comm_type`, and `atomic_gemm` is removed.
+
+    Raises:
+        ConfigurationTypeError: if the entry is not a mapping, or a value has the wrong
+            type.
+        UnknownNameError: if a key or a method is unknown.
+        ConfigurationError: if a value is out of range, or `atomic_gemm` is true.
+    """
+    if not isinstance(entry, Mapping):
+        raise ConfigurationTypeError(
+            f"ub_cfgs[{shown(name)}] = {shown(entry)} is a {type(entry).__name__}, not "
+            "a "
+            'dictionary of keys and values, such as {"method": "pipeline"}.'
+        )
+    read = {key: _read_value(name, key, value) for key, value in entry.items()}
+    if read.pop("atomic_gemm", False):
+        raise ConfigurationError(
+            f'ub_cfgs[{shown(name)}]["atomic_gemm"] = True: cuBLAS 13 has no '
+            "atomic GEMM, which this would need. Leave it out; the other "
+            "methods overlap as well."
+        )
+    return _with_comm_type(name, read)
+
+
+def _read_value(name, key, value):
+    if key not in KEYS:
+        raise UnknownNameError(
+            f"ub_cfgs[{shown(name)}] has no key {shown(key)}. {nearest(key, KEYS)}"
+        )
+    read, words = KEYS[key]
+    try:
+        return read(value)
+    except (TypeError, ValueError) as error:
+        found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(value)} is not"
+        if key == "method" and isinstance(value, str):
+            known = nearest(value, [method.value for method in Method])
+            raise UnknownNameError(f"{found} a method. {known}") from None
+        if isinstance(error, TypeError):
+            raise ConfigurationTypeError(f"{found} {words}.") from None
+        raise ConfigurationError(f"{found} {words}.") from None
+
+
+def _with_comm_type(name, read):
+    if "is_reduce_scatter" not in read:
+        return read
+    scatters = read.pop("is_reduce_scatter")
+    comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
+    if read.setdefault("comm_type", comm_type) is not comm_type:
+        raise ConfigurationError(
+            f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but comm_type "
+            "= "
+            f'"{read["comm_type"].value}". Leave one of them out.'
+        )
+    return read

@@ -1,0 +1,282 @@
+"""Completes the user's settings of named overlaps with the methods' defaults.
+
+The functions modify neither their arguments nor a table, so every mode starts from the
+same defaults. In Transformer Engine the first mode's overrides leak into the second.
+"""
+
+from collections.abc import Mapping
+
+from jax_ub._src.config.config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+    read_entry,
+)
+from jax_ub._src.config.names import (
+    DGRAD,
+    FPROP,
+    NAMES,
+    WGRAD,
+    method_defaults,
+    split_name,
+)
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    UnknownNameError,
+    nearest,
+    shown,
+)
+from jax_ub._src.methods import Method
+
+_AG, _RS = CommOverlapType.AG, CommOverlapType.RS
+_FUSED = frozenset(
+    (
+        Method.AUTO,
+        Method.DIRECT,
+        Method.RING_EXCHANGE,
+        Method.PIPELINE,
+        Method.EXTERNAL,
+        Method.XLA,
+    )
+)
+# Possible methods by pass and communication type. A dgrad with AG either all-gathers x
+# concurrently ("bulk") or all-gathers its operand dy (the fused methods). A wgrad with
+# RS reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the peers' shards
+# in place ("direct") or gathers them first ("external").
+_POSSIBLE = {
+    (FPROP, _AG): _FUSED,
+    (FPROP, _RS): _FUSED,
+    (DGRAD, _AG): _FUSED | {Method.BULK},
+    (DGRAD, _RS): _FUSED,
+    (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
+    (WGRAD, _RS): frozenset((Method.BULK,)),
+}
+# Keys that take effect only with some methods, and only for reduce-scatters (True),
+# all-gathers (False) or both (None). Elsewhere they must have the default value.
+_ONLY = {
+    "num_splits": ((Method.PIPELINE,), None),
+    "aggregate": ((Method.RING_EXCHANGE,), False),
+    "use_ce": (
+        (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK, Method.EXTERNAL),
+        None,
+    ),
+    "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
+}
+# The entries that set every forward pass and dgrad to "auto". Wgrads have none: with an
+# "auto" dgrad, which reduce-scatters dx itself, a column-parallel layer's wgrad has
+# nothing to communicate. The wgrads of row-parallel layers keep their defaults.
+AUTOMATIC = {
+    name: {"method": Method.AUTO.value}
+    for name in NAMES
+    if split_name(name)[1] != WGRAD
+}
+_IGNORED = (
+    "ub.overlap_config.from_te leaves out what Transformer Engine accepts and ignores."
+)
+
+
+def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
+    """Checks the settings of each name in `ub_cfgs`, without regard to other names.
+
+    `resolve` checks how the entries depend on each other.
+
+    Raises:
+        ConfigurationTypeError: if it is not a dictionary of dictionaries, or a value
+            has the wrong type.
+        UnknownNameError: if a name, a key or a method is unknown.
+        ConfigurationError: if a value is out of range.
+    """
+    if ub_cfgs is None:
+        return {}
+    if not isinstance(ub_cfgs, Mapping):
+        raise ConfigurationTypeError(
+            f"ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}, not a "
+            "dictionary of "
+            'names, such as {"proj_fprop": {"method": "ring_exchange"}}.'
+        )
+    entries = {}
+    for name, entry in ub_cfgs.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigurationTypeError(
+                f"ub_cfgs has the key {shown(name)}, which is no name: names are "
+                "strings."
+            )
+        entries[name] = read_entry(name, entry)
+        _check_name(name, entries[name])
+    _check_forwards(entries)
+    return entries
+
+
+def _check_forwards(entries):
+    """Raises an error if two names mean the same layer's forward pass.
+
+    A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
+    """
+    for name in entries:
+        full = f"{name}_{FPROP}"
+        if split_name(name) == (name, FPROP) and full in {*NAMES, *entries}:
+            raise ConfigurationError(
+                f"ub_cfgs[{shown(name)}] is the forward of the layer {shown(name)}, "
+                f"and so is {shown(full)}, which its calls run as. Leave {shown(name)} "
+                "out: the passes of a layer are configured one by one."
+            )
+
+
+def _check_name(name, entry):
+    if name not in NAMES:
+        if "comm_type" in entry:
+            return
+        raise UnknownNameError(
+            f"ub_cfgs has no overlap {shown(name)}. {nearest(name, NAMES)} A name of "
+            "your "
+            'own says what it communicates: "comm_type": "AG" or "RS".'
+        )
+
+
+def resolve(
+    entries: Mapping[str, Mapping[str, object]],
+    num_ranks: int,
+    mode: UserBufferQuantizationMode,
+) -> dict[str, OverlapConfig]:
+    """Completes a user's settings of the named overlaps with the methods' defaults.
+
+    If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
+    wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
+
+    Args:
+        entries: the entries by name, as returned by `read_entries`.
+        num_ranks: P.
+        mode: the quantization mode of the buffers.
+
+    Returns:
+        The configurations by name, with Transformer Engine's names first, in its order.
+
+    Raises:
+        ConfigurationError: if entries contradict each other or their names.
+    """
+    resolved = {}
+    for name in [*NAMES, *(name for name in entries if name not in NAMES)]:
+        if _is_displaced(name, entries):
+            continue
+        entry = entries.get(name, {})
+        method, comm_type = _method_and_type(name, entry)
+        defaults = method_defaults(method, comm_type, num_ranks)
+        _check_keys(name, method, comm_type, entry, defaults)
+        _check_fp8(name, method, comm_type, entry, mode)
+        merged = {
+            **defaults,
+            **entry,
+            "method": method.value,
+            "comm_type": comm_type,
+        }
+        _check_aggregate(name, merged, num_ranks)
+        resolved[name] = OverlapConfig(**merged)
+    _check_pairs(resolved)
+    return resolved
+
+
+def _is_displaced(name, entries):
+    layer, direction = split_name(name)
+    dgrad = f"{layer}_{DGRAD}"
+    if direction != WGRAD or NAMES.get(name, (None, None))[1] is not _RS:
+        return False
+    method = entries.get(dgrad, {}).get("method", Method.BULK.value)
+    if method == Method.BULK.value:
+        return False
+    if name in entries:
+        raise ConfigurationError(
+            f'ub_cfgs has {shown(name)}, but {shown(dgrad)} with method "{method}" '
+            f"reduce-scatters dx itself, so that the wgrad has nothing to "
+            f"communicate. Leave {shown(name)} out, or give {shown(dgrad)} the "
+            'method "bulk".'
+        )
+    return True
+
+
+def _method_and_type(name, entry):
+    direction = split_name(name)[1]
+    default, comm_type = NAMES.get(name, (None, entry.get("comm_type")))
+    if default is None:
+        default = _free_method(direction, comm_type)
+    method = Method(entry.get("method", default.value))
+    if name in NAMES and default is Method.BULK and method is not Method.BULK:
+        comm_type = _RS if direction == DGRAD else comm_type
+    if entry.get("comm_type", comm_type) is not comm_type:
+        raise ConfigurationError(
+            f'ub_cfgs[{shown(name)}]: with method "{method.value}" it is '
+            f'"{comm_type.value}", not "{entry["comm_type"].value}". Leave comm_type '
+            "and is_reduce_scatter out."
+        )
+    possible = _POSSIBLE[direction, comm_type]
+    if method not in possible:
+        known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
+        raise ConfigurationError(
+            f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} has no "
+            "method "
+            f'"{method.value}". Possible here: {known}.'
+        )
+    return method, comm_type
+
+
+def _free_method(direction, comm_type):
+    if direction == WGRAD:
+        return Method.BULK if comm_type is _RS else Method.EXTERNAL
+    return Method.RING_EXCHANGE if comm_type is _AG else Method.PIPELINE
+
+
+def _check_keys(name, method, comm_type, entry, defaults):
+    for key, (only, scatters) in _ONLY.items():
+        fits = method in only and scatters in (None, comm_type is _RS)
+        if fits or entry.get(key, defaults[key]) == defaults[key]:
+            continue
+        where = {None: "", True: " that reduce-scatters", False: " that gathers"}
+        methods = ", ".join(f'"{one.value}"' for one in only)
+        raise ConfigurationError(
+            f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} does nothing "
+            "with method "
+            f'"{method.value}" ({comm_type.value}): only {methods}'
+            f"{where[scatters]} has it. Leave it out; {_IGNORED}"
+        )
+
+
+def _check_fp8(name, method, comm_type, entry, mode):
+    if mode is not UserBufferQuantizationMode.FP8 or "fp8_buf" not in entry:
+        return
+    found = f"ub_cfgs[{shown(name)}]['fp8_buf'] = {entry['fp8_buf']}"
+    if comm_type is _AG and not entry["fp8_buf"]:
+        raise ConfigurationError(
+            f"{found}, but what an FP8 GEMM gathers is FP8. Leave it out; {_IGNORED}"
+        )
+    if comm_type is _RS and entry["fp8_buf"] and method is Method.BULK:
+        raise ConfigurationError(
+            f"{found}, but bulk sums what a GEMM has left in the buffer, and sums are "
+            'never made in FP8. Leave it out, or choose "pipeline" for the dgrad.'
+        )
+
+
+def _check_aggregate(name, merged, num_ranks):
+    if merged["aggregate"] and num_ranks % 2:
+        raise ConfigurationError(
+            f"ub_cfgs[{shown(name)}]['aggregate'] = True joins pairs of ranks, but "
+            f"there are {num_ranks}. Leave it out, or use an even tp_size."
+        )
+
+
+def _check_pairs(resolved):
+    """Raises an error if only one of a layer's dgrad and wgrad has method "bulk".
+
+    A bulk dgrad all-gathers x for the wgrad, which reduce-scatters the dgrad's dx.
+    """
+    for name, config in resolved.items():
+        layer, direction = split_name(name)
+        partner = {DGRAD: f"{layer}_{WGRAD}", WGRAD: f"{layer}_{DGRAD}"}.get(direction)
+        if partner is None or config.method != Method.BULK.value:
+            continue
+        other = resolved.get(partner)
+        if other is None or other.method != Method.BULK.value:
+            raise ConfigurationError(
+                f'ub_cfgs[{shown(name)}] is "bulk", but {shown(partner)} is not: the '
+                "dgrad gathers x, and the wgrad scatters dx. Configure both, with "
+                'comm_type "AG" for the dgrad and "RS" for the wgrad, or neither.'
+            )

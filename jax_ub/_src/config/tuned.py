@@ -1,0 +1,242 @@
+"""Tuned files: the methods measured fastest for each op and size, by device.
+
+`python -m jax_ub tune` writes them. A file has one *tuning* for each combination of
+device and library versions. A tuning has one method choice for each op and size.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ub._src.config.kernel_options import KernelOptions
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, shown
+from jax_ub._src.files import write_json, writing
+from jax_ub._src.methods import Method, Variant
+
+# Incremented when the meaning of a key changes.
+SCHEMA = 1
+# The methods that a tuned file may choose.
+METHODS = (
+    Method.DIRECT,
+    Method.RING_EXCHANGE,
+    Method.PIPELINE,
+    Method.EXTERNAL,
+    Method.XLA,
+)
+# dgrad and wgrad of a column-parallel layer, measured together with their all-gather
+# and reduce-scatter. "bulk" runs the communication concurrently with GEMMs that do not
+# depend on it; the other methods fuse it. M, K, N are the forward pass's sizes.
+COLUMN_GRADIENTS = "column_gradients"
+# GEMMs without communication. P is 1, and the operands are [M, K] and [K, N]; a wgrad
+# contracts the rows of its operands. The ops differ in the layout of the operands, and
+# in what is added to the product.
+LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
+# All ops of a tuned file. The first three are GEMMs that are fused with communication.
+OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    COLUMN_GRADIENTS,
+    *LOCAL_OPS,
+)
+
+
+def methods_of(op: str) -> tuple[Method, ...]:
+    """Returns the methods among which the tuner can choose for an op."""
+    if op in LOCAL_OPS:
+        return (Method.DIRECT, Method.XLA)
+    return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The key of a tuned method: op, number of ranks, global sizes and dtype."""
+
+    op: str
+    num_ranks: int
+    M: int
+    K: int
+    N: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The device kind and library versions for which tuned methods were measured.
+
+    A tuning is used only in an equal environment, since times do not carry over.
+    """
+
+    device: str
+    versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
+
+    def __str__(self) -> str:
+        """Returns the device and versions as text, for errors."""
+        libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.device} with {libraries}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedTable:
+    """The method measured fastest for each op and size on this process's devices."""
+
+    source: str  # path of the file
+    digest: str  # hash of all choices
+    by_case: Mapping[Case, MethodChoice] = dataclasses.field(compare=False, repr=False)
+
+    def find(self, case: Case) -> MethodChoice | None:
+        """Returns the method measured fastest for `case`; None if it was not tuned.
+
+        The choice is not explicit, so the call may fall back.
+        """
+        found = self.by_case.get(case)
+        return None if found is None else dataclasses.replace(found, is_explicit=False)
+
+
+TunedFile = dict[Environment, dict[Case, tuple[MethodChoice, dict[str, float]]]]
+
+
+def read(path: str | os.PathLike[str]) -> TunedFile:
+    """Reads a tuned file: methods and times in us, by environment and measured case.
+
+    Raises:
+        ConfigurationError: if the file does not exist or is not a valid tuned file.
+        UnknownNameError: if it contains an unknown op or method.
+    """
+    try:
+        found = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"tuned choices in {shown(str(path))}: {error}. Write the file with: "
+            "python -m jax_ub tune --output FILE. A YAML file of Megatron's is read "
+            "by ub.overlap_config.from_te."
+        ) from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ConfigurationError(
+            f"tuned choices in {shown(str(path))}: it is no file of schema {SCHEMA}. "
+            "Write it anew with: python -m jax_ub tune --output FILE"
+        )
+    try:
+        return {
+            _read_maker(kernel_options): dict(
+                map(_read_entry, kernel_options["entries"])
+            )
+            for kernel_options in found["tunings"]
+        }
+    except UnknownNameError as error:
+        raise UnknownNameError(
+            f"tuned choices in {shown(str(path))}: {error}"
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"tuned choices in {shown(str(path))}: {type(error).__name__} {error}. "
+            "Write the file anew with: python -m jax_ub tune --output FILE"
+        ) from error
+
+
+def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
+    """Writes a tuned file; an existing file is replaced in one step."""
+    document = {
+        "schema": SCHEMA,
+        "tunings": [
+            {
+                "device": environment.device,
+                "versions": dict(environment.versions),
+                "entries": [
+                    _entry(case, choice, times_us)
+                    for case, (choice, times_us) in cases.items()
+                ],
+            }
+            for environment, cases in tunings.items()
+        ],
+    }
+    path = pathlib.Path(path)
+    # Written to a temporary file first, so that readers see the old or the new file.
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    write_json(beside, document)
+    with writing(path):
+        beside.replace(path)
+
+
+def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
+    """Reads the tuned methods that a file has for the environment `here`.
+
+    Args:
+        path: path of the tuned file.
+        here: the environment of this process.
+
+    Raises:
+        ConfigurationError: if the file has no tuning for it. Names those it has.
+        UnknownNameError: if the file contains an unknown op or method.
+    """
+    tunings = read(path)
+    if here not in tunings:
+        made = "; ".join(map(str, tunings)) or "nothing"
+        raise ConfigurationError(
+            f"tuned choices in {shown(str(path))} were made on {made}, but this is "
+            f"{here}. Add a tuning for it: python -m jax_ub tune --output FILE"
+        )
+    by_case = {case: choice for case, (choice, _) in tunings[here].items()}
+    return TunedTable(str(path), _digest(by_case), by_case)
+
+
+def _digest(by_case):
+    entries = sorted(map(str, by_case.items()))
+    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
+
+
+def _read_maker(kernel_options):
+    given = kernel_options["versions"]
+    versions = {name: _typed(given, name, str) for name in given}
+    return Environment(
+        _typed(kernel_options, "device", str), tuple(sorted(versions.items()))
+    )
+
+
+def _read_entry(entry: dict[str, Any]):
+    case = Case(**{name: _typed(entry, name, kind) for name, kind in _CASE.items()})
+    if case.op not in OPS:
+        raise UnknownNameError(f"no op {shown(case.op)}. {nearest(case.op, OPS)}")
+    methods = [method.value for method in methods_of(case.op)]
+    if entry["method"] not in methods:
+        raise UnknownNameError(
+            f"no method {shown(entry['method'])}. {nearest(entry['method'], methods)}"
+        )
+    kernel_options = dict(entry["tuning"])
+    kernel_options["variant"] = Variant(kernel_options.get("variant", Variant.PLAIN))
+    own = KernelOptions(**kernel_options)
+    for name in kernel_options.keys() - {"variant"}:
+        _typed(kernel_options, name, int)
+    num_splits = _typed(entry, "num_splits", int)
+    return case, (MethodChoice(Method(entry["method"]), num_splits, own), _times(entry))
+
+
+# The fields of a `Case`, and their types in a file.
+_CASE = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
+
+
+def _typed(entry, name, kind):
+    value = entry[name]
+    if not isinstance(value, kind) or (kind is int and abs(value) >= 1 << 62):
+        raise TypeError(f"{name} = {shown(value)} is of another type or range")
+    return value
+
+
+def _times(entry):
+    times_us = dict(entry["times_us"])
+    return {name: float(_typed(times_us, name, int | float)) for name in times_us}
+
+
+def _entry(case, choice, times_us):
+    return {
+        **dataclasses.asdict(case),
+        "method": choice.method.value,
+        "num_splits": choice.num_splits,
+        "tuning": choice.kernel_options.differences(),
+        "times_us": {name: round(us, 3) for name, us in times_us.items()},
+    }

@@ -1,0 +1,353 @@
+"""A Flax interceptor that overlaps the layers of an unmodified linen model."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src import methods
+from jax_ub._src.checks import axis_tuple
+from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, shown
+from jax_ub._src.flax.linen.tensor_parallel import TensorParallel
+from jax_ub._src.retrofit import interception
+from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
+from jax_ub._src.retrofit.einsum import Einsum, Equation
+from jax_ub._src.retrofit.overlap import check_rules, compile_rule
+from jax_ub._src.runtime.overlaps import LayerName
+from jax_ub._src.sharding.layout import resolve_kind, sharding_of
+
+
+class Overlap:
+    r"""Overlaps the dense layers of an unmodified linen model with communication.
+
+        overlap = Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"})
+        with nn.intercept_methods(overlap):
+            logits = model.apply(variables, tokens)
+
+    While the model is traced inside the block, layers that match a rule compute their
+    product with `ub.dot_general`. Supported are `nn.Dense`, `nn.DenseGeneral`,
+    `nn.Einsum` and `nn.Embed.attend`. Modules and parameters do not change. A function
+    that `jax.jit` traced outside the block is not traced again inside.
+
+    A call falls back to JAX if it cannot be overlapped, or if its product is
+    intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
+    parameters of modules that no rule overlaps, if the trace shows that they are
+    sharded over `axis_name`. For nnx models use `ub.overlap`.
+
+    `with Overlap(rules) as overlap:` opens the same block and warns at its end about
+    each rule that matched no layer. With `nn.intercept_methods`, a call of a model
+    warns if no rule matched any layer.
+
+    Args:
+        rules: maps regular expressions to "column", "row" or None (not overlapped). An
+            expression must match the whole path of a layer, such as
+            "decoder.layer_0.Dense_0". The first matching rule applies. The path of a
+            tied head is the path of its `nn.Embed` followed by ".attend".
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that are used as
+            one.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
+        method: how GEMM and communication overlap; None takes `JAX_UB_METHOD` if set,
+            else "auto".
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all other
+            axes.
+        fsdp_axes: the mesh axes that shard the kernel dimension that the rule does not
+            shard (FSDP). On an explicit mesh they are inferred from the arrays' types.
+        ub_names: maps regular expressions to names that `initialize_ub` configures,
+            such as "fc1". An expression must match the whole path; the first match
+            applies. Other layers have no configuration and are named by their paths in
+            error messages.
+
+    Attributes:
+        overlapped: maps the path of each layer that was overlapped so far to "column"
+            or "row".
+
+    Raises:
+        UnknownNameError: if a rule is not a valid regular expression or does not map to
+            a valid kind, or if the method is unknown.
+        ShapeContractError: if `mesh` is not a mesh, or if `data_axes` or `fsdp_axes`
+            are not distinct names of other axes.
+    """
+
+    overlapped: dict[str, str]
+
+    def __init__(
+        self,
+        rules: Mapping[str, str | None],
+        *,
+        axis_name: str | tuple[str, ...] = "tp",
+        mesh: Mesh | None = None,
+        method: str | None = None,
+        sequence_parallel: bool = True,
+        data_axes: tuple[str, ...] | None = None,
+        fsdp_axes: tuple[str, ...] | str = (),
+        ub_names: Mapping[str, str] | None = None,
+    ):
+        """Compiles the rules that select the layers, and checks the arguments."""
+        self._rules = {
+            compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
+            for rule, kind in check_rules("rules", rules).items()
+        }
+        self._names = {
+            compile_rule(rule): _checked_name(rule, name)
+            for rule, name in check_rules("ub_names", ub_names).items()
+        }
+        # `dot_general` checks the arguments.
+        self._sharding_layout = dot_general(
+            "column",
+            axis_name=axis_name,
+            mesh=mesh,
+            method=method,
+            sequence_parallel=sequence_parallel,
+            data_axes=data_axes,
+            fsdp_axes=fsdp_axes,
+        ).sharding_layout
+        self.overlapped = {}
+        self._matched: set[re.Pattern[str]] = set()
+        self._noted: set[str] = set()
+        self._warned: set[str] = set()
+        self._depth = 0  # number of module calls in progress
+        self._blocks: list[AbstractContextManager[None]] = []
+
+    def __getstate__(self):
+        """Returns the attributes for pickling, without the state of active blocks."""
+        return {**vars(self), "_blocks": [], "_depth": 0}
+
+    def __enter__(self) -> "Overlap":
+        """Starts to intercept the methods of all modules, until the block ends."""
+        block = nn.intercept_methods(self)
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        """Stops the interception and warns about rules that matched no layer."""
+        self._blocks.pop().__exit__(None, None, None)
+        if error is None:
+            self._warn(self.unmatched)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The regular expressions in `rules` and `ub_names` that matched no layer."""
+        patterns = [*self._rules, *self._names]
+        return tuple(each.pattern for each in patterns if each not in self._matched)
+
+    def __call__(
+        self, next_fun: Callable, args: tuple, kwargs: dict, context: Any
+    ) -> Any:
+        """Runs a module's method, overlapped if a rule matches the module.
+
+        Flax calls it for each intercepted method.
+
+        Raises:
+            UnsupportedOverlapError: if a rule matches a layer that already has a custom
+                `dot_general`.
+        """
+        layer, method_name = context.module, context.method_name
+        path = ".".join(layer.path)
+        if method_name == "setup":  # Flax calls it before the method itself
+            return next_fun(*args, **kwargs)
+        self._depth += 1
+        try:
+            y = self._call(layer, method_name, path, next_fun, args, kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0 and not self._blocks and not self._matched:
+            self._warn(self.unmatched)
+        return y
+
+    def _call(self, layer, method_name, path, next_fun, args, kwargs):
+        call = _OVERLAPPED.get(_kind_of_layer(layer, method_name))
+        if call is None:
+            y = next_fun(*args, **kwargs)
+            self._note_parameters(layer, method_name, path)
+            return y
+        if method_name == "attend":
+            path = f"{path}.attend" if path else "attend"
+        kind = self._find(self._rules, path)
+        if kind is None:
+            y = next_fun(*args, **kwargs)
+            self._note_parameters(layer, method_name, path)
+            return y
+        name = self._find(self._names, path) or LayerName(path)
+        sharding_layout = dataclasses.replace(
+            self._sharding_layout, parallel=kind, ub_name=name
+        )
+        dense = DotGeneral(sharding_layout, is_lenient=True)
+        y = call(dense, path, layer, next_fun, args, kwargs)
+        self.overlapped[path] = kind
+        return y
+
+    def _find(self, patterns, path):
+        """Returns the value of the first pattern that matches a layer's path.
+
+        Returns None if no pattern matches.
+        """
+        for pattern, found in patterns.items():
+            if pattern.fullmatch(path):
+                self._matched.add(pattern)
+                return found
+        return None
+
+    def _warn(self, patterns):
+        """Warns once about each rule that matched no layer."""
+        new = [pattern for pattern in patterns if pattern not in self._warned]
+        self._warned.update(new)
+        if new:
+            layers = sorted(self.overlapped)
+            met = f"It overlapped {layers}" if layers else "It overlapped nothing"
+            warnings.warn(
+                f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, "
+                f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}.",
+                stacklevel=3,
+            )
+
+    def _note_parameters(self, layer, method_name, path):
+        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
+        is_bound = method_name == "__call__" and layer.scope is not None
+        if not is_bound or path in self._noted or isinstance(layer, TensorParallel):
+            return
+        if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
+            return
+        own = layer.variables.get("params", {})
+        arrays = {k: v for k, v in own.items() if not isinstance(v, Mapping)}
+        named = any(each.fullmatch(path) for each in self._rules)
+        for name, value in arrays.items():
+            place = ".".join(filter(None, (path, name)))
+            spec, kind = _spec(value), type(layer).__name__
+            axes = set(self._sharding_layout.axes)
+            if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
+                why = f"the parameter, sharded {P(*spec)}, belongs to a {kind}"
+            elif named and _ndim(value) > 1:
+                why = f"the parameter belongs to a {kind}"
+            else:
+                continue
+            is_known = _kind_of_layer(layer, method_name) is not None
+            why += (
+                ", which no rule overlaps"
+                if is_known
+                else ", which overlap does not know"
+            )
+            methods.record_fallback(f"overlap({shown(place)})", why)
+        if arrays:
+            self._noted.add(path)
+
+
+def _checked_name(rule, name):
+    if isinstance(name, str):
+        return name
+    raise UnknownNameError(
+        f"overlap: ub_names = {{{shown(rule)}: {shown(name)}}} names a layer by a "
+        f'{type(name).__name__}. Pass the name of a layer, such as "fc1".'
+    )
+
+
+def _kind_of_layer(layer, method_name) -> str | None:
+    """Returns "dense", "einsum" or "attend" if the method can overlap, else None."""
+    # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
+    # a different product.
+    if method_name == "attend":
+        return "attend" if type(layer) is nn.Embed else None
+    if method_name != "__call__":
+        return None
+    if type(layer) is nn.Einsum:
+        return "einsum"
+    is_general = isinstance(layer, nn.DenseGeneral) and not layer.batch_dims
+    return "dense" if is_general or isinstance(layer, nn.Dense) else None
+
+
+def _call_dense(dense, path, layer, next_fun, args, kwargs):
+    before = layer.dot_general
+    own = before if layer.dot_general_cls is None else layer.dot_general_cls
+    is_plain = own is None or own is interception.DOT_GENERAL.function
+    if not is_plain and not isinstance(own, DotGeneral):
+        raise UnsupportedOverlapError(
+            f"overlap: the layer {shown(path)} has a dot_general of its own, {own}. "
+            f"Leave the layer alone: {{{shown(path)}: None, ...}}."
+        )
+    original = own if is_plain else None
+    ours = dataclasses.replace(dense, original=original)
+    # Flax forbids `layer.dot_general = ...` on bound modules. The old value is restored
+    # because the module may be called again outside the block.
+    object.__setattr__(layer, "dot_general", ours)
+    try:
+        return next_fun(*args, **kwargs)
+    finally:
+        object.__setattr__(layer, "dot_general", before)
+
+
+def _call_einsum(dense, path, layer, next_fun, args, kwargs):
+    inputs, text = _einsum_arguments(*args, **kwargs)
+    text = layer.einsum_str if text is None else text
+    kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+    reason = dense.why_intercepted(interception.EINSUM, None)
+    if reason is None and text is not None:
+        equation = Equation.read(text, jnp.ndim(inputs))
+        if not equation.is_dense:
+            reason = f"{shown(text)} is no dense layer's"
+    if kernel is None or text is None:  # initialization, or an invalid call
+        return next_fun(*args, **kwargs)
+    if reason is not None:
+        with dense.falling_back(reason):
+            return next_fun(*args, **kwargs)
+    bias = nn.meta.unbox(layer.get_variable("params", "bias"))
+    given = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    inputs, kernel, bias = given
+    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+    y = Einsum(held, original=interception.EINSUM.function)(
+        text.replace(" ", ""),
+        inputs,
+        kernel,
+        precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type,
+    )
+    if bias is None:
+        return y
+    _, shape = layer._get_bias_shape(text.replace(" ", ""), inputs, kernel)
+    return y + jnp.reshape(bias, shape)
+
+
+def _einsum_arguments(inputs, einsum_str=None):
+    return inputs, einsum_str
+
+
+def _call_attend(dense, path, layer, next_fun, args, kwargs):
+    reason = dense.why_intercepted(interception.DOT, None)
+    if reason is not None:
+        with dense.falling_back(reason):
+            return next_fun(*args, **kwargs)
+    given = args[0] if args else kwargs["query"]
+    query, embedding = layer.promote_dtype(given, layer.embedding, dtype=layer.dtype)
+    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+    return held(query, embedding, (((query.ndim - 1,), (1,)), ((), ())))
+
+
+_OVERLAPPED: dict[str | None, Callable] = {
+    "dense": _call_dense,
+    "einsum": _call_einsum,
+    "attend": _call_attend,
+}
+
+
+def _ndim(value):
+    return jnp.ndim(nn.meta.unbox(value))
+
+
+def _spec(value) -> tuple:
+    """Returns the `PartitionSpec` entries of a parameter, or () if they are unknown.
+
+    They come from the parameter's metadata or from the sharding of its array.
+    """
+    if isinstance(value, nn.Partitioned):
+        return tuple(value.names)
+    arrays = jax.tree.leaves(nn.meta.unbox(value))
+    specs = (getattr(sharding_of(array), "spec", None) for array in arrays)
+    return tuple(next(filter(None, specs), ()))

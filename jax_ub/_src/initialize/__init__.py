@@ -1,0 +1,1 @@
+"""`initialize_ub` and `destroy_ub` create and free named overlaps."""

@@ -1,0 +1,190 @@
+"""Checks the arguments of `initialize_ub`, and converts them to internal types."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ub._src import checks as shapes
+from jax_ub._src.config.config import UserBufferQuantizationMode
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    UnsupportedOverlapError,
+    shown,
+)
+from jax_ub._src.runtime import overlaps
+
+# Keeps the byte count of all ranks' buffers within 64 bits.
+_MOST_ELEMENTS = 1 << 48
+
+
+def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
+    """Returns the quantization modes of operands for which overlaps are created.
+
+    Args:
+        use_fp8: the argument `use_fp8`.
+        modes: the argument `quantization_modes`; None or empty follows `use_fp8`.
+
+    Raises:
+        ConfigurationTypeError: if an argument has the wrong type.
+        ConfigurationError: if a mode is repeated or the arguments contradict.
+        UnsupportedOverlapError: if FP8 is requested.
+    """
+    overlaps.check_use_fp8("initialize_ub", use_fp8)
+    if modes is not None and not isinstance(modes, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: quantization_modes = {shown(modes)} is a "
+            f"{type(modes).__name__}. Pass a list, such as "
+            "[ub.UserBufferQuantizationMode.NONE]."
+        )
+    if not modes:
+        if use_fp8:
+            refuse_fp8("use_fp8 = True", "use_fp8=False")
+        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise ConfigurationTypeError(
+                f"initialize_ub: quantization_modes has {shown(mode)}, which is no "
+                "ub.UserBufferQuantizationMode. Use its NONE and FP8."
+            )
+    if len(set(modes)) != len(modes) or (use_fp8 and overlaps.FP8 not in modes):
+        raise ConfigurationError(
+            f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
+            f"{use_fp8}. Name every mode once, and leave use_fp8 out."
+        )
+    if overlaps.FP8 in modes:
+        names = ", ".join(mode.name for mode in modes)
+        fix = "quantization_modes=[ub.UserBufferQuantizationMode.NONE]"
+        refuse_fp8(f"quantization_modes = [{names}]", fix)
+    return tuple(modes)
+
+
+def refuse_fp8(given: str, fix: str) -> None:
+    """Raises the error that FP8 communication buffers are not supported yet.
+
+    Args:
+        given: the argument and its value, for the error.
+        fix: the argument to pass instead, for the error.
+
+    Raises:
+        UnsupportedOverlapError: always.
+    """
+    raise UnsupportedOverlapError(
+        f"initialize_ub: {given}, but no GEMM runs in FP8 yet. Pass {fix}; operands "
+        "are then f32, bf16 or f16."
+    )
+
+
+def read_size(name: str, value: Any) -> int:
+    """Checks that a size is an integer of at least 1, and returns it as an int."""
+    if not shapes.is_integer(value):
+        raise ConfigurationTypeError(
+            f"initialize_ub: {name} = {shown(value)} is a {type(value).__name__}, not "
+            "an integer. Pass 1 or more."
+        )
+    if value < 1:
+        raise ConfigurationError(
+            f"initialize_ub: {name} = {value} is not positive. Pass 1 or more."
+        )
+    return int(value)
+
+
+def read_shape(shape: Any) -> tuple[int, int]:
+    """Checks the capacity `(T, H)`: the tokens of all ranks, and the features."""
+    if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
+        raise ConfigurationError(
+            f"initialize_ub: shape = {shown(shape)} is not [T, H], the tokens of all "
+            "ranks together and their features."
+        )
+    sizes = read_size("shape[0]", shape[0]), read_size("shape[1]", shape[1])
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise ConfigurationError(
+            f"initialize_ub: shape = {sizes} is more than any memory holds. Pass the "
+            "tokens of all ranks together, and their features."
+        )
+    return sizes
+
+
+def read_dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype of unquantized operands; raises unless f32, bf16 or f16."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in shapes.FLOATS:
+        raise ConfigurationError(
+            f"initialize_ub: dtype = {shown(dtype)} is none of float32, bfloat16 and "
+            "float16. FP8 buffers are a quantization mode: quantization_modes=[FP8]."
+        )
+    return found
+
+
+def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
+    """Checks that the named axes of the mesh have `tp_size` ranks; returns the mesh.
+
+    An empty mesh is replaced by one whose groups are consecutive devices.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ConfigurationTypeError(
+            f"initialize_ub: mesh = {shown(mesh)} is a {type(mesh).__name__}, but the "
+            "devices must be known. Pass a jax.sharding.Mesh."
+        )
+    if mesh.empty:
+        return _consecutive(axes, tp_size)
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing:
+        raise ConfigurationError(
+            f"initialize_ub: the mesh has the axes {tuple(mesh.axis_names)}, not "
+            f"{shown(missing[0])}. Pass the one of the ranks as axis_name=."
+        )
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if size != tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
+            f"{size} devices. Pass tp_size={size}, or a mesh with {tp_size} there."
+        )
+    return mesh
+
+
+def _consecutive(axes, tp_size):
+    devices = jax.devices()
+    if len(devices) < tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: tp_size = {tp_size}, but jax has {len(devices)} devices. "
+            f"Pass at most {len(devices)}, or start jax with more; on CPUs "
+            f'jax.config.update("jax_num_cpu_devices", {tp_size}) before its first use.'
+        )
+    if len(axes) > 1 or len(devices) % tp_size:
+        raise ConfigurationError(
+            f"initialize_ub: {len(devices)} devices do not make groups of tp_size = "
+            f"{tp_size} on {axes}. Pass mesh=, which says how they lie."
+        )
+    groups = np.array(devices).reshape(-1, tp_size)
+    return Mesh(groups, (f"replicas of {axes[0]}", *axes))
+
+
+def per_mode(
+    ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
+) -> Sequence[Mapping | None]:
+    """Returns a dictionary of overlap configurations for each quantization mode.
+
+    A single dictionary applies to all modes.
+    """
+    if ub_cfgs is None or isinstance(ub_cfgs, Mapping):
+        return [ub_cfgs] * len(modes)
+    if not isinstance(ub_cfgs, list | tuple):
+        raise ConfigurationTypeError(
+            f"initialize_ub: ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}. "
+            "Pass a dictionary of names, or a list with one for each quantization mode."
+        )
+    if len(ub_cfgs) != len(modes):
+        raise ConfigurationError(
+            f"initialize_ub: ub_cfgs has {len(ub_cfgs)} dictionaries for {len(modes)} "
+            "quantization modes. Pass one for each, or a single one for all."
+        )
+    return ub_cfgs

@@ -1,0 +1,384 @@
+"""`initialize_ub` and `destroy_ub` create and free named overlaps and their buffers.
+
+Transformer Engine: `module.base.initialize_ub`. All arguments are checked before any
+resource is created, and all processes agree on the outcome. So a failed call leaves no
+resources behind in any process.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jax_ub._src import methods
+from jax_ub._src.config.config import UserBufferQuantizationMode
+from jax_ub._src.errors import (
+    CommunicatorError,
+    ConfigurationError,
+    LifecycleError,
+    shown,
+)
+from jax_ub._src.initialize.arguments import (
+    read_dtype,
+    read_mesh,
+    read_modes,
+    read_shape,
+    read_size,
+)
+from jax_ub._src.initialize.initialized_axis import make_initialized_axis
+from jax_ub._src.primitives.mesh import axis_tuple, check_axis_name
+from jax_ub._src.runtime import communicators, cuda, overlaps, settings, tuned
+from jax_ub._src.runtime.bootstrap import presence
+from jax_ub._src.runtime.bootstrap.meeting import open_rendezvous
+from jax_ub._src.runtime.bootstrap.process_all_gather import TELL_S, ProcessAllGather
+from jax_ub._src.runtime.bootstrap.store import check_backend
+from jax_ub._src.runtime.device_groups import DeviceGroups
+from jax_ub._src.runtime.overlaps import InitializedAxis, Overlap
+
+_Modes = Sequence[UserBufferQuantizationMode]
+
+
+def initialize_ub(  # noqa: PLR0913, pinned
+    shape: Sequence[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: _Modes | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None = None,
+    bootstrap_backend: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "tp",
+) -> None:
+    """Creates the named overlaps of one mesh axis, and their communication buffers.
+
+    Afterwards, calls and layers with a `ub_name` run as the overlaps of that name are
+    configured, in the forward and the backward pass. Groups of ranks that span several
+    processes of a host are connected. All processes of the mesh must call it, with the
+    same arguments, before they trace functions that use the overlaps.
+
+    Transformer Engine: `initialize_ub`, with the same argument names; `mesh` and
+    `axis_name` are additions.
+
+    Args:
+        shape: the capacity, `[T, H]`: the number of tokens of all ranks together,
+            including all batch axes, and the number of features. A call may communicate
+            up to T * H elements.
+        tp_size: P, the size of `axis_name`.
+        use_fp8: the same as `quantization_modes=[FP8]`, which is rejected: no GEMM runs
+            in FP8 yet.
+        quantization_modes: the quantization modes for which to create overlaps, such as
+            `[NONE]`. None follows `use_fp8`.
+        dtype: the dtype of unquantized operands.
+        ub_cfgs: a dictionary from overlap names to the settings that differ from
+            Transformer Engine's defaults, or a list with one such dictionary per mode.
+            `ub.overlap_config.from_te` reads Megatron's files. Alternatively the path
+            of a file of `python -m jax_ub tune`: the forward pass and dgrad then use
+            "auto", which follows the file for the sizes that it contains.
+        bootstrap_backend: how the processes find each other: None or "jax", "mpi",
+            or "file:<directory>".
+        mesh: the mesh. None means the mesh of `jax.set_mesh`; if there is none, groups
+            of `tp_size` consecutive devices.
+        axis_name: the mesh axis of the ranks. Several axes may be initialized at the
+            same time. Axes whose groups have the same devices share the memory that the
+            first of them has allocated.
+
+    Raises:
+        ConfigurationError: if an argument or a `JAX_UB_` variable is out of range, or
+            contradicts another one.
+        ConfigurationTypeError: if an argument has the wrong type.
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
+        UnknownNameError: if a name, a key, a method or a backend is unknown.
+        UnsupportedOverlapError: if FP8 is requested.
+        LifecycleError: if the axis is initialized already.
+        CommunicatorError: if another process failed or has different arguments, if
+            there is not enough memory for the buffers, or if the directory of a "file"
+            backend is not usable.
+        TimeoutError: if processes did not arrive before the deadline.
+    """
+    start = _Start(bootstrap_backend)
+    try:
+        start.prepare(
+            shape, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, mesh, axis_name
+        )
+        start.connect()
+    except BaseException as error:
+        try:
+            if not isinstance(error, Exception):
+                start.tell_of_interrupt(error)
+        finally:
+            start.undo()
+        raise
+
+
+def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
+    """Removes named overlaps, closes their connections and frees their buffers.
+
+    Multi-process programs that were compiled before cannot run any more. Trace them
+    again after the next `initialize_ub`.
+
+    Transformer Engine: `destroy_ub`.
+
+    Args:
+        axis_name: the mesh axis to remove; None means all axes. Axes that are not
+            initialized are ignored.
+
+    Raises:
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
+    """
+    wanted = _named("destroy_ub", axis_name)
+    kept = [d for d in overlaps.domains() if wanted not in (None, d.axis_name)]
+    # Connections are closed before the axes are removed, so that an interrupted call
+    # can be repeated.
+    _disconnect_all_but(kept)
+    for initialized_axis in overlaps.domains():
+        if initialized_axis not in kept:
+            overlaps.remove(initialized_axis.axis_name)
+    if not kept:
+        communicators.release_slots()
+
+
+def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
+    """Returns whether an axis is initialized: `initialize_ub` without `destroy_ub`.
+
+    Transformer Engine: none.
+
+    Args:
+        axis_name: the mesh axis; None means any axis.
+
+    Returns:
+        True if the axis, or any axis, is initialized.
+
+    Raises:
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
+    """
+    wanted = _named("is_ub_initialized", axis_name)
+    return any(
+        wanted in (None, initialized_axis.axis_name)
+        for initialized_axis in overlaps.domains()
+    )
+
+
+def get_ub(
+    name: str,
+    use_fp8: bool = False,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Overlap:
+    """Returns the configuration and buffer description of one named overlap.
+
+    Transformer Engine: `get_ub`.
+
+    Args:
+        name: the overlap's name, such as "qkv_fprop".
+        use_fp8: whether to return the overlap of FP8 operands.
+        axis_name: the mesh axis. It may be None if only one axis has the name.
+
+    Returns:
+        A `CommOverlapP2P` if the method is "ring_exchange", else a `CommOverlap`.
+
+    Raises:
+        ShapeContractError: if `axis_name` is not a name or a tuple of names.
+        LifecycleError: if no axis is initialized.
+        ConfigurationTypeError: if `use_fp8` is not a bool, or the name is not a string.
+        UnknownOverlapError: if no overlap has this name, or several axes have one. It
+            is a subclass of `KeyError`.
+    """
+    return overlaps.get(name, use_fp8, _named("get_ub", axis_name))
+
+
+def _named(op, axis_name):
+    """Returns a mesh axis name as a tuple of names; None stays None."""
+    if axis_name is None:
+        return None
+    check_axis_name(op, axis_name)
+    return axis_tuple(axis_name)
+
+
+class _Start:
+    """One call of `initialize_ub` in progress, which can be undone after a failure."""
+
+    def __init__(self, backend):
+        self._backend = backend
+        self._mesh: Any = None
+        self._domain: InitializedAxis | None = None
+        self._place: DeviceGroups | None = None
+        self._about: dict[str, str] = {}
+        self._refusal: Exception | None = None
+        self._timeout_s = settings.DEFAULT_TIMEOUT_S
+        self._agreement: ProcessAllGather | None = None
+
+    def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
+        """Checks the arguments of `initialize_ub`, without creating resources.
+
+        An error is stored, so that `connect` can send it to the other processes.
+
+        Raises:
+            ConfigurationError: if no device of the mesh belongs to this process.
+        """
+        axes = axis_tuple(axis_name)
+        try:
+            presence.enter(jax.process_index())
+            self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
+            devices = _devices_in_reach(mesh)
+            check_backend(self._backend)
+            self._timeout_s = settings.deadline_s()
+            settings.check()
+            methods.resolve("initialize_ub", None, settings.method())
+            check_axis_name("initialize_ub", axis_name)
+            _check_not_initialized(axes)
+            modes = read_modes(use_fp8, modes)
+            tp_size = read_size("tp_size", tp_size)
+            mesh = read_mesh(mesh, axes, tp_size)
+            capacity, dtype = read_shape(shape), read_dtype(dtype)
+            initialized_axis = make_initialized_axis(
+                axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh
+            )
+            self._domain = initialized_axis
+            self._place = _place(axes, initialized_axis, devices)
+            communicators.check_shared(self._place)
+            self._about = _about(initialized_axis, self._place)
+        except Exception as error:  # any error must be sent to the other processes
+            self._refusal = error
+        if self._place is None:
+            self._place = _place(axes, None, _devices_in_reach(self._mesh))
+        if self._place.process not in self._place.processes:
+            raise ConfigurationError(
+                f"initialize_ub: none of the mesh's devices belongs to this process, "
+                f"{self._place.process}. Call it on the processes of the mesh only."
+            )
+
+    def connect(self):
+        """Connects the ranks of all processes, and registers the named overlaps."""
+        device_groups = self._place
+        assert device_groups is not None
+        if len(device_groups.processes) > 1:
+            self._agreement = open_rendezvous(
+                self._backend,
+                device_groups.process,
+                device_groups.processes,
+                self._timeout_s,
+                self._refusal,
+            )
+            communicators.connect(
+                device_groups, self._agreement, self._about, self._refusal
+            )
+        elif self._refusal is not None:
+            raise self._refusal
+        else:
+            communicators.connect_alone(device_groups)
+        if self._domain is not None:
+            overlaps.add(self._domain)
+
+    def tell_of_interrupt(self, error: BaseException) -> None:
+        """Tells waiting processes that this process was interrupted.
+
+        The interrupt is, for example, a KeyboardInterrupt.
+
+        Does nothing if the all-gather has ended, since it has then sent the error.
+        """
+        if self._agreement is not None and self._agreement.has_ended:
+            return
+        devices = _devices_in_reach(self._mesh)
+        device_groups = self._place or _place((), None, devices)
+        if (
+            len(device_groups.processes) < 2
+            or device_groups.process not in device_groups.processes
+        ):
+            return
+        if self._agreement is None:
+            own_error = CommunicatorError(f"initialize_ub was interrupted: {error!r}")
+            where = device_groups.process, device_groups.processes, TELL_S, own_error
+            with contextlib.suppress(CommunicatorError):
+                self._agreement = open_rendezvous(self._backend, *where)
+        if self._agreement is not None:
+            with contextlib.suppress(type(error)), self._agreement:
+                raise error
+
+    def undo(self) -> None:
+        """Removes the overlaps and connections that this call has created."""
+        if self._domain is not None and any(
+            self._domain is one for one in overlaps.domains()
+        ):
+            overlaps.remove(self._domain.axis_name)
+        _disconnect_all_but(overlaps.domains())
+
+
+def _disconnect_all_but(domains):
+    # Keeps groups that another initialized axis uses too.
+    used = {group for initialized_axis in domains for group in initialized_axis.groups}
+    communicators.disconnect_all_but(used)
+
+
+def _devices_in_reach(mesh):
+    """Returns the devices whose processes must take part in `initialize_ub`.
+
+    These are the devices of the mesh, or all devices if the mesh is not usable.
+
+    They determine the processes that take part, so they must be equal in all processes
+    even if other arguments are invalid.
+    """
+    is_known = isinstance(mesh, Mesh) and not mesh.empty
+    return list(mesh.devices.flat) if is_known else jax.devices()
+
+
+def _check_not_initialized(axes):
+    if is_ub_initialized(axes):
+        raise LifecycleError(
+            f"initialize_ub: axis {axes} is initialised already. Call ub.destroy_ub() "
+            "first; another axis name may be initialised beside it."
+        )
+
+
+def _place(axes, initialized_axis, devices) -> DeviceGroups:
+    process_of = {device.id: device.process_index for device in devices}
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    return DeviceGroups(
+        # After an error the ranks are unknown. A single group of all devices lets the
+        # processes exchange the error; it is not connected.
+        groups=initialized_axis.groups
+        if initialized_axis is not None
+        else (tuple(process_of),),
+        process_of=process_of,
+        process=jax.process_index(),
+        platform=cuda.platform_of(devices[0]),
+        capacity=initialized_axis.capacity if initialized_axis is not None else 0,
+        num_slots=initialized_axis.num_slots if initialized_axis is not None else 0,
+        name=f"initialize_ub(axis_name={shown(axes)})",
+        ordinals=cuda.ordinals(list(filter(cuda.is_cuda, own))),
+    )
+
+
+def _about(
+    initialized_axis: InitializedAxis, device_groups: DeviceGroups
+) -> dict[str, str]:
+    """Returns the settings that all processes must have in common, by name."""
+    return {
+        "axis_name": str(initialized_axis.axis_name),
+        "the version of jax_ub": tuned.version_of("jax_ub"),
+        "the version of jax": jax.__version__,
+        "JAX_UB_METHOD": str(settings.method()),
+        "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
+        "JAX_UB_NVLS": str(settings.nvls()),
+        "shape": str(initialized_axis.shape),
+        "tp_size": str(initialized_axis.tp_size),
+        "dtype": str(initialized_axis.dtype),
+        "quantization_modes": str([mode.name for mode in initialized_axis.modes]),
+        "the tuned choices": initialized_axis.choices.digest
+        if initialized_axis.choices
+        else "none",
+        "the devices of the ranks": str(initialized_axis.groups),
+        "the groups that are connected already": communicators.shared_groups(
+            device_groups
+        ),
+        **{
+            f"ub_cfgs[{shown(name)}][{shown(key)}] for {mode.name}": str(value)
+            for (name, mode), overlap in initialized_axis.overlaps.items()
+            for key, value in overlap.config.items()
+        },
+    }

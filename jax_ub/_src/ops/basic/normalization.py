@@ -1,0 +1,205 @@
+"""Layer normalization and RMS normalization over the features."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from jax_ub._src import checks as shapes
+from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.ops.fields import initialize
+from jax_ub._src.ops.operation import (
+    BasicOperation,
+    Params,
+    RequestedGradients,
+    Residuals,
+    compute_dtype,
+)
+from jax_ub._src.reference import with_rank
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Normalization(BasicOperation):
+    """Base class of `LayerNorm` and `RMSNorm`: `normalized * scale [+ bias]`.
+
+    The computation is in f32 and the result is rounded once.
+
+    Parameters, named as in Flax and replicated: "scale" and, for LayerNorm, "bias". All
+    features of a token must be on one rank. Residuals: "x"; "scale"; "rstd" `[..., 1]`
+    in f32; and for LayerNorm "mean" `[..., 1]` in f32.
+
+    Attributes:
+        normalized_shape: the number of features.
+        eps: added to the variance, or to the mean square, before the square root.
+        zero_centered_gamma: whether the factor is `1 + scale`, with "scale" initialized
+            to zeros.
+        dtype: dtype of y; None takes the dtype of x.
+        param_dtype: dtype of the parameters.
+        scale_init: initializer of "scale"; None uses ones, or zeros with
+            `zero_centered_gamma`.
+    """
+
+    normalized_shape: int
+    _: dataclasses.KW_ONLY
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Callable[..., jax.Array] | None = None
+
+    def __post_init__(self):
+        """Checks the number of features, `eps` and the flag.
+
+        Raises:
+            ShapeContractError: if `normalized_shape` is not a positive integer, or
+                `eps` is not a non-negative number.
+            UnknownNameError: if `zero_centered_gamma` is not a bool.
+        """
+        super().__post_init__()
+        shapes.check_size(self.label, "normalized_shape", self.normalized_shape)
+        shapes.check_epsilon(self.label, "eps", self.eps)
+
+    def init(self, key):
+        """Creates the parameter "scale", an array of shape `[normalized_shape]`."""
+        default = initializers.zeros if self.zero_centered_gamma else initializers.ones
+        make = default if self.scale_init is None else self.scale_init
+        shape = (self.normalized_shape,)
+        return {"scale": initialize(self, "scale_init", make, key, shape)}
+
+    def specs(self):
+        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
+        return {"scale": PartitionSpec()}
+
+    def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Computes each token's 1 / std and, for LayerNorm, its mean.
+
+        They are named "rstd" and "mean" and have shape `[..., 1]`.
+        """
+        raise NotImplementedError
+
+    def saved(self, needs):
+        """Returns the names of the arrays that the backward recomputes y from."""
+        always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
+        return frozenset(always | ({"scale"} if needs.x else set()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the statistics that are computed for each token."""
+        return ("rstd",)
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Normalizes the features of each token, then applies scale and bias."""
+        scale = params["scale"]
+        shapes.check_rank(self.label, "x", x, 1)
+        shapes.check_float(self.label, x=x, scale=scale)
+        if x.shape[-1] != self.normalized_shape or scale.shape != x.shape[-1:]:
+            raise ShapeContractError(
+                f"{self.label}: x {x.shape} has {x.shape[-1]} features, but the "
+                f"parameters are for {self.normalized_shape}. All features of a token "
+                "must be on one rank: shard tokens (axis -2), not features."
+            )
+        statistics = self.statistics(x.astype(jnp.float32))
+        y = _normalized(x, statistics) * self._gain(scale, x.ndim)
+        if "bias" in params:
+            bias, wanted = params["bias"], scale.shape
+            shapes.check_shape(self.label, "bias", bias, wanted, "the scale's shape")
+            y = y + with_rank(bias.astype(jnp.float32), y.ndim)
+        residuals = {"x": x, "scale": scale, **statistics}
+        return y.astype(compute_dtype(self.dtype, x)), (), residuals
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes the gradients of x, scale and bias, in f32.
+
+        The caller casts them.
+        """
+        dx, d_params = self.gradients(residuals, dy, needs)
+        return dx, d_params, ()
+
+    def gradients(
+        self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
+    ) -> tuple[jax.Array | None, Params]:
+        """Computes the gradients of x and of the parameters, in f32."""
+        dy = dy.astype(jnp.float32)
+        rows = tuple(range(dy.ndim - 1))
+        d_params = {}
+        if "bias" in needs.params:
+            d_params["bias"] = jnp.sum(dy, axis=rows)
+        if not needs.x and "scale" not in needs.params:
+            return None, d_params
+        normalized = _normalized(residuals["x"], residuals)
+        if "scale" in needs.params:
+            d_params["scale"] = jnp.sum(dy * normalized, axis=rows)
+        if not needs.x:
+            return None, d_params
+        d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
+        # The statistics are means over the features, so their contributions to dx are
+        # means over the features too.
+        along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
+        dx = d_normalized - normalized * along
+        if "mean" in residuals:
+            dx = dx - jnp.mean(d_normalized, axis=-1, keepdims=True)
+        return dx * residuals["rstd"], d_params
+
+    def _gain(self, scale, rank):
+        scale = with_rank(scale.astype(jnp.float32), rank)
+        return 1 + scale if self.zero_centered_gamma else scale
+
+
+def _normalized(x, statistics):
+    x = x.astype(jnp.float32)
+    if "mean" in statistics:
+        x = x - statistics["mean"]
+    return x * statistics["rstd"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RMSNorm(Normalization):
+    """RMS normalization: divides x by the root of the mean square of its features.
+
+    Transformer Engine: `te.ops.RMSNorm`.
+    """
+
+    def statistics(self, x):
+        """Computes "rstd" for each token: 1 / sqrt(mean of squares + eps)."""
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return {"rstd": lax.rsqrt(mean_square + self.eps)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerNorm(Normalization):
+    """Layer normalization: subtracts the features' mean and divides by their std.
+
+    Transformer Engine: `te.ops.LayerNorm`.
+
+    Attributes:
+        bias_init: initializer of "bias".
+    """
+
+    _: dataclasses.KW_ONLY
+    bias_init: Callable[..., jax.Array] = initializers.zeros
+
+    def init(self, key):
+        """Creates "scale" and "bias", arrays of shape `[normalized_shape]`."""
+        shape = (self.normalized_shape,)
+        bias = initialize(self, "bias_init", self.bias_init, key, shape)
+        return {**super().init(key), "bias": bias}
+
+    def specs(self):
+        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
+        return {**super().specs(), "bias": PartitionSpec()}
+
+    @property
+    def names(self):
+        """The names of the statistics that are computed for each token."""
+        return ("mean", "rstd")
+
+    def statistics(self, x):
+        """Computes each token's "mean" and "rstd", 1 / sqrt(variance + eps)."""
+        mean = jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+        return {"mean": mean, "rstd": lax.rsqrt(variance + self.eps)}

@@ -1,0 +1,201 @@
+"""Finds the ranks of a call: their number when traced, devices when lowered."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ub._src.checks import axis_tuple, check_axis_name, has_symbolic_sizes
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.runtime import communicators
+
+
+def axis_size(
+    op: str, axis_name: str | tuple[str, ...], *, may_be_mapped: bool = False
+) -> int:
+    """Returns the number of ranks on `axis_name`, which must be a manual mesh axis.
+
+    Args:
+        op: the call's name, for errors.
+        axis_name: the mesh axis, or a tuple of axes that act as one.
+        may_be_mapped: whether an axis of `jax.vmap` is accepted, too; only plain
+            `jax.lax` can communicate over one.
+
+    Raises:
+        ShapeContractError: if the axis is not manual, such as outside `jax.shard_map`,
+            or if `check_axis_name` rejects it.
+    """
+    check_axis_name(op, axis_name)
+    axes = axis_tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
+    missing = [axis for axis in axes if axis not in manual]
+    if may_be_mapped and missing:
+        try:
+            return lax.axis_size(axes)
+        except NameError:  # it is not an axis of jax.vmap either
+            pass
+    if manual and missing and missing[0] not in mesh.axis_names:
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)}, but the mesh of this jax.shard_map "
+            f"has no axis {shown(missing[0])}. {nearest(missing[0], mesh.axis_names)}"
+        )
+    if missing:
+        here = f"only {tuple(manual)} are" if manual else "no axis is manual here"
+        raise ShapeContractError(
+            f"{op}: axis_name = {shown(axis_name)} is not a manual mesh axis; {here}. "
+            "Call it inside jax.shard_map over all mesh axes, for example "
+            "jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)."
+        )
+    return lax.axis_size(axes)
+
+
+def are_manual(axes: tuple[str, ...]) -> bool:
+    """Returns whether all `axes` are manual, as inside a `shard_map` over them."""
+    return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def check_manual(label: str) -> None:
+    """Raises an error if `shard_map` is manual over only some of the mesh axes.
+
+    Called while the call is traced. Axes of one device may be automatic. Outside any
+    `shard_map` nothing is checked here, since only the lowering knows whether the
+    program runs on several devices.
+
+    Raises:
+        UnsupportedOverlapError: if an axis of several devices is automatic.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:
+        _refuse_automatic_axes(mesh, mesh.manual_axes, label)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The devices that run a lowered call, by rank, or why the engine cannot run it."""
+
+    # Global device ids, i64, table[group * P + rank]; empty for a local op.
+    table: np.ndarray
+    reason: str | None  # why the engine cannot run the call; None if it can
+    spans_processes: bool = False  # whether a group has ranks in several processes
+    groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
+    ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
+    generation: int = 0  # generation of the communicators; 0 if there are none
+    # Whether `table` and `ids` hold partition ids, because the mesh is abstract.
+    are_partitions: bool = False
+
+
+def find_ranks(
+    ctx: mlir.LoweringRuleContext,
+    label: str,
+    axes: tuple[str, ...],
+    *,
+    takes_partitions: bool = False,
+) -> Ranks:
+    """Returns the devices along `axes` of the mesh for which a call is lowered.
+
+    Args:
+        ctx: the lowering context.
+        label: the call's name, for errors.
+        axes: the mesh axes of the ranks.
+        takes_partitions: whether the engine can find a rank by partition id, so that an
+            abstract mesh is sufficient in a single process.
+
+    Raises:
+        UnsupportedOverlapError: if the call is not inside a `shard_map` over all mesh
+            axes, so that XLA would all-gather the operands first.
+    """
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.SPMDAxisContext):
+        _refuse_unless_one_device(context, label)
+        return Ranks(np.zeros(0, np.int64), None)
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
+    _refuse_automatic_axes(mesh, context.manual_axes, label)
+    if any(map(has_symbolic_sizes, ctx.avals_in)):
+        # Calling a program that has a custom call of symbolic sizes may crash jaxlib.
+        # JAX 0.10.2 infers sizes of dots and collectives from their operands; JAX 0.12
+        # infers no sizes.
+        return Ranks(
+            np.zeros(0, np.int64),
+            "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
+            "find the sizes of a custom call; export it once for each size",
+        )
+    if not axes:
+        return Ranks(np.zeros(0, np.int64), None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        if takes_partitions and jax.process_count() == 1:
+            # Partition ids follow the order of the devices in the mesh.
+            ids = tuple(range(math.prod(mesh.axis_sizes)))
+            groups = rank_groups(mesh, axes, ids)
+            return Ranks(groups.reshape(-1), None, ids=ids, are_partitions=True)
+        return Ranks(
+            np.zeros(0, np.int64),
+            "it is lowered for an abstract mesh, which names no devices; pass "
+            "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
+        )
+    devices = list(mesh.devices.flat)
+    ids = tuple(device.id for device in devices)
+    groups = rank_groups(mesh, axes, ids)
+    owners = rank_groups(mesh, axes, [device.process_index for device in devices])
+    places = rank_groups(mesh, axes, range(len(devices)))
+    return Ranks(
+        groups.reshape(-1),
+        communicators.reason(groups, owners),
+        bool((owners != owners[:, :1]).any()),
+        tuple(tuple(devices[i] for i in row) for row in places.tolist()),
+        ids,
+        communicators.generation(groups),
+    )
+
+
+def rank_groups(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axes: tuple[str, ...],
+    values: Sequence[int],
+) -> np.ndarray:
+    """Arranges one value per device in a table `[groups, P]`, one column per rank.
+
+    Args:
+        mesh: the mesh.
+        axes: the mesh axes of the ranks. Each index of the other axes is one group.
+        values: one value per device, in the order of `mesh.devices.flat`.
+    """
+    table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    # The axes of the ranks come last, so that each row is one group, in rank order.
+    moved = np.moveaxis(table, places, range(-len(axes), 0))
+    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
+
+
+def _refuse_automatic_axes(mesh, manual_axes, label):
+    automatic = [
+        axis
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis not in manual_axes
+    ]
+    if automatic:
+        raise UnsupportedOverlapError(
+            f"{label}: the mesh axes {automatic} are left to XLA, which would gather "
+            "the operands over them on every device. Call it inside jax.shard_map over "
+            'all mesh axes (leave out axis_names=), or pass method="xla".'
+        )
+
+
+def _refuse_unless_one_device(context, label):
+    num_devices = getattr(context, "num_devices", None)
+    if num_devices != 1:
+        raise UnsupportedOverlapError(
+            f"{label}: the program runs on {num_devices or 'several'} devices, but the "
+            "call is not inside jax.shard_map, so XLA would gather its operands on "
+            "every device. Call it inside jax.shard_map over all mesh axes, or pass "
+            'method="xla".'
+        )

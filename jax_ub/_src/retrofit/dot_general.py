@@ -1,0 +1,372 @@
+"""A `dot_general` for Flax layers that overlaps GEMM and communication."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src import methods
+from jax_ub._src.checks import FLOATS, check_array, has_symbolic_sizes, is_integer
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UbError,
+    UnsupportedOverlapError,
+    shown,
+)
+from jax_ub._src.retrofit import interception
+from jax_ub._src.sharding.layout import ShardingLayout, resolve_kind
+from jax_ub._src.sharding.sharded_linear import (
+    as_matrix,
+    indivisible_reason,
+    sharded_linear,
+    split_features,
+    with_output_sharding,
+)
+
+
+def dot_general(
+    kind: str,
+    *,
+    axis_name: str | tuple[str, ...] = "tp",
+    mesh: Mesh | None = None,
+    method: str | None = None,
+    sequence_parallel: bool = True,
+    data_axes: tuple[str, ...] | None = None,
+    ub_name: str | None = None,
+    fsdp_axes: tuple[str, ...] | str = (),
+) -> "DotGeneral":
+    """Makes a `dot_general` for dense layers such as `nn.Dense` and `nnx.Linear`.
+
+        nn.Dense(features, dot_general=ub.dot_general("column"))
+
+    It multiplies global arrays x `[..., tokens, K]` and kernel `[K, N]`, and shards
+    them over the mesh by itself. Inside `jax.shard_map` it multiplies one rank's
+    shards. A kernel `[N, K]`, contracted over its last dimensions, is read in place. If
+    a library such as Qwix intercepts `jax.lax.dot_general`, JAX computes the product
+    without overlap, and `ub.fallbacks` lists the call. Transformer Engine: none.
+
+    Args:
+        kind: "column" (the kernel's out dimensions are sharded; the tokens of x are
+            all-gathered) or "row" (its in dimensions are sharded; the result is
+            reduce-scattered). "ag" and "rs" are aliases.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
+            Otherwise a column layer does not gather and a row layer all-reduces.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all axes
+            except `axis_name`.
+        ub_name: the layer's name in errors and in the configuration of `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP). With an
+            explicit mesh they are read from the kernel's type. Inside `jax.shard_map`
+            the caller gathers the kernel over them.
+
+    Returns:
+        A hashable callable with the signature of `jax.lax.dot_general`.
+
+    Raises:
+        UnknownNameError: if there is no such kind or method.
+        ShapeContractError: if `mesh` is not a mesh.
+    """
+    return DotGeneral(
+        ShardingLayout(
+            resolve_kind("dot_general", kind),
+            axis_name,
+            mesh,
+            data_axes,
+            sequence_parallel,
+            method,
+            ub_name,
+            fsdp_axes,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """The contraction of a dense layer: sums over the last dimensions of x.
+
+    Attributes:
+        num_in: the number of contracted dimensions.
+        rhs_transposed: whether the contracted dimensions are the kernel's last ones;
+            otherwise they are its first ones.
+    """
+
+    num_in: int
+    rhs_transposed: bool
+
+    def in_out(self, dims: Sequence) -> tuple:
+        """Reorders one item per kernel dimension from stored order to [*in, *out]."""
+        if not self.rhs_transposed:
+            return tuple(dims)
+        return (*dims[-self.num_in :], *dims[: -self.num_in])
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """A replacement of `jax.lax.dot_general` that overlaps dense layers' products.
+
+    Those contract the last dimensions of x with the first or the last dimensions of the
+    kernel. On global arrays all other contractions run by `jax.lax.dot_general`. So do
+    calls whose tokens do not divide by the number of ranks, or whose sizes are
+    symbolic, unless a method is given; for example, a model may be initialized with one
+    token. `ub.fallbacks` lists these calls.
+
+    Attributes:
+        sharding_layout: the sharding layout of the layer.
+        original: the function that the layer called before; None looks up
+            `jax.lax.dot_general` at each call.
+        kernel_shape: the global shape of the kernel `[*in, *out]`; None if unknown.
+        is_lenient: whether the layer runs by JAX on a mesh on which it cannot be
+            overlapped; otherwise it raises an error.
+    """
+
+    sharding_layout: ShardingLayout
+    original: Callable | None = None
+    kernel_shape: tuple[int, ...] | None = None
+    is_lenient: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
+        return str(self.sharding_layout.parallel)
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        *,
+        out_sharding=None,
+    ) -> jax.Array:
+        """Computes `jax.lax.dot_general`, overlapped if the operands allow it.
+
+        Sums are f32 whatever `precision` is.
+
+        Raises:
+            UnsupportedOverlapError: if the operands are one rank's shards and the
+                contraction is not a dense layer's, since nothing would communicate. Or
+                if a library intercepts `jax.lax.dot_general` and a method is given.
+        """
+        reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
+        dense = None
+        if reason is None:
+            _check_call(self.sharding_layout.op, lhs, rhs, dimension_numbers)
+            dense = _dense(lhs, rhs, dimension_numbers)
+            reason = self._why_not(lhs, rhs, dense, preferred_element_type)
+        if reason is None and dense is not None:
+            y = self._overlap(lhs, rhs, dense, preferred_element_type)
+            return with_output_sharding(y, out_sharding)
+        if out_sharding is None and dense is not None and self.kind == "row":
+            out_sharding = _whole_features(lhs, dense.num_in, rhs.ndim - dense.num_in)
+        product = lax.dot_general if self.original is None else self.original
+        with self.falling_back(str(reason)):
+            return product(
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )
+
+    def why_intercepted(
+        self, product: interception.Product, original: Callable | None
+    ) -> str | None:
+        """Returns what has replaced the JAX function that a layer calls, or None.
+
+        A quantization library, for example, may have replaced `jax.lax.dot_general`; an
+        overlapped call would bypass it.
+
+        Args:
+            product: the JAX function.
+            original: the function that the layer holds; None if it looks `product` up
+                at each call.
+
+        Raises:
+            UnsupportedOverlapError: if the function is intercepted, but the call must
+                not fall back: a method is given, or the arrays are one rank's shards.
+        """
+        reason = interception.why_intercepted(product, original)
+        if reason is None:
+            return None
+        if not self.sharding_layout.may_fall_back():
+            raise UnsupportedOverlapError(
+                f"{self.sharding_layout.op}: {reason}. Leave out the method, so that "
+                f"JAX "
+                "multiplies, or leave this layer alone."
+            )
+        if self.sharding_layout.is_local() and not self._is_whole_in_shard_map():
+            raise self._no_communication(reason)
+        return reason
+
+    def falling_back(self, reason: str) -> AbstractContextManager[None]:
+        """Returns a context that records that JAX computes the product, and why."""
+        return methods.falling_back(self.sharding_layout.op, reason)
+
+    def _no_communication(self, reason):
+        return UnsupportedOverlapError(
+            f"{self.sharding_layout.op}: {reason}, and inside shard_map over "
+            f"{shown(self.sharding_layout.axis_name)} nothing else would communicate. "
+            f"Use "
+            "jax.lax.dot_general and communicate yourself, or call it on global "
+            "arrays."
+        )
+
+    def _why_not(self, lhs, rhs, dense, out_dtype):
+        """Returns why the layer must call `jax.lax.dot_general`, or None."""
+        sharding_layout = self.sharding_layout
+        reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
+        if sharding_layout.is_local():
+            if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
+                return "the kernel is whole inside this jax.shard_map"
+            if reason is None:
+                return None
+            raise self._no_communication(reason)
+        may_fall_back = sharding_layout.may_fall_back() and not has_symbolic_sizes(lhs)
+        if reason is not None or not may_fall_back:
+            return reason
+        mesh = sharding_layout.find_mesh(rhs, lhs)
+        if mesh is None:
+            return "no mesh is known here" if self.is_lenient else None
+        try:
+            self._check_mesh(mesh, rhs, dense)
+            tokens = lhs.shape[: lhs.ndim - dense.num_in] or (1,)
+            return indivisible_reason(sharding_layout, mesh, (*tokens, lhs.shape[-1]))
+        except UbError as error:
+            if not self.is_lenient:
+                raise
+            return str(error).removeprefix(f"{sharding_layout.op}: ")
+
+    def _check_mesh(self, mesh, rhs, dense):
+        """Raises an error if the layer's kernel cannot be sharded over this mesh."""
+        sharding_layout = self._sharding_layout(mesh, rhs, dense)
+        sharding_layout.axis_size(mesh)
+        if self.is_lenient:
+            shape = dense.in_out(rhs.shape)
+            sharding_layout.check_features((shape[0], shape[dense.num_in]), mesh)
+            spec = dense.in_out(jax.typeof(rhs).sharding.spec)
+            sharding_layout.check_kernel_spec(spec, dense.num_in)
+
+    def _is_whole_in_shard_map(self, rhs=None, dense=None):
+        """Returns whether each rank of the `shard_map` has the unsharded kernel."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if set(self.sharding_layout.axes).isdisjoint(mesh.shape):
+            return True
+        is_one = (
+            math.prod(mesh.shape.get(name, 1) for name in self.sharding_layout.axes)
+            == 1
+        )
+        if dense is None or is_one:
+            return False
+        return dense.in_out(rhs.shape) == self.kernel_shape
+
+    def _sharding_layout(self, mesh, rhs, dense):
+        """Returns the layer's layout, adapted to this kernel and mesh.
+
+        `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
+        lenient.
+        """
+        sharding_layout = dataclasses.replace(
+            self.sharding_layout, rhs_transposed=dense.rhs_transposed
+        )
+        if not self.is_lenient or mesh is None:
+            return sharding_layout
+        shape = dense.in_out(rhs.shape)
+        return sharding_layout.fitted(mesh, (shape[0], shape[dense.num_in]))
+
+    def _overlap(self, lhs, rhs, dense, out_dtype):
+        num_in = dense.num_in
+        mesh = (
+            None
+            if self.sharding_layout.is_local()
+            else self.sharding_layout.find_mesh(rhs, lhs)
+        )
+        sharding_layout = self._sharding_layout(mesh, rhs, dense)
+        shape = dense.in_out(rhs.shape)
+        sharding_layout.check_contraction(
+            lhs, jax.ShapeDtypeStruct(shape, rhs.dtype), num_in
+        )
+        spec = dense.in_out(jax.typeof(rhs).sharding.spec)
+        sharding_layout.check_kernel_spec(spec, num_in)
+        outs = shape[num_in:]
+        num_first = rhs.ndim - num_in if dense.rhs_transposed else num_in
+        kernel = as_matrix(rhs, num_first)
+        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], math.prod(shape[:num_in]))
+        y = sharded_linear(sharding_layout, x, kernel, out_dtype=out_dtype)
+        return split_features(y, outs)
+
+
+def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
+    if dense is None:
+        return (
+            f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
+            "last dimensions of x and the first or the last of the kernel"
+        )
+    if lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
+        return f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
+    if out_dtype is not None and jnp.dtype(out_dtype) not in FLOATS:
+        return f"the result is asked for in {jnp.dtype(out_dtype)}"
+    return f"x {lhs.shape} is empty" if lhs.size == 0 else None
+
+
+def _whole_features(lhs, num_in, num_out):
+    """Returns y's sharding for a row-parallel layer on a mesh with explicit axes.
+
+    It is None on other meshes.
+
+    The leading dimensions are sharded as in x, and the features are replicated. With
+    automatic axes no output sharding is needed.
+    """
+    sharding = jax.typeof(lhs).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    lead = sharding.spec[: lhs.ndim - num_in]
+    return sharding.update(spec=P(*lead, *[None] * num_out))
+
+
+def _check_call(op, lhs, rhs, dimension_numbers):
+    """Raises an error for arguments that `jax.lax.dot_general` does not accept."""
+    check_array(op, "x", lhs)
+    check_array(op, "kernel", rhs)
+    try:
+        (lhs_contract, rhs_contract), batch = dimension_numbers
+        is_call = len(lhs_contract) == len(rhs_contract) and len(batch) == 2
+        dims = [*lhs_contract, *rhs_contract, *batch[0], *batch[1]]
+        is_call = is_call and all(map(is_integer, dims))
+    except (TypeError, ValueError):
+        is_call = False
+    if not is_call:
+        raise ShapeContractError(
+            f"{op}: dimension_numbers = {shown(dimension_numbers)} are not those of "
+            "jax.lax.dot_general. Pass ((x_contract, kernel_contract), (x_batch, "
+            "kernel_batch)), each a tuple of dimensions."
+        )
+
+
+def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
+    """Returns the contraction that a dense layer such as `nn.Dense` computes.
+
+    Returns None for any other contraction.
+    """
+    (lhs_contract, rhs_contract), batch = dimension_numbers
+    num_in = len(rhs_contract)
+    if (
+        any(map(len, batch))
+        or not 0 < num_in < rhs.ndim
+        or tuple(lhs_contract) != tuple(range(lhs.ndim - num_in, lhs.ndim))
+    ):
+        return None
+    if tuple(rhs_contract) == tuple(range(num_in)):
+        return Dense(num_in, rhs_transposed=False)
+    if tuple(rhs_contract) == tuple(range(rhs.ndim - num_in, rhs.ndim)):
+        return Dense(num_in, rhs_transposed=True)
+    return None

@@ -1,0 +1,191 @@
+"""An `einsum_op` for `flax.nnx.Einsum` that overlaps GEMM and communication."""
+
+import dataclasses
+import re
+import string
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.retrofit import interception
+from jax_ub._src.retrofit.dot_general import DotGeneral
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """The parsed equation of an einsum `y = x, kernel`, as one label per dimension.
+
+    The einsum is a dense layer if each label occurs in exactly two of x, kernel and y.
+    Then x can be transposed to `[*lead, *ins]`, the kernel to `[*ins, *outs]` and y to
+    `[*lead, *outs]`:
+
+    | equation | lead | ins | outs |
+    |---|---|---|---|
+    | "BTD,NDH->BTNH" | BT | D | NH |
+    | "BTD,SNDH->SBTNH" | BT | D | NHS |
+    | "BTNH,NHD->BTD" | BT | NH | D |
+
+    Tensor parallelism shards the first label of ins or of outs. Kernel labels at the
+    front of y stack several results, such as S for query, key and value. They are moved
+    to the end of outs, so that they are not sharded.
+    """
+
+    x: str
+    kernel: str
+    y: str
+
+    @classmethod
+    def read(cls, text: str, x_ndim: int | None = None) -> "Equation":
+        """Parses an einsum equation "x,kernel->y", and expands "...".
+
+        "..." is replaced by new labels for the dimensions of x that have no label; x
+        has `x_ndim` dimensions.
+        """
+        text = text.replace(" ", "")
+        unused = "".join(sorted(set(string.ascii_letters) - set(text)))
+        named = len(text.split(",")[0].replace("...", ""))
+        labels = unused[: max((x_ndim or 0) - named, 0)]
+        return cls(*re.split(",|->", text.replace("...", labels)))
+
+    @property
+    def is_dense(self) -> bool:
+        """Returns whether the einsum computes a dense layer, `x @ kernel`."""
+        terms = (self.x, self.kernel, self.y)
+        labels = "".join(terms)
+        is_each_twice = all(labels.count(label) == 2 for label in labels)
+        is_none_twice = all(len(set(term)) == len(term) for term in terms)
+        return is_each_twice and is_none_twice and bool(self.ins and self.outs)
+
+    @property
+    def lead(self) -> str:
+        """Returns the labels that x and y share: batch and token dimensions."""
+        return "".join(label for label in self.x if label in self.y)
+
+    @property
+    def ins(self) -> str:
+        """Returns the labels that x and the kernel share: contracted dimensions."""
+        return "".join(label for label in self.x if label in self.kernel)
+
+    @property
+    def outs(self) -> str:
+        """Returns the labels that kernel and y share: output features.
+
+        Labels of stacked results come last.
+        """
+        own = "".join(label for label in self.y if label in self.kernel)
+        num_stacked = len(self.y) - len(self.y.lstrip(own))
+        return own[num_stacked:] + own[:num_stacked]
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """A replacement of `jax.numpy.einsum` that overlaps equations of dense layers.
+
+    Attributes:
+        dense: the function that computes the product of a dense layer.
+        sharded: the label of the kernel's sharded dimension; "" takes the first one.
+        original: the function that the layer called before; None looks up
+            `jax.numpy.einsum` at each call.
+    """
+
+    dense: DotGeneral
+    sharded: str = ""
+    original: Callable | None = None
+
+    @property
+    def kind(self) -> str:
+        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
+        return self.dense.kind
+
+    def __call__(
+        self,
+        subscripts: str,
+        x: jax.Array,
+        kernel: jax.Array,
+        *,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+    ) -> jax.Array:
+        """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's.
+
+        Sums are f32 whatever `precision` is.
+
+        Raises:
+            UnsupportedOverlapError: if `subscripts` is not the contraction of a dense
+                layer, but the call must not fall back to JAX: a method is given, or the
+                arrays are one rank's shards.
+            ShapeContractError: if the number of dimensions of x or kernel differs from
+                the number of labels in `subscripts`.
+        """
+        reason = self.dense.why_intercepted(interception.EINSUM, self.original)
+        equation = None if reason else Equation.read(subscripts, x.ndim)
+        if equation is not None and not equation.is_dense:
+            reason = f"{shown(subscripts)} is no dense layer's"
+            self._check_may_fall_back(reason)
+        if equation is None or reason is not None:
+            options: dict[str, Any] = {"precision": precision}
+            if preferred_element_type is not None:
+                options["preferred_element_type"] = preferred_element_type
+            if out_sharding is not None:
+                options["out_sharding"] = out_sharding
+            einsum = jnp.einsum if self.original is None else self.original
+            with self.dense.falling_back(str(reason)):
+                return einsum(subscripts, x, kernel, **options)
+        if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
+            raise ShapeContractError(
+                f"{self.dense.sharding_layout.op}: x {x.shape} and kernel "
+                f"{kernel.shape} "
+                f"have other numbers of dimensions than in {shown(subscripts)}. Pass "
+                "one for each label."
+            )
+        ins, outs = (
+            self._sharded_first(equation.ins),
+            self._sharded_first(equation.outs),
+        )
+        num_lead, num_in = len(equation.lead), len(ins)
+        contracted = (range(num_lead, x.ndim), range(num_in))
+        y_labels = equation.lead + outs
+        y = self.dense(
+            _transpose(x, equation.x, equation.lead + ins),
+            _transpose(kernel, equation.kernel, ins + outs),
+            (contracted, ((), ())),
+            precision,
+            preferred_element_type,
+            out_sharding=_transpose_sharding(out_sharding, equation.y, y_labels),
+        )
+        return _transpose(y, y_labels, equation.y)
+
+    def _check_may_fall_back(self, reason):
+        sharding_layout = self.dense.sharding_layout
+        if not sharding_layout.may_fall_back() or sharding_layout.is_local():
+            raise UnsupportedOverlapError(
+                f"{sharding_layout.op}: {reason}. Call the layer with each label in "
+                f"two of "
+                "x, kernel and result, or leave it alone in the rules of ub.overlap."
+            )
+
+    def _sharded_first(self, labels):
+        return "".join(sorted(labels, key=lambda label: label != self.sharded))
+
+
+def _transpose(array, labels, wanted):
+    return jnp.transpose(array, [labels.index(label) for label in wanted])
+
+
+def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
+    """Permutes the entries of a sharding or partition spec as the dimensions are.
+
+    None stays None.
+    """
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    entries = dict(zip(labels, spec, strict=False))  # spec may be shorter than labels
+    spec = P(*(entries.get(label) for label in wanted))
+    return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else spec

@@ -1,0 +1,90 @@
+"""Detects libraries that intercept the JAX function that a Flax layer would call.
+
+Quantization and LoRA libraries change what `jax.lax.dot_general` does while a model is
+traced. Qwix replaces the function's `__code__`; others replace the module's attribute.
+An overlapped layer does not call that function, so it must detect the interception and
+let JAX compute the product.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+
+from jax_ub._src.errors import shown
+
+
+def _code_of(function: Any) -> Any:
+    """Returns the code object of a Python function or of the function under a jit."""
+    return getattr(getattr(function, "__wrapped__", function), "__code__", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A function of JAX and its code, saved at import to detect later replacements.
+
+    Attributes:
+        module: the module or class that has the function as attribute.
+        name: the name of the attribute.
+        path: the function's qualified name, for messages.
+        function: the function at import time.
+        code: the function's code object at import time.
+    """
+
+    module: Any
+    name: str
+    path: str
+    function: Callable
+    code: Any
+
+    def interception(self, held: Callable | None = None) -> str | None:
+        """Returns a description of what has replaced the function, or None.
+
+        Args:
+            held: the function that a layer holds; None if the layer looks up the
+                module's attribute at each call.
+        """
+        current = getattr(self.module, self.name) if held is None else held
+        if current is not self.function:
+            return f"{self.path} is replaced by {shown(current)}"
+        return self.code_interception()
+
+    def code_interception(self) -> str | None:
+        """Returns a description of what has replaced the function's code, or None."""
+        code = _code_of(self.function)
+        if code is self.code:
+            return None
+        where = f"{shown(code.co_name)} in {code.co_filename}"
+        return f"the code of {self.path} is replaced by that of {where}"
+
+
+def _product(module: Any, path: str) -> Product:
+    name = path.rpartition(".")[2]
+    function = getattr(module, name)
+    return Product(module, name, path, function, _code_of(function))
+
+
+DOT_GENERAL = _product(lax, "jax.lax.dot_general")
+DOT = _product(jnp, "jax.numpy.dot")
+EINSUM = _product(jnp, "jax.numpy.einsum")
+# Functions that the functions above call. JAX refers to them directly, not by a module
+# attribute, so only a replacement of their code has an effect.
+_INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
+
+
+def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
+    """Returns why a layer must call JAX's function: because a library replaced it.
+
+    None if nothing has replaced the function.
+
+    Args:
+        product: the function that the layer would call.
+        held: see `Product.interception`.
+    """
+    found = product.interception(held)
+    inner = (each.code_interception() for each in _INNER)
+    found = found or next(filter(None, inner), None)
+    return found and f"{found}, which an overlapped call would bypass"

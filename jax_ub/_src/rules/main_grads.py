@@ -1,0 +1,135 @@
+"""Checks of `main_grad`, the f32 array to which a wgrad adds a kernel's gradient.
+
+The cotangent of a main_grad is its new value: the old value plus the gradient.
+"""
+
+import weakref
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import get_opaque_trace_state
+
+from jax_ub._src import checks as shapes
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.primitives import varying
+
+# id of a main_grad's tracer -> (weak reference to the tracer, trace in which it was
+# used). An entry is removed when its tracer is freed.
+_USED: dict[int, tuple[weakref.ref, object]] = {}
+
+
+def prepare(
+    op: str, main_grad: jax.Array | None, w: jax.Array, axes
+) -> jax.Array | None:
+    """Checks the accumulator of a kernel's gradient, and casts it to vary over axes.
+
+    Args:
+        op: the op's label, for errors.
+        main_grad: the accumulator, f32 `[K, N]`, or None.
+        w: the kernel whose gradient is accumulated.
+        axes: the mesh axes that the kernel's gradient varies over.
+
+    Returns:
+        The promoted main_grad, or None.
+
+    Raises:
+        ShapeContractError: if shape, dtype or mesh axes do not match, or if another
+            call has used the main_grad already.
+    """
+    if main_grad is None:
+        return None
+    claim(op, main_grad, w)
+    return promote(op, main_grad, axes)
+
+
+def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
+    """Checks the accumulator of a kernel's gradient, and that no other call uses it.
+
+    Raises:
+        ShapeContractError: if shape or dtype do not match, or if another call has used
+            the main_grad already.
+    """
+    shapes.check_main_grad(op, main_grad, w)
+    _claim(op, main_grad)
+
+
+def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
+    """Checks that a main_grad varies over all mesh axes that its gradient varies over.
+
+    Returns:
+        The main_grad, promoted over axes of one rank.
+
+    Raises:
+        ShapeContractError: if the main_grad is replicated over ranks whose gradients
+            differ.
+    """
+    main_grad = _promote_over_single_ranks(main_grad, axes)
+    missing = sorted(frozenset(axes) - varying.axes_of(main_grad))
+    if missing:
+        raise ShapeContractError(
+            f"{op}: main_grad is the same on all ranks of {missing}, but this call's "
+            "gradient is not. Let every rank accumulate its own, jax.lax.pcast("
+            f"main_grad, {tuple(missing)}, to='varying'), and sum them over "
+            f"{tuple(missing)} after the last microbatch."
+        )
+    return main_grad
+
+
+def _promote_over_single_ranks(main_grad, axes):
+    # The transpose of a promotion is a sum, which over one rank is the value itself.
+    single = [
+        axis
+        for axis in frozenset(axes) - varying.axes_of(main_grad)
+        if lax.axis_size(axis) == 1
+    ]
+    return varying.promote(main_grad, single)
+
+
+def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
+    """Rejects a `jax.vmap` that maps dy but not the accumulator; returns main_grad.
+
+    Otherwise JAX would sum the accumulated values of all mapped indices, and each of
+    them would contain main_grad. The check adds nothing to the compiled program.
+
+    Args:
+        op: the op's label, for errors.
+        main_grad: the accumulator.
+        dy: the result's gradient, from which the accumulated gradient is computed.
+
+    Raises:
+        UnsupportedOverlapError: when `jax.vmap` is applied, if it maps dy only.
+    """
+
+    @custom_vmap
+    def same(main_grad, dy):
+        return main_grad
+
+    @same.def_vmap
+    def same_of_mapped(axis_size, is_mapped, main_grad, dy):
+        if is_mapped[1] and not is_mapped[0]:
+            raise UnsupportedOverlapError(
+                f"{op}: jax.vmap over {axis_size} examples maps the gradient that "
+                "main_grad accumulates, but not main_grad, and would count it "
+                f"{axis_size} times. Put the examples into batch axes of x, in front "
+                "of its rows, without jax.vmap; or map main_grad too, and sum what "
+                "each example accumulates."
+            )
+        # Calls `same` again, so that an enclosing jax.vmap is checked, too.
+        return same(main_grad, dy), is_mapped[0]
+
+    return same(main_grad, dy)
+
+
+def _claim(op, main_grad):
+    if not isinstance(main_grad, jax.core.Tracer):
+        return
+    key, here = id(main_grad), get_opaque_trace_state(convention="flax")
+    known = _USED.get(key)
+    if known is not None and known[0]() is main_grad and known[1] == here:
+        raise ShapeContractError(
+            f"{op}: this main_grad went into another call already, and jax would add "
+            "the two accumulated values. Give every call a main_grad of its own, or "
+            "carry one through jax.lax.scan."
+        )
+    _USED[key] = (weakref.ref(main_grad, lambda _: _USED.pop(key, None)), here)

@@ -1,0 +1,256 @@
+"""The connections of this process to its peers, one for each group of ranks.
+
+A group that cannot be connected is listed with the reason.
+"""
+
+import atexit
+import functools
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jax_ub._src import errors
+from jax_ub._src.errors import ConfigurationError
+from jax_ub._src.runtime import cuda, engine, hosts, settings
+from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
+from jax_ub._src.runtime.connection_attempt import Connection, ConnectionAttempt
+from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+
+_CONNECTIONS: dict[Group, Connection] = {}
+_GENERATION = [0]  # the last communicator generation that this process agreed on
+_HAS_SHARED_CORES = [False]  # whether the engine is limited to a share of the cores
+
+
+def connections() -> tuple[Connection, ...]:
+    """Returns the connections that `initialize_ub` has made or tried to make.
+
+    A group that cannot share memory is included, with its `reason`.
+    """
+    return tuple(_CONNECTIONS.values())
+
+
+def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
+    """Returns why calls over these groups must use plain JAX; None if the engine can.
+
+    Every process gets the same answer: all processes lower the same program, so they
+    must all fall back or none.
+
+    Args:
+        groups: global device ids, `[groups, P]`.
+        processes: the process index of each device, `[groups, P]`.
+    """
+    for group, owners in zip(groups.tolist(), processes.tolist(), strict=True):
+        connection = _CONNECTIONS.get(tuple(group))
+        if connection is None:
+            if len(set(owners)) == 1:
+                continue
+            return (
+                f"its ranks lie in processes {sorted(set(owners))}, which are not "
+                "connected; call ub.initialize_ub(mesh=..., axis_name=...) on all of "
+                "them first"
+            )
+        if connection.reason is not None:
+            return connection.reason
+    return None
+
+
+def generation(groups: np.ndarray) -> int:
+    """Returns the generation of the groups' communicators; 0 if none is connected.
+
+    Each `initialize_ub` that connects processes starts a new generation.
+
+    A program is bound to the generation that it was lowered for. Processes match their
+    calls by XLA's launch numbers, which may differ between processes after a failure,
+    so a communicator rejects programs of an earlier generation.
+
+    Args:
+        groups: global device ids, `[groups, P]`.
+    """
+    found = (_CONNECTIONS.get(tuple(group)) for group in groups.tolist())
+    return max((one.generation for one in found if one is not None), default=0)
+
+
+def check_shared(device_groups: DeviceGroups) -> None:
+    """Checks that connections made for another mesh axis can be reused for this axis.
+
+    Raises:
+        ConfigurationError: if their communicator has failed, or its shared memory is
+            too small for calls of this capacity. Names the devices.
+    """
+    for group, connection in _connected(device_groups).items():
+        if connection.communicator is None:
+            continue
+        failure = _failure_of(connection)
+        if failure:
+            raise ConfigurationError(
+                f"initialize_ub: the devices {list(group)} are connected already, "
+                f"under another axis name, and have failed: {failure}. Call "
+                "ub.destroy_ub() first."
+            )
+        if connection.call_bytes < device_groups.call_bytes:
+            raise ConfigurationError(
+                f"initialize_ub: the devices {list(group)} are connected already, "
+                "under another axis name, for calls of "
+                f"{connection.call_bytes} bytes a rank, but this shape needs "
+                f"{device_groups.call_bytes}. Initialise the axis of the largest "
+                f"shape first."
+            )
+
+
+def shared_groups(device_groups: DeviceGroups) -> str:
+    """Returns the groups that another mesh axis has connected already, as text.
+
+    The processes compare it, since they must agree on which groups to connect.
+    """
+    return str(sorted(_connected(device_groups)))
+
+
+def _connected(device_groups):
+    return {g: _CONNECTIONS[g] for g in device_groups.groups if g in _CONNECTIONS}
+
+
+def connect(
+    device_groups: DeviceGroups,
+    agreement: ProcessAllGather,
+    agreed_settings: Mapping[str, str],
+    own_error: Exception | None,
+) -> None:
+    """Connects all groups of ranks that can share memory, or fails in every process.
+
+    Args:
+        device_groups: the groups of ranks, and the process of each device.
+        agreement: all-gathers values over the processes: in two rounds, or in three if
+            their settings differ.
+        agreed_settings: settings that must be equal in all processes, by name.
+        own_error: why this process cannot take part, or None.
+
+    Raises:
+        CommunicatorError: if another process failed, has different settings, or could
+            not connect. If `own_error` is given, that is raised.
+        TimeoutError: if processes did not arrive before the deadline.
+    """
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
+    try:
+        peer_info = attempt.agree(agreement, agreed_settings, own_error)
+    except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
+        attempt.close()
+        raise
+    finally:
+        _GENERATION[0] = max(_GENERATION[0], attempt.generation)
+    _keep(attempt)
+    if device_groups.platform == "cpu":
+        _share_cores(device_groups, peer_info)
+
+
+def connect_alone(device_groups: DeviceGroups) -> None:
+    """Connects the groups of ranks on a mesh of this process's devices only.
+
+    On CPUs such groups need no connection.
+
+    Raises:
+        CommunicatorError: if there is not enough memory.
+    """
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
+    error = attempt.connect_all({})
+    if error is not None:
+        attempt.close()
+        raise error
+    _keep(attempt)
+
+
+def _keep(attempt):
+    _CONNECTIONS.update((one.group, one) for one in attempt.made)
+    if attempt.made:
+        _close_at_exit()
+
+
+def _share_cores(device_groups, peer_info: Values):
+    if settings.num_threads() is not None:
+        return
+    here, own = hosts.identity(), hosts.cores()
+    neighbours = [
+        process for process in sorted(peer_info) if peer_info[process]["host"] == here
+    ]
+    everyone = [peer_info[process]["cores"] for process in neighbours]
+    groups = [peer_info[process]["control_groups"] for process in neighbours]
+    index = neighbours.index(device_groups.process)
+    cpu = engine.load()
+    num_threads = min(
+        hosts.thread_share(own, everyone),
+        hosts.quota_share(
+            cpu.default_num_threads(), len(own), groups.count(groups[index])
+        ),
+    )
+    _HAS_SHARED_CORES[0] = True
+    cpu.set_num_threads(num_threads, hosts.process_cpu_set(own, everyone, index))
+
+
+@functools.cache
+def _close_at_exit():
+    # So that peers receive a close message and do not report this process as lost.
+    atexit.register(disconnect_all_but, ())
+
+
+def disconnect(groups: Sequence[Group]) -> None:
+    """Closes the connections of the given groups, without waiting for lost peers.
+
+    Each group is removed only after it has been closed, so that an interrupted call can
+    be repeated.
+    """
+    for group in groups:
+        if group in _CONNECTIONS:
+            _CONNECTIONS[group].close()
+            _CONNECTIONS.pop(group, None)
+    if _HAS_SHARED_CORES[0] and not _CONNECTIONS:
+        cpu = engine.load()
+        if cpu.has_engine():
+            cpu.set_num_threads(cpu.default_num_threads())
+        _HAS_SHARED_CORES[0] = False
+
+
+def disconnect_all_but(groups: Collection[Group]) -> None:
+    """Closes the connections of all groups that are not in `groups`."""
+    disconnect([group for group in tuple(_CONNECTIONS) if group not in groups])
+
+
+def release_slots() -> None:
+    """Frees the communication buffers of calls within this process."""
+    cpu = sys.modules.get("jax_ub._cpu")
+    if cpu is not None:
+        cpu.release_slots()
+    cuda.release_in_process()
+
+
+def check_communicators() -> None:
+    """Raises the first failure of the groups that `initialize_ub` connected, if any.
+
+    On GPUs a wait fails on the device: the results of that call are NaN, and the host
+    reports the failure at the next call, or here. Transformer Engine: none.
+
+    Raises:
+        TimeoutError: if a rank waited for its peers until its deadline.
+        CommunicatorError: if a rank failed in another way.
+    """
+    found = {f"devices {list(group)}": failure for group, failure in failures()}
+    for where, failure in {**found, **cuda.failures()}.items():
+        raise errors.of_failure(f"{where}: {_without_kind(failure)}")
+
+
+def failures() -> Iterator[tuple[Group, str]]:
+    """Yields (group, reason) for each connected group of ranks that has failed."""
+    for connection in connections():
+        failure = _failure_of(connection)
+        if failure:
+            yield connection.group, failure
+
+
+def _failure_of(connection):
+    failure = connection.communicator and connection.communicator.failure
+    return failure and _without_kind(failure)
+
+
+def _without_kind(failure):
+    # The engines write the error's type into the text, since XLA errors carry no type.
+    # In Python the exception has that type, so the prefix is redundant.
+    return failure.removeprefix("CommunicatorError: ")

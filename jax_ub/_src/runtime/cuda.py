@@ -1,0 +1,222 @@
+"""Loads the CUDA engine `jax_ub._cuda`, checks that it can run, and registers it.
+
+It is loaded only when a CUDA device is used, or a program is lowered for one.
+"""
+
+import functools
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ub._src.runtime import engine, settings
+
+# Must equal the limit in csrc/transport/cuda: the number of flag lines in a heap.
+MOST_RANKS = 16
+
+_PLATFORM = "CUDA"
+_BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
+# Where NVIDIA's wheels put cuBLASLt, newest first.
+_LIBRARIES = ("cu13/lib", "cublas/lib")
+
+Array = tuple[str, tuple[int, ...]]  # dtype and shape
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Imports the CUDA engine `jax_ub._cuda`, and checks that it fits the jaxlib.
+
+    It needs no driver and registers no handlers.
+
+    Raises:
+        ImportError: if the engine was not built, or was built for an incompatible FFI
+            API. Says what to do.
+    """
+    try:
+        cuda = importlib.import_module("jax_ub._cuda")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "jax_ub: its CUDA engine jax_ub._cuda is missing, since no nvcc was found "
+            f"when it was built. {_BUILD}"
+        ) from error
+    built = tuple(cuda.xla_ffi_api_version)
+    engine.check_ffi_api(built, engine.running_ffi_api(), jax.__version__)
+    cuda.set_library_paths(library_paths())
+    timeout_s = settings.timeout_s()
+    if timeout_s is not None:
+        cuda.set_timeout_s(timeout_s)
+    if settings.nvls():
+        cuda.set_nvls(True)
+    return cuda
+
+
+def library_paths() -> list[str]:
+    """Returns where NVIDIA's installed wheels have the libraries of cuBLASLt."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
+    found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
+    return [str(path) for path in found if any(path.glob("libcublasLt.so.*"))]
+
+
+def local_devices() -> list[jax.Device]:
+    """Returns the CUDA devices of this process; empty if jax has no CUDA backend."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+    return [device for device in devices if is_cuda(device)]
+
+
+def is_cuda(device: jax.Device) -> bool:
+    """Returns whether a JAX device is an NVIDIA GPU.
+
+    jax uses the platform "gpu" for AMD GPUs too.
+    """
+    if device.platform == "gpu":
+        return "cuda" in device.client.platform_version.lower()
+    return device.platform == "cuda"
+
+
+def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
+    """Returns the CUDA device number of each device of this process, by device id."""
+    return {device.id: device.local_hardware_id for device in devices}
+
+
+def platform_of(device: jax.Device) -> str:
+    """Returns the platform that programs for a device are lowered for, such as "cuda".
+
+    `device.platform` is "gpu" for all kinds of GPUs.
+    """
+    if is_cuda(device):
+        return "cuda"
+    return "rocm" if device.platform == "gpu" else device.platform
+
+
+def is_default() -> bool:
+    """Returns whether JAX's default backend has CUDA devices."""
+    return jax.default_backend() in ("gpu", "cuda") and bool(local_devices())
+
+
+def is_traced_for() -> bool:
+    """Returns whether the program that JAX is tracing is for CUDA devices.
+
+    The devices of the current mesh decide, or the default backend if the mesh has no
+    devices. This also holds for programs that `jax.export` lowers for another platform.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return is_default()
+    if device.platform != "gpu":
+        return device.platform == "cuda"
+    # AMD GPUs have the platform "gpu" too. The mesh may be an ahead-of-time topology,
+    # whose GPUs are not devices of this process.
+    return bool(local_devices()) or not _has_other_gpus()
+
+
+def _has_other_gpus():
+    try:
+        return bool(jax.local_devices(backend="rocm"))
+    except RuntimeError:
+        return False
+
+
+def why_not() -> str | None:
+    """Returns why the CUDA engine cannot run calls in this process, or None if it can.
+
+    It is None for a process without CUDA devices if the engine can be loaded: such a
+    process may lower programs for the GPUs of other processes.
+    """
+    try:
+        cuda = load()
+    except (ImportError, ValueError) as error:
+        return str(error)
+    if settings.runs_concurrently():
+        return (
+            "XLA_FLAGS lets XLA run captured calls in any order, but every rank must "
+            "run them in that of the program: leave out "
+            "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+        )
+    return cuda.why_not() if local_devices() else None
+
+
+def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
+    """Returns why GPUs of this process cannot access each other's memory, or None."""
+    ordinals = sorted({device.local_hardware_id for device in devices})
+    return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
+
+
+def is_loaded() -> bool:
+    """Returns whether this process has imported the CUDA engine."""
+    return "jax_ub._cuda" in sys.modules
+
+
+def usable_devices() -> list[dict[str, Any]]:
+    """Returns CUDA properties of the GPUs that the engine can use in this process.
+
+    The list is empty if the CUDA engine cannot use them.
+    """
+    own = {device.local_hardware_id for device in local_devices()}
+    if not own or why_not() is not None:
+        return []
+    return [one for one in load().devices() if one["ordinal"] in own]
+
+
+def failures() -> dict[str, str]:
+    """Returns why communicators between GPUs have failed, by communicator name."""
+    if is_loaded() and local_devices() and why_not() is None:
+        return load().failures()
+    return {}
+
+
+def release_in_process() -> None:
+    """Frees buffers of calls within this process that no program needs any more."""
+    if is_loaded() and local_devices() and why_not() is None:
+        load().release_in_process()
+
+
+@functools.cache
+def register_targets() -> None:
+    """Registers the CUDA engine's FFI handlers with XLA, if there are CUDA devices."""
+    devices = local_devices()
+    if not devices:
+        return
+    cuda = load()
+    cuda.set_local_devices({n: i for i, n in ordinals(devices).items()})
+    jax.ffi.register_ffi_type(
+        "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
+    )
+    for name, handlers in cuda.targets().items():
+        # The handlers themselves declare that CUDA graphs may capture them. JAX's CUDA
+        # plugin rejects traits that are passed here.
+        jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
+
+
+def workspace_bytes(
+    target: str,
+    attributes: Mapping[str, object],
+    operands: Sequence[Array],
+    results: Sequence[Array],
+) -> int:
+    """Returns how many bytes of scratch memory a call needs, as its last result.
+
+    Args:
+        target: FFI target of the call, such as "jax_ub$all_gather_matmul".
+        attributes: FFI attributes of the call.
+        operands: dtype and shape of each operand.
+        results: dtype and shape of each result, without the workspace.
+    """
+    plain = {name: _plain(value) for name, value in attributes.items()}
+    op = target.removeprefix("jax_ub$")
+    return load().workspace_bytes(op, plain, list(operands), list(results))
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value

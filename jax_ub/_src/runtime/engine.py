@@ -1,0 +1,121 @@
+"""Loads the CPU engine `jax_ub._cpu`, and registers it at the first lowering."""
+
+import functools
+import importlib
+import pathlib
+import re
+import types
+
+import jax
+
+from jax_ub._src.errors import ConfigurationError, nearest, shown
+from jax_ub._src.runtime import settings
+
+_PLATFORM = "cpu"
+_BUILD = "In a clone of jax_ub, build it with: pip install ."
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Imports the CPU engine `jax_ub._cpu`, and checks that it fits the jaxlib.
+
+    It neither registers handlers nor starts a backend: if jaxlib rejects a handler, the
+    whole backend fails to start.
+
+    Raises:
+        ImportError: if the engine was not built, or was built for an incompatible FFI
+            API. Says what to install.
+    """
+    try:
+        cpu = importlib.import_module("jax_ub._cpu")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"jax_ub: its compiled engine jax_ub._cpu is missing. {_BUILD}"
+        ) from error
+    check_ffi_api(tuple(cpu.xla_ffi_api_version), running_ffi_api(), jax.__version__)
+    return cpu
+
+
+def check_ffi_api(
+    built: tuple[int, int], running: tuple[int, int], jax_version: str
+) -> None:
+    """Checks that the installed jaxlib accepts handlers of the engine's FFI version.
+
+    Args:
+        built: FFI API version, (major, minor), that the engine was compiled for.
+        running: FFI API version of the installed jaxlib.
+        jax_version: version of jax, for the error.
+
+    Raises:
+        ImportError: if jaxlib would reject the handlers.
+    """
+    if built[0] != running[0] or built[1] > running[1]:
+        raise ImportError(
+            f"jax_ub: its engine was built for XLA FFI API {built[0]}.{built[1]}, but "
+            f"jax {jax_version} has {running[0]}.{running[1]}. Install a newer jax "
+            f"(pip install -U jax), or build jax_ub for this one. {_BUILD}"
+        )
+
+
+def running_ffi_api() -> tuple[int, int]:
+    """Returns the XLA FFI API version of the installed jaxlib, as (major, minor).
+
+    It is read from the header that jaxlib installs.
+    """
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    return _defined(text, "XLA_FFI_API_MAJOR"), _defined(text, "XLA_FFI_API_MINOR")
+
+
+def _defined(text, name):
+    return int(re.findall(rf"#define {name} (\d+)", text)[0])
+
+
+def local_devices() -> list[jax.Device]:
+    """Returns the CPU devices of this process; empty if jax has no CPU backend."""
+    try:
+        return jax.local_devices(backend="cpu")
+    except RuntimeError:
+        return []
+
+
+@functools.cache
+def register_targets() -> None:
+    """Configures the CPU engine, and registers its FFI handlers with XLA once."""
+    # The backend does not start if stateful targets are registered before it.
+    jax.devices()
+    cpu = load()
+    _configure(cpu)
+    cpu.set_local_devices([device.id for device in local_devices()])
+    jax.ffi.register_ffi_type(
+        "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
+    )
+    for name, handlers in cpu.targets().items():
+        jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
+
+
+def check_isa() -> None:
+    """Checks that the CPU engine has kernels for the instruction set in `JAX_UB_ISA`.
+
+    Raises:
+        ConfigurationError: if it has none. Names the available instruction sets.
+    """
+    name, known = settings.isa(), load().isas()
+    if name is not None and name not in known:
+        raise ConfigurationError(
+            f"JAX_UB_ISA = {shown(name)} is no instruction set that is here. "
+            f"{nearest(name, known)} Set one of these, or unset it."
+        )
+
+
+def _configure(cpu):
+    check_isa()
+    given = {
+        cpu.set_timeout_s: settings.timeout_s(),
+        cpu.set_first_call_timeout_s: settings.first_call_timeout_s(),
+        cpu.set_num_threads: settings.num_threads(),
+        cpu.set_isa: settings.isa(),
+    }
+    for hand_over, value in given.items():
+        if value is not None:
+            hand_over(value)

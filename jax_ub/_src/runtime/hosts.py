@@ -1,0 +1,99 @@
+"""Identifies the host of a process, and divides its cores among its processes."""
+
+import os
+import pathlib
+import platform
+
+from jax_ub._src.runtime import settings
+
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
+
+
+def identity() -> str:
+    """Returns a text that is equal in processes that can share memory: the host's id.
+
+    It holds the kernel's boot id and the network namespace, since processes connect by
+    abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
+    """
+    given = settings.host_id()
+    if given is not None:
+        return given
+    try:
+        boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        # Without /proc only the host name is available.
+        return platform.node()
+    return f"{platform.node()} {boot} {network}"
+
+
+def short_name(host: str) -> str:
+    """Returns the host's name from an `identity`, for messages."""
+    return host.split(" ")[0]
+
+
+def cores() -> list[int]:
+    """Returns the ids of the CPU cores on which this process may run, ascending."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def control_groups() -> str:
+    """Returns the control groups of this process, which share a CPU quota."""
+    try:
+        return _CONTROL_GROUPS.read_text()
+    except OSError:
+        return ""
+
+
+def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
+    """Returns how many threads the CPU quota allows each process to compute with.
+
+    Args:
+        num_threads: what the quota and the cores allow one process alone.
+        num_cores: the cores that this process may run on.
+        num_processes: the processes on the host that share the quota.
+
+    Returns:
+        At least one; `num_threads` if no quota limits it to less than the cores.
+    """
+    if num_threads >= num_cores:
+        return num_threads
+    return max(1, num_threads // num_processes)
+
+
+def thread_share(own: list[int], everyone: list[list[int]]) -> int:
+    """Returns how many threads this process should run on its share of the cores.
+
+    Args:
+        own: the cores that this process may run on.
+        everyone: the cores of every process on the host, including this one.
+
+    Returns:
+        The number of threads, at least one. A core that k processes may run on counts
+        as 1/k of a thread.
+    """
+    share = sum(1 / sum(core in cores for cores in everyone) for core in own)
+    return max(1, int(share + 1e-9))
+
+
+def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
+    """Returns the CPU cores for this process, disjoint from those of other processes.
+
+    The processes on a host divide its cores among them.
+
+    Args:
+        own: the cores that this process may run on.
+        everyone: the cores of every process on the host, including this one.
+        index: index of this process in `everyone`.
+
+    Returns:
+        `own` if the processes may run on different cores. Otherwise an equal,
+        contiguous share of `own`; if there are fewer cores than processes, one core,
+        which several processes then use.
+    """
+    if any(cores != own for cores in everyone):
+        return own
+    count = len(everyone)
+    if count > len(own):
+        return [own[index % len(own)]]
+    return own[index * len(own) // count : (index + 1) * len(own) // count]

@@ -1,0 +1,232 @@
+"""Reports the memory of communication buffers: `ub.memory_report()`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jax_ub._src.config import names
+from jax_ub._src.runtime import communicators, cuda, engine, overlaps, settings
+from jax_ub._src.runtime.device_groups import Group
+from jax_ub._src.runtime.overlaps import InitializedAxis, Overlap
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisMemory:
+    """The communication buffers that one `initialize_ub` call uses, with their sizes.
+
+    Attributes:
+        axis_name: the mesh axis.
+        tp_size: P, the number of ranks.
+        shape: the capacity, `[T, H]`.
+        overlaps: the named overlaps that use the buffers, each with its `size_bytes` at
+            capacity.
+        num_ranks: the number of ranks in this process.
+        shared_bytes: bytes that all ranks of this process share with their peers. The
+            overlaps of all names and modes use the same memory. It is 0 on CPUs if
+            every group is in one process: ranks then read their peers' arrays in place,
+            and slots are allocated for each call. On GPUs it is device memory, also in
+            one process.
+        transformer_engine_bytes: bytes that Transformer Engine would allocate for the
+            same ranks: one buffer per name and mode, by default 12 T H elements a mode.
+        on_gpus: whether the ranks are GPUs.
+        shares_with: the first axis with the same groups of devices. Both axes use the
+            same memory, which is counted there only. None if there is no such axis.
+    """
+
+    axis_name: tuple[str, ...]
+    tp_size: int
+    shape: tuple[int, int]
+    overlaps: tuple[Overlap, ...]
+    num_ranks: int
+    shared_bytes: int
+    transformer_engine_bytes: int
+    on_gpus: bool = False
+    shares_with: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """Returns a table of the axis's named overlaps, below the total bytes."""
+        rows = [("name", "mode", "method", "comm", "dtype", "shape", "MiB")]
+        rows += [
+            (
+                one.name,
+                one.mode.name,
+                one.method,
+                one.comm_type.value,
+                str(one.buffer_dtype),
+                str(list(one.buffer_shape)),
+                f"{one.size_bytes / _MIB:.1f}",
+            )
+            for one in self.overlaps
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self._title(), *(f"  {line}" for line in lines)])
+
+    def _title(self):
+        ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
+        if self.shares_with is not None:
+            ours += f", beside those of axis {self.shares_with}"
+        elif self.on_gpus:
+            ours = f"heaps of {ours}" if self.shared_bytes else "none: not connected"
+        elif self.shared_bytes == 0:
+            ours = "none: ranks of one process read each other in place"
+        return (
+            f"axis {self.axis_name}, {self.tp_size} ranks, {self.num_ranks} of them "
+            f"here, [T, H] = {list(self.shape)}\n"
+            f"  buffers: {ours}\n"
+            "  Transformer Engine, one for every name: "
+            f"{self.transformer_engine_bytes / _MIB:.1f} MiB"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """The bytes that this process holds for communication. Prints as a table.
+
+    Transformer Engine: none.
+
+    Attributes:
+        axes: one entry for each `initialize_ub`.
+        slot_bytes: bytes of the slots of calls within this process on CPUs. All axes
+            share them; `destroy_ub` frees them.
+        heap_bytes: bytes of the GPU heaps of calls that `initialize_ub` made no heap
+            for. They are kept as long as their programs may run again.
+        gpus: how XLA and jax_ub divide the memory of this process's GPUs.
+        held_bytes: the sum of all bytes above.
+        transformer_engine_bytes: the sum over all axes.
+    """
+
+    axes: tuple[AxisMemory, ...]
+    slot_bytes: int
+    heap_bytes: int = 0
+    gpus: tuple["GpuMemory", ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        """Returns the bytes that this process holds for communication in total."""
+        shared = sum(axis.shared_bytes for axis in self.axes)
+        return self.slot_bytes + self.heap_bytes + shared
+
+    @property
+    def transformer_engine_bytes(self) -> int:
+        """Returns the bytes that Transformer Engine would have allocated instead."""
+        return sum(axis.transformer_engine_bytes for axis in self.axes)
+
+    def __str__(self) -> str:
+        """Returns the tables of all axes, followed by slots, heaps and GPUs."""
+        slots = f"slots of calls inside this process: {self.slot_bytes / _MIB:.1f} MiB"
+        lines = [*map(str, self.axes), slots]
+        if self.gpus:
+            heaps = f"{self.heap_bytes / _MIB:.1f} MiB"
+            lines += [f"heaps of calls without initialize_ub: {heaps}"]
+        return "\n".join([*lines, *map(str, self.gpus)])
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuMemory:
+    """How a GPU's memory is divided between XLA and communication buffers.
+
+    Attributes:
+        ordinal: the CUDA ordinal of the GPU in this process.
+        name: the GPU's model name.
+        total_bytes: the GPU's memory.
+        xla_bytes: bytes that XLA preallocates before any program runs.
+    """
+
+    ordinal: int
+    name: str
+    total_bytes: int
+    xla_bytes: int
+
+    def __str__(self) -> str:
+        """Returns the division of the GPU's memory as one line of text."""
+        left = self.total_bytes - self.xla_bytes
+        return (
+            f"GPU {self.ordinal} ({self.name}): {self.total_bytes / _GIB:.1f} GiB, of "
+            f"which XLA takes {self.xla_bytes / _GIB:.1f} GiB at its start "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps "
+            f"come out of the other {left / _GIB:.1f} GiB"
+        )
+
+
+def memory_report() -> MemoryReport:
+    """Reports the communication buffers of this process, and which overlaps use them.
+
+    Transformer Engine: none.
+
+    Returns:
+        The bytes by axis and in total. Prints as a table.
+    """
+    owners: dict[Group, InitializedAxis] = {}
+    for initialized_axis in overlaps.domains():
+        for group in initialized_axis.groups:
+            owners.setdefault(group, initialized_axis)
+    axes = tuple(
+        _axis_memory(initialized_axis, owners)
+        for initialized_axis in overlaps.domains()
+    )
+    slot_bytes = engine.load().counters()["slot_bytes"]
+    devices = cuda.usable_devices()
+    if not devices:
+        return MemoryReport(axes, slot_bytes)
+    connected = sum(axis.shared_bytes for axis in axes if axis.on_gpus)
+    heap_bytes = max(0, cuda.load().counters()["heap_bytes"] - connected)
+    share = settings.xla_memory_share()
+    gpus = tuple(
+        GpuMemory(
+            ordinal=one["ordinal"],
+            name=one["name"],
+            total_bytes=one["memory_bytes"],
+            xla_bytes=int(share * one["memory_bytes"]),
+        )
+        for one in devices
+    )
+    return MemoryReport(axes, slot_bytes, heap_bytes, gpus)
+
+
+def _axis_memory(
+    initialized_axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
+) -> AxisMemory:
+    made = {
+        connection.group: connection.communicator
+        for connection in communicators.connections()
+        if connection.group in initialized_axis.groups
+        and connection.communicator is not None
+    }
+    own = [one for group, one in made.items() if owners[group] is initialized_axis]
+    others = [owners[group] for group in made if owners[group] is not initialized_axis]
+    found = tuple(initialized_axis.overlaps.values())
+    return AxisMemory(
+        axis_name=initialized_axis.axis_name,
+        tp_size=initialized_axis.tp_size,
+        shape=initialized_axis.shape,
+        overlaps=found,
+        num_ranks=initialized_axis.num_local_ranks,
+        shared_bytes=sum(one.size_bytes for one in own),
+        transformer_engine_bytes=initialized_axis.num_local_ranks
+        * _engine_bytes(initialized_axis, found),
+        on_gpus=any(hasattr(one, "how") for one in made.values()),
+        shares_with=others[0].axis_name if others else None,
+    )
+
+
+def _engine_bytes(initialized_axis, found):
+    """Returns the bytes that Transformer Engine would allocate for one rank.
+
+    It allocates a buffer for each of its twelve names, also for a wgrad that has
+    nothing to communicate because its dgrad reduce-scatters.
+    """
+    unused = [
+        (name, mode)
+        for name in names.NAMES
+        for mode in initialized_axis.modes
+        if (name, mode) not in initialized_axis.overlaps
+    ]
+    spare = (
+        math.prod(initialized_axis.shape) * np.dtype(initialized_axis.dtype).itemsize
+    )
+    return sum(one.size_bytes for one in found) + len(unused) * spare

@@ -1,0 +1,378 @@
+"""The mesh axes that `initialize_ub` has initialized, and their named overlaps.
+
+A named overlap is the communication settings of a layer's pass, such as "qkv_fprop".
+
+Only `initialize_ub` and `destroy_ub` change it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from jax_ub._src.config import names
+from jax_ub._src.config.config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+)
+from jax_ub._src.config.tuned import TunedTable
+from jax_ub._src.errors import (
+    ConfigurationTypeError,
+    LifecycleError,
+    UnknownNameError,
+    UnknownOverlapError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.methods import DEFAULT_SPLITS
+from jax_ub._src.runtime import settings
+
+NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
+
+
+class LayerName(str):
+    """A layer's path in its model, used as `ub_name` where the user gives none.
+
+    It selects an overlap only if one has exactly this name; otherwise it is a label. An
+    unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
+    never equal to a plain string, and JAX's tracing caches keep the two apart.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether `other` is a `LayerName` with the same text."""
+        return isinstance(other, LayerName) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Returns whether `other` is not a `LayerName` with the same text."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """Returns a hash that differs from the hash of the plain string."""
+        return hash((LayerName, str(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """One named overlap: how the calls with this name communicate, and their buffer.
+
+    Attributes:
+        name: the overlap's name, such as "qkv_fprop".
+        method: the method's name, such as "ring_exchange".
+        comm_type: whether it all-gathers or reduce-scatters.
+        config: the complete configuration, including defaults.
+        buffer_shape: shape `[rows, features]` of a rank's buffer at capacity.
+        buffer_dtype: dtype of the buffer; uint8 for FP8.
+        mode: quantization mode of the operands.
+        axis_name: the mesh axis.
+        tp_size: P, the size of the mesh axis.
+        is_configured: whether the user configured it. Otherwise it has Transformer
+            Engine's defaults.
+        size_bytes: bytes of the buffer at capacity.
+    """
+
+    name: str
+    method: str
+    comm_type: CommOverlapType
+    config: OverlapConfig
+    buffer_shape: tuple[int, ...]
+    buffer_dtype: np.dtype
+    mode: UserBufferQuantizationMode
+    axis_name: tuple[str, ...]
+    tp_size: int
+    is_configured: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the bytes of the buffer for the largest calls.
+
+        Overlaps that do not run at the same time share one buffer.
+        """
+        return math.prod(self.buffer_shape) * self.buffer_dtype.itemsize
+
+
+class CommOverlap(Overlap):
+    """A named overlap with a method other than "ring_exchange".
+
+    Transformer Engine: `CommOverlap`. Attributes: see `runtime.overlaps.Overlap`.
+    """
+
+
+class CommOverlapP2P(Overlap):
+    """A named overlap with the method "ring_exchange", which sends chunks peer to peer.
+
+    Transformer Engine: `CommOverlapP2P`. Attributes: see `runtime.overlaps.Overlap`.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class InitializedAxis:
+    """One mesh axis that `initialize_ub` has set up, with its named overlaps."""
+
+    axis_name: tuple[str, ...]
+    tp_size: int
+    shape: tuple[int, int]  # [T, H]
+    dtype: np.dtype
+    modes: tuple[UserBufferQuantizationMode, ...]
+    overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
+    groups: tuple[tuple[int, ...], ...]  # per group: global device ids in rank order
+    num_local_ranks: int  # ranks in this process
+    spans_processes: bool  # whether a group has ranks in several processes
+    choices: TunedTable | None = None  # tuned choices for "auto"
+
+    def names(self) -> list[str]:
+        """Returns the names of the overlaps, such as "qkv_fprop", once each."""
+        return list(dict.fromkeys(name for name, _ in self.overlaps))
+
+    @property
+    def capacity(self) -> int:
+        """Returns how many elements the shared buffers hold, including padding.
+
+        That is T rows, plus one row per split of every rank's chunk. If the rows do not
+        divide by the ranks and splits, every slot has the size of the largest split.
+        """
+        tokens, hidden = self.shape
+        return (tokens + self.tp_size * self._most_splits) * hidden
+
+    @property
+    def _most_splits(self):
+        splits = (overlap.config.num_splits for overlap in self.overlaps.values())
+        return max(DEFAULT_SPLITS, *splits)
+
+    @property
+    def num_slots(self) -> int:
+        """Returns the most slots that a call needs on one rank.
+
+        A slot is the memory that receives one transfer from a peer.
+
+        An all-reduce needs the most: the slots of a reduce-scatter plus an all-gather.
+        """
+        return 2 * self.tp_size * self._most_splits
+
+    def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
+        """Returns why a call does not fit in the axis's buffers, or None if it does.
+
+        Args:
+            shape: `[..., rows, features]` of the gathered or summed array.
+            num_splits: the number of splits of a rank's chunk.
+        """
+        tokens, hidden = self.shape
+        *batch, rows, features = (1, 1, *shape)
+        needed, holds = math.prod(batch) * rows, tokens * hidden
+        if needed * features <= holds:
+            if not self.spans_processes:
+                return None
+            # Slots within one process are allocated per call. Shared memory has a fixed
+            # size, which must also hold the padding of uneven splits.
+            holds = self.capacity
+            needed = math.prod(batch) * _padded(rows, self.tp_size * num_splits)
+            if needed * features <= holds:
+                return None
+        wanted = (-(-needed * features // hidden), hidden)
+        if features > hidden:
+            wanted = (max(needed, -(-tokens * hidden // features)), features)
+        axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
+        return (
+            f"it communicates {needed} tokens of {features} features, "
+            f"{needed * features} elements, but the buffers of axis {shown(axes)} hold "
+            f"{holds}, for shape = {self.shape}. Call initialize_ub(shape={wanted}, "
+            "...)"
+        )
+
+
+def _padded(rows, pieces):
+    return -(-rows // pieces) * pieces
+
+
+_DOMAINS: dict[tuple[str, ...], InitializedAxis] = {}
+_configuration = object()
+
+
+def configuration() -> Hashable:
+    """Returns a key that changes with the settings that tracing depends on.
+
+    These are the named overlaps, the default method and the tuned file.
+
+    Caches of traced functions include it in their keys, since tracing looks up names
+    and methods.
+    """
+    path = settings.tuned()
+    version = None if path is None else settings.version_of_file(path)
+    return _configuration, settings.method(), path, version
+
+
+def _change():
+    global _configuration
+    _configuration = object()
+
+
+def add(initialized_axis: InitializedAxis) -> None:
+    """Registers a mesh axis, so that calls find its named overlaps."""
+    _DOMAINS[initialized_axis.axis_name] = initialized_axis
+    _change()
+
+
+def remove(axis_name: tuple[str, ...]) -> None:
+    """Removes a mesh axis and its named overlaps, if it is registered."""
+    _change()  # before as well as after, in case an interrupt comes in between
+    _DOMAINS.pop(axis_name, None)
+    _change()
+
+
+def domains() -> tuple[InitializedAxis, ...]:
+    """Returns all initialized mesh axes, in the order of `initialize_ub` calls."""
+    return tuple(_DOMAINS.values())
+
+
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
+    """Returns what `initialize_ub` has set up for a mesh axis of this size, or None."""
+    initialized_axis = _DOMAINS.get(axis_name)
+    return (
+        initialized_axis
+        if initialized_axis is not None and initialized_axis.tp_size == num_ranks
+        else None
+    )
+
+
+def check_use_fp8(label: str, use_fp8: object) -> None:
+    """Raises an error unless `use_fp8` is a bool.
+
+    A quantization mode passed by mistake would count as true.
+
+    Raises:
+        ConfigurationTypeError: if it is not a bool. Says where to pass modes.
+    """
+    if not isinstance(use_fp8, int | np.bool_):
+        raise ConfigurationTypeError(
+            f"{label}: use_fp8 = {shown(use_fp8)} is of type {type(use_fp8).__name__}. "
+            "Pass True or False; modes go in initialize_ub(quantization_modes=[...])."
+        )
+
+
+def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
+    """Returns the named overlap for `get_ub`, for example "qkv_fprop".
+
+    Raises:
+        LifecycleError: if no axis is initialized.
+        ConfigurationTypeError: if `use_fp8` is not a bool, or the name is not a string.
+        UnknownOverlapError: if no overlap has this name, or several axes have one.
+    """
+    check_use_fp8(f"get_ub({shown(name)})", use_fp8)
+    if not isinstance(name, str):
+        raise ConfigurationTypeError(
+            f"get_ub({shown(name)}): the name is of type {type(name).__name__}. Pass "
+            "one "
+            'such as "qkv_fprop".'
+        )
+    if not _DOMAINS:
+        raise LifecycleError(
+            f"get_ub({shown(name)}): nothing was initialised. Call ub.initialize_ub "
+            "first."
+        )
+    mode = FP8 if use_fp8 else NONE
+    places = [d for d in domains() if axis_name in (None, d.axis_name)]
+    found = [d.overlaps[name, mode] for d in places if (name, mode) in d.overlaps]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        axes = ", ".join(repr(one.axis_name) for one in found)
+        raise UnknownOverlapError(
+            f"get_ub({shown(name)}): several axes have it: {axes}. Pass axis_name=."
+        )
+    raise UnknownOverlapError(_missing(name, use_fp8, places))
+
+
+def _missing(name, use_fp8, places):
+    if not places:
+        return f"get_ub({shown(name)}): there are only the axes {list(_DOMAINS)}."
+    known = dict.fromkeys(
+        one for initialized_axis in places for one in initialized_axis.names()
+    )
+    if name in known:
+        modes = sorted(
+            {
+                mode.name
+                for initialized_axis in places
+                for mode in initialized_axis.modes
+            }
+        )
+        return (
+            f"get_ub({shown(name)}, use_fp8={use_fp8}): it was initialised for "
+            f"quantization_modes {modes} only."
+        )
+    return f"get_ub({shown(name)}): no overlap has that name. {nearest(name, known)}"
+
+
+def find(
+    label: str,
+    axis_name: tuple[str, ...],
+    num_ranks: int,
+    ub_name: str | None,
+) -> dict[str, Overlap]:
+    """Returns the named overlaps of a layer, found by its `ub_name`, by pass.
+
+    Args:
+        label: the call, for errors.
+        axis_name: the mesh axis of the call.
+        num_ranks: the size of the mesh axis.
+        ub_name: the layer's name. "qkv" finds the overlaps "qkv_fprop", "qkv_dgrad" and
+            "qkv_wgrad", as far as they exist. Each of these full names also finds all
+            of them. An overlap whose name does not end in a pass is used in the forward
+            pass.
+
+    Returns:
+        The overlaps by pass: "fprop", "dgrad" and "wgrad". Empty if the axis is not
+        initialized: `ub_name` is then only a label.
+
+    Raises:
+        UnknownNameError: if the axis is initialized, but has no overlap of this name.
+        UnsupportedOverlapError: if the axis is initialized for another number of ranks,
+            or the overlap for FP8 buffers only.
+    """
+    initialized_axis = _DOMAINS.get(axis_name)
+    if initialized_axis is None or ub_name is None:
+        return {}
+    layer = names.split_name(ub_name)[0]
+    found = {}
+    for direction in names.PASSES:
+        overlap = initialized_axis.overlaps.get((f"{layer}_{direction}", NONE))
+        if overlap is None and direction == names.FPROP:
+            overlap = initialized_axis.overlaps.get((layer, NONE))
+        if overlap is not None:
+            found[direction] = overlap
+    if found:
+        _check_size(label, initialized_axis, num_ranks)
+    elif not isinstance(ub_name, LayerName):
+        _refuse(label, initialized_axis, ub_name, layer)
+    return found
+
+
+def _check_size(label, initialized_axis, num_ranks):
+    if initialized_axis.tp_size != num_ranks:
+        raise UnsupportedOverlapError(
+            f"{label}: axis {initialized_axis.axis_name} has {num_ranks} ranks here, "
+            f"but "
+            f"initialize_ub was called for {initialized_axis.tp_size}. Use another "
+            f"axis name for "
+            "the other mesh, and initialise that too."
+        )
+
+
+def _refuse(label, initialized_axis, ub_name, layer):
+    known = dict.fromkeys(
+        names.split_name(name)[0] for name in initialized_axis.names()
+    )
+    if layer in known:
+        raise UnsupportedOverlapError(
+            f"{label}: {shown(ub_name)} was initialised for FP8 buffers only, but the "
+            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE])."
+        )
+    raise UnknownNameError(
+        f"{label}: axis {initialized_axis.axis_name} has no overlap {shown(ub_name)}. "
+        f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
+        "leave ub_name out."
+    )

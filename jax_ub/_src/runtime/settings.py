@@ -1,0 +1,253 @@
+"""Reads the environment variables of jax_ub. No other module reads the environment."""
+
+import os
+
+from jax_ub._src.errors import ConfigurationError, shown
+
+# The engine counts nanoseconds in 64 bits. A longer timeout would overflow and expire
+# at once.
+_LONGEST_TIMEOUT_S = 1e9
+# A healthy process may wait almost this long for a core, so a shorter timeout would
+# report healthy processes as lost.
+_SHORTEST_TIMEOUT_S = 0.1
+_MOST_THREADS = 1 << 20
+DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_FIRST_CALL_TIMEOUT_S = 600.0
+_WORDS = (
+    *("ALLOW_TF32", "BOOTSTRAP_DIR", "FIRST_CALL_TIMEOUT_S", "HOST_ID", "ISA"),
+    *("METHOD", "NUM_THREADS", "NVLS", "TIMEOUT_S", "TUNED"),
+)
+NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
+
+
+def method() -> str | None:
+    """Returns `JAX_UB_METHOD`, the method of calls that name none; None if not set."""
+    return os.environ.get("JAX_UB_METHOD") or None
+
+
+def timeout_s() -> float | None:
+    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for its peers, or None.
+
+    The default is 120 s.
+    """
+    return _timeout_s("JAX_UB_TIMEOUT_S")
+
+
+def first_call_timeout_s() -> float | None:
+    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`, the timeout of a call site's first run.
+
+    The default is 600 s. It is longer than the timeout of later runs, because some
+    processes compile more slowly than others. `JAX_UB_TIMEOUT_S` applies instead if it
+    is longer.
+    """
+    return _timeout_s("JAX_UB_FIRST_CALL_TIMEOUT_S")
+
+
+def deadline_s() -> float:
+    """Returns the timeout in Python code: `JAX_UB_TIMEOUT_S`, or its default."""
+    return timeout_s() or DEFAULT_TIMEOUT_S
+
+
+def num_threads() -> int | None:
+    """Returns `JAX_UB_NUM_THREADS`, the number of threads that compute at a time.
+
+    None means one thread per core that this process may use.
+    """
+    return _threads("JAX_UB_NUM_THREADS")
+
+
+def isa() -> str | None:
+    """Returns `JAX_UB_ISA`: the instruction set of the CPU kernels.
+
+    None means the fastest one that this machine supports.
+    """
+    return os.environ.get("JAX_UB_ISA") or None
+
+
+def allow_tf32() -> bool:
+    """Returns `JAX_UB_ALLOW_TF32`: whether GPUs may round f32 GEMM operands to TF32.
+
+    The default is False.
+    """
+    return _switch("JAX_UB_ALLOW_TF32")
+
+
+def nvls() -> bool:
+    """Returns `JAX_UB_NVLS`: whether NVLink switches may compute all-reduces.
+
+    The default is False.
+    """
+    return _switch("JAX_UB_NVLS")
+
+
+def check() -> None:
+    """Raises an error if an environment variable of jax_ub has an invalid value.
+
+    Raises:
+        ConfigurationError: if a value is malformed or out of range.
+    """
+    for read in (timeout_s, first_call_timeout_s, num_threads, allow_tf32, nvls):
+        read()
+
+
+def xla_memory_share() -> float:
+    """Returns the fraction of each GPU's memory that XLA preallocates; 0.75 by default.
+
+    Reads `XLA_CLIENT_MEM_FRACTION`, else its older name
+    `XLA_PYTHON_CLIENT_MEM_FRACTION`. The fraction is 0 if
+    `XLA_PYTHON_CLIENT_PREALLOCATE` is false or `XLA_PYTHON_CLIENT_ALLOCATOR` is
+    "platform".
+    """
+    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    if preallocates in ("0", "false") or allocator == "platform":
+        return 0.0
+    older = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    text = os.environ.get("XLA_CLIENT_MEM_FRACTION") or older
+    try:
+        return min(float(text or 0.75), 1.0)
+    except ValueError:
+        return 0.75  # XLA itself reports the malformed value
+
+
+def runs_concurrently() -> bool:
+    """Returns whether `XLA_FLAGS` lets XLA reorder the calls of a captured CUDA graph.
+
+    The flag is `xla_gpu_command_buffer_scheduling_mode=CONCURRENT`.
+    """
+    return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
+
+
+def tuned() -> str | None:
+    """Returns `JAX_UB_TUNED`: the path of the tuned file that "auto" reads, or None.
+
+    `python -m jax_ub tune` writes such files.
+    """
+    return os.environ.get("JAX_UB_TUNED") or None
+
+
+def host_id() -> str | None:
+    """Returns `JAX_UB_HOST_ID`, which tests set to simulate several hosts, or None.
+
+    Processes with different values do not share memory.
+    """
+    return os.environ.get("JAX_UB_HOST_ID") or None
+
+
+def bootstrap_dir() -> str | None:
+    """Returns `JAX_UB_BOOTSTRAP_DIR`: the directory of `bootstrap_backend="file"`.
+
+    It is used if the argument does not name a directory itself.
+    """
+    return os.environ.get("JAX_UB_BOOTSTRAP_DIR") or None
+
+
+def pool_threads() -> int | None:
+    """Returns `NPROC`: the size of jaxlib's thread pools, or None.
+
+    jaxlib reads it when its backend starts.
+    """
+    return _threads("NPROC")
+
+
+def set_pool_threads(num_threads: int) -> None:
+    """Sets `NPROC`, the size of jaxlib's thread pools, unless the user has set it.
+
+    It has no effect once JAX's backend has started.
+    """
+    os.environ.setdefault("NPROC", str(num_threads))
+
+
+def dump_compiled_programs(folder: str) -> None:
+    """Adds flags to `XLA_FLAGS` that make XLA write compiled programs to `folder`.
+
+    They have no effect once JAX's backend has started.
+    """
+    flags = xla_flags()
+    asked = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = f"{flags} {asked}".strip()
+
+
+def version_of_file(path: str) -> tuple[int, ...] | None:
+    """Returns a value that differs after a file is rewritten or replaced.
+
+    Returns None if the file does not exist. The value is device, inode, size and
+    modification time.
+    """
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# For error texts: the line of Python that appends a flag to `XLA_FLAGS`.
+ADDING_XLA_FLAGS = (
+    'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
+)
+
+
+def xla_flags() -> str:
+    """Returns the flags that XLA reads when a backend starts."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def ask_openmp_to_sleep() -> None:
+    """Makes idle threads of OpenMP libraries sleep, not spin, between calls.
+
+    Sets `OMP_WAIT_POLICY` unless the user has set it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def given() -> dict[str, str]:
+    """Returns all environment variables whose name begins with "JAX_UB_".
+
+    Callers compare them with `NAMES` to report misspelt variables.
+    """
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("JAX_UB_")}
+
+
+def _switch(name):
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ConfigurationError(
+            f"{name} = {shown(text)} is neither 0 nor 1. Set one of these, or unset it."
+        )
+    return text == "1"
+
+
+def _timeout_s(name):
+    given_s = _positive(name, float, "seconds")
+    if given_s is not None and given_s < _SHORTEST_TIMEOUT_S:
+        raise ConfigurationError(
+            f"{name} = {shown(os.environ[name])} is too short for processes that run "
+            f"well. Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
+        )
+    return given_s and min(given_s, _LONGEST_TIMEOUT_S)
+
+
+def _threads(name):
+    number = _positive(name, int, "threads")
+    if number is not None and number > _MOST_THREADS:
+        raise ConfigurationError(
+            f"{name} = {shown(number)} is more threads than a machine can run. Set at "
+            f"most {_MOST_THREADS}, or unset it."
+        )
+    return number
+
+
+def _positive(name, kind, unit):
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise ConfigurationError(
+            f"{name} = {shown(text)} is not a positive number of {unit}. Set one, or "
+            "unset it."
+        )
+    return value

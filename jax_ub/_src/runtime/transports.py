@@ -1,0 +1,225 @@
+"""Lets the ranks of a group access each other's memory, on CPUs or GPUs."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jax_ub._src.runtime import cuda, engine, hosts, settings
+from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+
+# Handshake values by process: `PeerInfo` for the process, `EndpointInfos` for its
+# endpoint of one group.
+PeerInfo = Mapping[int, Mapping[str, Any]]
+EndpointInfos = Mapping[int, Mapping[str, Any]]
+
+
+class TransportSetup(Protocol):
+    """Connects groups of ranks on one platform, so that they share memory."""
+
+    def groups(self, device_groups: DeviceGroups) -> list[Group]:
+        """Returns the groups that need a connection, in the same order everywhere."""
+
+    def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
+        """Opens what peers in other processes connect to, such as a socket."""
+
+    def endpoint_info(self, offered: Any) -> dict[str, Any]:
+        """Returns the address of an endpoint, as JSON values to send to the peers."""
+
+    def why_not(
+        self,
+        device_groups: DeviceGroups,
+        group: Group,
+        peer_info: PeerInfo,
+        endpoint_infos: EndpointInfos,
+    ) -> str | None:
+        """Returns why the ranks of a group cannot share memory, or None if they can.
+
+        The result is the same in every process.
+
+        Args:
+            device_groups: all groups of ranks, and the process of each device.
+            group: the group to connect.
+            peer_info: handshake values, by process.
+            endpoint_infos: `endpoint_info` of each process with a rank of the group.
+        """
+
+    def connect(
+        self,
+        device_groups: DeviceGroups,
+        group: Group,
+        offered: Any,
+        endpoint_infos: EndpointInfos,
+        generation: int,
+    ) -> Any:
+        """Connects the group's processes, and returns its communicator.
+
+        Args:
+            device_groups: all groups of ranks, and the process of each device.
+            group: the group to connect.
+            offered: endpoint of this process; None if all ranks are in this process.
+            endpoint_infos: `endpoint_info` of each process with a rank of the group.
+            generation: communicator generation, the same in all processes.
+
+        Raises:
+            NotImplementedError: if mapping the memory shows that the devices cannot
+                share it.
+        """
+
+
+class CpuTransportSetup:
+    """Connects processes on one host, which map each other's CPU memory.
+
+    Groups within one process need no connection.
+    """
+
+    def groups(self, device_groups):
+        """Returns the groups whose ranks belong to several processes."""
+        return [
+            group
+            for group in device_groups.groups
+            if device_groups.spans_processes(group)
+        ]
+
+    def open_endpoint(self, device_groups, group):
+        """Opens a socket on which the peers connect to this process."""
+        return engine.load().endpoint()
+
+    def endpoint_info(self, offered):
+        """Returns the socket's address, and the secret that peers must send."""
+        return {"address": offered.address, "token": offered.token}
+
+    def why_not(self, device_groups, group, peer_info, endpoint_infos):
+        """Returns a reason if the group's processes run on several hosts."""
+        by_host: dict[str, list[int]] = {}
+        for process in sorted(set(device_groups.processes_of(group))):
+            by_host.setdefault(peer_info[process]["host"], []).append(process)
+        if len(by_host) == 1:
+            return None
+        names = [
+            f"{hosts.short_name(host)} (processes {members})"
+            for host, members in by_host.items()
+        ]
+        return f"its ranks span the hosts {' and '.join(names)}"
+
+    def connect(self, device_groups, group, offered, endpoint_infos, generation):
+        """Maps the shared memory of all processes of the group in this process."""
+        peers = {
+            p: one for p, one in endpoint_infos.items() if p != device_groups.process
+        }
+        return engine.load().connect(
+            offered,
+            name=device_groups.name,
+            devices=list(group),
+            processes=list(device_groups.processes_of(group)),
+            process=device_groups.process,
+            addresses={process: one["address"] for process, one in peers.items()},
+            tokens={process: one["token"] for process, one in peers.items()},
+            half_bytes=device_groups.call_bytes,
+            timeout_s=settings.deadline_s(),
+            generation=generation,
+        )
+
+
+class CudaTransportSetup:
+    """Allocates memory on each GPU of a group, and maps it on all its GPUs."""
+
+    def groups(self, device_groups):
+        """Returns the groups of at least two GPUs."""
+        return [group for group in device_groups.groups if len(group) > 1]
+
+    def open_endpoint(self, device_groups, group):
+        """Allocates the memory that this process's GPUs share with the others.
+
+        Returns:
+            The endpoint, or the reason as a string if the CUDA engine cannot run here.
+        """
+        return cuda.why_not() or cuda.load().endpoint(
+            device_groups.ordinals_of(group), device_groups.call_bytes, hosts.identity()
+        )
+
+    def endpoint_info(self, offered):
+        """Returns the endpoint's address and secret, and how its GPUs share memory."""
+        if isinstance(offered, str):
+            return {"why_not": offered}
+        return {
+            "address": offered.address,
+            "token": offered.token,
+            "host": hosts.identity(),
+            "offer": offered.offer,
+        }
+
+    def why_not(self, device_groups, group, peer_info, endpoint_infos):
+        """Returns why the CUDA engine cannot share memory among the group's GPUs."""
+        if not device_groups.spans_processes(group):
+            return cuda.why_not()
+        for process, one in sorted(endpoint_infos.items()):
+            if "why_not" in one:
+                return f"process {process} cannot: {one['why_not']}"
+        offers = {process: one["offer"] for process, one in endpoint_infos.items()}
+        processes = list(device_groups.processes_of(group))
+        return cuda.load().why_not_connected(processes, offers) or None
+
+    def connect(self, device_groups, group, offered, endpoint_infos, generation):
+        """Maps the memory of all ranks on each GPU of this process."""
+        if offered is None:
+            return cuda.load().connect_in_process(
+                name=device_groups.name,
+                devices=list(group),
+                ordinals=device_groups.ordinals_of(group),
+                slots_bytes=device_groups.call_bytes,
+            )
+        own = endpoint_infos[device_groups.process]["host"]
+        near = {
+            process: one
+            for process, one in endpoint_infos.items()
+            if process != device_groups.process and one["host"] == own
+        }
+        return cuda.load().connect(
+            offered,
+            name=device_groups.name,
+            devices=list(group),
+            processes=list(device_groups.processes_of(group)),
+            process=device_groups.process,
+            addresses={process: one["address"] for process, one in near.items()},
+            tokens={process: one["token"] for process, one in near.items()},
+            offers={process: one["offer"] for process, one in endpoint_infos.items()},
+            timeout_s=settings.deadline_s(),
+        )
+
+
+class NoTransportSetup:
+    """Connects no group, because the platform has no engine."""
+
+    def __init__(self, platform: str):
+        """Stores the name of the platform, for `why_not`."""
+        self._platform = platform
+
+    def groups(self, device_groups):
+        """Returns the groups whose ranks belong to several processes."""
+        return [
+            group
+            for group in device_groups.groups
+            if device_groups.spans_processes(group)
+        ]
+
+    def open_endpoint(self, device_groups, group):
+        """Returns None, because no peer can connect."""
+        return None
+
+    def endpoint_info(self, offered):
+        """Returns no values, because no peer can connect."""
+        return {}
+
+    def why_not(self, device_groups, group, peer_info, endpoint_infos):
+        """Returns that jax_ub has no engine for the platform."""
+        return f"no engine for {self._platform}"
+
+    def connect(self, device_groups, group, offered, endpoint_infos, generation):
+        """Raises an error; never called, because `why_not` rejects every group."""
+        raise NotImplementedError(f"no engine for {self._platform}")
+
+
+def transport_setup_of(platform: str) -> TransportSetup:
+    """Returns the object that connects groups of devices of a platform."""
+    if platform == "cpu":
+        return CpuTransportSetup()
+    return CudaTransportSetup() if platform == "cuda" else NoTransportSetup(platform)

@@ -1,0 +1,98 @@
+"""Finds the method that was measured fastest for a call on this machine."""
+
+import functools
+import importlib.metadata
+import os
+
+import jax
+
+from jax_ub._src.config import tuned
+from jax_ub._src.config.tuned import Environment, TunedTable
+from jax_ub._src.runtime import cuda, engine, overlaps, settings
+
+_PACKAGES = ("jax", "jaxlib", "jax_ub")
+
+
+@functools.cache
+def environment() -> Environment:
+    """Returns the device kind and library versions for which tuned files are valid."""
+    device = jax.local_devices()[0]
+    versions = {name: version_of(name) for name in _PACKAGES}
+    if cuda.is_cuda(device):
+        versions["CUDA"] = device.client.platform_version.splitlines()[-1]
+        name = device.device_kind
+    else:
+        cpu = engine.load()
+        cores = len(os.sched_getaffinity(0))
+        name = f"{device.device_kind} {cpu.isa()}, {cores} cores"
+    return Environment(name, tuple(sorted(versions.items())))
+
+
+def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
+    """Returns the table of tuned methods for calls of method "auto" on a mesh axis.
+
+    A table that `initialize_ub` was given for this axis takes precedence over the file
+    `JAX_UB_TUNED`.
+
+    Raises:
+        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
+            process's devices and libraries.
+    """
+    initialized_axis = overlaps.on_axis(axis_name, num_ranks)
+    if initialized_axis is not None and initialized_axis.choices is not None:
+        return initialized_axis.choices
+    return of_process()
+
+
+def on_no_axis() -> TunedTable | None:
+    """Returns the table of tuned methods for calls of "auto" without communication.
+
+    If all initialized axes that have a table have the same one, it takes precedence
+    over the file `JAX_UB_TUNED`.
+
+    Raises:
+        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
+            process's devices and libraries.
+    """
+    found = {
+        initialized_axis.choices
+        for initialized_axis in overlaps.domains()
+        if initialized_axis.choices
+    }
+    return found.pop() if len(found) == 1 else of_process()
+
+
+def of_process() -> TunedTable | None:
+    """Returns the table of tuned methods from the file `JAX_UB_TUNED`, or None.
+
+    Raises:
+        ConfigurationError: if the file has no choices for this process's devices and
+            libraries.
+    """
+    path = settings.tuned()
+    return None if path is None else read(path)
+
+
+def read(path: str) -> TunedTable:
+    """Reads the table of tuned methods for this process's devices from a file.
+
+    The result is cached until the file changes.
+
+    Raises:
+        ConfigurationError: if the file has no such choices. Names those it has.
+        UnknownNameError: if the file contains an unknown op or method.
+    """
+    return _read(path, settings.version_of_file(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path, version):
+    return tuned.choices(path, environment())
+
+
+def version_of(package: str) -> str:
+    """Returns an installed package's version, or "of a source tree"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"

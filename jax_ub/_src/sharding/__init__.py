@@ -1,0 +1,1 @@
+"""Linear layers on global arrays."""

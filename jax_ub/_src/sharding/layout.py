@@ -1,0 +1,415 @@
+"""`ShardingLayout`: how the arrays of a linear layer are sharded over a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src import arguments, methods
+from jax_ub._src import checks as shapes
+from jax_ub._src.checks import axis_tuple, check_axis_name
+from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import settings
+from jax_ub._src.sharding import portable_mesh
+
+AnyMesh = Mesh | AbstractMesh
+
+_SHARDED_DIM = {"row": 0, "column": 1}
+_ALIASES = {"ag": "column", "rs": "row"}
+_IN_OUT = ("in", "out")
+
+
+def resolve_kind(op: str, kind: str | None) -> str:
+    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
+
+    Raises:
+        UnknownNameError: if there is no such kind.
+    """
+    known = {"column": "column", "row": "row", **_ALIASES}
+    if not isinstance(kind, str) or kind not in known:
+        raise UnknownNameError(
+            f"{op}: {shown(kind)} is not a way to shard a kernel. "
+            f"{nearest(kind, known)}"
+        )
+    return known[kind]
+
+
+def kind_of_spec(
+    spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
+) -> str | None:
+    """Returns "row" or "column", as a kernel's partition spec has it; None if neither.
+
+    "row" means that an in dimension is sharded, and "column" an out dimension. The
+    result is None if no dimension is sharded over all of `axis_name`.
+
+    Args:
+        spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+        num_in: the number of contracted dimensions of the kernel.
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
+    """
+    dim = sharded_dim(spec, axis_name)
+    if dim is None:
+        return None
+    return "row" if dim < num_in else "column"
+
+
+def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int | None:
+    """Returns the first dimension sharded over all axes in `axis_name`, or None."""
+    axes = set(axis_tuple(axis_name))
+    for dim, entry in enumerate(spec or ()):
+        if axes <= set(axis_tuple(entry)):
+            return dim
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingLayout:
+    """How one linear layer is sharded over a mesh, and how it runs. Hashable.
+
+    It can be pickled: a mesh is stored by its device ids, and becomes None if the
+    loading process does not have these devices.
+
+    Attributes:
+        parallel: "column" (the kernel's out dimension is sharded), "row" (its in
+            dimension) or None (neither).
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
+        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
+        data_axes: the mesh axes that shard the leading axis of the activations. None
+            takes all axes except `axis_name`, or no axis if the leading axis does not
+            divide by the product of their sizes.
+        sequence_parallel: whether activations whose features are not sharded have their
+            tokens sharded over `axis_name`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        ub_name: the layer's name in errors and in the configuration of `initialize_ub`.
+        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or its
+            in dimension if the layer is not parallel.
+        flags: Transformer Engine's `ub_*` flags: which communication overlaps.
+        rhs_transposed: whether the kernel is stored as `[out, in]`.
+        kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
+            arrays of a call have an equal abstract mesh, it supplies the devices.
+
+    Raises:
+        UnknownNameError: if there is no such `parallel` or `method`, or
+            `sequence_parallel` is neither true nor false.
+        ShapeContractError: if `mesh` is not a mesh, `axis_name` is not the name of
+            mesh axes, or `data_axes` or `fsdp_axes` are not distinct names of axes
+            other than `axis_name`.
+    """
+
+    parallel: str | None
+    axis_name: str | tuple[str, ...] = "tp"
+    mesh: AnyMesh | None = None
+    data_axes: tuple[str, ...] | str | None = None
+    sequence_parallel: bool = True
+    method: str | None = None
+    ub_name: str | None = None
+    fsdp_axes: tuple[str, ...] | str = ()
+    flags: OverlapFlags = OverlapFlags()
+    rhs_transposed: bool = False
+    kernel_mesh: Mesh | None = None
+
+    def __post_init__(self):
+        """Checks the fields, and normalizes names of axes to hashable values."""
+        arguments.check("linear", ub_name=self.ub_name)
+        if self.parallel is not None:
+            kind = resolve_kind(self.op, self.parallel)
+            object.__setattr__(self, "parallel", kind)
+        check_axis_name(self.op, self.axis_name)
+        axis_name = self.axes[0] if len(self.axes) == 1 else self.axes
+        object.__setattr__(self, "axis_name", axis_name)
+        if self.data_axes is not None:
+            data_axes = self._read_axes("data_axes", "dp", self.data_axes)
+            object.__setattr__(self, "data_axes", data_axes)
+        fsdp_axes = self._read_axes("fsdp_axes", "fsdp", self.fsdp_axes)
+        object.__setattr__(self, "fsdp_axes", fsdp_axes)
+        shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
+        is_mesh = isinstance(self.mesh, AnyMesh) and not self.mesh.empty
+        if self.mesh is not None and not is_mesh:
+            raise ShapeContractError(
+                f"{self.op}: mesh = {shown(self.mesh)} is of type "
+                f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh with axes, or "
+                "None for that of jax.set_mesh or of the arrays."
+            )
+        self.flags.check(
+            self.op,
+            methods.resolve(self.op, self.method, None),
+            parallel=self.parallel,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def __getstate__(self):
+        """Returns the fields for pickling, with device ids in place of devices."""
+        return portable_mesh.pack(vars(self))
+
+    def __setstate__(self, state):
+        """Restores pickled fields, with meshes of the devices of this process."""
+        vars(self).update(portable_mesh.unpack(state))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Returns the tensor-parallel mesh axes as a tuple."""
+        return axis_tuple(self.axis_name)
+
+    def _read_axes(self, argument, example, given):
+        names = tuple(given) if isinstance(given, tuple | list) else (given,)
+        if not all(isinstance(name, str) for name in names):
+            raise ShapeContractError(
+                f"{self.op}: {argument} = {shown(given)} are not names of mesh "
+                f'axes. Pass a tuple of them, for example {argument}=("{example}",).'
+            )
+        if not set(self.axes).isdisjoint(names):
+            others = tuple(name for name in names if name not in self.axes)
+            raise ShapeContractError(
+                f"{self.op}: {argument} = {shown(names)} has axis_name = "
+                f"{shown(self.axis_name)}, whose ranks share the tokens and features "
+                f"of the same examples. Pass {argument}={others}, or another axis_name."
+            )
+        if len(set(names)) < len(names):
+            raise ShapeContractError(
+                f"{self.op}: {argument} = {shown(names)} names a mesh axis twice. "
+                "Name each once."
+            )
+        return names
+
+    @property
+    def op(self) -> str:
+        """Returns the layer's description that errors begin with."""
+        name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
+        return f"linear(parallel={shown(self.parallel)}){name}"
+
+    @property
+    def kernel_spec(self) -> P:
+        """Returns the partition spec of the kernel in its stored layout."""
+        other = self.fsdp_axes or None
+        if isinstance(other, tuple) and len(other) == 1:
+            (other,) = other
+        layouts = {"row": (self.axis_name, other), "column": (other, self.axis_name)}
+        spec = layouts.get(self.parallel or "", (other, None))
+        return P(*(spec[::-1] if self.rhs_transposed else spec))
+
+    @property
+    def fsdp_dim(self) -> int:
+        """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
+        return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
+
+    @property
+    def _fsdp_dim(self):
+        """Returns the dimension of a kernel [in, out] that `fsdp_axes` shard."""
+        return 1 if self.parallel == "row" else 0
+
+    @property
+    def bias_spec(self) -> P:
+        """Returns the partition spec of the bias [out]."""
+        return P(self.axis_name if self.parallel == "column" else None)
+
+    def whole(self) -> "ShardingLayout":
+        """Returns a layout that shards nothing, for plain JAX on any mesh."""
+        changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
+        changes["flags"] = OverlapFlags()
+        return dataclasses.replace(self, method="xla", **changes)
+
+    @property
+    def flagged_method(self) -> FlaggedMethod | str | None:
+        """Returns the method, together with the `ub_*` flags if any is given."""
+        if not self.flags.given:
+            return self.method
+        return FlaggedMethod(self.method, self.flags)
+
+    def with_fsdp_of(
+        self, spec: Sequence | None, mesh: AnyMesh | None, num_in: int = 1
+    ) -> "ShardingLayout":
+        """Returns a copy whose `fsdp_axes` are taken from a kernel's partition spec.
+
+        The layout is returned unchanged if the spec is unknown, or if it has names that
+        are not other axes of the mesh, such as logical axis names.
+
+        Args:
+            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+            mesh: the mesh; None if unknown.
+            num_in: the number of contracted dimensions of the kernel.
+        """
+        dim = self._fsdp_dim * num_in
+        entry = spec[dim] if spec is not None and dim < len(spec) else None
+        names = entry if isinstance(entry, tuple) else (entry,)
+        others = mesh is not None and set(names) <= {*mesh.shape} - {*self.axes}
+        return dataclasses.replace(self, fsdp_axes=names) if others else self
+
+    def may_fall_back(self) -> bool:
+        """Returns whether plain JAX operations may replace the engine in this layer.
+
+        That is the case if no flag is True and the method is "auto" or "xla".
+        """
+        if any(self.flags.given.values()):
+            return False
+        chosen = methods.resolve(self.op, self.method, settings.method())
+        return chosen in (Method.AUTO, Method.XLA)
+
+    def is_local(self) -> bool:
+        """Returns whether the layer's arrays are shards, inside a user's `shard_map`.
+
+        That is the case if a tensor-parallel axis or all mesh axes are manual.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        manual = context.manual_axes
+        is_own = not set(self.axes).isdisjoint(manual)
+        return is_own or 0 < len(manual) == len(context.axis_names)
+
+    def find_mesh(self, *arrays: Any) -> AnyMesh | None:
+        """Returns the mesh over which a call's arrays are sharded, or None if unknown.
+
+        It is the first of these that exists: the mesh of the enclosing `shard_map`, the
+        field `mesh`, the mesh of `jax.set_mesh`, the first concrete mesh of the arrays,
+        and their first abstract mesh. `kernel_mesh` replaces an equal abstract mesh.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if context.manual_axes or (self.mesh is None and not context.empty):
+            return context
+        if self.mesh is not None:
+            return self.mesh
+        shardings = map(sharding_of, arrays)
+        named = [each for each in shardings if isinstance(each, NamedSharding)]
+        meshes = [each.mesh for each in named if not each.mesh.empty]
+        if not meshes:
+            return None
+        concrete = (mesh for mesh in meshes if isinstance(mesh, Mesh))
+        mesh = next(concrete, meshes[0])
+        known = self.kernel_mesh
+        return known if known and mesh == known.abstract_mesh else mesh
+
+    def in_out(self, dims: Sequence) -> tuple:
+        """Reorders one item per kernel dimension from stored order to [in, out]."""
+        if len(dims) != len(_IN_OUT) or not self.rhs_transposed:
+            return tuple(dims)
+        return tuple(dims)[::-1]
+
+    def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
+        """Returns a copy without `fsdp_axes` if they cannot shard the kernel evenly.
+
+        Args:
+            mesh: the mesh.
+            shape: the shape of the kernel, `[in, out]`.
+        """
+        sizes = (mesh.shape.get(name, 0) for name in self.fsdp_axes)
+        num_parts = math.prod(sizes)
+        if num_parts and shape[self._fsdp_dim] % num_parts == 0:
+            return self
+        return dataclasses.replace(self, fsdp_axes=())
+
+    def num_manual_fsdp(self) -> int:
+        """Returns how many FSDP shards a kernel has in the enclosing `shard_map`."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = set(mesh.manual_axes)
+        return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
+
+    def axis_size(self, mesh: AnyMesh) -> int:
+        """Returns the number of ranks on the tensor-parallel axis of `mesh`.
+
+        Raises:
+            UnknownNameError: if the mesh has no such axis.
+        """
+        for name in self.axes:
+            if name not in mesh.shape:
+                raise UnknownNameError(
+                    f"{self.op}: axis_name = {shown(name)} is not an axis of the mesh "
+                    f"{dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                )
+        return math.prod(mesh.shape[name] for name in self.axes)
+
+    def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
+        """Raises an error if the ranks do not divide the features of a kernel."""
+        self._check_fsdp(shape[self._fsdp_dim], mesh)
+        dim = _SHARDED_DIM.get(self.parallel or "")
+        if dim is None:
+            return
+        num_ranks = self.axis_size(mesh)
+        if shape[dim] % num_ranks == 0:
+            return
+        padded = math.ceil(shape[dim] / num_ranks) * num_ranks
+        raise ShapeContractError(
+            f"{self.op}: the kernel has {shape[dim]} {_IN_OUT[dim]} features, which do "
+            f"not divide into the {num_ranks} ranks of mesh axis "
+            f"{shown(self.axis_name)}. Use {padded}, or do not shard this layer."
+        )
+
+    def _check_fsdp(self, size, mesh):
+        for name in self.fsdp_axes:
+            if name not in mesh.shape:
+                raise UnknownNameError(
+                    f"{self.op}: fsdp_axes has {shown(name)}, which is not an axis of "
+                    f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                )
+        num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
+        if size % num_ranks:
+            raise ShapeContractError(
+                f"{self.op}: the kernel has {size} {_IN_OUT[self._fsdp_dim]} features, "
+                f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
+                f"{self.fsdp_axes}. Use {math.ceil(size / num_ranks) * num_ranks}, or "
+                "fsdp_axes=() for this layer."
+            )
+
+    def check_contraction(
+        self, x: jax.Array, kernel: jax.Array, num_in: int = 1
+    ) -> None:
+        """Raises an error if x [..., *in] does not fit kernel [*in, *out].
+
+        If they are one rank's shards and the numbers of features differ, nothing is
+        raised here: the op raises an error that explains the required sharding.
+        """
+        found = x.shape[max(x.ndim - num_in, 0) :]
+        wanted = kernel.shape[:num_in]
+        is_local = self.is_local()
+        if found == wanted or (is_local and math.prod(found) != math.prod(wanted)):
+            return
+        sizes = "one rank's sizes" if is_local else "global sizes"
+        raise ShapeContractError(
+            f"{self.op}: x {x.shape} has features {list(found)}, but the kernel "
+            f"{kernel.shape} takes {list(wanted)}, in {sizes}. Pass x [..., tokens, "
+            f"{', '.join(map(str, wanted))}], or make the layer for {list(found)}."
+        )
+
+    def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
+        """Raises an error if a kernel's sharding contradicts `parallel`.
+
+        Then it is sharded over `axis_name` in the wrong dimension.
+
+        Args:
+            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
+            num_in: the number of contracted dimensions of the kernel.
+        """
+        found = kind_of_spec(spec, num_in, self.axis_name)
+        if found is None or self.parallel is None or self.parallel == found:
+            return
+        dim = _IN_OUT[_SHARDED_DIM[found]]
+        wanted = _IN_OUT[_SHARDED_DIM[self.parallel]]
+        raise ShapeContractError(
+            f"{self.op}: the kernel is sharded {P(*spec or ())}, along its {dim} "
+            f"dimension, but {shown(self.parallel)} wants its {wanted} dimension on "
+            f"{shown(self.axis_name)}. Shard it {self._instead_of(spec)}, or use "
+            f"{shown(found)}."
+        )
+
+    def _instead_of(self, spec):
+        """Returns the partition spec that an error tells the user to shard by.
+
+        It keeps all axes of `spec` by moving the others to the FSDP dimension.
+        """
+        entries = (each if isinstance(each, tuple) else (each,) for each in spec)
+        names = dict.fromkeys(name for entry in entries for name in entry)
+        others = tuple(name for name in names if name not in (None, *self.axes))
+        if not others:
+            return str(self.kernel_spec)
+        fixed = dataclasses.replace(self, fsdp_axes=others)
+        return f"{fixed.kernel_spec}, as fsdp_axes={others} does"
+
+
+def sharding_of(array: Any) -> Any:
+    """Returns the sharding of an array or tracer, or None if it has no sharding."""
+    if isinstance(array, jax.core.Tracer):
+        return jax.typeof(array).sharding
+    return getattr(array, "sharding", None)

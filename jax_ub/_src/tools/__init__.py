@@ -1,0 +1,1 @@
+"""Commands and reports: they show, measure and start the library."""

@@ -1,0 +1,140 @@
+"""Explains which calls of a script overlap: `python -m jax_ub explain script.py ...`.
+
+Runs the program and prints one line per compiled call of jax_ub, with the reason if it
+fell back to plain JAX. A collective of XLA that could be fused with an adjacent dot
+also gets a line. The table shows how long ranks waited in each call.
+"""
+
+import argparse
+import collections
+import contextlib
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_ub._src.errors import UbError, shown
+from jax_ub._src.files import output_path, write_json
+from jax_ub._src.primitives.lowered import recording
+from jax_ub._src.runtime import settings
+from jax_ub._src.tools.explain import hlo
+from jax_ub._src.tools.explain.program import (
+    call_rows,
+    exposed,
+    machine,
+    pair_rows,
+    summary,
+)
+from jax_ub._src.tools.explain.table import Table
+from jax_ub._src.tools.simulate.hardware import find
+from jax_ub._src.tools.trace.record import trace
+from jax_ub._src.tools.trace.script import is_script, run_script
+
+# JAX's event for a program that XLA compiles or that the compilation cache returns.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class ExplainError(UbError, RuntimeError):
+    """Raised when XLA wrote none of the compiled programs, so nothing is explained."""
+
+
+class ExplainArgumentError(UbError, ValueError):
+    """Raised when the arguments of `explain` are invalid."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `explain` to its argument parser."""
+    parser.add_argument(
+        "--hardware",
+        help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
+    )
+    parser.add_argument("--json", type=output_path, help="write the table there")
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,  # includes options and "--" of the program
+        metavar="script.py",
+        help="a program and its arguments",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Runs the script, prints the table and returns the script's exit status.
+
+    In a multi-process job, only process 0 prints.
+    """
+    # Before Python 3.13, argparse keeps the "--" that ends the options of explain.
+    script, *arguments = given.program[given.program[0] == "--" :]
+    if not is_script(script):
+        raise ExplainArgumentError(f"explain: there is no script {shown(script)}.")
+    found, status = explain_script(script, arguments, given.hardware)
+    if jax.process_index() == 0:
+        sys.stdout.write(f"{found}\n")
+        if given.json is not None:
+            write_json(given.json, found.as_json())
+    return status
+
+
+def explain_script(
+    script: str, arguments: list[str], hardware: str | None
+) -> tuple[Table, int]:
+    """Runs a script as `__main__` and explains all programs that it compiled.
+
+    Returns:
+        The table, and the script's exit status.
+
+    Raises:
+        UnknownNameError: if the hardware is not known; the script is not run.
+        ExplainError: if the script compiled programs, but XLA wrote none of them.
+    """
+    if hardware is not None:
+        find(hardware)
+    with tempfile.TemporaryDirectory() as folder:
+        # XLA reads the dump folder when the script starts the backend.
+        settings.dump_compiled_programs(folder)
+        with recording() as lowered, trace() as traced, _counting() as num_compiled:
+            status = run_script(script, arguments)
+        texts = [
+            path.read_text()
+            for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
+        ]
+    if num_compiled["programs"] and not texts:
+        raise ExplainError(_nothing_dumped(num_compiled["programs"]))
+    found = [hlo.collectives(text) for text in texts]
+    chosen = hardware or machine()
+    rows = [
+        *call_rows(lowered, {}, chosen, exposed(traced.trace)),
+        *pair_rows([pair for one in found for pair in one.pairs], chosen),
+    ]
+    return summary(pathlib.Path(script).name, rows, found, hardware), status
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[collections.Counter[str]]:
+    """Yields a counter of the programs that JAX compiles in the block.
+
+    Its key "programs" has the number.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, duration_secs: float, **kwargs: Any) -> None:
+        counts["programs"] += event == _COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+def _nothing_dumped(num_programs):
+    return (
+        f"explain: XLA wrote none of the {num_programs} programs that the script "
+        "compiled. explain asks for them with --xla_dump_to in XLA_FLAGS, which is now "
+        f"{shown(settings.xla_flags())}. Add to the flags that are set, for example "
+        f"{settings.ADDING_XLA_FLAGS}, leave out --xla_dump_to, and switch off the "
+        "persistent compilation cache, with which XLA compiles nothing."
+    )

@@ -1,0 +1,321 @@
+"""Implements `Sequential.explain`.
+
+Reports which linears are overlapped after fusion, and why the others are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ub._src import checks as shapes
+from jax_ub._src import methods
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS
+from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.methods import Method
+from jax_ub._src.ops.basic.all_gather import AllGather
+from jax_ub._src.ops.basic.all_reduce import AllReduce
+from jax_ub._src.ops.basic.basic_linear import BasicLinear
+from jax_ub._src.ops.basic.reduce_scatter import ReduceScatter
+from jax_ub._src.ops.channels import operation_label
+from jax_ub._src.ops.fused.userbuffers_linear import LIKE
+from jax_ub._src.ops.operation import FusedOperation, Op, num_ranks, windows
+from jax_ub._src.primitives.mesh import axis_tuple
+from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
+from jax_ub._src.runtime import overlaps
+from jax_ub._src.tools import simulate
+from jax_ub._src.tools.explain import program
+from jax_ub._src.tools.explain.table import Row, Table
+
+if TYPE_CHECKING:
+    from jax_ub._src.ops.fuser import OperationFuser
+
+_PASSES = ("forward", "backward")
+_COLLECTIVES = {
+    AllReduce: ("all_reduce", ""),
+    AllGather: ("all_gather", "reduce_scatter"),
+    ReduceScatter: ("reduce_scatter", "all_gather"),
+}
+# A product or collective by its name in `tools.simulate`, its contracting size and its
+# number of output features.
+Step = tuple[str, int, int]
+# The names that stand for GEMMs without communication.
+_PRODUCTS = ("matmul", "wgrad")
+_REFUSED = (
+    "a call is refused: overlapped are gathers and scatters of rows, with "
+    "sequence_parallel=True"
+)
+_NO_RANKS = (
+    "not predicted, as the number of ranks is not known here: pass num_ranks, or call "
+    "it under jax.set_mesh"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The problem size for which `explain` predicts times, and measured wait times.
+
+    Attributes:
+        tokens: number of tokens of all ranks together; None predicts nothing.
+        num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
+            scope.
+        dtype: dtype of the activations.
+        hardware: a name or a machine of `tools.simulate`.
+        waited: measured seconds that a rank waited in a call, by the call's label and
+            target.
+    """
+
+    tokens: int | None
+    num_ranks: int | None
+    dtype: Any
+    hardware: Any
+    waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        """Checks that `tokens` and `num_ranks` are positive integers or None.
+
+        Raises:
+            ShapeContractError: if either is neither None nor a positive integer.
+        """
+        for name in ("tokens", "num_ranks"):
+            value = getattr(self, name)
+            if value is None or (shapes.is_integer(value) and value > 0):
+                continue
+            raise ShapeContractError(
+                f"explain: {name} = {shown(value)} is not a positive integer. Pass "
+                "one, or leave it out."
+            )
+
+    def ranks_on(self, axis_name: str) -> int | None:
+        """Returns the number of ranks on a mesh axis, or None if it is unknown."""
+        known = self.num_ranks or num_ranks(axis_name)
+        domains = {d.axis_name: d.tp_size for d in overlaps.domains()}
+        return known or domains.get(axis_tuple(axis_name))
+
+
+def explain(
+    fuser: OperationFuser,
+    tokens: int | None,
+    num_ranks: int | None,
+    dtype: Any,
+    hardware: Any,
+    trace: Any,
+) -> Table:
+    """Reports for each linear and collective, per direction, whether it overlaps.
+
+    The table has a row for the forward and a row for the backward of each.
+    """
+    exposed_s = program.exposed(trace)
+    sizes = Sizes(tokens, num_ranks, dtype, hardware or program.machine(), exposed_s)
+    rows: list[Row] = []
+    passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
+    reasons = {name: _refusals(fuser, name) for name in _PASSES}
+    lacks_ranks = False
+    for place, op in enumerate(fuser.basic_ops):
+        for name in _PASSES:
+            first, window = passes[name][place]
+            comm_name = op.comm_name
+            named = "" if comm_name is None else f" {shown(comm_name)}"
+            scope = f"{place} {op.label}{named}, {name}"
+            if isinstance(op, BasicLinear):
+                row = _linear(op, name, window, reasons[name].get(place, []), sizes)
+                lacks_ranks |= sizes.tokens is not None and row.predicted_s is None
+            elif type(op) in _COLLECTIVES and not _overlaps(window):
+                row = _collective(op, name)
+            else:
+                continue
+            note = "" if row.note or window is op else _covered(window, first)
+            rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
+    title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
+    notes = [*_notes(fuser, passes, reasons), *([_NO_RANKS] if lacks_ranks else [])]
+    notes += program.assumed(hardware, rows)
+    return Table(tuple(rows), title, tuple(notes))
+
+
+def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
+    """Finds the operation that runs each basic operation after fusion.
+
+    Returns it with the index of the first basic operation that it covers.
+    """
+    return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
+
+
+def _refusals(fuser, name) -> dict[int, list[str]]:
+    """Maps indices of basic operations to the reasons why fusions rejected them."""
+    found: dict[int, list[str]] = {}
+    for fusion, before, _ in fuser.steps(name):
+        owner = getattr(fusion, "__self__", None)
+        if not (isinstance(owner, type) and issubclass(owner, FusedOperation)):
+            continue
+        reasons = owner.refusals(before)
+        for i, (window, _) in enumerate(windows(before)):
+            if reasons.get(i):
+                reason = f"{owner.__name__}: {reasons[i]}"
+                found.setdefault(window.start, []).append(reason)
+    return found
+
+
+def _overlaps(window: Op) -> bool:
+    return isinstance(window, FusedOperation) and window.overlaps
+
+
+def _covered(window, first):
+    last = first + len(window.basic_ops) - 1
+    places = f"{first}-{last}" if last > first else f"{first}"
+    return f"{type(window).__name__} of {places}"
+
+
+def _linear(op, name, window, reasons, sizes) -> Row:
+    is_on = _overlaps(window)
+    scatter = [o for o in window.basic_ops if isinstance(o, ReduceScatter)]
+    axis_name = scatter[0].axis_name if is_on and scatter else op.axis_name
+    mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
+    ranks = 1 if mode is None else sizes.ranks_on(axis_name)
+    call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
+    call_config = (
+        call_config
+        if name == "forward"
+        else _backward_site(op, mode, call_config, sizes)
+    )
+    if name == "forward":
+        steps = _forward_steps(op, mode, is_on)
+    else:
+        steps = _backward_steps(op, mode, is_on, call_config)
+    reason, note = "", "no communication"
+    if any(target not in _PRODUCTS for target, _, _ in steps):
+        is_refused = is_on and not scatter and not op.sequence_parallel
+        reason, note = (
+            _REFUSED if is_refused else _reason(call_config, is_on, reasons),
+            "",
+        )
+    row = Row(
+        "", _targets(steps), not reason, call_config.method.value, reason, note=note
+    )
+    return _predicted(row, steps, call_config, sizes, op.dtype, ranks)
+
+
+def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
+    axes = () if mode is None else axis_tuple(axis_name)
+    method = dict(op.userbuffers_options or ()).get("method", op.method)
+    like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
+    # The configuration of a name applies only if the size of the axis is known.
+    configured = op.comm_name if ranks is not None else None
+    call_config = plan_call_config(
+        window_name, axes, ranks or 1, configured, method, like=like
+    )
+    return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
+
+
+def _backward_site(op, mode, call_config, sizes):
+    """Returns the method and options with which a linear's backward communicates.
+
+    For a column-parallel linear it includes the method that was tuned for these sizes.
+    """
+    call_config = call_config.dgrad
+    if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
+        return call_config
+    dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
+    call_config = call_config.with_dtypes(dtype, dtype)
+    return call_config.with_tuned_method(
+        COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
+    )
+
+
+def _reason(call_config, is_on, reasons):
+    if not is_on:
+        return "; ".join(reasons) or "no registered fusion overlaps it"
+    if call_config.method is Method.XLA:
+        return 'method "xla" is plain jax.lax'
+    return ""
+
+
+def _forward_steps(op, mode, is_on) -> list[Step]:
+    """Lists the products and collectives that a linear's forward runs.
+
+    Each is a target of `tools.simulate`, with its contracting size and its number of
+    output features.
+    """
+    k, n = op.in_features, op.out_features
+    if is_on:
+        return [(LIKE[mode], k, n)]
+    if mode == "row":
+        reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
+        return [("matmul", k, n), (reduction, n, n)]
+    gathers = mode == "column" and op.sequence_parallel
+    return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
+
+
+def _backward_steps(op, mode, is_on, call_config) -> list[Step]:
+    """Lists the products and collectives that a linear's backward runs.
+
+    Each is a target of `tools.simulate`, with its contracting size and its number of
+    output features.
+    """
+    k, n = op.in_features, op.out_features
+    if is_on and mode == "row":
+        return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
+    if is_on and call_config.uses_bulk:
+        return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
+    if is_on:
+        gather = [("all_gather", k, k)] * call_config.method.materializes_gather
+        return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
+    products = [("matmul", n, k), ("matmul", k, n)]
+    if mode == "row" and op.sequence_parallel:
+        return [("all_gather", n, n), *products]
+    if mode == "column" and op.sequence_parallel:
+        return [("reduce_scatter", k, k), ("all_gather", k, k), *products]
+    if mode == "column":
+        return [("all_reduce", k, k), *products]
+    return products
+
+
+def _targets(steps: list[Step]) -> str:
+    return ", ".join(dict.fromkeys(target for target, _, _ in steps))
+
+
+def _collective(op, name) -> Row:
+    target = _COLLECTIVES[type(op)][name == "backward"]
+    reason = "alone: no GEMM runs beside it" if target else ""
+    method = methods.resolve(op.label, op.method, None).value
+    note = "" if target else "the identity"
+    return Row("", target or "none", not target, method, reason, note=note)
+
+
+def _predicted(row, steps, call_config, sizes, dtype, ranks) -> Row:
+    calls = dict.fromkeys((call_config.label, target) for target, _, _ in steps)
+    waited = [sizes.waited[call] for call in calls if call in sizes.waited]
+    if waited:
+        row = dataclasses.replace(row, measured_exposed_s=sum(waited))
+    if sizes.tokens is None or ranks is None:
+        return row
+    dtype = np.dtype(sizes.dtype if dtype is None else dtype)
+    where = (ranks, dtype, sizes.hardware)
+    found = [
+        simulate.estimate(target, call_config.method.value, sizes.tokens, k, n, *where)
+        for target, k, n in steps
+    ]
+    return dataclasses.replace(
+        row,
+        moved_bytes=round(sum(one.moved_bytes for one in found)),
+        predicted_s=sum(one.seconds for one in found),
+    )
+
+
+def _notes(fuser, passes, reasons):
+    for name in _PASSES:
+        shown = dict(passes[name])  # one entry per window, by first index
+        texts = [
+            f"{first} {op.label}"
+            if not isinstance(op, FusedOperation)
+            else f"{_covered(op, first)} ({', '.join(o.label for o in op.basic_ops)})"
+            for first, op in sorted(shown.items())
+        ]
+        yield f"{name}: {'; '.join(texts)}"
+    for name in _PASSES:
+        for place, texts in sorted(reasons[name].items()):
+            if not isinstance(fuser.basic_ops[place], BasicLinear):
+                where = operation_label(fuser.basic_ops, place)
+                yield f"not fused {name}: {where}: {'; '.join(texts)}"

@@ -1,0 +1,158 @@
+"""Defines the machines of the simulator: their rates, bandwidths and latencies.
+
+Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
+(power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
+assumed to reach the same shares of their datasheet's peaks. The efficiencies of wires
+and collectives and the latencies are assumptions, too. `jax_ub simulate` prints all
+parameters with every table.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax_ub._src.errors import UnknownNameError, nearest, shown
+
+# The H200 reaches 788 of 989.4 TFLOP/s and 4.3 of 4.8 TB/s.
+_GEMM_SHARE = 788 / 989.4
+_MEMORY_SHARE = 4.3 / 4.8
+# Dense rates relative to bf16, by bytes per element; f32 runs as TF32.
+_RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates and latencies of one machine, the parameters of the simulator's cost model.
+
+    Rates are for each GPU, or for a host's CPU cores that all ranks share.
+
+    Attributes:
+        name: name on the command line.
+        flops_per_s: rate of a large dense bf16 GEMM.
+        wire_bytes_per_s: bandwidth to the peers in one direction.
+        memory_bytes_per_s: memory bandwidth, counting reads and writes.
+        processors: number of multiprocessors, each of which runs one tile at a time. 0
+            for a host, whose ranks share its cores and run one step at a time.
+        wire_share: share of the wire's bandwidth that a copy engine reaches.
+        collective_share: share that the vendor's collectives reach.
+        handshake_s: latency of a signal across the wire.
+        launch_s: latency of launching a kernel.
+        collective_s: latency of starting a collective of the vendor's library.
+        reserved_processors: number of multiprocessors without GEMM tiles during
+            communication.
+        flops_f32_per_s: rate of an f32 GEMM, or None to derive it from `flops_per_s`.
+    """
+
+    name: str
+    flops_per_s: float
+    wire_bytes_per_s: float
+    memory_bytes_per_s: float
+    processors: int
+    wire_share: float = 0.8
+    collective_share: float = 0.8
+    handshake_s: float = 6e-6
+    launch_s: float = 3e-6
+    collective_s: float = 15e-6
+    reserved_processors: int = 2
+    flops_f32_per_s: float | None = None
+
+    @property
+    def is_host(self) -> bool:
+        """Returns whether ranks run on a host's CPU cores, which they share."""
+        return self.processors == 0
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Returns the bandwidth that one rank reaches when it sends to a peer."""
+        return self.wire_bytes_per_s * self.wire_share
+
+    def flops_of(self, itemsize: int) -> float:
+        """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
+        if itemsize == 4 and self.flops_f32_per_s is not None:
+            return self.flops_f32_per_s
+        return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
+
+    def shared_by(self, num_ranks: int) -> "Hardware":
+        """Returns one rank's hardware: a whole GPU, or its share of the host.
+
+        On a host, each rank has 1 / num_ranks of the rates.
+        """
+        if not self.is_host:
+            return self
+        f32 = self.flops_f32_per_s
+        return dataclasses.replace(
+            self,
+            flops_per_s=self.flops_per_s / num_ranks,
+            flops_f32_per_s=None if f32 is None else f32 / num_ranks,
+            wire_bytes_per_s=self.wire_bytes_per_s / num_ranks,
+            memory_bytes_per_s=self.memory_bytes_per_s / num_ranks,
+        )
+
+
+def _gpu(name, peak_flops, wire, peak_memory, processors):
+    return Hardware(
+        name,
+        peak_flops * _GEMM_SHARE,
+        wire,
+        peak_memory * _MEMORY_SHARE,
+        processors,
+    )
+
+
+def host(
+    flops_per_s: float,
+    copy_bytes_per_s: float,
+    flops_f32_per_s: float | None = None,
+    name: str = "cpu",
+) -> Hardware:
+    """Returns a machine whose ranks share the CPU cores of one host.
+
+    The rates are measured on that host.
+
+    Args:
+        flops_per_s: bf16 GEMM rate of all cores together.
+        copy_bytes_per_s: copy bandwidth of all cores, counting reads and writes.
+        flops_f32_per_s: f32 GEMM rate of all cores together.
+        name: name in tables.
+    """
+    return Hardware(
+        name,
+        flops_per_s,
+        # A put reads and writes memory, so half the copy bandwidth remains.
+        wire_bytes_per_s=copy_bytes_per_s / 2,
+        memory_bytes_per_s=copy_bytes_per_s,
+        processors=0,
+        wire_share=1.0,
+        handshake_s=2e-6,
+        launch_s=1e-6,
+        collective_s=20e-6,
+        reserved_processors=0,
+        flops_f32_per_s=flops_f32_per_s,
+    )
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    machine.name: machine
+    for machine in (
+        _gpu("a100", 312e12, 300e9, 2.039e12, 108),
+        _gpu("h100", 989.4e12, 450e9, 3.35e12, 132),
+        _gpu("h200", 989.4e12, 450e9, 4.8e12, 132),
+        _gpu("b200", 2250e12, 900e9, 8.0e12, 148),
+        # Two cores with AVX2, measured in docs/bench. --gflops sets another rate.
+        host(170e9, 20e9, 172e9),
+    )
+}
+
+
+def find(name: "str | Hardware") -> Hardware:
+    """Returns the machine of this name; a `Hardware` object is returned unchanged.
+
+    Raises:
+        UnknownNameError: if no machine has this name; suggests the nearest name.
+    """
+    if isinstance(name, Hardware):
+        return name
+    if not isinstance(name, str) or name not in HARDWARE:
+        raise UnknownNameError(
+            f"hardware {shown(name)} is not known. {nearest(name, HARDWARE)}"
+        )
+    return HARDWARE[name]

@@ -1,0 +1,154 @@
+"""Measures the fastest method for each linear layer, and writes the results to a file.
+
+With `initialize_ub(ub_cfgs="FILE")` or `JAX_UB_TUNED=FILE`, method "auto" uses these
+results for the tuned sizes. Running without overlap is one of the candidates.
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+from jax_ub._src.config import tuned
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.files import output_path
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.tools.bench import command as bench
+from jax_ub._src.tools.bench import devices, workloads
+from jax_ub._src.tools.bench.arguments import list_of, names_of, positive
+from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.tune.candidates import candidates
+from jax_ub._src.tools.tune.measure import Timed, cases, dgrad_of, measure
+
+_TOKENS = 8192
+DTYPES = {**bench.DTYPES, "f16": "float16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tune` to its argument parser."""
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        required=True,
+        help="the file; what it has for other devices and sizes is kept",
+    )
+    parser.add_argument(
+        "--tp",
+        type=list_of(positive),
+        default=(2,),
+        help="the P to tune for, as in 2,4 (default: 2)",
+    )
+    parser.add_argument(
+        "--dtypes", type=names_of(DTYPES), default=("bf16",), help="bf16,f32,f16"
+    )
+    parser.add_argument(
+        "--shapes",
+        type=list_of(workloads.parse_shape),
+        help="global sizes MxKxN of column linears, as in 512x1024x2816; the row "
+        "linear behind each is MxNxK",
+    )
+    parser.add_argument(
+        "--model", help=f"instead: the linears of {', '.join(models.MODELS)}"
+    )
+    parser.add_argument("--tokens", type=positive, help="M of --model (default: 8192)")
+    parser.add_argument(
+        "--rounds", type=positive, default=9, help="timed calls of each candidate"
+    )
+    parser.add_argument(
+        "--platform", choices=("cpu", "cuda"), help="default: GPUs where jax has enough"
+    )
+    parser.set_defaults(run=command)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Times all candidates of each case, prints the fastest and updates the file.
+
+    The file is written after each case. Entries for other devices and sizes are kept.
+    """
+    shapes = _shapes(given)
+    for shape, num_ranks in itertools.product(shapes, given.tp):
+        if not shape.divides(num_ranks):
+            raise ShapeContractError(
+                f"tune: shape {shape} does not divide into {num_ranks} ranks. Take "
+                f"sizes that are multiples of {num_ranks}."
+            )
+    is_cuda = _start(given.platform, max(given.tp))
+    here = environment()
+    tunings = tuned.read(given.output) if given.output.exists() else {}
+    found = tunings.setdefault(here, {})
+    print(f"jax_ub tune on {here}\n\n{_head()}")
+    wanted = dict.fromkeys(
+        case
+        for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
+        for case in cases(shape, num_ranks, DTYPES[name], is_cuda)
+    )
+    num_candidates = 0
+    for case in wanted:
+        # `cases` yields the GEMM+RS of the dgrad first, so its result is known here.
+        dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
+        choices = candidates(case, is_cuda, dgrad)
+        num_candidates += len(choices)
+        timed, refused = measure(case, choices, given.rounds)
+        times_us = {str(one.choice): one.us for one in timed}
+        found[case] = (timed[0].choice, times_us)
+        tuned.write(given.output, tunings)
+        print(_line(case, timed), flush=True)
+        for choice, reason in refused:
+            print(f"    {choice} cannot run: {reason}")
+    # Each candidate runs once more than `rounds`, to compile.
+    print(
+        f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
+        f"times each\nwrote {given.output}"
+    )
+    return 0
+
+
+def _shapes(given) -> Sequence[Shape]:
+    if given.model is None:
+        if given.tokens is not None:
+            raise UnsupportedOverlapError("tune: --tokens is the M of a --model.")
+        return given.shapes or workloads.DEFAULT
+    if given.shapes is not None:
+        raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
+    # `cases` takes the sizes of a column linear layer and derives the row linear layer
+    # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
+    layers = models.find(given.model).layers
+    return [
+        shape if layer.op == "all_gather_matmul" else shape.row
+        for layer in layers
+        for shape in [Shape(given.tokens or _TOKENS, layer.K, layer.N)]
+    ]
+
+
+def _start(wanted, num_devices) -> bool:
+    """Starts JAX's backend with `num_devices` devices; returns whether it uses GPUs."""
+    devices.start(num_devices, wanted)
+    if wanted == "cpu":
+        return False
+    num_found = len(cuda.local_devices())
+    if num_found >= num_devices:
+        return True
+    if wanted == "cuda" or num_found:
+        raise UnsupportedOverlapError(
+            f"tune: jax has {num_found} CUDA devices here, and P = {num_devices} was "
+            "asked for. Take a smaller --tp, or --platform cpu."
+        )
+    return False
+
+
+def _head():
+    return f"{'op':<22} {'P':>2} {'M':>6} {'K':>6} {'N':>6} {'dtype':<9} best"
+
+
+def _line(case: Case, timed: Sequence[Timed]):
+    best = timed[0]
+    xla = [one.us for one in timed if one.choice.method is Method.XLA]
+    overlaps = xla and best.choice.method is not Method.XLA
+    ratio = f", {xla[0] / best.us:.2f} times as fast as xla" if overlaps else ""
+    return (
+        f"{case.op:<22} {case.num_ranks:>2} {case.M:>6} {case.K:>6} {case.N:>6} "
+        f"{case.dtype:<9} {best.choice}: {best.us:.0f} us{ratio}"
+    )

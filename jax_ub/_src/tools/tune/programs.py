@@ -1,0 +1,151 @@
+"""Builds the operands of a tuning case, and a program for each method choice."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.all_gather_matmul import AllGatherMatmul
+from jax_ub._src.primitives.call import Call
+from jax_ub._src.primitives.matmul import Matmul
+from jax_ub._src.primitives.matmul_all_reduce import MatmulAllReduce
+from jax_ub._src.primitives.matmul_reduce_scatter import MatmulReduceScatter
+from jax_ub._src.primitives.wgrad import Wgrad
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.column_gradients import column_gradients
+from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.bench.timing import Candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The sizes of an op's operands, such as "MK" for [M, K], and their shardings.
+
+    If `adds` is set, the product is added in place to the last operand.
+    """
+
+    operands: tuple[str, ...]
+    in_specs: tuple[Spec, ...]
+    out_specs: Any
+    adds: bool = False
+
+
+_ROWS, _COLUMNS, _WHOLE = Spec(AXIS, None), Spec(None, AXIS), Spec()
+
+
+def _own(*operands: str, adds: bool = False) -> _Layout:
+    return _Layout(operands, (_WHOLE,) * len(operands), _WHOLE, adds)
+
+
+_LAYOUTS = {
+    "all_gather_matmul": _Layout(("MK", "KN"), (_ROWS, _COLUMNS), _COLUMNS),
+    "matmul_reduce_scatter": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _ROWS),
+    "matmul_all_reduce": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _WHOLE),
+    COLUMN_GRADIENTS: _Layout(
+        ("MK", "KN", "MN"), (_ROWS, _COLUMNS, _COLUMNS), (_ROWS, _COLUMNS)
+    ),
+    "matmul": _own("MK", "KN"),
+    "dgrad": _own("MK", "NK"),
+    "dgrad_add": _own("MK", "NK", "MN", adds=True),
+    "wgrad": _own("KM", "KN"),
+    "wgrad_accumulate": _own("KM", "KN", "MN", adds=True),
+}
+_PAIRS = {
+    "matmul_reduce_scatter": MatmulReduceScatter,
+    "matmul_all_reduce": MatmulAllReduce,
+}
+
+
+class Operands:
+    """The operands of a tuning case, on the devices; builds candidates that use them.
+
+    All candidates share the operands, except one that a candidate overwrites in place.
+    """
+
+    def __init__(self, case: Case):
+        """Draws random operands of the case's sizes and places them on the mesh."""
+        self._case = case
+        self._layout = layout = _LAYOUTS[case.op]
+        self._ranks = Ranks(case.num_ranks)
+        dtypes = [np.dtype(case.dtype)] * len(layout.operands)
+        if case.op == "wgrad_accumulate":
+            dtypes[-1] = np.dtype(np.float32)
+        sizes = ((getattr(case, n[0]), getattr(case, n[1])) for n in layout.operands)
+        drawn = zip(sizes, dtypes, strict=True)
+        self._drawn = [normal(i, *one) for i, one in enumerate(drawn)]
+        self._placed = [*map(self._place, range(len(self._drawn)))]
+
+    def candidate(self, name: str, choice: MethodChoice) -> Candidate:
+        """Returns a program that runs the case with `choice`, and its operands."""
+        layout, operands = self._layout, list(self._placed)
+        last = len(operands) - 1
+        if layout.adds:
+            operands[last] = self._place(last)
+        program = self._ranks.program(
+            _function(self._case, choice),
+            layout.in_specs,
+            layout.out_specs,
+            donate=(last,) if layout.adds else (),
+        )
+        return Candidate(name, program, operands, carry=last if layout.adds else None)
+
+    def _place(self, index):
+        return self._ranks.place(self._drawn[index], self._layout.in_specs[index])
+
+
+def _function(case: Case, choice: MethodChoice) -> Callable[..., Any]:
+    if case.op == COLUMN_GRADIENTS:
+        return _column_gradients(case, choice)
+    call = dataclasses.replace(call_of(case), choice=choice)
+    return lambda *operands: call(*operands)[0]
+
+
+def call_of(case: Case) -> Call:
+    """Returns the primitive call that computes the op of a case, with one kernel.
+
+    `Call` describes a call of jax_ub's engine. Its method is "auto".
+    """
+    shared: dict[str, Any] = {
+        "choice": MethodChoice(Method.AUTO),
+        "label": f"tune {case.op}",
+        "scale": 1.0,
+        "out_dtype": jnp.dtype(case.dtype),
+    }
+    if case.op.startswith("wgrad"):
+        adds = case.op == "wgrad_accumulate"
+        shared["out_dtype"] = jnp.dtype(np.float32) if adds else shared["out_dtype"]
+        return Wgrad(num_outputs=1, accumulate=adds, gather=None, **shared)
+    shared |= {
+        "rhs_transposed": case.op.startswith("dgrad"),
+        "has_bias": False,
+        "has_residual": case.op == "dgrad_add",
+    }
+    if case.op in ("matmul", "dgrad", "dgrad_add"):
+        return Matmul(num_pairs=1, **shared)
+    shared |= {"axis_name": (AXIS,), "num_ranks": case.num_ranks}
+    if case.op in _PAIRS:
+        return _PAIRS[case.op](num_pairs=1, **shared)
+    return AllGatherMatmul(num_kernels=1, return_gathered=False, **shared)
+
+
+def _column_gradients(case, choice):
+    dtype = jnp.dtype(case.dtype)
+    site = CallConfig(
+        label=f"tune {case.op}",
+        axis_name=(AXIS,),
+        num_ranks=case.num_ranks,
+        choice=choice,
+        is_vma_checked=True,
+    ).with_dtypes(dtype, dtype)
+
+    def gradients(x, w, dy):
+        saved = {"x": x, "gathered": None, "ws": (w,), "main_grads": None}
+        dx, dws = column_gradients(site, saved, {0: dy}, None)
+        return dx, dws[0]
+
+    return gradients

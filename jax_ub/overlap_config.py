@@ -1,0 +1,15 @@
+"""Settings of named overlaps. `from_te` reads them from Megatron's files."""
+
+from jax_ub._src.config.config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+)
+from jax_ub._src.config.megatron import from_te
+
+__all__ = [
+    "CommOverlapType",
+    "OverlapConfig",
+    "UserBufferQuantizationMode",
+    "from_te",
+]

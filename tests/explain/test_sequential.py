@@ -1,0 +1,259 @@
+"""What explain() says of a Sequential."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import tp_mesh
+
+import jax_ub as ub
+from jax_ub import ops
+from jax_ub._src import methods
+from jax_ub._src.config import tuned
+from jax_ub._src.config.method_choice import MethodChoice
+from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.tools.explain import program
+
+
+def mlp(**down):
+    options = {"sequence_parallel": True, "userbuffers_options": {"comm_name": "fc1"}}
+    make = ops.MakeExtraOutput()
+    return ops.Sequential(
+        make,
+        ops.Linear(64, 256, tensor_parallel_mode="column", **options),
+        ops.GELU(),
+        ops.Linear(256, 64, tensor_parallel_mode="row", sequence_parallel=True, **down),
+    )
+
+
+def rows_of(table):
+    return {row.scope: row for row in table.rows}
+
+
+def test_every_linear_is_on_or_says_why_not():
+    rows = rows_of(mlp().explain())
+    assert list(rows) == [
+        "1 BasicLinear 'fc1', forward",
+        "1 BasicLinear 'fc1', backward",
+        "4 BasicLinear, forward",
+        "4 BasicLinear, backward",
+    ]
+    up, d_up, down, d_down = rows.values()
+    assert (up.overlapped, up.op) == (True, "all_gather_matmul")
+    assert up.note == "UserbuffersForwardLinear of 1-2"
+    assert d_up.overlapped
+    assert d_up.op == "matmul_reduce_scatter, wgrad"
+    assert (down.overlapped, down.op) == (False, "matmul, reduce_scatter")
+    option = 'no userbuffers_options={"comm_name": ...}'
+    assert down.reason == f"UserbuffersForwardLinear: {option}"
+    assert f"UserbuffersBackwardLinear: {option}" in d_down.reason
+    overlapped = mlp(userbuffers_options={"comm_name": "fc2"}).explain()
+    assert overlapped.overlapped
+    assert rows_of(overlapped)["4 BasicLinear 'fc2', backward"].op.startswith(
+        "all_gath"
+    )
+
+
+def test_text_lists_what_was_fused():
+    text = str(mlp().explain())
+    assert "forward: 0 MakeExtraOutput; UserbuffersForwardLinear of 1-2 (Basic" in text
+    assert "\nbackward: 0 MakeExtraOutput; UserbuffersBackwardLinear of 1-2" in text
+    assert "yes         auto" in text
+    assert "NO          auto    UserbuffersForwardLinear: no userbuffers_op" in text
+
+
+def test_what_is_not_predicted_for_want_of_ranks_is_said():
+    note = (
+        "not predicted, as the number of ranks is not known here: pass num_ranks, or "
+        "call it under jax.set_mesh"
+    )
+    table = mlp().explain(4096)
+    assert table.notes[-1] == note
+    assert {row.predicted_s for row in table.rows} == {None}
+    assert note not in mlp().explain().notes
+    assert note not in mlp().explain(4096, num_ranks=2).notes
+
+
+def test_method_decides_what_runs_backward():
+    options = {"comm_name": "fc1", "method": "ring_exchange"}
+    linear = ops.BasicLinear(
+        8, 8, tensor_parallel_mode="column", sequence_parallel=True,
+        userbuffers_options=options,
+    )  # fmt: skip
+    _, backward = ops.Sequential(linear).explain().rows
+    assert (backward.op, backward.method) == (
+        "matmul_reduce_scatter, all_gather, wgrad",
+        "ring_exchange",
+    )
+    plain = dataclasses.replace(
+        linear, userbuffers_options={**options, "method": "xla"}
+    )
+    forward, _ = ops.Sequential(plain).explain().rows
+    assert (forward.overlapped, forward.reason) == (
+        False,
+        'method "xla" is plain jax.lax',
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "op"),
+    [
+        (Method.BULK, "bulk_all_gather, bulk_reduce_scatter"),
+        (Method.PIPELINE, "matmul_reduce_scatter, all_gather, wgrad"),
+        (Method.XLA, "matmul_reduce_scatter, all_gather, wgrad"),
+    ],
+)
+def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method, op):
+    case = Case(COLUMN_GRADIENTS, 2, 4096, 64, 256, "bfloat16")
+    tuned.write(
+        tmp_path / "t.json", {environment(): {case: (MethodChoice(method), {})}}
+    )
+    monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
+    backward = mlp().explain(4096, num_ranks=2).rows[1]
+    assert (backward.op, backward.method) == (op, method.value)
+    assert backward.overlapped == (method is not Method.XLA)
+    assert mlp().explain(64, num_ranks=2).rows[1].method == "auto"
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
+    linear = ops.Linear(
+        64, 64, tensor_parallel_mode=mode, userbuffers_options={"comm_name": "fc1"}
+    )
+    forward, backward = ops.Sequential(linear).explain().rows
+    assert not forward.overlapped
+    assert not backward.overlapped
+    assert forward.reason == backward.reason
+    assert "refused" in forward.reason
+    assert "sequence_parallel=True" in forward.reason
+    behind = ops.ReduceScatter()
+    plain = dataclasses.replace(linear, tensor_parallel_mode=None, use_bias=False)
+    assert ops.Sequential(plain, behind).explain().overlapped
+
+
+def test_a_fallback_of_another_program_says_nothing_about_this_one():
+    label = "UserbuffersForwardLinear (ub_name 'fc1')"
+    methods.record_fallback(label, "it was lowered for an abstract mesh")
+    forward, backward = list(rows_of(mlp().explain()).values())[:2]
+    assert (forward.overlapped, forward.reason) == (True, "")
+    assert backward.overlapped
+
+
+def test_collectives_of_their_own_and_local_linears():
+    linear = ops.BasicLinear(8, 8, userbuffers_options={"comm_name": "fc2"})
+    seq = ops.Sequential(linear, ops.ReduceScatter(), linear, ops.AllReduce())
+    rows = seq.explain().rows
+    # The first is one of three operations that are GEMM+RS together.
+    assert rows[0].op == "matmul_reduce_scatter"
+    assert rows[0].note == "UserbuffersForwardLinear of 0-1"
+    local, _, forward, backward = rows[2:]
+    assert (local.overlapped, local.op, local.note) == (
+        True,
+        "matmul",
+        "no communication",
+    )
+    assert forward.op == "all_reduce"
+    assert forward.reason == "alone: no GEMM runs beside it"
+    assert (backward.overlapped, backward.note) == (True, "the identity")
+
+
+def test_times_and_bytes_are_predicted_for_known_sizes():
+    none = mlp().explain(4096)
+    assert all(row.predicted_s is None for row in none.rows)
+    table = mlp().explain(4096, num_ranks=4, hardware="h200")
+    up, d_up = table.rows[:2]
+    # Three quarters of the tokens come from the others, in bf16.
+    assert up.moved_bytes == 3 / 4 * 4096 * 64 * 2
+    assert 0 < up.predicted_s < d_up.predicted_s
+
+
+def test_mesh_in_reach_counts():
+    seq = mlp()
+    with jax.set_mesh(tp_mesh(1)):
+        up = seq.explain(64).rows[0]
+    assert up.reason == "UserbuffersForwardLinear: axis 'tp' has one rank"
+    seen = []
+
+    def step(params, x):
+        seen.append(seq.explain(64).rows[0])
+        return seq(params, x)[0]
+
+    run = jax.shard_map(
+        step, mesh=tp_mesh(2), in_specs=(seq.specs(), P("tp")), out_specs=P("tp")
+    )
+    params = jax.eval_shape(seq.init, jax.random.key(0))
+    jax.eval_shape(run, params, np.zeros((8, 64), "float32"))
+    assert seen[0].overlapped
+    assert seen[0].moved_bytes == 64 / 2 * 64 * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_every_layout_has_a_row(sequence_parallel):
+    for mode in ("column", "row", None):
+        linear = ops.BasicLinear(
+            8, 8, tensor_parallel_mode=mode, sequence_parallel=sequence_parallel
+        )
+        rows = ops.Sequential(linear).explain(64, num_ranks=2).rows
+        communicates = {
+            ("column", True): (True, True),
+            ("column", False): (False, True),
+            ("row", True): (True, True),
+            ("row", False): (True, False),
+        }.get((mode, sequence_parallel), (False, False))
+        assert tuple(row.moved_bytes > 0 for row in rows) == communicates
+        assert tuple(not row.overlapped for row in rows) == communicates
+
+
+def test_a_trace_says_how_long_ranks_waited():
+    options = {"sequence_parallel": True, "axis_name": "tp"}
+    column = {
+        "tensor_parallel_mode": "column",
+        "userbuffers_options": {"comm_name": "fc1"},
+    }
+    seq = ops.Sequential(
+        ops.BasicLinear(8, 16, method="ring_exchange", **column, **options)
+    )
+    mesh, tokens = tp_mesh(2), P("tp")
+    apply = jax.shard_map(
+        seq, mesh=mesh, in_specs=(seq.specs(), tokens), out_specs=P(None, "tp")
+    )
+
+    def loss(params, x):
+        return apply(params, x).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    params, x = seq.init(jax.random.key(0)), np.ones((4, 8), np.float32)
+    with ub.trace() as recording:
+        jax.block_until_ready(step(params, x))
+    waited = recording.trace.exposed_by_op_s()
+    forward, backward = seq.explain(trace=recording.trace).rows
+    assert forward.measured_exposed_s in waited.values()
+    assert backward.op == "matmul_reduce_scatter, all_gather, wgrad"
+    assert sum(waited.values()) == pytest.approx(
+        forward.measured_exposed_s + backward.measured_exposed_s
+    )
+    assert seq.explain().rows[0].measured_exposed_s is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "num_ranks"])
+@pytest.mark.parametrize("value", [0, -4, "4", 4.0, True])
+def test_numbers_that_count_nothing_are_refused(name, value):
+    text = f"explain: {name} = {value!r} is not a positive integer. Pass one"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        mlp().explain(**{"tokens": 64, "num_ranks": 4, name: value})
+
+
+def test_times_are_those_of_the_devices_here(monkeypatch):
+    def times(**options):
+        rows = mlp().explain(64, num_ranks=2, **options).rows
+        return [row.predicted_s for row in rows]
+
+    assert times() == times(hardware="cpu") != times(hardware="h200")
+    monkeypatch.setattr(program, "_known", lambda: None)
+    assert times() == times(hardware="h200")
+    (note,) = mlp().explain(64, num_ranks=2).notes[-1:]
+    assert note.startswith("unknown device 'cpu': times are predicted for h200")
