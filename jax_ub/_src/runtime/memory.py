@@ -10,8 +10,7 @@ from jax_ub._src.config import names
 from jax_ub._src.runtime import communicators, cuda, engine, overlaps, settings
 from jax_ub._src.runtime.device_groups import Group
 from jax_ub._src.runtime.overlaps import InitializedAxis, Overlap
-
-_MIB, _GIB = 1 << 20, 1 << 30
+from jax_ub._src.tables import format_bytes, format_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +48,24 @@ class AxisMemory:
 
     def __str__(self) -> str:
         """Returns a table of the axis's named overlaps, below the total bytes."""
-        rows = [("name", "mode", "method", "comm", "dtype", "shape", "MiB")]
-        rows += [
+        header = ("name", "mode", "method", "comm", "dtype", "shape", "size")
+        rows = [
             (
                 one.name,
                 one.mode.name,
                 one.method,
                 one.comm_type.value,
-                str(one.buffer_dtype),
-                str(list(one.buffer_shape)),
-                f"{one.size_bytes / _MIB:.1f}",
+                one.buffer_dtype,
+                list(one.buffer_shape),
+                format_bytes(one.size_bytes),
             )
             for one in self.overlaps
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = format_table(header, rows)
         return "\n".join([self._title(), *(f"  {line}" for line in lines)])
 
     def _title(self):
-        ours = f"{self.shared_bytes / _MIB:.1f} MiB, shared by all names"
+        ours = f"{format_bytes(self.shared_bytes)}, shared by all names"
         if self.shares_with is not None:
             ours += f", beside those of axis {self.shares_with}"
         elif self.on_gpus:
@@ -79,7 +77,7 @@ class AxisMemory:
             f"here, [T, H] = {list(self.shape)}\n"
             f"  buffers: {ours}\n"
             "  Transformer Engine, one for every name: "
-            f"{self.transformer_engine_bytes / _MIB:.1f} MiB"
+            f"{format_bytes(self.transformer_engine_bytes)}"
         )
 
 
@@ -118,10 +116,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Returns the tables of all axes, followed by slots, heaps and GPUs."""
-        slots = f"slots of calls inside this process: {self.slot_bytes / _MIB:.1f} MiB"
+        slots = f"slots of calls inside this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
-            heaps = f"{self.heap_bytes / _MIB:.1f} MiB"
+            heaps = format_bytes(self.heap_bytes)
             lines += [f"heaps of calls without initialize_ub: {heaps}"]
         return "\n".join([*lines, *map(str, self.gpus)])
 
@@ -146,10 +144,10 @@ class GpuMemory:
         """Returns the division of the GPU's memory as one line of text."""
         left = self.total_bytes - self.xla_bytes
         return (
-            f"GPU {self.ordinal} ({self.name}): {self.total_bytes / _GIB:.1f} GiB, of "
-            f"which XLA takes {self.xla_bytes / _GIB:.1f} GiB at its start "
+            f"GPU {self.ordinal} ({self.name}): {format_bytes(self.total_bytes)}, of "
+            f"which XLA takes {format_bytes(self.xla_bytes)} at its start "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps "
-            f"come out of the other {left / _GIB:.1f} GiB"
+            f"come out of the other {format_bytes(left)}"
         )
 
 

@@ -1,0 +1,86 @@
+"""Formats tables, and numbers with units, for reports and commands."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+_BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_SECONDS = (("s", 1.0), ("ms", 1e-3))
+
+
+def format_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Collection[int] = (),
+    has_rule: bool = False,
+    is_markdown: bool = False,
+) -> list[str]:
+    """Returns the lines of a table with aligned columns.
+
+    Args:
+        header: the titles of the columns; empty for a table without titles.
+        rows: the cells of each row, which `str` converts to text.
+        right: the indices of the columns that are aligned right.
+        has_rule: whether a line of dashes follows the titles.
+        is_markdown: whether to write a Markdown table, which always has the rule.
+    """
+    lines = [header] if header else []
+    texts = [*lines, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    rules = []
+    if header and (has_rule or is_markdown):
+        rules = [format_rule(widths, is_markdown=is_markdown)]
+    table = [
+        format_row(cells, widths, right=right, is_markdown=is_markdown)
+        for cells in texts
+    ]
+    return [*table[: len(lines)], *rules, *table[len(lines) :]]
+
+
+def format_row(
+    cells: Sequence[object],
+    widths: Sequence[int],
+    *,
+    right: Collection[int] = (),
+    is_markdown: bool = False,
+) -> str:
+    """Returns one row of a table. `format_table` describes the arguments.
+
+    Commands that print rows as they are measured call it with fixed widths.
+    """
+    padded = [
+        str(cell).rjust(width) if i in right else str(cell).ljust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return f"| {' | '.join(padded)} |" if is_markdown else "  ".join(padded).rstrip()
+
+
+def format_rule(widths: Sequence[int], *, is_markdown: bool = False) -> str:
+    """Returns the line of dashes between the titles and the rows of a table."""
+    if is_markdown:
+        return f"|{'|'.join('-' * (width + 2) for width in widths)}|"
+    return "  ".join("-" * width for width in widths)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a number of bytes with its unit, such as "1.5 MiB"."""
+    for unit, size in _BYTES:
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a time with three significant digits and its unit, such as "12.5 us"."""
+    for unit, size in _SECONDS:
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def format_count(count: float, unit: str = "") -> str:
+    """Returns a count with three digits and a decimal prefix, such as "1.2 GFLOP"."""
+    for prefix, size in _PREFIXES:
+        if count >= size:
+            return f"{count / size:.3g} {prefix}{unit}"
+    return f"{count:g} {unit}".rstrip()
