@@ -14,6 +14,7 @@
 
 #include "engine/cpu/core_affinity.h"
 #include "engine/cpu/peak.h"
+#include "ffi/attributes.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
 #include "module_connect.h"
@@ -62,9 +63,8 @@ nb::dict Counters() {
   const jax_ub::Engine* engine = jax_ub::ExistingEngine();
   const jax_ub::Counters counters = engine ? engine->counters() : jax_ub::Counters();
   nb::dict calls;
-  for (int op = 0; op < jax_ub::kNumOps; ++op) {
-    const auto name = std::string(jax_ub::OpName(static_cast<jax_ub::Op>(op)));
-    calls[name.c_str()] = counters.calls[op];
+  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
+    calls[std::string(info.name).c_str()] = counters.calls[static_cast<int>(info.op)];
   }
   nb::dict dict;
   dict["calls"] = calls;
@@ -73,6 +73,24 @@ nb::dict Counters() {
   dict["slot_bytes"] = counters.slot_bytes;
   dict["peak_slot_bytes"] = counters.peak_slot_bytes;
   return dict;
+}
+
+// The table of ops, which a test compares with the primitives.
+nb::dict Ops() {
+  nb::dict ops;
+  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
+    std::vector<std::string> attributes;
+    for (std::string_view name : jax_ub::AttributeNames(info))
+      attributes.emplace_back(name);
+    nb::dict op;
+    op["attributes"] = attributes;
+    op["collective"] = info.communicated == jax_ub::Communicated::kNothing
+                           ? std::string()
+                           : std::string(jax_ub::CollectiveKindName(info.collective));
+    op["has_gemm"] = info.gemm != jax_ub::GemmKind::kNone;
+    ops[std::string(info.name).c_str()] = op;
+  }
+  return ops;
 }
 
 void StartTrace(int64_t events_per_thread) {
@@ -276,6 +294,7 @@ std::string Describe(const jax_ub::Step& step) {
 NB_MODULE(_cpu, m) {
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
+  m.def("ops", &Ops);
   m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCallSiteType()); });
   m.def("isa", [] { return std::string(jax_ub::CurrentIsa()); });
   m.def("isas", &Isas);

@@ -182,10 +182,10 @@ int64_t WorkspaceBytes(const std::string& name,
                        const nb::dict& attributes,
                        const Arrays& operands,
                        const Arrays& results) {
-  for (int i = 0; i < jax_ub::kNumOps; ++i) {
-    const auto op = static_cast<jax_ub::Op>(i);
-    if (jax_ub::OpName(op) != name) continue;
-    const auto at = jax_ub::ReadAttributes(op, PythonAttributes(op, attributes));
+  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
+    if (info.name != name) continue;
+    const auto at =
+        jax_ub::ReadAttributes(info.op, PythonAttributes(info.op, attributes));
     const jax_ub::RankCall call = {.operands = TensorsOf(at, operands),
                                    .results = TensorsOf(at, results)};
     return jax_ub::CudaEngine::WorkspaceBytes(at, call);
@@ -196,9 +196,8 @@ int64_t WorkspaceBytes(const std::string& name,
 nb::dict Counters() {
   const jax_ub::CudaCounters counters = jax_ub::ProcessCudaEngine().counters();
   nb::dict calls;
-  for (int op = 0; op < jax_ub::kNumOps; ++op) {
-    const auto name = std::string(jax_ub::OpName(static_cast<jax_ub::Op>(op)));
-    calls[name.c_str()] = counters.calls[op];
+  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
+    calls[std::string(info.name).c_str()] = counters.calls[static_cast<int>(info.op)];
   }
   nb::dict dict;
   dict["calls"] = calls;

@@ -15,6 +15,17 @@ class CallSiteType(TypedDict):
     type_id: Any
     type_info: Any
 
+class Op(TypedDict):
+    """A row of the engine's table of ops.
+
+    `attributes` are the FFI attributes that only some ops have. `collective` names the
+    op's schedule, as in `schedule`, and is empty if the op communicates nothing.
+    """
+
+    attributes: list[str]
+    collective: str
+    has_gemm: bool
+
 class Counters(TypedDict):
     """Counters of this process: calls by op, failed collective calls, bytes in use."""
 
@@ -89,6 +100,9 @@ def targets() -> dict[str, Stages]:
 
 def call_site_type() -> CallSiteType:
     """Returns the type ``jax_ub$CallSite``; register it before any target."""
+
+def ops() -> dict[str, Op]:
+    """Returns the table of ops by name, such as ``all_gather_matmul``."""
 
 def isa() -> str:
     """Returns the instruction set of the kernels in use."""

@@ -12,17 +12,6 @@ namespace jax_ub {
 
 namespace {
 
-constexpr std::array<std::string_view, kNumOps> kOpNames = {"all_gather_matmul",
-                                                            "matmul_reduce_scatter",
-                                                            "matmul_all_reduce",
-                                                            "matmul",
-                                                            "wgrad",
-                                                            "all_gather",
-                                                            "reduce_scatter",
-                                                            "all_reduce",
-                                                            "bulk_all_gather",
-                                                            "bulk_reduce_scatter"};
-
 // The numeric attributes that are part of the signature.
 constexpr std::array<std::string_view, 9> kNumberNames = {
     "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
@@ -102,15 +91,20 @@ Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
   return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
+// Returns among how many ranks the rows of a sum are divided: 1 if every rank gets all.
+int64_t NumOwners(const CallAttributes& at) {
+  const CollectiveKind kind = InfoOf(at.op).collective;
+  return IsGather(kind) || IsAllReduce(kind) ? 1 : at.num_ranks;
+}
+
 int64_t OutOf(const CallAttributes& at, const Tensor& kernel) {
   return at.rhs_transposed ? kernel.rows : kernel.features;
 }
 
-void CheckAllGatherMatmul(const CallAttributes& at,
-                          const RankCall& call,
-                          const Contract& contract) {
+void CheckGatheredRows(const CallAttributes& at,
+                       const RankCall& call,
+                       const Contract& contract) {
   const size_t n = at.num_kernels;
-  contract.Count(1 + n * (1 + at.has_bias + at.has_residual), n + at.return_gathered);
   const Tensor& x = call.operands[0];
   contract.NotEmpty(x, "x");
   const int64_t rows = at.num_ranks * x.rows;
@@ -131,23 +125,20 @@ void CheckAllGatherMatmul(const CallAttributes& at,
   }
 }
 
-// Checks matmul_reduce_scatter, matmul_all_reduce and matmul. The rows of the GEMM's
-// result are divided into `parts` shares, one per rank that gets a share.
-void CheckMatmulReduce(const CallAttributes& at,
-                       const RankCall& call,
-                       const Contract& contract,
-                       int parts) {
+void CheckPairSum(const CallAttributes& at,
+                  const RankCall& call,
+                  const Contract& contract) {
   const size_t n = at.num_kernels;
-  contract.Count(2 * n + at.has_bias + at.has_residual, 1);
   const Tensor& x = call.operands[0];
-  if (parts > 1) contract.Divides("x", x.rows);
+  const int64_t num_owners = NumOwners(at);
+  if (num_owners > 1) contract.Divides("x", x.rows);
   const int64_t out = OutOf(at, call.operands[n]);
   for (size_t i = 0; i < n; ++i) {
     const int64_t in = call.operands[i].features;
     contract.Operand(i, "x", {x.dtype, x.batch, x.rows, in, nullptr});
     contract.Operand(n + i, "w", Kernel(at, x.dtype, in, out));
   }
-  const Tensor y = {x.dtype, x.batch, x.rows / parts, out, nullptr};
+  const Tensor y = {x.dtype, x.batch, x.rows / num_owners, out, nullptr};
   size_t next = 2 * n;
   if (at.has_bias) {
     contract.Sized(call.operands[next++], "bias", Matrix(x.dtype, 1, out));
@@ -156,13 +147,17 @@ void CheckMatmulReduce(const CallAttributes& at,
   contract.Sized(call.results[0], "y", y);
 }
 
-// Checks the operands dy_i and main_grad_i, which follow x, and the results dw_i.
-void CheckWgrads(const CallAttributes& at,
-                 const RankCall& call,
-                 const Contract& contract,
-                 int64_t dy_rows) {
+void CheckWgrad(const CallAttributes& at,
+                const RankCall& call,
+                const Contract& contract) {
   const size_t n = at.num_kernels;
   const Tensor& x = call.operands[0];
+  int64_t dy_rows = x.rows;
+  if (at.gather == Gather::kX) dy_rows = x.rows * at.num_ranks;
+  if (at.gather == Gather::kDy) {
+    contract.Divides("x", x.rows);
+    dy_rows = x.rows / at.num_ranks;
+  }
   contract.NotEmpty(x, "x");
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = call.operands[1 + i].features;
@@ -173,46 +168,10 @@ void CheckWgrads(const CallAttributes& at,
   }
 }
 
-void CheckWgrad(const CallAttributes& at,
+void CheckDgrad(const CallAttributes& at,
                 const RankCall& call,
                 const Contract& contract) {
   const size_t n = at.num_kernels;
-  contract.Count(1 + n * (at.accumulate ? 2 : 1), n);
-  const Tensor& x = call.operands[0];
-  int64_t dy_rows = x.rows;
-  if (at.gather == Gather::kX) dy_rows = x.rows * at.num_ranks;
-  if (at.gather == Gather::kDy) {
-    contract.Divides("x", x.rows);
-    dy_rows = x.rows / at.num_ranks;
-  }
-  CheckWgrads(at, call, contract, dy_rows);
-}
-
-// Checks the operand `from` and the result `to` of a collective. It multiplies the
-// number of rows by `gather` and divides it by `scatter`.
-void CheckMoved(const CallAttributes& at,
-                const Tensor& from,
-                const Tensor& to,
-                const Contract& contract,
-                int gather,
-                int scatter) {
-  contract.NotEmpty(from, "the operand that is communicated");
-  if (scatter > 1) contract.Divides("the operand", from.rows);
-  Tensor want = from;
-  want.rows = from.rows * gather / scatter;
-  const bool copied = at.op == Op::kAllGather || at.op == Op::kBulkAllGather;
-  if (copied && to.dtype != from.dtype) {
-    contract.Fail("the gathered result is " + Describe(to) + ", the shard " +
-                  Describe(from));
-  }
-  contract.Sized(to, "the communicated result", want);
-}
-
-void CheckBulkAllGather(const CallAttributes& at,
-                        const RankCall& call,
-                        const Contract& contract) {
-  const size_t n = at.num_kernels;
-  contract.Count(2 * n + 1, 2);
   const Tensor& dy = call.operands[0];
   const int64_t in = call.operands[n].rows;
   for (size_t i = 0; i < n; ++i) {
@@ -221,18 +180,65 @@ void CheckBulkAllGather(const CallAttributes& at,
     contract.Operand(n + i, "w", Matrix(dy.dtype, in, out));
   }
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
-  CheckMoved(at, call.operands[2 * n], call.results[1], contract, at.num_ranks, 1);
+}
+
+// Checks the operand that no GEMM reads, and the result that receives it.
+void CheckCommunicated(const CallAttributes& at,
+                       const RankCall& call,
+                       const Contract& contract) {
+  const Tensor& from = call.operands.back();
+  const Tensor& to = call.results.back();
+  const bool is_gathered = IsGather(InfoOf(at.op).collective);
+  const int64_t num_owners = NumOwners(at);
+  contract.NotEmpty(from, "the operand that is communicated");
+  if (num_owners > 1) contract.Divides("the operand", from.rows);
+  Tensor want = from;
+  want.rows = is_gathered ? from.rows * at.num_ranks : from.rows / num_owners;
+  if (is_gathered && to.dtype != from.dtype) {
+    contract.Fail("the gathered result is " + Describe(to) + ", the shard " +
+                  Describe(from));
+  }
+  contract.Sized(to, "the communicated result", want);
+}
+
+// Checks the number of operands and results.
+void CheckCounts(const CallAttributes& at, const Contract& contract) {
+  const OpInfo& info = InfoOf(at.op);
+  const size_t n = at.num_kernels;
+  const size_t num_separate = info.communicated == Communicated::kSeparateOperand;
+  const auto expect = [&](size_t num_operands, size_t num_results) {
+    contract.Count(num_operands + num_separate, num_results + num_separate);
+  };
+  switch (info.gemm) {
+    case GemmKind::kNone:
+      return expect(0, 0);
+    case GemmKind::kGatheredRows:
+      return expect(1 + n * (1 + at.has_bias + at.has_residual),
+                    n + at.return_gathered);
+    case GemmKind::kPairSum:
+      return expect(2 * n + at.has_bias + at.has_residual, 1);
+    case GemmKind::kWgrad:
+      return expect(1 + n * (1 + at.accumulate), n);
+    case GemmKind::kDgrad:
+      return expect(2 * n, 1);
+  }
 }
 
 }  // namespace
 
 size_t FirstResidual(const CallAttributes& at) {
   const size_t n = at.num_kernels;
-  if (at.op == Op::kAllGatherMatmul) return 1 + n * (at.has_bias ? 2 : 1);
+  if (InfoOf(at.op).gemm == GemmKind::kGatheredRows) {
+    return 1 + n * (at.has_bias ? 2 : 1);
+  }
   return 2 * n + at.has_bias;
 }
 
-std::string_view OpName(Op op) { return kOpNames[static_cast<size_t>(op)]; }
+bool IsLocalCall(const CallAttributes& at) {
+  const Communicated communicated = InfoOf(at.op).communicated;
+  return at.ranks.empty() || communicated == Communicated::kNothing ||
+         (communicated == Communicated::kSelectedOperand && at.gather == Gather::kNone);
+}
 
 std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& at) {
   const auto refuse = [&](const std::string& text) {
@@ -267,35 +273,26 @@ std::string Describe(const Tensor& tensor) {
 
 void CheckCall(const CallAttributes& at, const RankCall& call) {
   const Contract contract(at, call);
-  const size_t n = at.num_kernels;
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-      return CheckAllGatherMatmul(at, call, contract);
-    case Op::kMatmulReduceScatter:
-      return CheckMatmulReduce(at, call, contract, at.num_ranks);
-    case Op::kMatmulAllReduce:
-    case Op::kMatmul:
-      return CheckMatmulReduce(at, call, contract, 1);
-    case Op::kWgrad:
-      return CheckWgrad(at, call, contract);
-    case Op::kAllGather:
-      contract.Count(1, 1);
-      return CheckMoved(at, call.operands[0], call.results[0], contract, at.num_ranks,
-                        1);
-    case Op::kReduceScatter:
-      contract.Count(1, 1);
-      return CheckMoved(at, call.operands[0], call.results[0], contract, 1,
-                        at.num_ranks);
-    case Op::kAllReduce:
-      contract.Count(1, 1);
-      return CheckMoved(at, call.operands[0], call.results[0], contract, 1, 1);
-    case Op::kBulkAllGather:
-      return CheckBulkAllGather(at, call, contract);
-    case Op::kBulkReduceScatter:
-      contract.Count(2 + n * (at.accumulate ? 2 : 1), n + 1);
-      CheckWgrads(at, call, contract, call.operands[0].rows);
-      return CheckMoved(at, call.operands.back(), call.results.back(), contract, 1,
-                        at.num_ranks);
+  const OpInfo& info = InfoOf(at.op);
+  CheckCounts(at, contract);
+  switch (info.gemm) {
+    case GemmKind::kNone:
+      break;
+    case GemmKind::kGatheredRows:
+      CheckGatheredRows(at, call, contract);
+      break;
+    case GemmKind::kPairSum:
+      CheckPairSum(at, call, contract);
+      break;
+    case GemmKind::kWgrad:
+      CheckWgrad(at, call, contract);
+      break;
+    case GemmKind::kDgrad:
+      CheckDgrad(at, call, contract);
+      break;
+  }
+  if (info.communicated == Communicated::kSeparateOperand) {
+    CheckCommunicated(at, call, contract);
   }
 }
 

@@ -8,28 +8,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/ops.h"
 #include "gemm/views.h"
 #include "schedule/schedule.h"
 
 namespace jax_ub {
-
-enum class Op : uint8_t {
-  kAllGatherMatmul,
-  kMatmulReduceScatter,
-  kMatmulAllReduce,
-  kMatmul,
-  kWgrad,
-  kAllGather,
-  kReduceScatter,
-  kAllReduce,
-  kBulkAllGather,
-  kBulkReduceScatter,
-};
-inline constexpr int kNumOps = 10;
-
-// Returns the name of the op, such as "all_gather_matmul". The FFI target is "jax_ub$"
-// plus this name.
-std::string_view OpName(Op op);
 
 // The operand of a weight gradient that is all-gathered over its tokens.
 enum class Gather : uint8_t { kNone, kX, kDy };
@@ -116,6 +99,9 @@ struct RankCall {
   const uint32_t* partition = nullptr;
   int64_t submitted_ns = 0;  // time of arrival, if tracing is enabled
 };
+
+// Returns whether the call communicates nothing.
+bool IsLocalCall(const CallAttributes& attributes);
 
 // Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);

@@ -11,7 +11,7 @@ namespace {
 // An all-reduce views its operand as rows of one element, so that it can be split
 // between any two elements.
 Tensor AsRows(const CallAttributes& at, Tensor tensor) {
-  if (at.op == Op::kAllReduce) {
+  if (InfoOf(at.op).collective == CollectiveKind::kAllReduce) {
     tensor.rows = tensor.num_elements();
     tensor.batch = tensor.features = 1;
   }
@@ -26,71 +26,52 @@ Tensor Gathered(const CallAttributes& at, Tensor shard) {
 
 }  // namespace
 
-CollectiveKind CollectiveKindOf(const CallAttributes& at) {
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-      return CollectiveKind::kAllGatherMatmul;
-    case Op::kMatmulReduceScatter:
-      return CollectiveKind::kMatmulReduceScatter;
-    case Op::kMatmulAllReduce:
-      return CollectiveKind::kMatmulAllReduce;
-    case Op::kReduceScatter:
-    case Op::kBulkReduceScatter:
-      return CollectiveKind::kReduceScatter;
-    case Op::kAllReduce:
-      return CollectiveKind::kAllReduce;
-    case Op::kMatmul:
-    case Op::kWgrad:
-    case Op::kAllGather:
-    case Op::kBulkAllGather:
+std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
+                                         const RankCall& call) {
+  switch (InfoOf(at.op).communicated) {
+    case Communicated::kNothing:
+    case Communicated::kPartialSum:
       break;
+    case Communicated::kFirstOperand:
+      return {0};
+    case Communicated::kSeparateOperand:
+      return {call.operands.size() - 1};
+    case Communicated::kSelectedOperand: {
+      if (at.gather == Gather::kX) return {0};
+      std::vector<size_t> dys;
+      for (int i = 0; at.gather == Gather::kDy && i < at.num_kernels; ++i) {
+        dys.push_back(1 + i);
+      }
+      return dys;
+    }
   }
-  return CollectiveKind::kAllGather;
+  return {};
 }
-
-bool IsBulk(Op op) { return op == Op::kBulkAllGather || op == Op::kBulkReduceScatter; }
 
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
                                                       const RankCall& call) {
-  const size_t n = at.num_kernels;
-  std::vector<CommunicatedTensor> exchanges;
-  const auto gather = [&](const Tensor& shard, std::byte* to) {
-    CommunicatedTensor exchange{
-        shard, Gathered(at, shard), {}, shard.rows * at.num_ranks};
-    exchange.gathered.data = to;
-    exchanges.push_back(exchange);
-  };
-  const auto reduce = [&](const Tensor& partial, const Tensor& result) {
-    exchanges.push_back({partial, result, result, partial.rows});
-  };
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-      gather(call.operands[0], at.return_gathered ? call.results[n].data : nullptr);
-      break;
-    case Op::kAllGather:
-      gather(call.operands[0], call.results[0].data);
-      break;
-    case Op::kBulkAllGather:
-      gather(call.operands[2 * n], call.results[1].data);
-      break;
-    case Op::kWgrad:
-      if (at.gather == Gather::kX) gather(call.operands[0], nullptr);
-      if (at.gather == Gather::kDy) {
-        for (size_t i = 0; i < n; ++i) gather(call.operands[1 + i], nullptr);
-      }
-      break;
-    case Op::kMatmul:
-    case Op::kMatmulReduceScatter:
-    case Op::kMatmulAllReduce:
-    case Op::kReduceScatter:
-    case Op::kAllReduce:
-      reduce(AsRows(at, call.operands[0]), AsRows(at, call.results[0]));
-      break;
-    case Op::kBulkReduceScatter:
-      reduce(call.operands.back(), call.results.back());
-      break;
+  const OpInfo& info = InfoOf(at.op);
+  if (info.communicated == Communicated::kPartialSum) {
+    const Tensor& result = call.results[0];
+    return {{call.operands[0], result, result, call.operands[0].rows}};
   }
-  return exchanges;
+  const bool is_separate = info.communicated == Communicated::kSeparateOperand;
+  const bool is_returned =
+      is_separate ||
+      (info.communicated == Communicated::kFirstOperand && at.return_gathered);
+  std::vector<CommunicatedTensor> tensors;
+  for (const size_t index : CommunicatedOperands(at, call)) {
+    const Tensor operand = AsRows(at, call.operands[index]);
+    if (IsGather(info.collective)) {
+      Tensor gathered = Gathered(at, operand);
+      gathered.data = is_returned ? call.results.back().data : nullptr;
+      tensors.push_back({operand, gathered, {}, gathered.rows});
+    } else {
+      const Tensor result = AsRows(at, call.results.back());
+      tensors.push_back({operand, result, result, operand.rows});
+    }
+  }
+  return tensors;
 }
 
 namespace {

@@ -40,9 +40,10 @@ inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   return {tensor, 0, tensor.rows};
 }
 
-CollectiveKind CollectiveKindOf(const CallAttributes& attributes);
-
-bool IsBulk(Op op);
+// Returns the indices of the operands that are communicated, ascending. An op that sends
+// partial sums of its GEMM has none.
+std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
+                                         const RankCall& call);
 
 // A tensor that is communicated by one pass of a schedule.
 struct CommunicatedTensor {

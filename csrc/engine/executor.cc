@@ -320,11 +320,6 @@ void RunLocalGemms(const CallAttributes& at,
 
 }  // namespace
 
-bool IsLocalCall(const CallAttributes& at) {
-  return at.ranks.empty() || at.op == Op::kMatmul ||
-         (at.op == Op::kWgrad && at.gather == Gather::kNone);
-}
-
 bool UsesSlots(const CallAttributes& at) {
   return at.method != Method::kDirect && !IsLocalCall(at);
 }
@@ -337,15 +332,20 @@ void ExecuteRank(const CallAttributes& at,
                  Device& device,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
-  const bool whole = at.op == Op::kWgrad ||
-                     (at.op == Op::kAllGatherMatmul && at.method == Method::kExternal);
+  const OpInfo& info = InfoOf(at.op);
+  // Whether GEMMs read the gathered operands as a whole.
+  const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
+  const bool is_whole =
+      gathers_first || (info.communicated == Communicated::kFirstOperand &&
+                        at.method == Method::kExternal);
   LaneDependencies lanes(device);
   std::vector<GemmProblem> beside;
-  if (device.enqueues() && IsBulk(at.op)) beside = LocalProducts(at, call);
+  if (device.enqueues() && info.is_bulk()) beside = LocalProducts(at, call);
   RankCall local = call;
-  size_t next = at.gather == Gather::kX ? 0 : 1;
+  const std::vector<size_t> indices = CommunicatedOperands(at, call);
+  size_t next = 0;
   for (CommunicatedTensor exchange : CommunicatedTensorsOf(at, call)) {
-    if (whole && exchange.gathered.data == nullptr) {
+    if (is_whole && exchange.gathered.data == nullptr) {
       const Tensor& like = exchange.gathered;
       exchange.gathered =
           device.Allocate(like.dtype, like.batch, like.rows, like.features);
@@ -353,9 +353,9 @@ void ExecuteRank(const CallAttributes& at,
     ScheduleRun(at, call, exchange, schedule, plan, timeout_s,
                 std::exchange(beside, {}), transport, device, lanes, trace)
         .Run();
-    if (at.op == Op::kWgrad) local.operands[next++] = exchange.gathered;
+    if (gathers_first) local.operands[indices[next++]] = exchange.gathered;
   }
-  if (at.op != Op::kWgrad) return;
+  if (!gathers_first) return;
   const TraceScope scope(trace, TraceKind::kMultiply, {});
   const Dependency gathered = lanes.Record(kCommunicationLane);
   RunLocalGemms(at, local, gathered, device, lanes);

@@ -13,9 +13,6 @@
 
 namespace jax_ub {
 
-// Returns whether the call communicates nothing.
-bool IsLocalCall(const CallAttributes& attributes);
-
 // Returns whether the call sends data through slots: false for local calls and for the
 // method direct.
 bool UsesSlots(const CallAttributes& attributes);

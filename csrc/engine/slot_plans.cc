@@ -48,7 +48,7 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
                                          const RankCall& call,
                                          const Device& device) {
   SlotRequirements plan;
-  plan.pattern = CollectiveKindOf(at);
+  plan.pattern = InfoOf(at.op).collective;
   if (!HasSchedule(plan.pattern, at.method)) {
     throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
                            " has no method " + std::string(MethodName(at.method)) +

@@ -23,6 +23,7 @@ class Reader {
   }
 
   bool Flag(const char* name) const { return InRange(name, 0, 1) != 0; }
+  float Float(const char* name) const { return source_.Float(name); }
   int Count(const char* name) const {
     return static_cast<int>(InRange(name, 1, 1 << 16));
   }
@@ -56,11 +57,48 @@ KernelOptions ReadTuning(const Reader& read) {
   return kernel_options;
 }
 
+template <bool CallAttributes::* kMember>
+void ReadFlag(const Reader& read, const char* name, CallAttributes& at) {
+  at.*kMember = read.Flag(name);
+}
+
+void ReadGather(const Reader& read, const char* name, CallAttributes& at) {
+  at.gather = static_cast<Gather>(read.InRange(name, 0, 2));
+}
+
+void ReadScale(const Reader& read, const char* name, CallAttributes& at) {
+  at.scale = read.Float(name);
+}
+
+struct AttributeReader {
+  OpAttribute bit;
+  const char* name;
+  void (*read)(const Reader&, const char* name, CallAttributes&);
+};
+constexpr AttributeReader kReaders[] = {
+    {kRhsTransposed, "rhs_transposed", ReadFlag<&CallAttributes::rhs_transposed>},
+    {kBias, "has_bias", ReadFlag<&CallAttributes::has_bias>},
+    {kResidual, "has_residual", ReadFlag<&CallAttributes::has_residual>},
+    {kReturnGathered, "return_gathered", ReadFlag<&CallAttributes::return_gathered>},
+    {kAccumulate, "accumulate", ReadFlag<&CallAttributes::accumulate>},
+    {kGather, "gather", ReadGather},
+    {kScale, "scale", ReadScale},
+};
+
 }  // namespace
 
 std::string AttributeError(Op op, std::string_view name) {
   return "jax_ub." + std::string(OpName(op)) + ": attribute " + std::string(name) +
          ": ";
+}
+
+std::vector<std::string_view> AttributeNames(const OpInfo& info) {
+  std::vector<std::string_view> names;
+  if (info.count != nullptr) names.push_back(info.count);
+  for (const AttributeReader& attribute : kReaders) {
+    if (info.attributes & attribute.bit) names.push_back(attribute.name);
+  }
+  return names;
 }
 
 CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
@@ -80,41 +118,10 @@ CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   at.channel = source.Text("channel");
   read.MayHave("generation", 0, std::numeric_limits<int>::max(), at.generation);
   at.kernel_options = ReadTuning(read);
-  switch (op) {
-    case Op::kAllGatherMatmul:
-      at.num_kernels = read.Count("num_kernels");
-      at.rhs_transposed = read.Flag("rhs_transposed");
-      at.has_bias = read.Flag("has_bias");
-      at.has_residual = read.Flag("has_residual");
-      at.scale = source.Float("scale");
-      at.return_gathered = read.Flag("return_gathered");
-      break;
-    case Op::kMatmulReduceScatter:
-    case Op::kMatmulAllReduce:
-    case Op::kMatmul:
-      at.num_kernels = read.Count("num_pairs");
-      at.rhs_transposed = read.Flag("rhs_transposed");
-      at.has_bias = read.Flag("has_bias");
-      at.has_residual = read.Flag("has_residual");
-      at.scale = source.Float("scale");
-      break;
-    case Op::kWgrad:
-      at.num_kernels = read.Count("num_outputs");
-      at.accumulate = read.Flag("accumulate");
-      at.gather = static_cast<Gather>(read.InRange("gather", 0, 2));
-      at.scale = source.Float("scale");
-      break;
-    case Op::kBulkAllGather:
-      at.num_kernels = read.Count("num_pairs");
-      break;
-    case Op::kBulkReduceScatter:
-      at.num_kernels = read.Count("num_outputs");
-      at.accumulate = read.Flag("accumulate");
-      break;
-    case Op::kAllGather:
-    case Op::kReduceScatter:
-    case Op::kAllReduce:
-      break;
+  const OpInfo& info = InfoOf(op);
+  if (info.count != nullptr) at.num_kernels = read.Count(info.count);
+  for (const AttributeReader& attribute : kReaders) {
+    if (info.attributes & attribute.bit) attribute.read(read, attribute.name, at);
   }
   return at;
 }
@@ -127,7 +134,7 @@ Tensor TensorOf(const CallAttributes& at,
   tensor.dtype = dtype;
   tensor.data = static_cast<std::byte*>(data);
   const size_t rank = dimensions.size();
-  if (at.op == Op::kAllReduce) {  // the shape does not matter
+  if (InfoOf(at.op).collective == CollectiveKind::kAllReduce) {
     tensor.features = 1;
     for (const int64_t size : dimensions) tensor.features *= size;
     return tensor;

@@ -24,6 +24,9 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
+// Returns the names of the attributes that only some ops have, of those that `op` has.
+std::vector<std::string_view> AttributeNames(const OpInfo& op);
+
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
 // out of range or a required attribute is missing. The attributes of KernelOptions are
 // optional.

@@ -105,11 +105,8 @@ inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks)
   std::vector<CallAttributes> variants = {at};
   at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
   // Halves of small integers are exact; bulk calls have no scale.
-  const bool is_bulk = op == Op::kBulkAllGather || op == Op::kBulkReduceScatter;
-  at.scale = is_bulk ? 1.0f : 0.5f;
+  at.scale = InfoOf(op).is_bulk() ? 1.0f : 0.5f;
   variants.push_back(at);
-  const bool moves_only =
-      op == Op::kAllGather || op == Op::kReduceScatter || op == Op::kAllReduce;
   if (op == Op::kWgrad) {
     variants.clear();
     for (Gather gather : {Gather::kNone, Gather::kX, Gather::kDy}) {
@@ -118,14 +115,14 @@ inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks)
       at.num_kernels = gather == Gather::kX ? 1 : 2;
       variants.push_back(at);
     }
-  } else if (!moves_only) {
+  } else if (InfoOf(op).gemm != GemmKind::kNone) {
     at.num_kernels = 2;
-    at.rhs_transposed = op != Op::kBulkAllGather && op != Op::kBulkReduceScatter;
+    at.rhs_transposed = !InfoOf(op).is_bulk();
     variants.push_back(at);
   }
   for (int v = 1; v < kNumVariants; ++v) {
     const auto variant = static_cast<Variant>(v);
-    if (!HasVariant(CollectiveKindOf(at), method, num_ranks, variant)) continue;
+    if (!HasVariant(InfoOf(op).collective, method, num_ranks, variant)) continue;
     for (CallAttributes other : {variants.front(), at}) {
       other.variant = variant;
       variants.push_back(other);
@@ -136,9 +133,10 @@ inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks)
 
 // False for the methods that a fused op does not have.
 inline bool HasMethod(Op op, Method method) {
-  const bool fused = op == Op::kAllGatherMatmul || op == Op::kMatmulReduceScatter ||
-                     op == Op::kMatmulAllReduce;
-  return !fused || method != Method::kBulk;
+  const OpInfo& info = InfoOf(op);
+  const bool fuses =
+      info.communicated != Communicated::kNothing && HasProduct(info.collective);
+  return !fuses || method != Method::kBulk;
 }
 
 }  // namespace jax_ub

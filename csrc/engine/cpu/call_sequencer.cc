@@ -360,7 +360,7 @@ void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
   const SlotRequirements plan =
       collective.slot_plans->Find(at, collective.calls[0], CpuDevice(pool_));
   std::optional<ConcurrentWork> products;
-  if (IsBulk(at.op)) {
+  if (InfoOf(at.op).is_bulk()) {
     WorkList work = PlanProducts(at, collective.calls, pool_.workers());
     work.set_trace(collective.trace, {});
     products.emplace(std::move(work), pool_);

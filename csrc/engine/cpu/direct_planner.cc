@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "engine/communicated_tensors.h"
 #include "engine/segments.h"
 
 namespace jax_ub {
@@ -103,7 +104,8 @@ void AddBiasAndResidual(const CallAttributes& at,
                         const Calls& calls,
                         GemmProblem& problem) {
   const size_t residual_at = FirstResidual(at);
-  const bool scattered = at.op == Op::kMatmulReduceScatter;
+  const bool scattered =
+      InfoOf(at.op).collective == CollectiveKind::kMatmulReduceScatter;
   const int64_t batch = scattered ? calls[0].results[0].batch : 1;
   if (at.has_bias) problem.addends.push_back(BiasOf(calls, residual_at - 1, batch));
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
@@ -316,29 +318,17 @@ void AddProducts(const CallAttributes& at,
   }
 }
 
-// Adds the communication of a bulk op, or a plain collective.
+// Adds the communication of the operand that no GEMM reads, or the gathered copy of the
+// operand that one does.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {
-  const size_t n = at.num_kernels;
-  switch (at.op) {
-    case Op::kAllGather:
-      return AddGather(calls, 0, 0, work);
-    case Op::kBulkAllGather:
-      return AddGather(calls, 2 * n, 1, work);
-    case Op::kReduceScatter:
-      return AddScatter(calls, 0, 0, work);
-    case Op::kBulkReduceScatter:
-      return AddScatter(calls, calls.own[0].operands.size() - 1, n, work);
-    case Op::kAllReduce:
-      return AddReduceToAll(calls, work);
-    case Op::kAllGatherMatmul:
-    case Op::kMatmulReduceScatter:
-    case Op::kMatmulAllReduce:
-    case Op::kMatmul:
-    case Op::kWgrad:
-      break;
-  }
+  const CollectiveKind kind = InfoOf(at.op).collective;
+  const size_t operand = CommunicatedOperands(at, calls.own[0])[0];
+  const size_t result = calls.own[0].results.size() - 1;
+  if (IsGather(kind)) return AddGather(calls, operand, result, work);
+  if (IsAllReduce(kind)) return AddReduceToAll(calls, work);
+  AddScatter(calls, operand, result, work);
 }
 
 void AddWgrads(const CallAttributes& at,
@@ -358,48 +348,54 @@ void AddWgrads(const CallAttributes& at,
 WorkList PlanDirect(const CallAttributes& at,
                     const RankCalls& calls,
                     const Workers& workers) {
+  const OpInfo& info = InfoOf(at.op);
   WorkList work;
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
+  switch (info.gemm) {
+    case GemmKind::kNone:
+      break;
+    case GemmKind::kGatheredRows:
       for (int i = 0; i < at.num_kernels; ++i) {
         work.Add(AllGatherMatmul(at, calls, i), workers);
       }
-      if (at.return_gathered) AddGather(calls, 0, at.num_kernels, work);
       break;
-    case Op::kMatmulReduceScatter:
-      work.Add(MatmulReduceScatter(at, calls.own), workers);
+    case GemmKind::kPairSum:
+      if (info.communicated == Communicated::kNothing) {
+        AddProducts(at, calls.own, workers, work);
+      } else {
+        work.Add(IsAllReduce(info.collective) ? MatmulAllReduce(at, calls.own)
+                                              : MatmulReduceScatter(at, calls.own),
+                 workers);
+      }
       break;
-    case Op::kMatmulAllReduce:
-      work.Add(MatmulAllReduce(at, calls.own), workers);
-      break;
-    case Op::kMatmul:
-      AddProducts(at, calls.own, workers, work);
-      break;
-    case Op::kWgrad:
+    case GemmKind::kWgrad:
       AddWgrads(at, calls, workers, work);
       break;
-    case Op::kBulkAllGather:
-    case Op::kBulkReduceScatter:
+    case GemmKind::kDgrad:
       AddProducts(at, calls.own, workers, work);
-      AddCommunication(at, calls, work);
       break;
-    case Op::kAllGather:
-    case Op::kReduceScatter:
-    case Op::kAllReduce:
-      AddCommunication(at, calls, work);
-      break;
+  }
+  if (info.communicated == Communicated::kSeparateOperand ||
+      (info.communicated == Communicated::kFirstOperand && at.return_gathered)) {
+    AddCommunication(at, calls, work);
   }
   return work;
 }
 
 std::vector<GemmProblem> LocalProducts(const CallAttributes& at, const RankCall& call) {
   std::vector<GemmProblem> products;
-  if (at.op == Op::kMatmul) {
-    products.push_back(MatmulAllReduce(at, {call}));
-  } else if (at.op == Op::kBulkAllGather) {
-    products.push_back(Dgrad(at, call));
-  } else {
-    for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
+  switch (InfoOf(at.op).gemm) {
+    case GemmKind::kNone:
+    case GemmKind::kGatheredRows:
+      break;
+    case GemmKind::kPairSum:
+      products.push_back(MatmulAllReduce(at, {call}));
+      break;
+    case GemmKind::kWgrad:
+      for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
+      break;
+    case GemmKind::kDgrad:
+      products.push_back(Dgrad(at, call));
+      break;
   }
   return products;
 }

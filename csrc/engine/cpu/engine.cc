@@ -208,7 +208,7 @@ void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
   auto slot_run = std::make_shared<SlotRun>(
       collective, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
       rendezvous_->timeout_s());
-  if (IsBulk(at.op)) {
+  if (InfoOf(at.op).is_bulk()) {
     WorkList work = PlanProducts(at, collective->calls, pool_->workers());
     work.set_trace(collective->trace, {});
     slot_run->products = std::make_shared<WorkListJob>(std::move(work));

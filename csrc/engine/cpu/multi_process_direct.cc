@@ -24,34 +24,6 @@ int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Returns the operands that peers read, in the order in which a buffer stores them.
-std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
-                                         const RankCall& call) {
-  switch (at.op) {
-    case Op::kAllGatherMatmul:
-    case Op::kAllGather:
-    case Op::kReduceScatter:
-    case Op::kAllReduce:
-      return {0};
-    case Op::kBulkAllGather:
-    case Op::kBulkReduceScatter:
-      return {call.operands.size() - 1};
-    case Op::kWgrad: {
-      if (at.gather == Gather::kX) return {0};
-      std::vector<size_t> dys;
-      for (int i = 0; at.gather == Gather::kDy && i < at.num_kernels; ++i) {
-        dys.push_back(1 + i);
-      }
-      return dys;
-    }
-    case Op::kMatmulReduceScatter:
-    case Op::kMatmulAllReduce:
-    case Op::kMatmul:
-      break;
-  }
-  return {};
-}
-
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;
@@ -83,6 +55,7 @@ class Execution {
             ThreadPool& pool,
             const std::function<void()>& meet)
       : at_(call.attributes),
+        info_(InfoOf(at_.op)),
         own_(call.own),
         number_(call.number),
         timeout_s_(call.timeout_s),
@@ -93,9 +66,13 @@ class Execution {
         meet_(meet) {}
 
   void Run() {
-    if (at_.op == Op::kMatmulReduceScatter) return ReduceScatterProduct();
-    if (at_.op == Op::kMatmulAllReduce) return AllReduceProduct();
-    if (at_.op == Op::kAllReduce && !IsSmall(own_[0].results[0])) return AllReduce();
+    if (info_.communicated == Communicated::kPartialSum) {
+      return IsAllReduce(info_.collective) ? AllReduceProduct()
+                                           : ReduceScatterProduct();
+    }
+    if (IsAllReduce(info_.collective) && !IsSmall(own_[0].results[0])) {
+      return AllReduce();
+    }
     ReadInPlace();
   }
 
@@ -152,8 +129,7 @@ class Execution {
   // only the blocks that peers own.
   void Stage() {
     WorkList work;
-    const bool scattered =
-        at_.op == Op::kReduceScatter || at_.op == Op::kBulkReduceScatter;
+    const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
     for (size_t i = 0; i < own_.size(); ++i) {
       std::byte* to = buffer(own_ranks_[i]);
       for (size_t operand : CommunicatedOperands(at_, own_[i])) {
@@ -186,7 +162,7 @@ class Execution {
   void ReadInPlace() {
     Stage();
     std::optional<ConcurrentWork> products;
-    if (IsBulk(at_.op)) {
+    if (info_.is_bulk()) {
       WorkList work = PlanProducts(at_, own_, pool_.workers());
       work.set_trace(trace_, {});
       products.emplace(std::move(work), pool_);
@@ -340,6 +316,7 @@ class Execution {
   }
 
   const CallAttributes& at_;
+  const OpInfo& info_;
   const std::vector<RankCall>& own_;
   const int64_t number_;
   const double timeout_s_;
@@ -355,11 +332,12 @@ class Execution {
 int64_t DirectBufferBytes(const CallAttributes& at,
                           const RankCall& call,
                           int num_processes) {
+  const OpInfo& info = InfoOf(at.op);
   const Tensor& to = call.results[0];
-  if (at.op == Op::kMatmulReduceScatter) {
-    return num_processes * PartialSumBytes(to.batch * to.rows, to.features);
-  }
-  if (at.op == Op::kMatmulAllReduce) {
+  if (info.communicated == Communicated::kPartialSum) {
+    if (!IsAllReduce(info.collective)) {
+      return num_processes * PartialSumBytes(to.batch * to.rows, to.features);
+    }
     if (IsSmall(to)) return PartialSumBytes(to.batch * to.rows, to.features);
     const int64_t rows = LargestShare(to.batch * to.rows, num_processes);
     return num_processes * PartialSumBytes(rows, to.features) +
@@ -369,7 +347,7 @@ int64_t DirectBufferBytes(const CallAttributes& at,
   for (size_t operand : CommunicatedOperands(at, call)) {
     size_bytes += Aligned(call.operands[operand].size_bytes());
   }
-  if (at.op == Op::kAllReduce && !IsSmall(to)) {
+  if (IsAllReduce(info.collective) && !IsSmall(to)) {
     size_bytes += LargestShare(to.num_elements(), num_processes) * SizeOf(to.dtype);
   }
   return size_bytes;

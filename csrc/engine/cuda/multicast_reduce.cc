@@ -171,7 +171,7 @@ bool ReducesByMulticast(const CallAttributes& at,
                         const RankCall& call,
                         const SlotRequirements& plan) {
   if (at.num_ranks == 1) return false;
-  if (at.op != Op::kMatmulAllReduce && at.op != Op::kAllReduce) return false;
+  if (!IsAllReduce(plan.pattern)) return false;
   const Tensor& result = call.results[0];
   const DType partial =
       HasProduct(plan.pattern) ? plan.partial_dtype : call.operands[0].dtype;

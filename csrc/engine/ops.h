@@ -1,0 +1,113 @@
+// The table of ops. Everything that depends on the op reads its row; no other code lists
+// all ops.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "schedule/schedule.h"
+
+namespace jax_ub {
+
+enum class Op : uint8_t {
+  kAllGatherMatmul,
+  kMatmulReduceScatter,
+  kMatmulAllReduce,
+  kMatmul,
+  kWgrad,
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBulkAllGather,
+  kBulkReduceScatter,
+};
+inline constexpr int kNumOps = 10;
+
+// The GEMMs of an op; i counts the kernels, pairs or outputs.
+enum class GemmKind : uint8_t {
+  kNone,
+  kGatheredRows,  // y_i = gathered x w_i
+  kPairSum,       // y = sum of x_i w_i over the pairs and, if reduced, over the ranks
+  kWgrad,         // dw_i = x^T dy_i
+  kDgrad,         // dx = sum of dy_i w_i^T
+};
+
+// The operand that an op communicates.
+enum class Communicated : uint8_t {
+  kNothing,
+  kFirstOperand,     // gathered for the GEMMs
+  kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
+  kPartialSum,       // the GEMM's result
+  // The last operand, which no GEMM reads. The last result receives it. The op is a plain
+  // collective or, if it has GEMMs, a bulk op, which runs both concurrently.
+  kSeparateOperand,
+};
+
+// Attributes that only some ops have, as bits.
+enum OpAttribute : uint32_t {
+  kRhsTransposed = 1 << 0,
+  kBias = 1 << 1,
+  kResidual = 1 << 2,
+  kReturnGathered = 1 << 3,
+  kAccumulate = 1 << 4,
+  kGather = 1 << 5,
+  kScale = 1 << 6,
+};
+
+struct OpInfo {
+  Op op;
+  std::string_view name;  // The FFI target is "jax_ub$" plus this name.
+  GemmKind gemm;
+  CollectiveKind collective;  // selects the schedule, unless nothing is communicated
+  Communicated communicated;
+  const char* count;    // attribute that CallAttributes::num_kernels holds, or null
+  uint32_t attributes;  // set of OpAttribute
+
+  // Returns whether the collective runs concurrently with independent GEMMs.
+  constexpr bool is_bulk() const {
+    return gemm != GemmKind::kNone && communicated == Communicated::kSeparateOperand;
+  }
+};
+
+// Indexed by Op.
+inline constexpr std::array<OpInfo, kNumOps> kOps = {{
+    {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
+     CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",
+     kRhsTransposed | kBias | kResidual | kReturnGathered | kScale},
+    {Op::kMatmulReduceScatter, "matmul_reduce_scatter", GemmKind::kPairSum,
+     CollectiveKind::kMatmulReduceScatter, Communicated::kPartialSum, "num_pairs",
+     kRhsTransposed | kBias | kResidual | kScale},
+    {Op::kMatmulAllReduce, "matmul_all_reduce", GemmKind::kPairSum,
+     CollectiveKind::kMatmulAllReduce, Communicated::kPartialSum, "num_pairs",
+     kRhsTransposed | kBias | kResidual | kScale},
+    {Op::kMatmul, "matmul", GemmKind::kPairSum, CollectiveKind::kMatmulAllReduce,
+     Communicated::kNothing, "num_pairs", kRhsTransposed | kBias | kResidual | kScale},
+    {Op::kWgrad, "wgrad", GemmKind::kWgrad, CollectiveKind::kAllGather,
+     Communicated::kSelectedOperand, "num_outputs", kAccumulate | kGather | kScale},
+    {Op::kAllGather, "all_gather", GemmKind::kNone, CollectiveKind::kAllGather,
+     Communicated::kSeparateOperand, nullptr, 0},
+    {Op::kReduceScatter, "reduce_scatter", GemmKind::kNone,
+     CollectiveKind::kReduceScatter, Communicated::kSeparateOperand, nullptr, 0},
+    {Op::kAllReduce, "all_reduce", GemmKind::kNone, CollectiveKind::kAllReduce,
+     Communicated::kSeparateOperand, nullptr, 0},
+    {Op::kBulkAllGather, "bulk_all_gather", GemmKind::kDgrad,
+     CollectiveKind::kAllGather, Communicated::kSeparateOperand, "num_pairs", 0},
+    {Op::kBulkReduceScatter, "bulk_reduce_scatter", GemmKind::kWgrad,
+     CollectiveKind::kReduceScatter, Communicated::kSeparateOperand, "num_outputs",
+     kAccumulate},
+}};
+
+static_assert([] {
+  for (int i = 0; i < kNumOps; ++i) {
+    if (kOps[i].op != static_cast<Op>(i)) return false;
+  }
+  return true;
+}());
+
+constexpr const OpInfo& InfoOf(Op op) { return kOps[static_cast<size_t>(op)]; }
+
+constexpr std::string_view OpName(Op op) { return InfoOf(op).name; }
+
+}  // namespace jax_ub
