@@ -14,14 +14,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from jax_ub import errors, overlap_config
-from jax_ub._src.config.config import CommOverlapType, UserBufferQuantizationMode
-from jax_ub._src.initialize.lifecycle import (
-    destroy_ub,
-    get_ub,
-    initialize_ub,
-    is_ub_initialized,
+from jax_ub._src.config.overlap_config import (
+    CommOverlapType,
+    UserBufferQuantizationMode,
 )
-from jax_ub._src.methods import Method, fallbacks
+from jax_ub._src.lowering_log import fallbacks
+from jax_ub._src.methods import Method
 from jax_ub._src.retrofit.dot_general import dot_general
 from jax_ub._src.retrofit.overlap import overlap, overlapped
 from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
@@ -31,10 +29,16 @@ from jax_ub._src.rules.linear import linear
 from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub._src.rules.wgrad_accumulate import wgrad_accumulate
+from jax_ub._src.runtime.backend import export_safety_checks, register_targets
 from jax_ub._src.runtime.communicators import check_communicators
-from jax_ub._src.runtime.exporting import export_safety_checks, register_targets
+from jax_ub._src.runtime.initialize import (
+    destroy_ub,
+    get_ub,
+    initialize_ub,
+    is_ub_initialized,
+)
 from jax_ub._src.runtime.memory import MemoryReport, memory_report
-from jax_ub._src.runtime.overlaps import CommOverlap, CommOverlapP2P
+from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 
 if TYPE_CHECKING:
     from jax_ub import flax, ops

@@ -1,11 +1,11 @@
 """Settings of named overlaps. `from_te` reads them from Megatron's files."""
 
-from jax_ub._src.config.config import (
+from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.config.megatron import from_te
+from jax_ub._src.config.te_yaml import from_te
 
 __all__ = [
     "CommOverlapType",

@@ -15,7 +15,7 @@ import layouts
 import pytest
 
 import jax_ub
-from jax_ub._src.initialize import arguments
+from jax_ub._src.runtime import initialize_args
 
 jax.config.update("jax_platforms", "cpu")
 if layouts.LAYOUT is None:
@@ -36,7 +36,7 @@ def nothing_stays_initialized():
 @pytest.fixture
 def fp8_buffers(monkeypatch):
     """Lets `initialize_ub` make overlaps of FP8 operands, which no call can use yet."""
-    monkeypatch.setattr(arguments, "refuse_fp8", lambda given, fix: None)
+    monkeypatch.setattr(initialize_args, "refuse_fp8", lambda given, fix: None)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -10,7 +10,7 @@ import pytest
 
 import jax_ub as ub
 from jax_ub import __main__
-from jax_ub._src.config import tuned
+from jax_ub._src.config import tuned_file
 from jax_ub._src.files import InputError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch.environment import MOST
@@ -86,14 +86,14 @@ def test_a_tuned_file_with_other_versions_is_rejected(versions, tmp_path):
     kernel_options = {"device": "x", "versions": versions, "entries": []}
     path.write_text(json.dumps({"schema": 1, "tunings": [kernel_options]}))
     with pytest.raises(ConfigurationError, match="tuned choices in .* Write the"):
-        tuned.read(path)
+        tuned_file.read(path)
 
 
 def test_a_tuned_file_of_nested_lists_is_rejected(tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text("[" * 100_000)
     with pytest.raises(ConfigurationError, match="tuned choices in .*recursion"):
-        tuned.read(path)
+        tuned_file.read(path)
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 9000, "a: 2020-99-99", "a: {b: ["])

@@ -5,9 +5,9 @@ import pickle
 import jax
 import pytest
 
-from jax_ub import errors
+from jax_ub._src import errors
 
-PACKAGE = pathlib.Path(errors.__file__).parent
+SRC = pathlib.Path(errors.__file__).parent
 
 
 def test_deadline_becomes_a_timeout_error():
@@ -62,9 +62,7 @@ def test_nearest_name_is_found():
 
 
 def test_the_guide_has_every_error():
-    text = (
-        pathlib.Path(errors.__file__).parents[1] / "docs/troubleshooting.md"
-    ).read_text()
+    text = (SRC.parents[1] / "docs/troubleshooting.md").read_text()
     own = [
         name
         for name, kind in vars(errors).items()
@@ -99,8 +97,8 @@ def test_no_name_is_near_to_what_is_no_string():
 
 def test_errors_never_format_a_value_by_its_repr():
     found = [
-        f"{path.relative_to(PACKAGE)}:{value.lineno}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"{path.relative_to(SRC)}:{value.lineno}"
+        for path in sorted(SRC.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise)
         for value in ast.walk(node)

@@ -1,11 +1,7 @@
-import re
-
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jax_ub._src import methods
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub.errors import UnknownNameError
 
 
@@ -37,35 +33,26 @@ def test_method_of_the_wrong_type_is_refused():
         methods.resolve("op", 3, None)
 
 
-def test_record_of_fallbacks_is_bounded():
-    for i in range(3000):
-        methods.record_fallback(f"op {i}", "a test")
-    recorded = methods.fallbacks()
-    assert len(recorded) == 1024
-    assert recorded[-1] == methods.Fallback("op 2999", "a test")
+def test_method_choice_is_written_as_tables_show_it():
+    assert str(MethodChoice(Method.XLA)) == "xla"
+    kernel_options = KernelOptions(sm_margin=2, variant=Variant.OVERLAP_FIRST_GEMM)
+    assert str(MethodChoice(Method.PIPELINE, 4, kernel_options)) == (
+        "pipeline, num_splits 4, sm_margin 2, variant overlap_first_gemm"
+    )
 
 
-def test_record_of_fallbacks_can_be_cleared():
-    methods.record_fallback("op", "a test")
-    assert methods.fallbacks(clear=True)[-1] == methods.Fallback("op", "a test")
-    assert methods.fallbacks() == ()
+def test_only_methods_that_are_not_explicit_may_fall_back():
+    assert not MethodChoice(Method.BULK).may_fall_back
+    assert MethodChoice(Method.BULK, is_explicit=False).may_fall_back
+    assert MethodChoice(Method.AUTO).may_fall_back
 
 
-@pytest.mark.parametrize("name", ["a]b", "a[b", "it's", 'a"b', "a/b|c%d", "a\\b", "ü"])
-def test_marks_in_name_scopes_keep_any_label_and_reason(name):
-    label, reason = f"linear (ub_name {name!r})", f"because {name} [4, 8]"
-
-    def function(x):
-        with methods.falling_back(label, reason):
-            y = x @ x
-        with methods.replicating(label, reason):
-            assert methods.replicated() == reason
-            return y @ x
-
-    x = jnp.ones((4, 4))
-    text = jax.jit(function).lower(x).compile().as_text()
-    scopes = re.findall(r'op_name="([^"]*)"', text)
-    wanted = methods.Fallback(label, reason)
-    assert {methods.called_instead(s) for s in scopes} == {None, wanted}
-    assert {methods.replicated_in(s) for s in scopes} == {None, wanted}
-    assert methods.replicated() == ""
+def test_method_choice_of_another_method_keeps_splits_of_pipelines_only():
+    asked = MethodChoice(Method.PIPELINE, 4, KernelOptions(num_lanes=1))
+    assert asked.with_method(Method.PIPELINE) == asked
+    assert asked.with_method(Method.DIRECT) == MethodChoice(
+        Method.DIRECT, 0, KernelOptions(num_lanes=1)
+    )
+    assert MethodChoice(Method.AUTO).with_method(Method.BULK) == MethodChoice(
+        Method.BULK, is_explicit=False
+    )

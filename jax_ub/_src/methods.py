@@ -1,16 +1,8 @@
-"""`Method`: the ways to overlap GEMM and communication. Also records fallbacks."""
+"""The methods that overlap GEMM and communication, and their options."""
 
-import collections
-import contextlib
-import contextvars
 import dataclasses
 import enum
-import re
-import urllib.parse
-from collections.abc import Iterator
 from typing import NoReturn
-
-import jax
 
 from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, nearest, shown
 
@@ -97,6 +89,104 @@ _CODES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """How the engine runs a method: the schedule's variant and GPU launch options.
+
+    Results do not depend on them, with one exception: `sm_margin` and `gemm_algorithm`
+    may change the order in which a GEMM sums.
+
+    Attributes:
+        use_ce: whether copy engines send the data. Otherwise kernels do.
+        num_sm: number of thread blocks of the kernels that send; 0 lets the engine
+            choose.
+        cga_size: cluster size of the kernels that send; 0 means no clusters.
+        sm_margin: number of multiprocessors that GEMMs leave free.
+        num_lanes: number of streams for GEMMs, used round-robin.
+        gemm_algorithm: index of the algorithm among those that cuBLASLt proposes for a
+            GEMM, 0 (its first choice) to 7. The last one is used if there are fewer.
+        comm_priority: CUDA priority of the communication stream; 0 means the most
+            urgent priority of the device.
+        gemm_priority: CUDA priority of the GEMM streams; 0 is the least urgent.
+        variant: variant of the schedule, for calls that have it. It is the only option
+            that takes effect on CPUs.
+    """
+
+    use_ce: bool = True
+    num_sm: int = 0
+    cga_size: int = 0
+    sm_margin: int = 0
+    num_lanes: int = 2
+    gemm_algorithm: int = 0
+    comm_priority: int = 0
+    gemm_priority: int = 0
+    variant: Variant = Variant.PLAIN
+
+    def attributes(self) -> dict[str, int]:
+        """Returns the GPU launch options as FFI attributes, which csrc/ffi decodes."""
+        fields = dataclasses.asdict(self)
+        del fields["variant"]
+        return {name: int(value) for name, value in fields.items()}
+
+    def differences(self) -> dict[str, bool | int | str]:
+        """Returns the options that are not at their defaults, for files and tables."""
+        return {
+            field.name: value.value if isinstance(value, Variant) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodChoice:
+    """The method by which a call, or one of its passes, overlaps GEMM and collective.
+
+    Attributes:
+        method: the method.
+        num_splits: number of splits of a rank's chunk, for "pipeline"; 0 lets the
+            engine choose.
+        kernel_options: the schedule's variant, and launch options for GPUs.
+        is_explicit: whether the user chose the method: by the call's argument, by the
+            configuration of its name or by `JAX_UB_METHOD`. Otherwise it comes from a
+            tuned file, or is Transformer Engine's default for a name that the user has
+            not configured.
+    """
+
+    method: Method
+    num_splits: int = 0
+    kernel_options: KernelOptions = KernelOptions()
+    is_explicit: bool = dataclasses.field(default=True, kw_only=True)
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether plain `jax.lax` may run instead if the engine cannot."""
+        return self.method is Method.AUTO or not self.is_explicit
+
+    def with_method(self, method: Method) -> "MethodChoice":
+        """Returns a copy with another method, for one primitive of the call.
+
+        Splits are kept only for "pipeline".
+        """
+        num_splits = self.num_splits if method is Method.PIPELINE else 0
+        return dataclasses.replace(
+            self,
+            method=method,
+            num_splits=num_splits,
+            is_explicit=not self.may_fall_back,
+        )
+
+    def __str__(self) -> str:
+        """Returns method and options as text, such as "pipeline, num_splits 4"."""
+        words = [self.method.value]
+        if self.num_splits:
+            words.append(f"num_splits {self.num_splits}")
+        words += [
+            f"{name} {value}"
+            for name, value in self.kernel_options.differences().items()
+        ]
+        return ", ".join(words)
+
+
 def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:
     """Returns the method that the user has chosen, by argument or environment.
 
@@ -146,110 +236,3 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
         'initialize_ub(ub_cfgs={"qkv_dgrad": {"method": "bulk"}, '
         '"qkv_wgrad": {"method": "bulk"}}) and ub_name="qkv".'
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Fallback:
-    """A call that ran as plain `jax.lax`, or that several ranks compute redundantly.
-
-    Attributes:
-        label: the call's name.
-        reason: why.
-    """
-
-    label: str
-    reason: str
-
-
-# Bounded, so that a process that lowers programs for weeks does not run out of memory.
-_FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
-
-
-def record_fallback(label: str, reason: str) -> None:
-    """Adds a call, and why it fell back, to the list that `fallbacks` returns."""
-    _FALLBACKS.append(Fallback(label, reason))
-
-
-@contextlib.contextmanager
-def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Records that plain JAX replaces an op that is traced in the `with` block.
-
-    The block is in a name scope that contains label and reason, so that a jaxpr or
-    compiled text shows its fallbacks. `called_instead` reads the scope.
-    """
-    record_fallback(label, reason)
-    with jax.named_scope(_encode("fallback", label, reason)):
-        yield
-
-
-def called_instead(scope: str) -> Fallback | None:
-    """Returns the fallback that a name scope from `falling_back` records, or None."""
-    return _decode("fallback", scope)
-
-
-# Why several ranks repeat the work that is being traced; empty if they do not.
-_REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
-    "replicated", default=""
-)
-
-
-@contextlib.contextmanager
-def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations traced in the `with` block as repeated by several ranks.
-
-    Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
-    name scope, which `replicated_in` reads.
-    """
-    token = _REPLICATED.set(reason)
-    try:
-        with jax.named_scope(_encode("replicated", label, reason)):
-            yield
-    finally:
-        _REPLICATED.reset(token)
-
-
-def replicated() -> str:
-    """Returns why several ranks repeat the operations being traced, or ""."""
-    return _REPLICATED.get()
-
-
-def replicated_in(scope: str) -> Fallback | None:
-    """Returns the layer and reason that a name scope of `replicating` has, or None."""
-    return _decode("replicated", scope)
-
-
-def is_mark(scope: str) -> bool:
-    """Returns whether a name scope comes from this module rather than from the user."""
-    return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
-
-
-def _encode(kind, label, reason):
-    # Quoted, because name stacks join scopes by "/" and HLO prints them in quotes.
-    texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
-    return f"{kind}[{'|'.join(texts)}]"
-
-
-def _decode(kind, scope):
-    found = re.search(rf"{kind}\[([^\]|]*)\|([^\]|]*)\]", scope)
-    return found and Fallback(*map(urllib.parse.unquote, found.groups()))
-
-
-def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
-    """Returns the latest 1024 calls that fell back or repeat work, oldest first.
-
-    These are automatic calls that became plain `jax.lax`, and layers whose work several
-    ranks repeat, because no mesh axis known to the layer shards it. Calls are added
-    when they are traced or lowered. `ub.explain` reports the same for one program.
-    Transformer Engine: none.
-
-    Args:
-        clear: whether to empty the record.
-
-    Returns:
-        One entry for each time such a call was traced or lowered. `.label` is the
-        call's name, and `.reason` says why it fell back or which work is repeated.
-    """
-    found = tuple(_FALLBACKS)
-    if clear:
-        _FALLBACKS.clear()
-    return found

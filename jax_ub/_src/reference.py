@@ -60,7 +60,7 @@ def _product(x, w, dimensions):
 
 @functools.cache
 def _has_bf16_products():
-    # Imported here, so that a missing engine is reported by runtime/engine.py.
+    # Imported here, so that a missing engine is reported by runtime/cpu_engine.py.
     from jax_ub import _cpu
 
     return "avx512_bf16" in _cpu.isas()

@@ -6,7 +6,7 @@ import pytest
 
 from jax_ub.__main__ import main
 from jax_ub._src import methods
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench import (
     cases,
     command,
@@ -56,10 +56,10 @@ def test_some_variants_of_the_gemm_are_compared(tmp_path):
 
 
 def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
-    before = engine.load().num_threads()
+    before = cpu_engine.load().num_threads()
     asked = ("--ops", "latency,small,dgrad_add", "--dtypes", "f32", "--devices", "2")
     found = run(tmp_path, *asked, "--threads", "1,3")
-    assert engine.load().num_threads() == before
+    assert cpu_engine.load().num_threads() == before
     assert found["options"]["threads"] == [1, 3]
     assert found["verdicts"] == []
     every = collections.defaultdict(list)
@@ -84,7 +84,7 @@ def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
 def test_a_program_runs_with_its_thread_count():
     seen = []
     candidate = timing.Candidate(
-        "any", lambda: seen.append(engine.load().num_threads()), [], threads=3
+        "any", lambda: seen.append(cpu_engine.load().num_threads()), [], threads=3
     )
     with thread_counts.restored():
         candidate.seconds()

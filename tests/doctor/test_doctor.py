@@ -11,8 +11,9 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub.__main__ import main
-from jax_ub._src.methods import Fallback, Method
-from jax_ub._src.runtime import communicators, cuda, engine
+from jax_ub._src.lowering_log import Fallback
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.tools import doctor
 from jax_ub._src.tools.doctor import command, connections, devices, examination, trials
@@ -60,7 +61,7 @@ def test_a_missing_engine_is_a_fault(monkeypatch, capsys):
     def missing():
         raise ImportError("jax_ub: its compiled engine jax_ub._cpu is missing.")
 
-    monkeypatch.setattr(engine, "load", missing)
+    monkeypatch.setattr(cpu_engine, "load", missing)
     assert main(["doctor"]) == 1
     assert "jax_ub._cpu is missing" in capsys.readouterr().out
 
@@ -105,7 +106,7 @@ def test_more_computing_threads_than_cores_are_a_warning(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     monkeypatch.setenv("NPROC", "64")
     finding = findings()["engine threads"]
-    if engine.load().num_threads() == 1:
+    if cpu_engine.load().num_threads() == 1:
         pytest.skip("the engine computes with one thread on this machine")
     assert finding.state is State.WARNING
     assert "Set JAX_UB_NUM_THREADS=1" in finding.text
@@ -184,7 +185,7 @@ def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
     def refused():
         raise RuntimeError("CommunicatorError: no sockets here")
 
-    monkeypatch.setattr(engine.load(), "endpoint", refused)
+    monkeypatch.setattr(cpu_engine.load(), "endpoint", refused)
     finding = findings()["between processes"]
     assert finding.state is State.FAULT
     assert "no sockets here" in finding.text
@@ -251,9 +252,9 @@ class Gpus(StandIn):
 @pytest.fixture
 def gpus(monkeypatch):
     native = Gpus()
-    monkeypatch.setattr(cuda, "load", lambda: native)
-    monkeypatch.setattr(cuda, "local_devices", lambda: jax.local_devices()[:2])
-    monkeypatch.setattr(cuda, "platform_of", lambda device: "cuda")
+    monkeypatch.setattr(cuda_engine, "load", lambda: native)
+    monkeypatch.setattr(cuda_engine, "local_devices", lambda: jax.local_devices()[:2])
+    monkeypatch.setattr(cuda_engine, "platform_of", lambda device: "cuda")
     return native
 
 

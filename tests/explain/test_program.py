@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import Method
-from jax_ub._src.primitives.lowered import recording
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools import simulate

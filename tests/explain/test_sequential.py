@@ -10,12 +10,11 @@ from programs import tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
-from jax_ub._src import methods
-from jax_ub._src.config import tuned
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src import lowering_log
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.explain import program
 
 
@@ -108,8 +107,8 @@ def test_method_decides_what_runs_backward():
     ],
 )
 def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method, op):
-    case = Case(COLUMN_GRADIENTS, 2, 4096, 64, 256, "bfloat16")
-    tuned.write(
+    case = TunedKey(COLUMN_GRADIENTS, 2, 4096, 64, 256, "bfloat16")
+    tuned_file.write(
         tmp_path / "t.json", {environment(): {case: (MethodChoice(method), {})}}
     )
     monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
@@ -137,7 +136,7 @@ def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
 
 def test_a_fallback_of_another_program_says_nothing_about_this_one():
     label = "UserbuffersForwardLinear (ub_name 'fc1')"
-    methods.record_fallback(label, "it was lowered for an abstract mesh")
+    lowering_log.record_fallback(label, "it was lowered for an abstract mesh")
     forward, backward = list(rows_of(mlp().explain()).values())[:2]
     assert (forward.overlapped, forward.reason) == (True, "")
     assert backward.overlapped

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 
 ATTRIBUTES = {
     "method": np.int64(0),
@@ -25,7 +25,7 @@ ATTRIBUTES = {
 
 
 def matmul(x, w, result=None, **changes):
-    engine.register_targets()
+    cpu_engine.register_targets()
     attributes = {k: v for k, v in (ATTRIBUTES | changes).items() if v is not None}
     result = result or jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
     call = jax.ffi.ffi_call("jax_ub$matmul", result)

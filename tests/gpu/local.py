@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 
 SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")
@@ -47,7 +47,7 @@ def main():
         for text in check(jnp.dtype(dtype), *sizes)
     ]
     # Then it was XLA that was right, and will be timed.
-    fallen = [f"plain jax.lax: {f.label}: {f.reason}" for f in methods.fallbacks()]
+    fallen = [f"plain jax.lax: {f.label}: {f.reason}" for f in lowering_log.fallbacks()]
     for text in (*failures, *fallen):
         print(text)
     if not failures and not fallen:

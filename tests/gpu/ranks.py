@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime import cuda_engine
 
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
@@ -37,7 +37,7 @@ def main():
     # Where processes share a GPU, each has it as its device 0.
     jax.distributed.initialize(local_device_ids=[0] if given.share_gpu else None)
     mesh = Mesh(np.array(jax.devices()), ("tp",))
-    on_gpu = cuda.is_cuda(jax.local_devices()[0])
+    on_gpu = cuda_engine.is_cuda(jax.local_devices()[0])
     capacity = (given.scale * 16 * mesh.size, 16 * mesh.size)
     ub.initialize_ub(capacity, mesh.size, mesh=mesh)
     methods = given.methods.split(",") if given.methods else list(METHODS)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime import cuda_engine
 from jax_ub.flax import TransformerLayer
 
 # Of XLA's device description what its compiler asks for.
@@ -66,20 +66,20 @@ def mesh(monkeypatch):
         reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed",
     )
     pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
-    engine = WithoutDriver(cuda.load())
+    engine = WithoutDriver(cuda_engine.load())
     jax.devices()  # which loads plugins
     devices = topologies.get_topology_desc(
         platform="cuda", target_config=H200, topology="1x1x4"
     ).devices
-    monkeypatch.setattr(cuda, "load", lambda: engine)
-    monkeypatch.setattr(cuda, "is_cuda", lambda device: device.platform == "gpu")
-    monkeypatch.setattr(cuda, "local_devices", lambda: devices)
-    monkeypatch.setattr(cuda, "ordinals", lambda devices: {})
-    monkeypatch.setattr(cuda, "why_not", lambda: None)
-    monkeypatch.setattr(cuda, "why_no_peers", lambda devices: None)
-    cuda.register_targets.cache_clear()
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
+    monkeypatch.setattr(cuda_engine, "is_cuda", lambda device: device.platform == "gpu")
+    monkeypatch.setattr(cuda_engine, "local_devices", lambda: devices)
+    monkeypatch.setattr(cuda_engine, "ordinals", lambda devices: {})
+    monkeypatch.setattr(cuda_engine, "why_not", lambda: None)
+    monkeypatch.setattr(cuda_engine, "why_no_peers", lambda devices: None)
+    cuda_engine.register_targets.cache_clear()
     yield Mesh(np.array(devices), ("tp",))
-    cuda.register_targets.cache_clear()
+    cuda_engine.register_targets.cache_clear()
 
 
 def lowered(function, mesh, in_specs, out_specs, *shapes, donated=()):

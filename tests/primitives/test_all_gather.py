@@ -3,8 +3,7 @@ from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.all_gather import all_gather
 
 

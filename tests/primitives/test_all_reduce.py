@@ -13,8 +13,7 @@ from programs import (
     with_methods,
 )
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.all_reduce import all_reduce
 
 SHAPES = ((), (3,), (2, 3, 5))

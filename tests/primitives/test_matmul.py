@@ -4,8 +4,7 @@ import pytest
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import calls, compiled_text, copies, with_methods
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.matmul import matmul
 
 

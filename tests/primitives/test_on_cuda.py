@@ -23,17 +23,15 @@ from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method, Variant
+from jax_ub._src.lowering_log import recording
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.primitives.all_gather import all_gather
 from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
-from jax_ub._src.primitives.lowered import recording
 from jax_ub._src.primitives.matmul import matmul
 from jax_ub._src.primitives.matmul_all_reduce import MatmulAllReduce
 from jax_ub._src.primitives.mesh import find_ranks
 from jax_ub._src.primitives.on_cuda import variant_of
-from jax_ub._src.runtime import cuda
+from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub.errors import UnsupportedOverlapError
 
@@ -44,7 +42,7 @@ ROW = (P(None, "tp"), P("tp"))
 @pytest.fixture
 def engine(monkeypatch):
     engine = StandIn()
-    monkeypatch.setattr(cuda, "load", lambda: engine)
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
     return engine
 
 
@@ -409,7 +407,7 @@ def test_aggregation_is_told_on_both_platforms(engine, aggregate):
 
 
 def test_more_ranks_than_flags_are_refused(engine, monkeypatch):
-    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    monkeypatch.setattr(cuda_engine, "MOST_RANKS", 3)
     refused(tp_mesh(4), r"cannot run: it has 4 ranks, and the CUDA engine at most 3")
 
 
@@ -417,7 +415,7 @@ def test_an_engine_that_was_not_built_is_a_reason(monkeypatch):
     def missing():
         raise ImportError("jax_ub: its CUDA engine jax_ub._cuda is missing")
 
-    monkeypatch.setattr(cuda, "load", missing)
+    monkeypatch.setattr(cuda_engine, "load", missing)
     refused(tp_mesh(2), "cannot run: jax_ub: its CUDA engine jax_ub._cuda is missing")
 
 
@@ -425,12 +423,12 @@ def test_a_driver_that_is_too_old_is_a_reason(engine, monkeypatch):
     engine.why_not = lambda: "the driver is for CUDA 11.4, older than 12.3"
     # Where no device would run the program, nobody asks the driver.
     assert called(cuda_text(column(tp_mesh(2)), shape(8, 6), shape(6, 8)))
-    monkeypatch.setattr(cuda, "local_devices", jax.local_devices)
+    monkeypatch.setattr(cuda_engine, "local_devices", jax.local_devices)
     refused(tp_mesh(2), "cannot run: the driver is for CUDA 11.4")
 
 
 def test_devices_that_cannot_reach_each_other_are_a_reason(engine, monkeypatch):
-    monkeypatch.setattr(cuda, "is_cuda", lambda device: True)
+    monkeypatch.setattr(cuda_engine, "is_cuda", lambda device: True)
     engine.why_no_peers = lambda ordinals: f"devices {ordinals} cannot reach each other"
     refused(tp_mesh(2), r"cannot run: devices \[0, 1\] cannot reach each other")
 
@@ -467,8 +465,8 @@ def test_a_tuning_is_hashable_by_every_field():
 def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
     engine, monkeypatch
 ):
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     run = row(tp_mesh(4), ub_name="reused")  # a trace that no other test has left
     step = jax.jit(jax.grad(lambda x, w: (run(x, w) ** 2).sum(), argnums=(0, 1)))
     text = cuda_text(step, shape(8, 8), shape(8, 8))
@@ -483,7 +481,7 @@ def test_where_gpus_are_the_default_the_wgrad_takes_what_the_dgrad_gathered(
 def test_one_rank_is_left_to_xla_unless_a_method_is_named(
     engine, parallel, sequence_parallel, method, monkeypatch
 ):
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     before = ub.fallbacks()
 
     def layer(x, w):

@@ -3,8 +3,7 @@ from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.reduce_scatter import reduce_scatter
 
 

@@ -14,8 +14,7 @@ from programs import (
     with_methods,
 )
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.wgrad import wgrad
 
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")

@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src.initialize import lifecycle
-from jax_ub._src.runtime import connection_attempt
+from jax_ub._src.runtime import connection_attempt, initialize
 from jax_ub._src.runtime.bootstrap.jax_service import JaxService
 
 ROWS, WIDTH = 8, 16  # of a rank
@@ -218,20 +217,20 @@ def compiles_longer(job):
 
 def dies_entering(job):
     if job.is_victim:
-        lifecycle.check_backend = lambda *_: kill_this_process()
+        initialize.check_backend = lambda *_: kill_this_process()
     job.expect_error(job.initialize)
 
 
 def is_interrupted_entering(job):
     meet("enter")
     if job.is_victim:
-        real = lifecycle.check_backend
-        lifecycle.check_backend = lambda *_: signal.raise_signal(signal.SIGINT)
+        real = initialize.check_backend
+        initialize.check_backend = lambda *_: signal.raise_signal(signal.SIGINT)
         try:
             job.initialize()
         except KeyboardInterrupt:
             say("interrupted", at=time.monotonic())
-        lifecycle.check_backend = real
+        initialize.check_backend = real
     else:
         job.expect_error(job.initialize)
     # All live. A new attempt before the others have heard would be their first one.

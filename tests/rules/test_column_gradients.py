@@ -8,15 +8,12 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub._src.methods import Method
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.rules.call_config import plan_call_config
-from jax_ub._src.runtime import cuda
-from jax_ub._src.runtime import tuned as tuned_choices
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.runtime import cuda_engine, tuned_tables
+from jax_ub._src.runtime.tuned_tables import environment
 
 COLUMN = (P("tp"), P(None, "tp"))
 
@@ -24,14 +21,14 @@ COLUMN = (P("tp"), P(None, "tp"))
 @pytest.fixture
 def engine(monkeypatch):
     engine = StandIn()
-    monkeypatch.setattr(cuda, "load", lambda: engine)
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
     return engine
 
 
 def backward_of_column(monkeypatch, num_kernels):
     """The calls of a column layer and its gradients where GPUs are the default."""
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     run = on_ranks(
         lambda x, w: sum(ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp")),
         tp_mesh(4),
@@ -59,8 +56,10 @@ def test_where_gpus_are_the_default_a_column_layer_gathers_beside_its_dgrad(
 def tuned_backward_of_column(tmp_path, monkeypatch, *found):
     """The same, as a file has it."""
     path = tmp_path / "t.json"
-    entries = {Case(op, 4, 8, 8, 8, "bfloat16"): (choice, {}) for op, choice in found}
-    tuned.write(path, {environment(): entries})
+    entries = {
+        TunedKey(op, 4, 8, 8, 8, "bfloat16"): (choice, {}) for op, choice in found
+    }
+    tuned_file.write(path, {environment(): entries})
     ub.initialize_ub((8, 8), 4, ub_cfgs=path, mesh=tp_mesh(4))
     return backward_of_column(monkeypatch, 1)
 
@@ -109,21 +108,21 @@ def test_a_backward_that_is_faster_without_overlap_has_none(
 
 
 def test_a_tuned_backward_that_cannot_run_falls_back(engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    monkeypatch.setattr(cuda_engine, "MOST_RANKS", 3)
     choice = MethodChoice(Method.PIPELINE, 2)
     calls = tuned_backward_of_column(tmp_path, monkeypatch, (COLUMN_GRADIENTS, choice))
     assert set(calls) <= {"wgrad"}  # which communicates nothing
 
 
 def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
-    monkeypatch.setattr(cuda, "MOST_RANKS", 3)
+    monkeypatch.setattr(cuda_engine, "MOST_RANKS", 3)
     assert not backward_of_column(monkeypatch, 3)
 
 
 # JAX lowers a program for the devices of its mesh, whatever the default backend is.
 def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(tuned_choices, "of_process", lambda: pytest.fail("of the GPUs"))
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(tuned_tables, "of_process", lambda: pytest.fail("of the GPUs"))
     found = []
 
     def function(x):
@@ -141,4 +140,4 @@ def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
     jax.eval_shape(on_ranks(function, tp_mesh(2), P("tp"), P("tp")), shape(8, 8))
     assert found == [(False, False, False), np.dtype(np.float32)]
     # Without a mesh of devices it is that of the default backend.
-    assert cuda.is_traced_for()
+    assert cuda_engine.is_traced_for()

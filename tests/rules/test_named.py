@@ -14,7 +14,7 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub import ops
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import overlaps, settings
+from jax_ub._src.runtime import registry, settings
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
@@ -427,12 +427,12 @@ def test_a_path_is_no_name_for_what_jax_has_traced():
 
     initialize()
     run = jax.jit(function, static_argnums=2)
-    run(*operands(), overlaps.LayerName("mylayer"))
+    run(*operands(), registry.LayerName("mylayer"))
     with pytest.raises(ub.errors.UnknownNameError, match="no overlap 'mylayer'"):
         run(*operands(), "mylayer")
-    path = overlaps.LayerName("a")
-    assert path == overlaps.LayerName("a") and path != "a" and path != "a"
-    assert len({path, "a", overlaps.LayerName("a")}) == 2
+    path = registry.LayerName("a")
+    assert path == registry.LayerName("a") and path != "a" and path != "a"
+    assert len({path, "a", registry.LayerName("a")}) == 2
 
 
 @pytest.mark.parametrize("method", [None, "ring_exchange"])
@@ -447,9 +447,9 @@ def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
 
 def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
     ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
-    (initialized_axis,) = overlaps.domains()
+    (initialized_axis,) = registry.domains()
     shared = dataclasses.replace(initialized_axis, spans_processes=True)
-    monkeypatch.setattr(overlaps, "on_axis", lambda *_: shared)
+    monkeypatch.setattr(registry, "on_axis", lambda *_: shared)
     assert not lowered(column(), 0)
     assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason
     with pytest.raises(ub.errors.ShapeContractError, match="buffers of axis 'tp'"):

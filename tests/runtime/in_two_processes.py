@@ -14,13 +14,12 @@ from jax import P
 from jax.sharding import Mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import Case
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime import communicators, engine, overlaps, transports
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import TunedKey
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.runtime import communicators, cpu_engine, registry, transports
 from jax_ub._src.runtime.bootstrap.jax_service import JaxService
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()
@@ -270,9 +269,9 @@ def differences_are_shown_with_both_sides():
 def tuned_choices_are_the_same_on_all_processes():
     def tuned_to(num_splits, name):
         folder = pathlib.Path(os.environ["UB_TEST_FOLDER"]).parent
-        case = Case("all_gather_matmul", 4, *X.shape, W.shape[1], "float32")
+        case = TunedKey("all_gather_matmul", 4, *X.shape, W.shape[1], "float32")
         path = folder / f"{name}.{ME}.json"
-        tuned.write(
+        tuned_file.write(
             path,
             {environment(): {case: (MethodChoice(Method.PIPELINE, num_splits), {})}},
         )
@@ -291,7 +290,7 @@ def tuned_choices_are_the_same_on_all_processes():
 
 
 def what_cannot_be_connected_is_told_to_all():
-    load = engine.load
+    load = cpu_engine.load
 
     class Broken:
         """An engine whose second group cannot connect in process 1."""
@@ -304,13 +303,13 @@ def what_cannot_be_connected_is_told_to_all():
                 raise RuntimeError("CommunicatorError: no memory is left")
             return load().connect(*arguments, **options)
 
-    transports.engine = type("module", (), {"load": staticmethod(Broken)})
+    transports.cpu_engine = type("module", (), {"load": staticmethod(Broken)})
     text = "no memory is left" if ME == 1 else "process 1"
     mesh = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
     begin = time.monotonic()
     raises(ub.errors.CommunicatorError, text, initialize, size=2, mesh=mesh)
     assert time.monotonic() - begin < SOON_S
-    transports.engine = engine
+    transports.cpu_engine = cpu_engine
     assert not communicators.connections()
     initialize(size=2, mesh=mesh)
     product(mesh, method="direct")
@@ -358,11 +357,11 @@ def the_doctor_shows_what_is_connected():
 
 
 def threads_are_shared():
-    own = engine.load().num_threads()
+    own = cpu_engine.load().num_threads()
     initialize()
-    assert engine.load().num_threads() == max(1, own // 2)
+    assert cpu_engine.load().num_threads() == max(1, own // 2)
     ub.destroy_ub()
-    assert engine.load().num_threads() == own
+    assert cpu_engine.load().num_threads() == own
 
 
 def a_missing_process_is_named_and_may_come_later():
@@ -404,5 +403,5 @@ for scenario in (
     a_missing_process_is_named_and_may_come_later,
 ):
     scenario()
-    assert not overlaps.domains()
+    assert not registry.domains()
     sys.stdout.write(f"passed {scenario.__name__}\n")

@@ -8,12 +8,12 @@ import pathlib
 
 import pytest
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 
 
 @pytest.fixture
 def cpu():
-    return engine.load()
+    return cpu_engine.load()
 
 
 def connect(cpu, endpoint=None, **changes):

@@ -10,7 +10,7 @@ import pytest
 from cuda_programs import StandIn
 from jaxlib import xla_client
 
-from jax_ub._src.runtime import cuda, engine, exporting
+from jax_ub._src.runtime import backend, cpu_engine, cuda_engine
 
 
 class Device(types.SimpleNamespace):
@@ -25,7 +25,7 @@ AMD = Device("gpu", "PJRT C API\nrocm 60300", id=0, local_hardware_id=0)
 
 @pytest.fixture
 def fresh():
-    cached = cuda.load, cuda.register_targets
+    cached = cuda_engine.load, cuda_engine.register_targets
     for function in cached:
         function.cache_clear()
     yield
@@ -54,28 +54,28 @@ def test_a_build_without_nvcc_says_so(monkeypatch, fresh):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ImportError, match="_cuda is missing, since no nvcc was found"):
-        cuda.load()
-    assert "where nvcc is installed: pip install ." in cuda.why_not()
+        cuda_engine.load()
+    assert "where nvcc is installed: pip install ." in cuda_engine.why_not()
 
 
 def test_an_engine_for_newer_headers_is_not_registered(monkeypatch, built):
-    monkeypatch.setattr(engine, "running_ffi_api", lambda: (0, 2))
+    monkeypatch.setattr(cpu_engine, "running_ffi_api", lambda: (0, 2))
     with pytest.raises(
         ImportError, match=r"built for XLA FFI API 0\.3, but jax .* 0\.2"
     ):
-        cuda.load()
+        cuda_engine.load()
 
 
 def test_settings_are_handed_over(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", "7")
-    monkeypatch.setattr(cuda, "library_paths", lambda: ["/nvidia"])
-    cuda.load()
+    monkeypatch.setattr(cuda_engine, "library_paths", lambda: ["/nvidia"])
+    cuda_engine.load()
     assert built == {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
 
 
 def test_multicast_is_asked_for_where_it_is_wanted(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_NVLS", "1")
-    cuda.load()
+    cuda_engine.load()
     assert built["set_nvls"] is True
 
 
@@ -89,14 +89,14 @@ def test_cublaslt_is_looked_for_in_nvidias_wheels(monkeypatch, tmp_path):
         (tmp_path / folder / f"libcublasLt.{name}").touch()
     spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert cuda.library_paths() == [
+    assert cuda_engine.library_paths() == [
         str(tmp_path / "cu13/lib"),
         str(tmp_path / "cublas/lib"),
     ]
     (tmp_path / "cu13/lib/libcublasLt.so.13").unlink()
-    assert cuda.library_paths() == [str(tmp_path / "cublas/lib")]
+    assert cuda_engine.library_paths() == [str(tmp_path / "cublas/lib")]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cuda.library_paths() == []
+    assert cuda_engine.library_paths() == []
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def plugin(monkeypatch):
 
 
 def test_targets_are_registered_behind_their_type(monkeypatch, built, plugin):
-    monkeypatch.setattr(cuda, "local_devices", lambda: [NVIDIA])
-    cuda.register_targets()
-    cuda.register_targets()
+    monkeypatch.setattr(cuda_engine, "local_devices", lambda: [NVIDIA])
+    cuda_engine.register_targets()
+    cuda_engine.register_targets()
     assert built["set_local_devices"] == {1: 5}
     assert plugin == [
         ("jax_ub$CudaCallSite", "the type"),
@@ -129,29 +129,29 @@ def test_targets_are_registered_behind_their_type(monkeypatch, built, plugin):
 
 
 def test_without_cuda_devices_nothing_is_registered(monkeypatch, fresh):
-    monkeypatch.setattr(cuda, "load", lambda: pytest.fail("was loaded"))
-    cuda.register_targets()
-    exporting.register_targets()
-    assert cuda.failures() == {}
-    assert cuda.usable_devices() == []
-    cuda.release_in_process()
+    monkeypatch.setattr(cuda_engine, "load", lambda: pytest.fail("was loaded"))
+    cuda_engine.register_targets()
+    backend.register_targets()
+    assert cuda_engine.failures() == {}
+    assert cuda_engine.usable_devices() == []
+    cuda_engine.release_in_process()
 
 
 def test_devices_are_told_apart_by_who_made_them():
-    assert (cuda.is_cuda(NVIDIA), cuda.is_cuda(AMD)) == (True, False)
-    assert cuda.platform_of(NVIDIA) == "cuda"
-    assert cuda.platform_of(AMD) == "rocm"
-    assert cuda.platform_of(jax.devices()[0]) == "cpu"
-    assert cuda.ordinals([NVIDIA, AMD]) == {5: 1, 0: 0}
-    assert not cuda.is_default()
+    assert (cuda_engine.is_cuda(NVIDIA), cuda_engine.is_cuda(AMD)) == (True, False)
+    assert cuda_engine.platform_of(NVIDIA) == "cuda"
+    assert cuda_engine.platform_of(AMD) == "rocm"
+    assert cuda_engine.platform_of(jax.devices()[0]) == "cpu"
+    assert cuda_engine.ordinals([NVIDIA, AMD]) == {5: 1, 0: 0}
+    assert not cuda_engine.is_default()
 
 
 def test_only_devices_of_different_numbers_need_to_reach_each_other(monkeypatch):
     native = StandIn()
     native.why_no_peers = lambda ordinals: f"asked for {ordinals}"
-    monkeypatch.setattr(cuda, "load", lambda: native)
-    assert cuda.why_no_peers([NVIDIA, NVIDIA]) is None
-    assert cuda.why_no_peers([NVIDIA, AMD]) == "asked for [0, 1]"
+    monkeypatch.setattr(cuda_engine, "load", lambda: native)
+    assert cuda_engine.why_no_peers([NVIDIA, NVIDIA]) is None
+    assert cuda_engine.why_no_peers([NVIDIA, AMD]) == "asked for [0, 1]"
 
 
 def test_a_program_on_a_cpu_does_not_load_it():
@@ -176,9 +176,9 @@ assert "jax_ub._cuda" not in sys.modules, "loaded"
 def test_calls_in_an_order_of_xlas_own_are_refused(monkeypatch, built):
     flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
     monkeypatch.setenv("XLA_FLAGS", flag)
-    assert "run them in that of the program: leave out" in cuda.why_not()
+    assert "run them in that of the program: leave out" in cuda_engine.why_not()
 
 
 def test_a_setting_that_cannot_be_read_is_the_reason(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", "many")
-    assert "JAX_UB_TIMEOUT_S" in cuda.why_not()
+    assert "JAX_UB_TIMEOUT_S" in cuda_engine.why_not()

@@ -7,7 +7,7 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda, engine
+from jax_ub._src.runtime import cpu_engine, cuda_engine
 
 native = pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
 
@@ -117,12 +117,12 @@ def test_what_is_wrong_with_a_call_is_said():
 
 def test_the_handlers_are_those_of_the_cpu_and_one_stage_more():
     targets = native.targets()
-    assert set(targets) == set(engine.load().targets())
+    assert set(targets) == set(cpu_engine.load().targets())
     assert {frozenset(stages) for stages in targets.values()} == {
         frozenset(("instantiate", "initialize", "execute"))
     }
     assert set(native.call_site_type()) == {"type_id", "type_info"}
-    assert tuple(native.xla_ffi_api_version) == engine.load().xla_ffi_api_version
+    assert tuple(native.xla_ffi_api_version) == cpu_engine.load().xla_ffi_api_version
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
@@ -160,8 +160,8 @@ def test_groups_and_devices_that_do_not_fit_are_refused():
 
 
 def test_a_program_is_lowered_with_the_workspace_that_the_engine_asks_for():
-    if cuda.why_not() is not None:
-        pytest.skip(cuda.why_not())
+    if cuda_engine.why_not() is not None:
+        pytest.skip(cuda_engine.why_not())
     run = on_ranks(
         lambda x, w: ub.matmul_reduce_scatter(x, w, axis_name="tp"),
         tp_mesh(4),

@@ -6,7 +6,7 @@ import pytest
 from cuda_programs import StandIn
 
 import jax_ub as ub
-from jax_ub._src.runtime import communicators, cuda, engine
+from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import connections
 from jax_ub._src.runtime.device_groups import DeviceGroups
 from jax_ub.errors import CommunicatorError
@@ -79,9 +79,9 @@ def introduced(host="here"):
 
 
 @pytest.fixture
-def cuda_engine(monkeypatch):
+def fake_engine(monkeypatch):
     engine_of_gpus = Engine()
-    monkeypatch.setattr(cuda, "load", lambda: engine_of_gpus)
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine_of_gpus)
     monkeypatch.setattr("jax_ub._src.runtime.hosts.identity", lambda: "here")
     yield engine_of_gpus
     communicators.disconnect(GROUPS)
@@ -106,12 +106,12 @@ def connect(*rounds, **changes):
     return {one.group: one for one in connections()}
 
 
-def test_groups_in_one_process_have_heaps_too(cuda_engine):
+def test_groups_in_one_process_have_heaps_too(fake_engine):
     found = connect(introduced(), {"reasons": {}})
     assert set(found) == set(GROUPS)
     size_bytes = device_groups().call_bytes
-    assert cuda_engine.offered == [([10], size_bytes), ([11], size_bytes)]
-    first, second, inside = cuda_engine.made
+    assert fake_engine.offered == [([10], size_bytes), ([11], size_bytes)]
+    first, second, inside = fake_engine.made
     assert (first.devices, first.processes, first.process) == ([0, 4], [0, 1], 0)
     assert (first.addresses, first.tokens) == ({1: "there"}, {1: 7})
     assert first.offers == {0: {"vmm": "yes"}, 1: {"vmm": "yes"}}
@@ -122,80 +122,80 @@ def test_groups_in_one_process_have_heaps_too(cuda_engine):
     assert all(one.reason is None for one in found.values())
 
 
-def test_only_processes_of_the_host_are_dialed(cuda_engine):
+def test_only_processes_of_the_host_are_dialed(fake_engine):
     connect(introduced(host="there"), {"reasons": {}})
-    first = cuda_engine.made[0]
+    first = fake_engine.made[0]
     assert (first.addresses, first.tokens) == ({}, {})
     assert set(first.offers) == {0, 1}
 
 
-def test_what_the_offers_rule_out_is_the_reason(cuda_engine, monkeypatch):
+def test_what_the_offers_rule_out_is_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(
-        cuda_engine, "why_not_connected", lambda processes, offers: "no P2P"
+        fake_engine, "why_not_connected", lambda processes, offers: "no P2P"
     )
     found = connect(introduced(), {"reasons": {}})
     assert found[0, 4].reason == found[1, 5].reason == "no P2P"
     assert found[2, 3].reason is None
-    assert [one.devices for one in cuda_engine.made] == [[2, 3]]
+    assert [one.devices for one in fake_engine.made] == [[2, 3]]
 
 
-def test_a_way_that_fails_here_is_the_reason(cuda_engine):
-    cuda_engine.fails[0] = NotImplementedError("cuMemMap: no")
-    cuda_engine.fails[2] = NotImplementedError("no peer access")
+def test_a_way_that_fails_here_is_the_reason(fake_engine):
+    fake_engine.fails[0] = NotImplementedError("cuMemMap: no")
+    fake_engine.fails[2] = NotImplementedError("no peer access")
     found = connect(introduced(), {"reasons": {}})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[2, 3].reason == "no peer access"
-    assert found[1, 5].communicator is cuda_engine.made[0]
+    assert found[1, 5].communicator is fake_engine.made[0]
 
 
-def test_a_way_that_fails_elsewhere_closes_what_was_made_here(cuda_engine):
+def test_a_way_that_fails_elsewhere_closes_what_was_made_here(fake_engine):
     found = connect(introduced(), {"reasons": {"0,4": "cuMemMap: no"}})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[0, 4].communicator is None
-    assert [one.closed for one in cuda_engine.made] == [True, False, False]
+    assert [one.closed for one in fake_engine.made] == [True, False, False]
 
 
-def test_a_failure_leaves_nothing_behind(cuda_engine):
-    cuda_engine.fails[1] = RuntimeError("CommunicatorError: process 1 died")
+def test_a_failure_leaves_nothing_behind(fake_engine):
+    fake_engine.fails[1] = RuntimeError("CommunicatorError: process 1 died")
     with pytest.raises(CommunicatorError, match="process 1 died"):
         connect(introduced(), {"reasons": {}})
-    assert all(one.closed for one in cuda_engine.made)
+    assert all(one.closed for one in fake_engine.made)
     assert not connections()
 
 
-def test_who_does_not_say_that_it_connected_leaves_nothing_behind(cuda_engine):
+def test_who_does_not_say_that_it_connected_leaves_nothing_behind(fake_engine):
     with pytest.raises(ub.errors.TimeoutError, match="did not take part"):
         connect(introduced())
-    assert [one.closed for one in cuda_engine.made] == [True, True, True]
+    assert [one.closed for one in fake_engine.made] == [True, True, True]
     assert not connections()
 
 
-def test_one_process_makes_its_heaps_and_destroys_them(cuda_engine):
+def test_one_process_makes_its_heaps_and_destroys_them(fake_engine):
     alone = device_groups(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
     communicators.connect_alone(alone)
-    (made,) = cuda_engine.made
+    (made,) = fake_engine.made
     assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
     communicators.disconnect([(2, 3)])
     assert made.closed
-    cuda_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
+    fake_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
     with pytest.raises(CommunicatorError, match="out of memory"):
         communicators.connect_alone(alone)
     assert not connections()
 
 
-def test_failures_are_raised_where_they_are_asked_for(cuda_engine):
+def test_failures_are_raised_where_they_are_asked_for(fake_engine):
     connect(introduced(), {"reasons": {}})
     ub.check_communicators()
-    cuda_engine.made[0].failure = "CommunicatorError: rank 1 died"
+    fake_engine.made[0].failure = "CommunicatorError: rank 1 died"
     with pytest.raises(CommunicatorError, match=r"^devices \[0, 4\]: rank 1 died"):
         ub.check_communicators()
-    cuda_engine.made[0].failure = "rank 0 waited 3 s for rank 1"
+    fake_engine.made[0].failure = "rank 0 waited 3 s for rank 1"
     with pytest.raises(ub.errors.TimeoutError, match="waited 3 s"):
         ub.check_communicators()
 
 
 def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
-    monkeypatch.setattr(engine, "load", lambda: pytest.fail("asked for an engine"))
+    monkeypatch.setattr(cpu_engine, "load", lambda: pytest.fail("asked for an engine"))
     process_of = dict.fromkeys(range(4), 0)
     communicators.connect_alone(
         device_groups(groups=((2, 3),), process_of=process_of, platform="cpu")
@@ -203,16 +203,16 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
     assert not connections()
 
 
-def test_an_engine_that_is_missing_here_is_the_reason(cuda_engine, monkeypatch):
-    monkeypatch.setattr(cuda, "why_not", lambda: "no nvcc")
+def test_an_engine_that_is_missing_here_is_the_reason(fake_engine, monkeypatch):
+    monkeypatch.setattr(cuda_engine, "why_not", lambda: "no nvcc")
     found = connect(introduced(), {"reasons": {}})
     assert found[0, 4].reason == "process 0 cannot: no nvcc"
     assert found[2, 3].reason == "no nvcc"
-    assert not cuda_engine.made and not cuda_engine.offered
+    assert not fake_engine.made and not fake_engine.offered
 
 
-def test_an_engine_that_is_missing_elsewhere_is_the_reason(cuda_engine):
+def test_an_engine_that_is_missing_elsewhere_is_the_reason(fake_engine):
     without = {"endpoints": {key: {"why_not": "no nvcc"} for key in ("0,4", "1,5")}}
     found = connect(without, {"reasons": {}})
     assert found[0, 4].reason == found[1, 5].reason == "process 1 cannot: no nvcc"
-    assert [one.devices for one in cuda_engine.made] == [[2, 3]]
+    assert [one.devices for one in fake_engine.made] == [[2, 3]]

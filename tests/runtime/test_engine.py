@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.export import DisabledSafetyCheck
 
-from jax_ub._src.runtime import engine, exporting
+from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub.errors import ConfigurationError
 
 
@@ -23,16 +23,16 @@ def run_python(program, **environment):
 
 
 def test_engine_of_this_jaxlib_is_taken():
-    built = tuple(engine.load().xla_ffi_api_version)
-    engine.check_ffi_api(built, engine.running_ffi_api(), jax.__version__)
-    engine.check_ffi_api((0, 1), (0, 3), "0.10.2")
+    built = tuple(cpu_engine.load().xla_ffi_api_version)
+    cpu_engine.check_ffi_api(built, cpu_engine.running_ffi_api(), jax.__version__)
+    cpu_engine.check_ffi_api((0, 1), (0, 3), "0.10.2")
 
 
 @pytest.mark.parametrize("built", [(0, 4), (1, 0)])
 def test_engine_of_a_newer_ffi_is_refused(built):
     message = r"built for XLA FFI API .*but jax 0.10.2 has 0.3.*pip install -U jax"
     with pytest.raises(ImportError, match=message):
-        engine.check_ffi_api(built, (0, 3), "0.10.2")
+        cpu_engine.check_ffi_api(built, (0, 3), "0.10.2")
 
 
 def test_a_call_without_an_engine_says_how_to_build_it():
@@ -79,13 +79,13 @@ def test_variables_reach_the_engine():
 def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv("JAX_UB_ISA", "portble")
     with pytest.raises(ConfigurationError, match="JAX_UB_ISA = .* mean 'portable'"):
-        engine.check_isa()
+        cpu_engine.check_isa()
 
 
 def test_registration_happens_once():
-    engine.register_targets()
-    engine.register_targets()
-    assert engine.register_targets.cache_info().misses == 1
+    cpu_engine.register_targets()
+    cpu_engine.register_targets()
+    assert cpu_engine.register_targets.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("platforms", ["cpu", "cuda", "cuda,cpu"])
@@ -97,9 +97,9 @@ def test_the_engine_has_the_cpu_devices_whatever_the_default_is(monkeypatch, pla
         return [f"{backend} 0"]
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    assert engine.local_devices() == (["cpu 0"] if "cpu" in platforms else [])
+    assert cpu_engine.local_devices() == (["cpu 0"] if "cpu" in platforms else [])
 
 
 def test_export_disables_the_checks_of_every_target():
-    wanted = {DisabledSafetyCheck.custom_call(t) for t in engine.load().targets()}
-    assert set(exporting.export_safety_checks) == wanted
+    wanted = {DisabledSafetyCheck.custom_call(t) for t in cpu_engine.load().targets()}
+    assert set(backend.export_safety_checks) == wanted

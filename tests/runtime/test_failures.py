@@ -12,18 +12,18 @@ from operands import assert_equal, small_integers
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 
 METHODS = ("direct", "ring_exchange", "pipeline", "external")
 
 
 @contextlib.contextmanager
 def short_deadline():
-    engine.load().set_timeout_s(1.0)
+    cpu_engine.load().set_timeout_s(1.0)
     try:
         yield
     finally:
-        engine.load().set_timeout_s(120.0)
+        cpu_engine.load().set_timeout_s(120.0)
 
 
 def program(method):

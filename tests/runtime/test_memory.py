@@ -7,7 +7,7 @@ from jax import P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.runtime import communicators, cuda, engine, overlaps
+from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine, registry
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
 
@@ -53,7 +53,7 @@ def test_ranks_of_one_process_share_nothing_and_slots_are_returned():
     assert report.axes[0].shared_bytes == 0
     assert 0 < report.held_bytes == report.slot_bytes < report.transformer_engine_bytes
     ub.destroy_ub()
-    assert engine.load().counters()["slot_bytes"] == 0
+    assert cpu_engine.load().counters()["slot_bytes"] == 0
 
 
 @pytest.mark.usefixtures("fp8_buffers")
@@ -86,11 +86,11 @@ def test_heaps_on_gpus_stand_beside_what_xla_takes(monkeypatch):
             pass
 
     device = types.SimpleNamespace(local_hardware_id=0)
-    monkeypatch.setattr(cuda, "load", Gpus)
-    monkeypatch.setattr(cuda, "local_devices", lambda: [device])
+    monkeypatch.setattr(cuda_engine, "load", Gpus)
+    monkeypatch.setattr(cuda_engine, "local_devices", lambda: [device])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
-    groups = overlaps.domains()[0].groups
+    groups = registry.domains()[0].groups
     connection = communicators.Connection(groups[0], (0, 0), None, Heap())
     monkeypatch.setitem(communicators._CONNECTIONS, groups[0], connection)
     report = ub.memory_report()

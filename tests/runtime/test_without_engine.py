@@ -18,8 +18,8 @@ def test_destroy_ub_needs_no_thread():
     run("""
         import os, resource, jax
         import jax_ub as ub
-        from jax_ub._src.runtime import engine
-        cpu = engine.load()
+        from jax_ub._src.runtime import cpu_engine
+        cpu = cpu_engine.load()
         jax.devices()
         if os.getuid() == 0:
             os.setgid(65534)
@@ -35,8 +35,8 @@ def test_what_only_looks_or_releases_makes_no_engine():
     run("""
         import os
         import jax_ub as ub
-        from jax_ub._src.runtime import engine
-        cpu = engine.load()
+        from jax_ub._src.runtime import cpu_engine
+        cpu = cpu_engine.load()
         assert cpu.num_threads() == cpu.default_num_threads()
         assert 1 <= cpu.num_threads() <= len(os.sched_getaffinity(0))
         assert cpu.part_of_cores() == []

@@ -3,11 +3,9 @@
 import pytest
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice
+from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.programs import Operands
 
@@ -29,10 +27,10 @@ def targets_of(op, choice):
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     ranks = 1 if op in LOCAL_OPS else num_ranks
-    case = Case(op, ranks, 64, 32, 48, "bfloat16")
+    case = TunedKey(op, ranks, 64, 32, 48, "bfloat16")
     operands = Operands(case)
     for choice in candidates(case, True, DGRAD):
         candidate = operands.candidate("", choice)

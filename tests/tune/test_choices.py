@@ -6,13 +6,11 @@ from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub._src.methods import Method, Variant
-from jax_ub._src.runtime import communicators, overlaps
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.runtime import communicators, registry
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub.errors import ConfigurationError
 
 SIZES = (16, 8, 12)
@@ -26,8 +24,8 @@ def operands():
 
 
 def write(path, choice, op="all_gather_matmul", dtype="float32"):
-    case = Case(op, 2, *SIZES, dtype)
-    tuned.write(path, {environment(): {case: (choice, {})}})
+    case = TunedKey(op, 2, *SIZES, dtype)
+    tuned_file.write(path, {environment(): {case: (choice, {})}})
     return str(path)
 
 
@@ -65,8 +63,8 @@ def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
     once = MethodChoice(
         Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
     )
-    case = Case("matmul_all_reduce", num_ranks, *SIZES, "float32")
-    tuned.write(tmp_path / "t.json", {environment(): {case: (once, {})}})
+    case = TunedKey("matmul_all_reduce", num_ranks, *SIZES, "float32")
+    tuned_file.write(tmp_path / "t.json", {environment(): {case: (once, {})}})
     mesh = tp_mesh(num_ranks)
     ub.initialize_ub((16, 16), num_ranks, ub_cfgs=tmp_path / "t.json", mesh=mesh)
 
@@ -90,9 +88,9 @@ def test_not_to_overlap_is_a_choice(tmp_path, operands):
 
 def test_the_gradient_takes_the_choice_for_its_sizes(tmp_path, operands):
     M, K, N = SIZES
-    case = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
+    case = TunedKey("matmul_reduce_scatter", 2, M, N, K, "float32")
     choices = {environment(): {case: (MethodChoice(Method.PIPELINE, 2), {})}}
-    tuned.write(tmp_path / "t.json", choices)
+    tuned_file.write(tmp_path / "t.json", choices)
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
     gradient = jax.grad(lambda x, w: jnp.sum(column()(x, w)))
     assert "num_splits = 2" in lowered(gradient, *operands)
@@ -166,13 +164,13 @@ def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
     tmp_path, with_dy
 ):
     M, K, N = SIZES
-    product = Case("matmul_reduce_scatter", 2, M, N, K, "float32")
-    both = Case(COLUMN_GRADIENTS, 2, M, K, N, "float32")
+    product = TunedKey("matmul_reduce_scatter", 2, M, N, K, "float32")
+    both = TunedKey(COLUMN_GRADIENTS, 2, M, K, N, "float32")
     found = {
         product: (MethodChoice(Method.PIPELINE, 2), {}),
         both: (MethodChoice(Method.XLA), {}),
     }
-    tuned.write(tmp_path / "t.json", {environment(): found})
+    tuned_file.write(tmp_path / "t.json", {environment(): found})
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
 
     def function(x, w, dy):
@@ -219,8 +217,8 @@ def test_the_environment_names_a_file_too(tmp_path, operands, monkeypatch):
 
 
 def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
-    there = tuned.Environment("another machine", ())
-    tuned.write(tmp_path / "t.json", {there: {}})
+    there = tuned_file.Environment("another machine", ())
+    tuned_file.write(tmp_path / "t.json", {there: {}})
     with pytest.raises(ConfigurationError, match="made on another machine"):
         ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
     assert not ub.is_ub_initialized()
@@ -256,8 +254,8 @@ def test_a_file_that_was_rewritten_is_read_again(tmp_path, operands, monkeypatch
     assert "method = 1" in lowered(column(), *operands)
     ub.destroy_ub()
     monkeypatch.setenv("JAX_UB_TUNED", str(path))
-    before = overlaps.configuration()
-    assert overlaps.configuration() == before
+    before = registry.configuration()
+    assert registry.configuration() == before
     write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
-    assert overlaps.configuration() != before
+    assert registry.configuration() != before
     assert "method = 2" in lowered(column(), *operands)

@@ -4,13 +4,11 @@ import json
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub._src.config import tuned
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub._src.methods import Method, Variant
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
-from jax_ub._src.runtime.tuned import environment, on_axis
+from jax_ub._src.runtime.tuned_tables import environment, on_axis
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.measure import dgrad_of
 
@@ -27,7 +25,7 @@ def tune(path, *arguments):
 def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
-    found = tuned.read(path)[environment()]
+    found = tuned_file.read(path)[environment()]
     assert [case.op for case in found] == [*FUSED, COLUMN_GRADIENTS]
     for case, (choice, times_us) in found.items():
         product = found.get(dgrad_of(case), (None,))[0]
@@ -45,23 +43,23 @@ def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
     assert (
-        Case("all_gather_matmul", 2, 32, 48, 80, "float32")
-        in tuned.read(path)[environment()]
+        TunedKey("all_gather_matmul", 2, 32, 48, 80, "float32")
+        in tuned_file.read(path)[environment()]
     )
-    row = Case("matmul_reduce_scatter", 2, 32, 80, 48, "float32")
-    assert row in tuned.read(path)[environment()]
+    row = TunedKey("matmul_reduce_scatter", 2, 32, 80, 48, "float32")
+    assert row in tuned_file.read(path)[environment()]
 
 
 def test_f16_is_tuned_and_taken(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--shapes", "32x48x80", "--dtypes", "f16,f32") == 0
     text = capsys.readouterr().out
-    found = tuned.read(path)[environment()]
+    found = tuned_file.read(path)[environment()]
     assert {case.dtype for case in found} == {"float16", "float32"}
     num_candidates = sum(len(times_us) for _, times_us in found.values())
     assert f"ran {num_candidates} candidates of 8 cases 2 times each" in text
     monkeypatch.setenv("JAX_UB_TUNED", path)
-    case = Case("all_gather_matmul", 2, 32, 48, 80, "float16")
+    case = TunedKey("all_gather_matmul", 2, 32, 48, 80, "float16")
     assert on_axis(("tp",), 2).by_case[case] == found[case][0]
 
 
@@ -72,13 +70,13 @@ def test_a_second_run_keeps_what_the_file_has(tmp_path):
     elsewhere["tunings"].append({**elsewhere["tunings"][0], "device": "another"})
     (tmp_path / "tuned.json").write_text(json.dumps(elsewhere))
     tune(path, "--shapes", "32x48x96", "--dtypes", "f32")
-    tunings = tuned.read(path)
+    tunings = tuned_file.read(path)
     assert {found.device for found in tunings} == {environment().device, "another"}
     assert {case.N for case in tunings[environment()] if case.op == OPS[0]} == {80, 96}
 
 
 def tuned_key(op, num_ranks, M=8192):
-    return Case(op, num_ranks, M, 8192, 8192, "bfloat16")
+    return TunedKey(op, num_ranks, M, 8192, 8192, "bfloat16")
 
 
 @pytest.mark.parametrize("op", FUSED)

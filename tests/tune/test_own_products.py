@@ -8,14 +8,12 @@ from operands import assert_equal, small_integers
 from programs import calls, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Case
-from jax_ub._src.methods import Method
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.primitives.sizes import tuned_key
-from jax_ub._src.runtime import cuda
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench.workloads import Shape
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.measure import cases, measure
@@ -32,7 +30,7 @@ def file_of(tmp_path, monkeypatch):
     def write(found):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
         entries = {case: (choice, {}) for case, choice in found.items()}
-        tuned.write(path, {environment(): entries})
+        tuned_file.write(path, {environment(): entries})
         monkeypatch.setenv("JAX_UB_TUNED", str(path))
         return path
 
@@ -42,7 +40,7 @@ def file_of(tmp_path, monkeypatch):
 @pytest.fixture
 def engine(monkeypatch):
     engine = StandIn()
-    monkeypatch.setattr(cuda, "load", lambda: engine)
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
     return engine
 
 
@@ -70,12 +68,12 @@ RESIDUAL, MAIN_GRAD = shape(M, K), shape(K, N)
 def test_a_product_takes_its_own_algorithm_alone(
     engine, file_of, op, sizes, function, operands
 ):
-    case = Case(op, 1, *sizes, "float32")
+    case = TunedKey(op, 1, *sizes, "float32")
     file_of({case: SECOND})
     ((_, algorithm),) = algorithms(function, *operands)
     assert algorithm == 1
     others = [other for other in LOCAL_OPS if other != op]
-    file_of({Case(other, 1, *sizes, "float32"): SECOND for other in others})
+    file_of({TunedKey(other, 1, *sizes, "float32"): SECOND for other in others})
     ((_, algorithm),) = algorithms(function, *operands)
     assert algorithm == 0
 
@@ -84,8 +82,8 @@ def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
     third = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=2))
     file_of(
         {
-            Case("dgrad", 1, M, N, K, "float32"): SECOND,
-            Case("wgrad", 1, K, M, N, "float32"): third,
+            TunedKey("dgrad", 1, M, N, K, "float32"): SECOND,
+            TunedKey("wgrad", 1, K, M, N, "float32"): third,
         }
     )
 
@@ -98,7 +96,7 @@ def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
 
 def test_what_is_not_just_like_a_tuned_product_takes_the_first(engine, file_of):
     sizes = {"matmul": (M, K, N), "wgrad": (K, M, N), "wgrad_accumulate": (K, M, N)}
-    file_of({Case(op, 1, *s, "float32"): SECOND for op, s in sizes.items()})
+    file_of({TunedKey(op, 1, *s, "float32"): SECOND for op, s in sizes.items()})
     bias = shape(N)
     assert algorithms(ub.linear, X, W, bias) == [("matmul", 0)]
     half = shape(K, N, dtype="bfloat16")
@@ -107,7 +105,7 @@ def test_what_is_not_just_like_a_tuned_product_takes_the_first(engine, file_of):
 
 @pytest.mark.parametrize("method", ["pipeline", "xla"])
 def test_a_call_that_names_its_method_takes_the_first(engine, file_of, method):
-    file_of({Case("matmul", 1, M, K, N, "float32"): SECOND})
+    file_of({TunedKey("matmul", 1, M, K, N, "float32"): SECOND})
     found = algorithms(lambda x, w: ub.linear(x, w, method=method), X, W)
     assert found == ([("matmul", 0)] if method == "pipeline" else [])
 
@@ -127,9 +125,9 @@ def row_gradients(mesh, ub_name=None):
 def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
     engine, file_of, monkeypatch, initialized
 ):
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
-    path = file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
+    path = file_of({TunedKey("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     if initialized:
         monkeypatch.delenv("JAX_UB_TUNED")
@@ -142,9 +140,9 @@ def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
 def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
     engine, file_of, monkeypatch, ub_cfgs, expected
 ):
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
-    file_of({Case("wgrad", 1, K // 2, M, N, "float32"): SECOND})
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
+    file_of({TunedKey("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     asked = {"proj_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub((16, 16), 2, ub_cfgs=ub_cfgs and asked, mesh=mesh)
@@ -159,12 +157,12 @@ def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
 def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
     engine, file_of, monkeypatch, method, expected
 ):
-    monkeypatch.setattr(cuda, "is_default", lambda: True)
-    monkeypatch.setattr(cuda, "is_traced_for", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     file_of(
         {
-            Case(COLUMN_GRADIENTS, 2, M, K, N, "float32"): MethodChoice(method),
-            Case("wgrad", 1, K, M, N // 2, "float32"): SECOND,
+            TunedKey(COLUMN_GRADIENTS, 2, M, K, N, "float32"): MethodChoice(method),
+            TunedKey("wgrad", 1, K, M, N // 2, "float32"): SECOND,
         }
     )
 
@@ -181,7 +179,7 @@ def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
 
 
 def test_a_product_may_be_faster_by_xla(file_of):
-    file_of({Case("matmul", 1, M, K, N, "float32"): MethodChoice(Method.XLA)})
+    file_of({TunedKey("matmul", 1, M, K, N, "float32"): MethodChoice(Method.XLA)})
     x, w = small_integers(0, (M, K)), small_integers(1, (K, N))
     run = jax.jit(lambda x, w: ub.linear(x, w))
     assert not calls(compiled_text(run, x, w))
@@ -191,7 +189,7 @@ def test_a_product_may_be_faster_by_xla(file_of):
 def test_axes_that_do_not_agree_leave_local_products_to_the_process(
     engine, file_of, monkeypatch
 ):
-    case = Case("matmul", 1, M, K, N, "float32")
+    case = TunedKey("matmul", 1, M, K, N, "float32")
     first, third = (
         MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=n))
         for n in (1, 3)
@@ -218,7 +216,7 @@ def test_gpus_are_tuned_for_both_linears_own_products():
 
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_candidates_of_a_product_compute_it(op):
-    case = Case(op, 1, 24, 40, 32, "bfloat16")
+    case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     choices = candidates(case, is_cuda=True)
     assert [str(choice) for choice in choices] == [
         "direct",
@@ -234,6 +232,6 @@ def test_candidates_of_a_product_compute_it(op):
 
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_what_is_timed_is_what_a_choice_is_looked_up_for(op):
-    case = Case(op, 1, 24, 40, 32, "bfloat16")
+    case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     operands = Operands(case).candidate("", SECOND).operands
     assert tuned_key(call_of(case), operands) == case

@@ -18,16 +18,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
-from jax_ub._src import methods
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import TunedTable
+from jax_ub._src import lowering_log
+from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.methods import DEFAULT_SPLITS, Method
+from jax_ub._src.methods import DEFAULT_SPLITS, Method, MethodChoice
 from jax_ub._src.primitives import batching as folding
-from jax_ub._src.primitives import exported, lowered, on_cuda, varying
+from jax_ub._src.primitives import exported, on_cuda, varying
 from jax_ub._src.primitives.mesh import Ranks, check_manual, find_ranks
 from jax_ub._src.primitives.sizes import tuned_key
-from jax_ub._src.runtime import engine, overlaps
+from jax_ub._src.runtime import cpu_engine, registry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +217,7 @@ def _check_capacity(call, operands):
     not fall back. In one process the CPU engine needs no buffers, but only the lowering
     knows the platform; it checks again.
     """
-    initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
+    initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
         return
     may_run = call.choice.may_fall_back or not initialized_axis.spans_processes
@@ -242,7 +241,7 @@ def _why_no_room(call, operands, *, needs_buffers):
         operands: avals of its operands.
         needs_buffers: whether the platform needs buffers within one process, too.
     """
-    initialized_axis = overlaps.on_axis(call.axis_name, call.num_ranks)
+    initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None or not (
         initialized_axis.spans_processes or needs_buffers
     ):
@@ -280,11 +279,11 @@ def _lower_on_cpu(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     automatic = call.method is Method.AUTO
-    lowered.record(ctx, call, Method.DIRECT if automatic else call.method)
-    engine.register_targets()
+    lowering_log.record(ctx, call, Method.DIRECT if automatic else call.method)
+    cpu_engine.register_targets()
     channel = _channel(ctx, ranks)
     if channel:
-        engine.load().begin_program(channel)
+        cpu_engine.load().begin_program(channel)
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=True,
@@ -309,10 +308,10 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if on_cuda.leaves_to_xla(call):
-        lowered.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
+        lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         rule = mlir.lower_fun(call.reference, multiple_results=True)
         return rule(ctx, *operands)
-    lowered.record(ctx, call, on_cuda.method_of(call))
+    lowering_log.record(ctx, call, on_cuda.method_of(call))
     attributes = {
         **_attributes(call, ranks),
         **exported.devices(ctx, ranks),
@@ -342,8 +341,8 @@ def _lower_to_reference(ctx, operands, call, reason):
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
-    methods.record_fallback(call.label, reason)
-    lowered.record(ctx, call, Method.XLA, reason)
+    lowering_log.record_fallback(call.label, reason)
+    lowering_log.record(ctx, call, Method.XLA, reason)
     rule = mlir.lower_fun(call.reference, multiple_results=True)
     return rule(ctx, *operands)
 

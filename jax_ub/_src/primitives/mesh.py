@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.runtime import communicators
+from jax_ub._src.runtime.device_groups import rank_groups
 
 
 def axis_size(
@@ -155,25 +155,6 @@ def find_ranks(
         ids,
         communicators.generation(groups),
     )
-
-
-def rank_groups(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    axes: tuple[str, ...],
-    values: Sequence[int],
-) -> np.ndarray:
-    """Arranges one value per device in a table `[groups, P]`, one column per rank.
-
-    Args:
-        mesh: the mesh.
-        axes: the mesh axes of the ranks. Each index of the other axes is one group.
-        values: one value per device, in the order of `mesh.devices.flat`.
-    """
-    table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
-    places = [mesh.axis_names.index(axis) for axis in axes]
-    # The axes of the ranks come last, so that each row is one group, in rank order.
-    moved = np.moveaxis(table, places, range(-len(axes), 0))
-    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
 
 
 def _refuse_automatic_axes(mesh, manual_axes, label):

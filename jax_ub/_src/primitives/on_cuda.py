@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jax_ub._src.methods import Method, Variant
 from jax_ub._src.primitives import exported
 from jax_ub._src.primitives.mesh import Ranks
-from jax_ub._src.runtime import cuda, settings
+from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
 # The workspace is a result of the custom call, and XLA has no results of 0 bytes.
@@ -98,12 +98,12 @@ def why_not(call: Any, ranks: Ranks) -> str | None:
             "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "
             '"ring_exchange", "pipeline" or "external"'
         )
-    if call.num_ranks > cuda.MOST_RANKS:
+    if call.num_ranks > cuda_engine.MOST_RANKS:
         return (
             f"it has {call.num_ranks} ranks, and the CUDA engine at most "
-            f"{cuda.MOST_RANKS}"
+            f"{cuda_engine.MOST_RANKS}"
         )
-    return cuda.why_not() or _why_no_peers(ranks)
+    return cuda_engine.why_not() or _why_no_peers(ranks)
 
 
 def _why_no_peers(ranks):
@@ -114,8 +114,8 @@ def _why_no_peers(ranks):
     """
     for group in ranks.groups:
         own = [d for d in group if d.process_index == jax.process_index()]
-        if len(own) == len(group) and all(map(cuda.is_cuda, own)):
-            reason = cuda.why_no_peers(own)
+        if len(own) == len(group) and all(map(cuda_engine.is_cuda, own)):
+            reason = cuda_engine.why_no_peers(own)
             if reason is not None:
                 return reason
     return None
@@ -129,7 +129,7 @@ def lower(
     In an exported program the last operand is the partition id. The device that runs
     the call compares it with the partition id that its rank was lowered for.
     """
-    cuda.register_targets()
+    cuda_engine.register_targets()
     numbers = {
         "method": method_of(call).code,
         "variant": variant_of(call, ctx.avals_in).code,
@@ -137,7 +137,7 @@ def lower(
         "allow_tf32": settings.allow_tf32(),
     }
     attributes = attributes | {name: np.int64(n) for name, n in numbers.items()}
-    size_bytes = cuda.workspace_bytes(
+    size_bytes = cuda_engine.workspace_bytes(
         call.target,
         attributes,
         [_array(aval) for aval in ctx.avals_in],

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ub._src.config.tuned import Case
+from jax_ub._src.config.tuned_file import TunedKey
 
 _TARGET = "jax_ub$"
 
@@ -44,7 +44,7 @@ def global_sizes(call: Any, operands: Sequence[Any]) -> tuple[str, int, int, int
     return op, rows, width, P * _beside(call, op, shapes, width)
 
 
-def tuned_key(call: Any, operands: Sequence[Any]) -> Case | None:
+def tuned_key(call: Any, operands: Sequence[Any]) -> TunedKey | None:
     """Returns a call's key in the table of tuned methods, or None if it has none.
 
     A tuned cuBLASLt algorithm is an index into the list that cuBLASLt proposes for one
@@ -57,7 +57,7 @@ def tuned_key(call: Any, operands: Sequence[Any]) -> Case | None:
         if own is None:
             return None
         op = own
-    return Case(op, call.num_ranks, M, K, N, str(operands[0].dtype))
+    return TunedKey(op, call.num_ranks, M, K, N, str(operands[0].dtype))
 
 
 def _own_product(call, operands):

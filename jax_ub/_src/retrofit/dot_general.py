@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.checks import FLOATS, check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
@@ -210,7 +210,7 @@ class DotGeneral:
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
         """Returns a context that records that JAX computes the product, and why."""
-        return methods.falling_back(self.sharding_layout.op, reason)
+        return lowering_log.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
         return UnsupportedOverlapError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import (
     ShapeContractError,
@@ -19,7 +19,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum
-from jax_ub._src.runtime.overlaps import LayerName
+from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import kind_of_spec, resolve_kind
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _record_others(model, layers, chosen, axis_name):
             if kind is None and len(axis_tuple(axis_name)) > 1:
                 why = f"is not sharded over all of {shown(axis_name)}"
         reason = f"the parameter, sharded {P(*spec)}, {why}"
-        methods.record_fallback(f"overlap({shown(path)})", reason)
+        lowering_log.record_fallback(f"overlap({shown(path)})", reason)
 
 
 def check_rules(argument: str, rules: Any) -> Mapping:
@@ -279,7 +279,9 @@ def _without_kept(layers, kinds) -> dict[str, str]:
         if kept is None:
             found[path] = kind
         else:
-            methods.record_fallback(f"overlap({shown(path)})", f"the layer {kept[0]}")
+            lowering_log.record_fallback(
+                f"overlap({shown(path)})", f"the layer {kept[0]}"
+            )
     return found
 
 

@@ -8,18 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ub._src import arguments, methods
+from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FlaggedMethod
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.names import DGRAD, FPROP, WGRAD
-from jax_ub._src.config.tuned import Case, TunedTable
+from jax_ub._src.config.resolve import DGRAD, FPROP, WGRAD
+from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import shown
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import mesh, varying
 from jax_ub._src.rules.flags import choices_with_flags
 from jax_ub._src.rules.named import choices_by_pass
-from jax_ub._src.runtime import cuda, overlaps, settings, tuned
+from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,7 @@ class CallConfig:
         if self.method is not Method.AUTO or self.tuned is None:
             return self
         return self._as(
-            self.tuned.find(Case(op, self.num_ranks, M, K, N, str(self.dtype)))
+            self.tuned.find(TunedKey(op, self.num_ranks, M, K, N, str(self.dtype)))
         )
 
     @property
@@ -249,7 +248,7 @@ def plain_for_f64(product: Callable) -> Callable:
         is_rejected_or_plain = call_config.takes_f64 or not call_config.may_fall_back
         if is_rejected_or_plain or not (shapes.is_array(x) and shapes.is_f64(x)):
             return product(call_config, x, w, **given)
-        with methods.falling_back(call_config.label, "x is float64"):
+        with lowering_log.falling_back(call_config.label, "x is float64"):
             return product(call_config.plain, x, w, **given)
 
     return run
@@ -333,13 +332,15 @@ def plan_call_config(
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
-    found = overlaps.find(label, axes, num_ranks, ub_name)
+    found = registry.find(label, axes, num_ranks, ub_name)
     automatic = chosen is Method.AUTO or (method is None and bool(found))
-    is_on_cuda = cuda.is_traced_for()
+    is_on_cuda = cuda_engine.is_traced_for()
     choices = None
     # Tuned tables are measured on devices of the default backend.
-    if automatic and is_on_cuda == cuda.is_default():
-        choices = tuned.on_axis(axes, num_ranks) if axes else tuned.on_no_axis()
+    if automatic and is_on_cuda == cuda_engine.is_default():
+        choices = (
+            tuned_tables.on_axis(axes, num_ranks) if axes else tuned_tables.on_no_axis()
+        )
     own = MethodChoice(chosen)
     call_config = CallConfig(
         label,
@@ -351,7 +352,7 @@ def plan_call_config(
         is_on_cuda=is_on_cuda,
         ub_name=ub_name,
         is_named=bool(found),
-        replicated=methods.replicated(),
+        replicated=lowering_log.replicated(),
     )
     if method is not None or not found:
         return call_config
@@ -373,7 +374,7 @@ def _with_flags(call_config, op, ub_name, method):
     """
     if methods.resolve(call_config.label, method.method, None) is not Method.AUTO:
         return call_config
-    found = overlaps.find(
+    found = registry.find(
         call_config.label, call_config.axis_name, call_config.num_ranks, ub_name
     )
     choices = {FPROP: call_config.choice, DGRAD: call_config.dgrad.choice}

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.primitives.all_gather import all_gather

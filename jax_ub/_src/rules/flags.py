@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from jax_ub._src.config.flags import FUSED, OverlapFlags
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.names import DGRAD, FPROP
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda
-from jax_ub._src.runtime.overlaps import Overlap
+from jax_ub._src.config.resolve import DGRAD, FPROP
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime.registry import Overlap
 
 # Maps each op and pass to the flags that control the communication of the pass.
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -80,7 +79,7 @@ def _engine_method(gathers):
 
     Unlike "auto" itself, it never becomes plain XLA.
     """
-    if not cuda.is_traced_for():
+    if not cuda_engine.is_traced_for():
         return Method.DIRECT
     return Method.PIPELINE if gathers else Method.RING_EXCHANGE
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ub._src.primitives import varying
 from jax_ub._src.rules.vjp import is_placeholder, is_zero, jitted_rule, placeholder
-from jax_ub._src.runtime import overlaps
+from jax_ub._src.runtime import registry
 
 
 class Group(Protocol):
@@ -53,7 +53,7 @@ def fused_group(group: Group, operands: Any) -> Any:
     """
     # The configuration is part of jit's cache key, because the operations look up names
     # and methods in it while they are traced.
-    return _compiled_group(overlaps.configuration(), group, operands)
+    return _compiled_group(registry.configuration(), group, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -11,13 +11,11 @@ on it; all other communication is fused with the GEMM.
 | linear, column, not sequence parallel | local | RS | local |
 """
 
-from jax_ub._src.config.config import CommOverlapType
-from jax_ub._src.config.kernel_options import kernel_options_of
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.names import DGRAD, FPROP, WGRAD
+from jax_ub._src.config.overlap_config import CommOverlapType
+from jax_ub._src.config.resolve import DGRAD, FPROP, WGRAD
 from jax_ub._src.errors import UnsupportedOverlapError, shown
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime.overlaps import Overlap
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.runtime.registry import Overlap
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 # Maps each op and pass to the collectives that the pass may run. Passes that are not in
@@ -58,7 +56,7 @@ def choices_by_pass(
             choices[direction] = MethodChoice(
                 Method(config.method),
                 config.num_splits,
-                kernel_options_of(config),
+                config.kernel_options,
                 is_explicit=overlap.is_configured,
             )
     return choices

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_ub._src import errors
 from jax_ub._src.errors import ConfigurationError
-from jax_ub._src.runtime import cuda, engine, hosts, settings
+from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.connection_attempt import Connection, ConnectionAttempt
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
@@ -175,7 +175,7 @@ def _share_cores(device_groups, peer_info: Values):
     everyone = [peer_info[process]["cores"] for process in neighbours]
     groups = [peer_info[process]["control_groups"] for process in neighbours]
     index = neighbours.index(device_groups.process)
-    cpu = engine.load()
+    cpu = cpu_engine.load()
     num_threads = min(
         hosts.thread_share(own, everyone),
         hosts.quota_share(
@@ -203,7 +203,7 @@ def disconnect(groups: Sequence[Group]) -> None:
             _CONNECTIONS[group].close()
             _CONNECTIONS.pop(group, None)
     if _HAS_SHARED_CORES[0] and not _CONNECTIONS:
-        cpu = engine.load()
+        cpu = cpu_engine.load()
         if cpu.has_engine():
             cpu.set_num_threads(cpu.default_num_threads())
         _HAS_SHARED_CORES[0] = False
@@ -219,7 +219,7 @@ def release_slots() -> None:
     cpu = sys.modules.get("jax_ub._cpu")
     if cpu is not None:
         cpu.release_slots()
-    cuda.release_in_process()
+    cuda_engine.release_in_process()
 
 
 def check_communicators() -> None:
@@ -233,7 +233,7 @@ def check_communicators() -> None:
         CommunicatorError: if a rank failed in another way.
     """
     found = {f"devices {list(group)}": failure for group, failure in failures()}
-    for where, failure in {**found, **cuda.failures()}.items():
+    for where, failure in {**found, **cuda_engine.failures()}.items():
         raise errors.of_failure(f"{where}: {_without_kind(failure)}")
 
 

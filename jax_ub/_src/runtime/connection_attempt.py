@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_ub._src import errors
 from jax_ub._src.errors import CommunicatorError
-from jax_ub._src.runtime import engine, hosts, settings
+from jax_ub._src.runtime import cpu_engine, hosts, settings
 from jax_ub._src.runtime.bootstrap.meeting import (
     difference,
     gather_or_raise,
@@ -141,7 +141,7 @@ class ConnectionAttempt:
     def _offer(self):
         try:
             # Every call needs it; checked here so that all processes get the error.
-            engine.check_isa()
+            cpu_engine.check_isa()
             for group in self._groups:
                 if self._place.spans_processes(group) and self._place.has_local_rank(
                     group

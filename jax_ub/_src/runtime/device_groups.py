@@ -1,7 +1,11 @@
 """Which devices and processes are the ranks of one `initialize_ub` call."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 
@@ -75,3 +79,22 @@ class DeviceGroups:
         """Returns the CUDA ordinals of the group's local devices, in rank order."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]
+
+
+def rank_groups(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axes: tuple[str, ...],
+    values: Sequence[int],
+) -> np.ndarray:
+    """Arranges one value per device in a table `[groups, P]`, one column per rank.
+
+    Args:
+        mesh: the mesh.
+        axes: the mesh axes of the ranks. Each index of the other axes is one group.
+        values: one value per device, in the order of `mesh.devices.flat`.
+    """
+    table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    # The axes of the ranks come last, so that each row is one group, in rank order.
+    moved = np.moveaxis(table, places, range(-len(axes), 0))
+    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jax_ub._src.config import names
-from jax_ub._src.runtime import communicators, cuda, engine, overlaps, settings
+from jax_ub._src.config import resolve
+from jax_ub._src.runtime import (
+    communicators,
+    cpu_engine,
+    cuda_engine,
+    registry,
+    settings,
+)
 from jax_ub._src.runtime.device_groups import Group
-from jax_ub._src.runtime.overlaps import InitializedAxis, Overlap
+from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 from jax_ub._src.tables import format_bytes, format_table
 
 
@@ -160,19 +166,19 @@ def memory_report() -> MemoryReport:
         The bytes by axis and in total. Prints as a table.
     """
     owners: dict[Group, InitializedAxis] = {}
-    for initialized_axis in overlaps.domains():
+    for initialized_axis in registry.domains():
         for group in initialized_axis.groups:
             owners.setdefault(group, initialized_axis)
     axes = tuple(
         _axis_memory(initialized_axis, owners)
-        for initialized_axis in overlaps.domains()
+        for initialized_axis in registry.domains()
     )
-    slot_bytes = engine.load().counters()["slot_bytes"]
-    devices = cuda.usable_devices()
+    slot_bytes = cpu_engine.load().counters()["slot_bytes"]
+    devices = cuda_engine.usable_devices()
     if not devices:
         return MemoryReport(axes, slot_bytes)
     connected = sum(axis.shared_bytes for axis in axes if axis.on_gpus)
-    heap_bytes = max(0, cuda.load().counters()["heap_bytes"] - connected)
+    heap_bytes = max(0, cuda_engine.load().counters()["heap_bytes"] - connected)
     share = settings.xla_memory_share()
     gpus = tuple(
         GpuMemory(
@@ -220,7 +226,7 @@ def _engine_bytes(initialized_axis, found):
     """
     unused = [
         (name, mode)
-        for name in names.NAMES
+        for name in resolve.NAMES
         for mode in initialized_axis.modes
         if (name, mode) not in initialized_axis.overlaps
     ]

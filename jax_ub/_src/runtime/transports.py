@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jax_ub._src.runtime import cuda, engine, hosts, settings
+from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 
 # Handshake values by process: `PeerInfo` for the process, `EndpointInfos` for its
@@ -81,7 +81,7 @@ class CpuTransportSetup:
 
     def open_endpoint(self, device_groups, group):
         """Opens a socket on which the peers connect to this process."""
-        return engine.load().endpoint()
+        return cpu_engine.load().endpoint()
 
     def endpoint_info(self, offered):
         """Returns the socket's address, and the secret that peers must send."""
@@ -105,7 +105,7 @@ class CpuTransportSetup:
         peers = {
             p: one for p, one in endpoint_infos.items() if p != device_groups.process
         }
-        return engine.load().connect(
+        return cpu_engine.load().connect(
             offered,
             name=device_groups.name,
             devices=list(group),
@@ -132,7 +132,7 @@ class CudaTransportSetup:
         Returns:
             The endpoint, or the reason as a string if the CUDA engine cannot run here.
         """
-        return cuda.why_not() or cuda.load().endpoint(
+        return cuda_engine.why_not() or cuda_engine.load().endpoint(
             device_groups.ordinals_of(group), device_groups.call_bytes, hosts.identity()
         )
 
@@ -150,18 +150,18 @@ class CudaTransportSetup:
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
         """Returns why the CUDA engine cannot share memory among the group's GPUs."""
         if not device_groups.spans_processes(group):
-            return cuda.why_not()
+            return cuda_engine.why_not()
         for process, one in sorted(endpoint_infos.items()):
             if "why_not" in one:
                 return f"process {process} cannot: {one['why_not']}"
         offers = {process: one["offer"] for process, one in endpoint_infos.items()}
         processes = list(device_groups.processes_of(group))
-        return cuda.load().why_not_connected(processes, offers) or None
+        return cuda_engine.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, offered, endpoint_infos, generation):
         """Maps the memory of all ranks on each GPU of this process."""
         if offered is None:
-            return cuda.load().connect_in_process(
+            return cuda_engine.load().connect_in_process(
                 name=device_groups.name,
                 devices=list(group),
                 ordinals=device_groups.ordinals_of(group),
@@ -173,7 +173,7 @@ class CudaTransportSetup:
             for process, one in endpoint_infos.items()
             if process != device_groups.process and one["host"] == own
         }
-        return cuda.load().connect(
+        return cuda_engine.load().connect(
             offered,
             name=device_groups.name,
             devices=list(group),

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.checks import has_symbolic_sizes
 from jax_ub._src.errors import (
     ShapeContractError,
@@ -46,7 +46,7 @@ from jax_ub._src.rules.fsdp import gather_kernels, remat_gathers
 from jax_ub._src.rules.linear import linear_without_gather
 from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
-from jax_ub._src.runtime import overlaps
+from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
 
@@ -135,7 +135,7 @@ def sharded_linear(
     repeated = _record_repeated(asked, sharding_layout, mesh, x.shape)
     # Part of jit's cache key, because the layer looks up its name and method in the
     # configuration while it is traced.
-    configuration = overlaps.configuration()
+    configuration = registry.configuration()
     return _on_mesh(
         configuration, sharding_layout, mesh, out_dtype, repeated, *operands
     )
@@ -254,7 +254,7 @@ def _record_repeated(asked, sharding_layout, mesh, x_shape):
     if not reasons:
         return None
     reason = f"{'; '.join(reasons)}: these ranks compute the same"
-    methods.record_fallback(sharding_layout.op, reason)
+    lowering_log.record_fallback(sharding_layout.op, reason)
     return reason
 
 
@@ -277,7 +277,7 @@ def _on_no_mesh(sharding_layout, mesh, out_dtype, x, *operands):
     )
     if is_explicit or not sharding_layout.may_fall_back():
         raise UnsupportedOverlapError(f"{sharding_layout.op}: {reason}, or {other}.")
-    with methods.falling_back(sharding_layout.op, reason):
+    with lowering_log.falling_back(sharding_layout.op, reason):
         return _multiply(sharding_layout.whole(), out_dtype, x, *operands)
 
 
@@ -321,7 +321,7 @@ def _on_mesh(configuration, sharding_layout, mesh, out_dtype, repeated, *operand
         local = remat_gathers(local, fsdp_axes)
     if repeated is None:
         return shard_map_operands(local, mesh, specs, out_spec, *operands)
-    with methods.replicating(sharding_layout.op, repeated):
+    with lowering_log.replicating(sharding_layout.op, repeated):
         return shard_map_operands(local, mesh, specs, out_spec, *operands)
 
 

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, shown
 from jax_ub._src.flax.linen.tensor_parallel import TensorParallel
@@ -21,7 +21,7 @@ from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum, Equation
 from jax_ub._src.retrofit.overlap import check_rules, compile_rule
-from jax_ub._src.runtime.overlaps import LayerName
+from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import resolve_kind, sharding_of
 
 
@@ -236,7 +236,7 @@ class Overlap:
                 if is_known
                 else ", which overlap does not know"
             )
-            methods.record_fallback(f"overlap({shown(place)})", why)
+            lowering_log.record_fallback(f"overlap({shown(place)})", why)
         if arrays:
             self._noted.add(path)
 

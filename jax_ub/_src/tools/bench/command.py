@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ub._src import methods
+from jax_ub._src import lowering_log, methods
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.files import output_path, picture_path, write_json
 from jax_ub._src.tools.bench import (
@@ -313,7 +313,7 @@ def document(
         "fastest_dots": dots.found,
         "results": [result.as_json() for result in results],
         "verdicts": [goals.as_json(verdict) for verdict in _judge(about, results)],
-        "fallbacks": [dataclasses.asdict(f) for f in methods.fallbacks()],
+        "fallbacks": [dataclasses.asdict(f) for f in lowering_log.fallbacks()],
     }
 
 
@@ -331,7 +331,9 @@ def _cases(op: str, place: Place, shapes: Sequence[Shape]) -> Iterator[Case]:
 
 def _print_rest(results, verdicts):
     notes = dict.fromkeys(note for result in results for note in result.case.notes)
-    fallbacks = dict.fromkeys(f"{f.label}: {f.reason}" for f in methods.fallbacks())
+    fallbacks = dict.fromkeys(
+        f"{f.label}: {f.reason}" for f in lowering_log.fallbacks()
+    )
     sections = {
         "Memory beside operands and results, each device": table.memory_table(results),
         "Goals": table.verdict_table(verdicts) if verdicts else [],

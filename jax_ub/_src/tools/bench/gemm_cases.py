@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ub as ub
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.matmul import matmul
 from jax_ub._src.primitives.wgrad import wgrad
 from jax_ub._src.tools.bench import cases, dots, onednn, peers

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench.background_load import BackgroundLoad
 from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec
 from jax_ub._src.tools.bench.timing import Candidate, Rounds, RoundSelector
@@ -181,7 +181,7 @@ class Job:
 
         It is separate, so that no other call affects the timing.
         """
-        cpu = engine.load()
+        cpu = cpu_engine.load()
         endpoint = cpu.endpoint()
         text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)
         mine = np.frombuffer(text, np.uint8)
@@ -214,7 +214,7 @@ def all_cores() -> Iterator[None]:
     In a job of several processes, each one otherwise computes on a part of the cores.
     The previous thread count and cores are restored at the end.
     """
-    cpu = engine.load()
+    cpu = cpu_engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     cpu.set_num_threads(cpu.default_num_threads())
     try:

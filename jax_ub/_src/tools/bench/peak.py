@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.devices import Ranks
 from jax_ub._src.tools.bench.timing import Candidate
@@ -47,5 +47,5 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [_ENGINE_NAMES[dtype], _DURATION_S]
-    measure = engine.load().peak_gflops
+    measure = cpu_engine.load().peak_gflops
     return [AtPeak(cases.PEAK, measure, operands, flops=flops)]

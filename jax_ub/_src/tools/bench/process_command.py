@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import jax_ub as ub
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.errors import UbError
 from jax_ub._src.files import write_json
 from jax_ub._src.tools.bench import goals, process_cases, record, table
@@ -151,7 +151,7 @@ def _take_part(told):
             "record": about,
             "about": _describe(about, told),
             "results": results,
-            "fallbacks": [f"{f.label}: {f.reason}" for f in methods.fallbacks()],
+            "fallbacks": [f"{f.label}: {f.reason}" for f in lowering_log.fallbacks()],
         }
         pathlib.Path(told["path"]).write_text(json.dumps(document))
     job.meet()

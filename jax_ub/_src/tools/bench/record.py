@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 
@@ -52,7 +52,7 @@ def machine() -> dict[str, Any]:
 
 def engine_settings() -> dict[str, Any]:
     """Returns the CPU engine's instruction set and number of threads."""
-    cpu = engine.load()
+    cpu = cpu_engine.load()
     return {"isa": cpu.isa(), "threads": cpu.num_threads()}
 
 

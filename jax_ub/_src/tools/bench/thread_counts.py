@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.results import Result, each_call, evaluate
@@ -19,7 +19,7 @@ _OWN = (cases.OWN, f"{cases.OWN}_once")
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Restores the engine's number of threads and its cores at the end of the block."""
-    cpu = engine.load()
+    cpu = cpu_engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     try:
         yield

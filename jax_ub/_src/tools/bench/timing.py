@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench.background_load import BackgroundLoad
 
 # Candidates this many times slower than the fastest after one call are dropped.
@@ -57,7 +57,7 @@ class Candidate:
         """Runs the program once and returns the seconds, including its dispatch."""
         if self.threads is not None:
             # Threads of the previous count may still be spinning, so warm up first.
-            engine.load().set_num_threads(self.threads)
+            cpu_engine.load().set_num_threads(self.threads)
             self()
         start = time.perf_counter()
         self()

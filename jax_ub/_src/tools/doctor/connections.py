@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jax_ub._src.initialize.lifecycle import destroy_ub, initialize_ub
-from jax_ub._src.runtime import communicators, engine, hosts, overlaps
+from jax_ub._src.runtime import communicators, cpu_engine, hosts, registry
+from jax_ub._src.runtime.initialize import destroy_ub, initialize_ub
 from jax_ub._src.tools.doctor import trials
 from jax_ub._src.tools.doctor.finding import Finding, State
 
@@ -15,7 +15,7 @@ def between_processes() -> Iterator[Finding]:
     """
     host = hosts.short_name(hosts.identity())
     try:
-        engine.load().endpoint()
+        cpu_engine.load().endpoint()
     except ImportError:
         return
     except RuntimeError as error:
@@ -61,9 +61,9 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
 
     If it was not called, it is called on a small mesh, to report its defaults.
     """
-    if overlaps.domains():
+    if registry.domains():
         yield from _connections()
-        yield from map(_finding_of, overlaps.domains())
+        yield from map(_finding_of, registry.domains())
         return
     mesh = trials.mesh_of(together)
     try:
@@ -74,7 +74,7 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
     yield from _connections()
     if together:
         yield from trials.methods_on(mesh)
-    (initialized_axis,) = overlaps.domains()
+    (initialized_axis,) = registry.domains()
     text = f"not called here; the defaults are {_methods_of(initialized_axis)}"
     destroy_ub()
     yield Finding("initialize_ub", State.NOTE, text)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_ub._src.runtime import cuda, settings
+from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.tools.doctor.finding import Finding, State
 from jax_ub._src.tools.doctor.trials import POOL_THREADS_EACH
 
@@ -16,7 +16,7 @@ def devices() -> Iterator[Finding]:
     On CPUs, it also checks that jaxlib's thread pool is large enough for the devices.
     """
     everywhere = jax.devices()
-    platform = cuda.platform_of(everywhere[0])
+    platform = cuda_engine.platform_of(everywhere[0])
     found = f"{len(everywhere)} {platform}"
     if platform == "cuda":
         yield Finding("devices", State.FINE, found)
@@ -48,25 +48,25 @@ def devices() -> Iterator[Finding]:
 
 def _cuda_engine():
     """Returns a finding: whether the CUDA engine is built, where JAX uses no GPU."""
-    reason = cuda.why_not()
+    reason = cuda_engine.why_not()
     text = "built; there are no CUDA devices here" if reason is None else reason
     return Finding("CUDA engine", State.NOTE, text)
 
 
 def _gpus():
     """Yields findings about this process's GPUs, driver, cuBLASLt and peer access."""
-    reason = cuda.why_not()
+    reason = cuda_engine.why_not()
     if reason is not None:
         yield Finding("CUDA engine", State.FAULT, f"calls run plain jax.lax: {reason}")
         return
-    native = cuda.load()
+    native = cuda_engine.load()
     major, minor = divmod(native.driver_version(), 1000)
     text = f"for CUDA {major}.{minor // 10}"
     yield Finding("CUDA driver", State.FINE, text)
     library = native.cublaslt()
     text = f"version {library['version']}, {library['path']}"
     yield Finding("cuBLASLt", State.FINE, text)
-    devices = cuda.usable_devices()
+    devices = cuda_engine.usable_devices()
     for one in devices:
         major, minor = one["compute_capability"]
         text = (
@@ -87,7 +87,7 @@ def _gpus():
 def _peers(ordinals):
     if len(ordinals) == 1:
         return Finding("peer access", State.NOTE, "one GPU in this process")
-    rows = cuda.load().peers(ordinals)
+    rows = cuda_engine.load().peers(ordinals)
     apart = [
         f"{one} to {other}"
         for one, row in zip(ordinals, rows, strict=True)

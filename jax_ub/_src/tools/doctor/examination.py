@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.methods import fallbacks
+from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.runtime import backend
 from jax_ub._src.tools.doctor import installation, trials
 from jax_ub._src.tools.doctor.connections import between_processes, named_overlaps

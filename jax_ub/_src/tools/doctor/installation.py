@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jax_ub._src.errors import nearest
 from jax_ub._src.methods import resolve
-from jax_ub._src.runtime import engine, settings
+from jax_ub._src.runtime import cpu_engine, settings
 from jax_ub._src.tools.doctor.finding import Finding, State
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -63,14 +63,14 @@ def _method():
 
 def _isa():
     with contextlib.suppress(ImportError):  # `ffi_api` reports it
-        engine.check_isa()
+        cpu_engine.check_isa()
 
 
 def ffi_api() -> Iterator[Finding]:
     """Yields a finding: whether the engine fits the XLA FFI API of this jaxlib."""
-    running = ".".join(map(str, engine.running_ffi_api()))
+    running = ".".join(map(str, cpu_engine.running_ffi_api()))
     try:
-        built = ".".join(map(str, engine.load().xla_ffi_api_version))
+        built = ".".join(map(str, cpu_engine.load().xla_ffi_api_version))
     except ImportError as error:
         yield Finding("XLA FFI API", State.FAULT, f"{error} (jaxlib has {running})")
     else:
@@ -81,7 +81,7 @@ def ffi_api() -> Iterator[Finding]:
 def engine_here() -> Iterator[Finding]:
     """Yields findings about the CPU engine's instruction set and number of threads."""
     try:
-        cpu = engine.load()
+        cpu = cpu_engine.load()
     except ImportError:
         return
     others = [isa for isa in cpu.isas() if isa != cpu.isa()]

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
 from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
-from jax_ub._src.runtime import cuda, settings
+from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.tools.doctor.finding import Finding, State
 
 # The smallest number of devices with communication.
@@ -107,9 +106,9 @@ def _state_of(method, devices):
 
     It is FAULT if the method should run on them, else NOTE.
     """
-    platform = cuda.platform_of(devices[0])
+    platform = cuda_engine.platform_of(devices[0])
     if platform == "cuda":
-        expected = method is not Method.DIRECT and cuda.why_not() is None
+        expected = method is not Method.DIRECT and cuda_engine.why_not() is None
     else:
         expected = platform == "cpu"
     return State.FAULT if expected else State.NOTE

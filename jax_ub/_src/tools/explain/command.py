@@ -18,7 +18,7 @@ import jax
 
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.files import output_path, write_json
-from jax_ub._src.primitives.lowered import recording
+from jax_ub._src.lowering_log import recording
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.explain import hlo
 from jax_ub._src.tools.explain.program import (

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jax_ub._src import arguments, methods
+from jax_ub._src import arguments, lowering_log
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.lowering_log import LoweredCall, recording, shape_of
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.primitives.lowered import LoweredCall, recording, shape_of
 from jax_ub._src.primitives.sizes import op_of
 from jax_ub._src.tools.explain import hlo, sizes
 from jax_ub._src.tools.explain.table import Row, Table, flops_text
@@ -200,20 +200,20 @@ def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[R
 
 def _place(pair):
     """Returns the pair with its user-visible scope, its fallback and a note."""
-    fallen = methods.called_instead(pair.scope)
+    fallen = lowering_log.called_instead(pair.scope)
     scope = _scope(pair.scope, "") if fallen is None else _scope("", fallen.label)
-    repeated = methods.replicated_in(pair.scope)
+    repeated = lowering_log.replicated_in(pair.scope)
     reason = repeated.reason if repeated else ""
     return dataclasses.replace(pair, scope=scope), fallen, reason
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
     """Yields rows for fallbacks that run as a dot without an adjacent collective."""
-    known = {methods.called_instead(pair.scope) for pair in pairs}
+    known = {lowering_log.called_instead(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
             continue
-        fallen = methods.called_instead(str(equation.source_info.name_stack))
+        fallen = lowering_log.called_instead(str(equation.source_info.name_stack))
         if fallen is not None and fallen not in known:
             known.add(fallen)
             yield Row(_scope("", fallen.label), "dot", False, "xla", fallen.reason)
@@ -282,7 +282,7 @@ def _scope(stack, label):
         return _text(named[1])
     ours = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
     parts = [p for p in stack.split("/") if p and not p.startswith(ours)]
-    parts = [p for p in parts if not methods.is_mark(p)]
+    parts = [p for p in parts if not lowering_log.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from jax_ub._src import checks as shapes
 from jax_ub._src import methods
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS
+from jax_ub._src.checks import axis_tuple
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic.all_gather import AllGather
@@ -23,9 +24,8 @@ from jax_ub._src.ops.basic.reduce_scatter import ReduceScatter
 from jax_ub._src.ops.channels import operation_label
 from jax_ub._src.ops.fused.userbuffers_linear import LIKE
 from jax_ub._src.ops.operation import FusedOperation, Op, num_ranks, windows
-from jax_ub._src.primitives.mesh import axis_tuple
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
-from jax_ub._src.runtime import overlaps
+from jax_ub._src.runtime import registry
 from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import program
 from jax_ub._src.tools.explain.table import Row, Table
@@ -92,7 +92,7 @@ class Sizes:
     def ranks_on(self, axis_name: str) -> int | None:
         """Returns the number of ranks on a mesh axis, or None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
-        domains = {d.axis_name: d.tp_size for d in overlaps.domains()}
+        domains = {d.axis_name: d.tp_size for d in registry.domains()}
         return known or domains.get(axis_tuple(axis_name))
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Protocol
 
-from jax_ub._src.runtime import engine
+from jax_ub._src.runtime import cpu_engine
 
 ALL_CHUNKS = -1
 
@@ -46,7 +46,7 @@ def steps_of(
     variant: str = "plain",
 ) -> tuple[Step, ...]:
     """Returns one rank's steps in the engine's schedule of an op and method."""
-    schedule = engine.load().schedule
+    schedule = cpu_engine.load().schedule
     return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.initialize.lifecycle import initialize_ub
 from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
 from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
 from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
 from jax_ub._src.runtime import backend
+from jax_ub._src.runtime.initialize import initialize_ub
 
 _AXIS = "tp"
 _WARM = 2

@@ -8,7 +8,7 @@ import jax
 
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError, UbError, shown
-from jax_ub._src.runtime import backend, engine
+from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.trace import chrome
 from jax_ub._src.tools.trace.spans import Call, Span, Trace
 
@@ -85,7 +85,7 @@ def trace(
             "path of a file, or None to write none."
         )
     recording = Recording()
-    cpu = engine.load()
+    cpu = cpu_engine.load()
     cpu.start_trace(events_per_thread)
     _running.append(recording)
     try:
@@ -100,7 +100,7 @@ def trace(
 
 def read() -> Trace:
     """Returns the trace that the CPU engine has recorded in this process."""
-    found = engine.load().read_trace()
+    found = cpu_engine.load().read_trace()
     backend.start()
     process = jax.process_index()
     calls = tuple(

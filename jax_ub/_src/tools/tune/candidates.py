@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, LOCAL_OPS, Case
-from jax_ub._src.methods import Method, Variant, has_pairs
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
 from jax_ub._src.runtime.device_groups import heap_bytes
 
 _SPLITS = (1, 2, 4)
@@ -24,7 +22,7 @@ _F32_BYTES = 4
 
 
 def candidates(
-    case: Case, is_cuda: bool, dgrad: MethodChoice | None = None
+    case: TunedKey, is_cuda: bool, dgrad: MethodChoice | None = None
 ) -> list[MethodChoice]:
     """Returns the method choices to time for a case, most promising first, "xla" last.
 

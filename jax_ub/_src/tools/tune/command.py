@@ -8,13 +8,13 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from jax_ub._src.config import tuned
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.files import output_path
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda
-from jax_ub._src.runtime.tuned import environment
+from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench import command as bench
 from jax_ub._src.tools.bench import devices, workloads
 from jax_ub._src.tools.bench.arguments import list_of, names_of, positive
@@ -77,7 +77,7 @@ def command(given: argparse.Namespace) -> int:
             )
     is_cuda = _start(given.platform, max(given.tp))
     here = environment()
-    tunings = tuned.read(given.output) if given.output.exists() else {}
+    tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
     print(f"jax_ub tune on {here}\n\n{_head()}")
     wanted = dict.fromkeys(
@@ -94,7 +94,7 @@ def command(given: argparse.Namespace) -> int:
         timed, refused = measure(case, choices, given.rounds)
         times_us = {str(one.choice): one.us for one in timed}
         found[case] = (timed[0].choice, times_us)
-        tuned.write(given.output, tunings)
+        tuned_file.write(given.output, tunings)
         print(_line(case, timed), flush=True)
         for choice, reason in refused:
             print(f"    {choice} cannot run: {reason}")
@@ -128,7 +128,7 @@ def _start(wanted, num_devices) -> bool:
     devices.start(num_devices, wanted)
     if wanted == "cpu":
         return False
-    num_found = len(cuda.local_devices())
+    num_found = len(cuda_engine.local_devices())
     if num_found >= num_devices:
         return True
     if wanted == "cuda" or num_found:
@@ -143,7 +143,7 @@ def _head():
     return f"{'op':<22} {'P':>2} {'M':>6} {'K':>6} {'N':>6} {'dtype':<9} best"
 
 
-def _line(case: Case, timed: Sequence[Timed]):
+def _line(case: TunedKey, timed: Sequence[Timed]):
     best = timed[0]
     xla = [one.us for one in timed if one.choice.method is Method.XLA]
     overlaps = xla and best.choice.method is not Method.XLA

@@ -4,9 +4,9 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.errors import UbError
+from jax_ub._src.methods import MethodChoice
 from jax_ub._src.tools.bench.timing import Candidate, interleave
 from jax_ub._src.tools.bench.workloads import Shape
 from jax_ub._src.tools.tune.programs import Operands
@@ -20,7 +20,9 @@ class Timed:
     us: float  # median over the rounds, including dispatch
 
 
-def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[Case]:
+def cases(
+    shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
+) -> Iterator[TunedKey]:
     """Yields the cases to tune for a column linear layer and the row layer after it.
 
     A case is an op with its global sizes, P and dtype. The gradients have the same
@@ -30,10 +32,10 @@ def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[C
     too, because they have algorithms to choose from.
     """
     row = shape.row
-    yield Case("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
-    yield Case("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
-    yield Case("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
-    yield Case(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
+    yield TunedKey("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
+    yield TunedKey("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
+    yield TunedKey("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
+    yield TunedKey(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
     if is_cuda:
         share = shape.N // num_ranks
         yield from _own_products(shape.M, shape.K, share, dtype)
@@ -42,20 +44,20 @@ def cases(shape: Shape, num_ranks: int, dtype: str, is_cuda: bool) -> Iterator[C
 
 def _own_products(M, K, N, dtype):
     """Yields cases of a rank's GEMMs without communication, for x [M, K], w [K, N]."""
-    yield Case("matmul", 1, M, K, N, dtype)
-    yield Case("dgrad", 1, M, N, K, dtype)
-    yield Case("dgrad_add", 1, M, N, K, dtype)
-    yield Case("wgrad", 1, K, M, N, dtype)
-    yield Case("wgrad_accumulate", 1, K, M, N, dtype)
+    yield TunedKey("matmul", 1, M, K, N, dtype)
+    yield TunedKey("dgrad", 1, M, N, K, dtype)
+    yield TunedKey("dgrad_add", 1, M, N, K, dtype)
+    yield TunedKey("wgrad", 1, K, M, N, dtype)
+    yield TunedKey("wgrad_accumulate", 1, K, M, N, dtype)
 
 
-def dgrad_of(case: Case) -> Case:
+def dgrad_of(case: TunedKey) -> TunedKey:
     """Returns the GEMM+RS case that computes the dgrad of a column linear layer."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
 def measure(
-    case: Case, choices: Sequence[MethodChoice], rounds: int
+    case: TunedKey, choices: Sequence[MethodChoice], rounds: int
 ) -> tuple[list[Timed], list[tuple[MethodChoice, str]]]:
     """Times all method choices of a case, once per round, with equal operands.
 

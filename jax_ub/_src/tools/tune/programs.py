@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case
-from jax_ub._src.methods import Method
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.all_gather_matmul import AllGatherMatmul
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.primitives.matmul import Matmul
@@ -67,7 +66,7 @@ class Operands:
     All candidates share the operands, except one that a candidate overwrites in place.
     """
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TunedKey):
         """Draws random operands of the case's sizes and places them on the mesh."""
         self._case = case
         self._layout = layout = _LAYOUTS[case.op]
@@ -98,14 +97,14 @@ class Operands:
         return self._ranks.place(self._drawn[index], self._layout.in_specs[index])
 
 
-def _function(case: Case, choice: MethodChoice) -> Callable[..., Any]:
+def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
     call = dataclasses.replace(call_of(case), choice=choice)
     return lambda *operands: call(*operands)[0]
 
 
-def call_of(case: Case) -> Call:
+def call_of(case: TunedKey) -> Call:
     """Returns the primitive call that computes the op of a case, with one kernel.
 
     `Call` describes a call of jax_ub's engine. Its method is "auto".

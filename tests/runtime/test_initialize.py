@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from programs import dp_tp_mesh, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.runtime import overlaps
+from jax_ub._src.runtime import registry
 from jax_ub.errors import ShapeContractError
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
@@ -216,7 +216,7 @@ def test_an_unknown_name_names_the_nearest():
 
 def test_without_a_mesh_consecutive_devices_are_a_group():
     ub.initialize_ub(SHAPE, 4)
-    groups = overlaps.domains()[0].groups
+    groups = registry.domains()[0].groups
     ids = [device.id for device in jax.devices()]
     assert groups == tuple(tuple(ids[i : i + 4]) for i in range(0, len(ids), 4))
 
@@ -224,13 +224,13 @@ def test_without_a_mesh_consecutive_devices_are_a_group():
 def test_the_mesh_that_is_set_is_taken():
     with jax.set_mesh(dp_tp_mesh(2, 3)):
         ub.initialize_ub(SHAPE, 3)
-    assert overlaps.domains()[0].groups == ((0, 1, 2), (3, 4, 5))
+    assert registry.domains()[0].groups == ((0, 1, 2), (3, 4, 5))
 
 
 def test_groups_follow_the_order_of_the_mesh():
     devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2).T
     ub.initialize_ub(SHAPE, 2, mesh=Mesh(devices, ("tp", "dp")))
-    assert overlaps.domains()[0].groups == ((2, 0), (3, 1))
+    assert registry.domains()[0].groups == ((2, 0), (3, 1))
 
 
 def test_init_and_destroy_do_not_grow():

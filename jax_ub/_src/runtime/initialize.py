@@ -16,29 +16,35 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jax_ub._src import methods
-from jax_ub._src.config.config import UserBufferQuantizationMode
+from jax_ub._src.checks import axis_tuple, check_axis_name
+from jax_ub._src.config.overlap_config import UserBufferQuantizationMode
 from jax_ub._src.errors import (
     CommunicatorError,
     ConfigurationError,
     LifecycleError,
     shown,
 )
-from jax_ub._src.initialize.arguments import (
+from jax_ub._src.runtime import (
+    communicators,
+    cuda_engine,
+    registry,
+    settings,
+    tuned_tables,
+)
+from jax_ub._src.runtime.bootstrap import presence
+from jax_ub._src.runtime.bootstrap.meeting import open_rendezvous
+from jax_ub._src.runtime.bootstrap.process_all_gather import TELL_S, ProcessAllGather
+from jax_ub._src.runtime.bootstrap.store import check_backend
+from jax_ub._src.runtime.device_groups import DeviceGroups
+from jax_ub._src.runtime.initialize_args import (
+    make_initialized_axis,
     read_dtype,
     read_mesh,
     read_modes,
     read_shape,
     read_size,
 )
-from jax_ub._src.initialize.initialized_axis import make_initialized_axis
-from jax_ub._src.primitives.mesh import axis_tuple, check_axis_name
-from jax_ub._src.runtime import communicators, cuda, overlaps, settings, tuned
-from jax_ub._src.runtime.bootstrap import presence
-from jax_ub._src.runtime.bootstrap.meeting import open_rendezvous
-from jax_ub._src.runtime.bootstrap.process_all_gather import TELL_S, ProcessAllGather
-from jax_ub._src.runtime.bootstrap.store import check_backend
-from jax_ub._src.runtime.device_groups import DeviceGroups
-from jax_ub._src.runtime.overlaps import InitializedAxis, Overlap
+from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 
 _Modes = Sequence[UserBufferQuantizationMode]
 
@@ -132,13 +138,13 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
         ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
     wanted = _named("destroy_ub", axis_name)
-    kept = [d for d in overlaps.domains() if wanted not in (None, d.axis_name)]
+    kept = [d for d in registry.domains() if wanted not in (None, d.axis_name)]
     # Connections are closed before the axes are removed, so that an interrupted call
     # can be repeated.
     _disconnect_all_but(kept)
-    for initialized_axis in overlaps.domains():
+    for initialized_axis in registry.domains():
         if initialized_axis not in kept:
-            overlaps.remove(initialized_axis.axis_name)
+            registry.remove(initialized_axis.axis_name)
     if not kept:
         communicators.release_slots()
 
@@ -160,7 +166,7 @@ def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
     wanted = _named("is_ub_initialized", axis_name)
     return any(
         wanted in (None, initialized_axis.axis_name)
-        for initialized_axis in overlaps.domains()
+        for initialized_axis in registry.domains()
     )
 
 
@@ -189,7 +195,7 @@ def get_ub(
         UnknownOverlapError: if no overlap has this name, or several axes have one. It
             is a subclass of `KeyError`.
     """
-    return overlaps.get(name, use_fp8, _named("get_ub", axis_name))
+    return registry.get(name, use_fp8, _named("get_ub", axis_name))
 
 
 def _named(op, axis_name):
@@ -273,7 +279,7 @@ class _Start:
         else:
             communicators.connect_alone(device_groups)
         if self._domain is not None:
-            overlaps.add(self._domain)
+            registry.add(self._domain)
 
     def tell_of_interrupt(self, error: BaseException) -> None:
         """Tells waiting processes that this process was interrupted.
@@ -303,10 +309,10 @@ class _Start:
     def undo(self) -> None:
         """Removes the overlaps and connections that this call has created."""
         if self._domain is not None and any(
-            self._domain is one for one in overlaps.domains()
+            self._domain is one for one in registry.domains()
         ):
-            overlaps.remove(self._domain.axis_name)
-        _disconnect_all_but(overlaps.domains())
+            registry.remove(self._domain.axis_name)
+        _disconnect_all_but(registry.domains())
 
 
 def _disconnect_all_but(domains):
@@ -346,11 +352,11 @@ def _place(axes, initialized_axis, devices) -> DeviceGroups:
         else (tuple(process_of),),
         process_of=process_of,
         process=jax.process_index(),
-        platform=cuda.platform_of(devices[0]),
+        platform=cuda_engine.platform_of(devices[0]),
         capacity=initialized_axis.capacity if initialized_axis is not None else 0,
         num_slots=initialized_axis.num_slots if initialized_axis is not None else 0,
         name=f"initialize_ub(axis_name={shown(axes)})",
-        ordinals=cuda.ordinals(list(filter(cuda.is_cuda, own))),
+        ordinals=cuda_engine.ordinals(list(filter(cuda_engine.is_cuda, own))),
     )
 
 
@@ -360,7 +366,7 @@ def _about(
     """Returns the settings that all processes must have in common, by name."""
     return {
         "axis_name": str(initialized_axis.axis_name),
-        "the version of jax_ub": tuned.version_of("jax_ub"),
+        "the version of jax_ub": tuned_tables.version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),

@@ -3,8 +3,7 @@ import copy
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config.names import NAMES
-from jax_ub._src.config.resolve import read_entries, resolve
+from jax_ub._src.config.resolve import NAMES, read_entries, resolve
 from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType, UserBufferQuantizationMode
 

@@ -12,11 +12,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
 from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub._src.files import write_json, writing
-from jax_ub._src.methods import Method, Variant
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 
 # Incremented when the meaning of a key changes.
 SCHEMA = 1
@@ -54,7 +52,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TunedKey:
     """The key of a tuned method: op, number of ranks, global sizes and dtype."""
 
     op: str
@@ -87,9 +85,11 @@ class TunedTable:
 
     source: str  # path of the file
     digest: str  # hash of all choices
-    by_case: Mapping[Case, MethodChoice] = dataclasses.field(compare=False, repr=False)
+    by_case: Mapping[TunedKey, MethodChoice] = dataclasses.field(
+        compare=False, repr=False
+    )
 
-    def find(self, case: Case) -> MethodChoice | None:
+    def find(self, case: TunedKey) -> MethodChoice | None:
         """Returns the method measured fastest for `case`; None if it was not tuned.
 
         The choice is not explicit, so the call may fall back.
@@ -98,7 +98,7 @@ class TunedTable:
         return None if found is None else dataclasses.replace(found, is_explicit=False)
 
 
-TunedFile = dict[Environment, dict[Case, tuple[MethodChoice, dict[str, float]]]]
+TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float]]]]
 
 
 def read(path: str | os.PathLike[str]) -> TunedFile:
@@ -199,7 +199,7 @@ def _read_maker(kernel_options):
 
 
 def _read_entry(entry: dict[str, Any]):
-    case = Case(**{name: _typed(entry, name, kind) for name, kind in _CASE.items()})
+    case = TunedKey(**{name: _typed(entry, name, kind) for name, kind in _CASE.items()})
     if case.op not in OPS:
         raise UnknownNameError(f"no op {shown(case.op)}. {nearest(case.op, OPS)}")
     methods = [method.value for method in methods_of(case.op)]
@@ -216,7 +216,7 @@ def _read_entry(entry: dict[str, Any]):
     return case, (MethodChoice(Method(entry["method"]), num_splits, own), _times(entry))
 
 
-# The fields of a `Case`, and their types in a file.
+# The fields of a `TunedKey`, and their types in a file.
 _CASE = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 

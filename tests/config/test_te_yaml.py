@@ -3,7 +3,7 @@ import importlib
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config import megatron
+from jax_ub._src.config import te_yaml
 from jax_ub._src.config.resolve import read_entries, resolve
 from jax_ub.overlap_config import UserBufferQuantizationMode, from_te
 
@@ -147,7 +147,7 @@ def test_a_missing_pyyaml_is_an_error_that_says_what_to_install(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(megatron.importlib, "import_module", missing)
+    monkeypatch.setattr(te_yaml.importlib, "import_module", missing)
     with pytest.raises(ImportError, match="pip install pyyaml"):
         from_te(FILE)
     check(from_te(YAML_FREE))

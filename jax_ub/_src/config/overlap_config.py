@@ -14,7 +14,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import KernelOptions, Method, Variant
 
 # Transformer Engine's limit: its collectives have flags for up to 32 thread blocks.
 _MOST_SM = 32
@@ -24,6 +24,10 @@ _CGA_SIZES = (1, 2, 4, 8)
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
 # With 16 ranks, more splits would need more slots than a communicator has.
 _MOST_SPLITS = 128
+# Multiprocessors that GEMMs leave free when copy engines send the data. The kernels
+# that wait, signal and sum still need some; if a GEMM occupied all multiprocessors,
+# they would start only after it.
+_MARGIN_WITH_COPY_ENGINES = 2
 
 
 class CommOverlapType(enum.Enum):
@@ -80,6 +84,30 @@ class OverlapConfig(Mapping):
     def atomic_gemm(self) -> bool:
         """Returns False: the engine has no atomic GEMM. A key of Transformer Engine."""
         return False
+
+    @property
+    def kernel_options(self) -> KernelOptions:
+        """Returns the options of the overlap's schedule and GPU kernels.
+
+        `num_sm` and `cga_size` describe the kernels that send, so they have no effect
+        with copy engines. `set_sm_margin` then only leaves room for the small kernels
+        that wait, signal and sum.
+        """
+        margin = _MARGIN_WITH_COPY_ENGINES if self.use_ce else self.num_sm
+        variant = Variant.PLAIN
+        if self.aggregate:
+            variant = Variant.AGGREGATE
+        elif self.pipeline_rs_overlap_first_gemm:
+            variant = Variant.OVERLAP_FIRST_GEMM
+        return KernelOptions(
+            use_ce=self.use_ce,
+            num_sm=self.num_sm,
+            cga_size=self.cga_size,
+            sm_margin=margin if self.set_sm_margin else 0,
+            comm_priority=self.comm_priority,
+            gemm_priority=self.gemm_priority,
+            variant=variant,
+        )
 
     def __getitem__(self, key: str):
         """Returns the setting of a Transformer Engine key, such as "num_splits"."""

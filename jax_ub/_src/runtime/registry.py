@@ -11,13 +11,13 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 
-from jax_ub._src.config import names
-from jax_ub._src.config.config import (
+from jax_ub._src.config import resolve
+from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.config.tuned import TunedTable
+from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import (
     ConfigurationTypeError,
     LifecycleError,
@@ -98,14 +98,14 @@ class Overlap:
 class CommOverlap(Overlap):
     """A named overlap with a method other than "ring_exchange".
 
-    Transformer Engine: `CommOverlap`. Attributes: see `runtime.overlaps.Overlap`.
+    Transformer Engine: `CommOverlap`. Attributes: see `Overlap`.
     """
 
 
 class CommOverlapP2P(Overlap):
     """A named overlap with the method "ring_exchange", which sends chunks peer to peer.
 
-    Transformer Engine: `CommOverlapP2P`. Attributes: see `runtime.overlaps.Overlap`.
+    Transformer Engine: `CommOverlapP2P`. Attributes: see `Overlap`.
     """
 
 
@@ -336,11 +336,11 @@ def find(
     initialized_axis = _DOMAINS.get(axis_name)
     if initialized_axis is None or ub_name is None:
         return {}
-    layer = names.split_name(ub_name)[0]
+    layer = resolve.split_name(ub_name)[0]
     found = {}
-    for direction in names.PASSES:
+    for direction in resolve.PASSES:
         overlap = initialized_axis.overlaps.get((f"{layer}_{direction}", NONE))
-        if overlap is None and direction == names.FPROP:
+        if overlap is None and direction == resolve.FPROP:
             overlap = initialized_axis.overlaps.get((layer, NONE))
         if overlap is not None:
             found[direction] = overlap
@@ -364,7 +364,7 @@ def _check_size(label, initialized_axis, num_ranks):
 
 def _refuse(label, initialized_axis, ub_name, layer):
     known = dict.fromkeys(
-        names.split_name(name)[0] for name in initialized_axis.names()
+        resolve.split_name(name)[0] for name in initialized_axis.names()
     )
     if layer in known:
         raise UnsupportedOverlapError(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config.config import KEYS, OverlapConfig, read_entry
-from jax_ub._src.config.names import NAMES, method_defaults
+from jax_ub._src.config.overlap_config import KEYS, OverlapConfig, read_entry
+from jax_ub._src.config.resolve import NAMES, method_defaults
 from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 

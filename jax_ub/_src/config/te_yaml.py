@@ -6,9 +6,8 @@ import pathlib
 import types
 from collections.abc import Mapping
 
-from jax_ub._src.config.config import CommOverlapType
-from jax_ub._src.config.names import NAMES
-from jax_ub._src.config.resolve import read_entries
+from jax_ub._src.config.overlap_config import CommOverlapType
+from jax_ub._src.config.resolve import NAMES, read_entries
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ub._src.runtime import engine, settings
+from jax_ub._src.runtime import cpu_engine, settings
 
 # Must equal the limit in csrc/transport/cuda: the number of flag lines in a heap.
 MOST_RANKS = 16
@@ -46,7 +46,7 @@ def load() -> types.ModuleType:
             f"when it was built. {_BUILD}"
         ) from error
     built = tuple(cuda.xla_ffi_api_version)
-    engine.check_ffi_api(built, engine.running_ffi_api(), jax.__version__)
+    cpu_engine.check_ffi_api(built, cpu_engine.running_ffi_api(), jax.__version__)
     cuda.set_library_paths(library_paths())
     timeout_s = settings.timeout_s()
     if timeout_s is not None:

@@ -1,6 +1,7 @@
 """Checks the arguments of `initialize_ub`, and converts them to internal types."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ub._src import checks as shapes
-from jax_ub._src.config.config import UserBufferQuantizationMode
+from jax_ub._src.config.overlap_config import (
+    CommOverlapType,
+    OverlapConfig,
+    UserBufferQuantizationMode,
+)
+from jax_ub._src.config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import (
     ConfigurationError,
     ConfigurationTypeError,
     UnsupportedOverlapError,
     shown,
 )
-from jax_ub._src.runtime import overlaps
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import registry, tuned_tables
+from jax_ub._src.runtime.device_groups import rank_groups
+from jax_ub._src.runtime.registry import (
+    CommOverlap,
+    CommOverlapP2P,
+    InitializedAxis,
+    Overlap,
+)
 
 # Keeps the byte count of all ranks' buffers within 64 bits.
 _MOST_ELEMENTS = 1 << 48
@@ -35,7 +49,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
         ConfigurationError: if a mode is repeated or the arguments contradict.
         UnsupportedOverlapError: if FP8 is requested.
     """
-    overlaps.check_use_fp8("initialize_ub", use_fp8)
+    registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
             f"initialize_ub: quantization_modes = {shown(modes)} is a "
@@ -45,19 +59,19 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     if not modes:
         if use_fp8:
             refuse_fp8("use_fp8 = True", "use_fp8=False")
-        return (overlaps.FP8 if use_fp8 else overlaps.NONE,)
+        return (registry.FP8 if use_fp8 else registry.NONE,)
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise ConfigurationTypeError(
                 f"initialize_ub: quantization_modes has {shown(mode)}, which is no "
                 "ub.UserBufferQuantizationMode. Use its NONE and FP8."
             )
-    if len(set(modes)) != len(modes) or (use_fp8 and overlaps.FP8 not in modes):
+    if len(set(modes)) != len(modes) or (use_fp8 and registry.FP8 not in modes):
         raise ConfigurationError(
             f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
             f"{use_fp8}. Name every mode once, and leave use_fp8 out."
         )
-    if overlaps.FP8 in modes:
+    if registry.FP8 in modes:
         names = ", ".join(mode.name for mode in modes)
         fix = "quantization_modes=[ub.UserBufferQuantizationMode.NONE]"
         refuse_fp8(f"quantization_modes = [{names}]", fix)
@@ -188,3 +202,93 @@ def per_mode(
             "quantization modes. Pass one for each, or a single one for all."
         )
     return ub_cfgs
+
+
+def make_initialized_axis(
+    axes: tuple[str, ...],
+    tp_size: int,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    modes: Sequence[UserBufferQuantizationMode],
+    ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
+    mesh: Mesh,
+) -> InitializedAxis:
+    """Configures the named overlaps of a mesh axis, without allocating buffers.
+
+    Args:
+        axes: the mesh axes of the ranks.
+        tp_size: P, the number of ranks of a group.
+        shape: the capacity, `[T, H]`.
+        dtype: the dtype of unquantized operands.
+        modes: the quantization modes for which to create overlaps.
+        ub_cfgs: the argument of `initialize_ub`.
+        mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
+
+    Raises:
+        ConfigurationError: if a value is out of range, or the configurations contradict
+            each other.
+        ConfigurationTypeError: if a value has the wrong type.
+        UnknownNameError: if a name, a key or a method is unknown.
+    """
+    # Stored even if `initialize_ub` was given no file, since the processes compare it.
+    choices = tuned_tables.of_process()
+    if isinstance(ub_cfgs, str | os.PathLike):
+        choices, ub_cfgs = tuned_tables.read(os.fspath(ub_cfgs)), AUTOMATIC
+    found = {}
+    for mode, cfgs in zip(modes, per_mode(ub_cfgs, modes), strict=True):
+        entries = read_entries(cfgs)
+        for name, config in resolve(entries, tp_size, mode).items():
+            found[name, mode] = _overlap(
+                config,
+                shape,
+                dtype,
+                name=name,
+                mode=mode,
+                axis_name=axes,
+                tp_size=tp_size,
+                is_configured=name in entries,
+            )
+    table = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
+    owners = rank_groups(
+        mesh, axes, [device.process_index for device in mesh.devices.flat]
+    )
+    return InitializedAxis(
+        axes,
+        tp_size,
+        shape,
+        dtype,
+        tuple(modes),
+        found,
+        groups=tuple(map(tuple, table.tolist())),
+        num_local_ranks=int((owners == jax.process_index()).sum()),
+        spans_processes=bool((owners != owners[:, :1]).any()),
+        choices=choices,
+    )
+
+
+def _overlap(
+    config: OverlapConfig,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+    *,
+    mode: UserBufferQuantizationMode,
+    tp_size: int,
+    **others: Any,
+) -> Overlap:
+    is_ring = config.method == Method.RING_EXCHANGE.value
+    rows = shape[0]
+    if is_ring and config.comm_type is CommOverlapType.RS:
+        # A rank's buffer holds its P partial sums of T / P rows each, and P - 1 partial
+        # sums that its peers send for its rows: (2 P - 1) T / P rows, rounded up.
+        rows = -(-rows * (2 * tp_size - 1) // tp_size)
+    is_fp8 = mode is registry.FP8 and config.fp8_buf
+    return (CommOverlapP2P if is_ring else CommOverlap)(
+        method=config.method,
+        comm_type=config.comm_type,
+        config=config,
+        buffer_shape=(rows, shape[1]),
+        buffer_dtype=jnp.dtype(jnp.uint8) if is_fp8 else dtype,
+        mode=mode,
+        tp_size=tp_size,
+        **others,
+    )

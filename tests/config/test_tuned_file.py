@@ -4,27 +4,25 @@ import json
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config import tuned
-from jax_ub._src.config.kernel_options import KernelOptions
-from jax_ub._src.config.method_choice import MethodChoice
-from jax_ub._src.config.tuned import COLUMN_GRADIENTS, Case, Environment
-from jax_ub._src.methods import Method, Variant
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, Environment, TunedKey
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub.errors import ConfigurationError, UnknownNameError
 
 HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))
-CASE = Case("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")
+CASE = TunedKey("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")
 CHOICE = MethodChoice(Method.PIPELINE, 4, KernelOptions(num_lanes=3, sm_margin=2))
 
 
 @pytest.fixture
 def path(tmp_path):
-    tuned.write(tmp_path / "tuned.json", {HERE: {CASE: (CHOICE, {"xla": 12.5})}})
+    tuned_file.write(tmp_path / "tuned.json", {HERE: {CASE: (CHOICE, {"xla": 12.5})}})
     return tmp_path / "tuned.json"
 
 
 def test_what_was_written_is_read(path):
-    assert tuned.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
-    assert tuned.choices(path, HERE).by_case == {CASE: CHOICE}
+    assert tuned_file.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
+    assert tuned_file.choices(path, HERE).by_case == {CASE: CHOICE}
 
 
 def test_a_variant_is_written_and_read_by_its_name(tmp_path):
@@ -33,18 +31,18 @@ def test_a_variant_is_written_and_read_by_its_name(tmp_path):
         Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
     )
     assert str(once) == "ring_exchange, variant one_shot"
-    tuned.write(path, {HERE: {CASE: (once, {})}})
+    tuned_file.write(path, {HERE: {CASE: (once, {})}})
     (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
     assert entry["tuning"] == {"variant": "one_shot"}
-    assert tuned.read(path) == {HERE: {CASE: (once, {})}}
+    assert tuned_file.read(path) == {HERE: {CASE: (once, {})}}
 
 
 def test_gradients_of_column_layers_can_be_bulk(tmp_path):
     bulk = MethodChoice(Method.BULK, kernel_options=KernelOptions(gemm_algorithm=2))
     case = dataclasses.replace(CASE, op=COLUMN_GRADIENTS)
     written = {HERE: {case: (bulk, {str(bulk): 3.5})}}
-    tuned.write(tmp_path / "tuned.json", written)
-    assert tuned.read(tmp_path / "tuned.json") == written
+    tuned_file.write(tmp_path / "tuned.json", written)
+    assert tuned_file.read(tmp_path / "tuned.json") == written
 
 
 def test_a_choice_is_written_with_what_is_not_default():
@@ -53,22 +51,22 @@ def test_a_choice_is_written_with_what_is_not_default():
 
 
 def test_the_digest_is_of_the_choices(path):
-    found = tuned.choices(path, HERE)
-    tuned.write(path, {HERE: {CASE: (CHOICE, {"xla": 99.0})}})
-    again = tuned.choices(path, HERE)
-    tuned.write(path, {HERE: {CASE: (MethodChoice(Method.XLA), {"xla": 99.0})}})
-    assert found == again != tuned.choices(path, HERE)
+    found = tuned_file.choices(path, HERE)
+    tuned_file.write(path, {HERE: {CASE: (CHOICE, {"xla": 99.0})}})
+    again = tuned_file.choices(path, HERE)
+    tuned_file.write(path, {HERE: {CASE: (MethodChoice(Method.XLA), {"xla": 99.0})}})
+    assert found == again != tuned_file.choices(path, HERE)
 
 
 def test_choices_of_another_machine_are_refused(path):
     there = Environment("NVIDIA H200", (("jax", "0.11.2"),))
     with pytest.raises(ConfigurationError, match="made on cpu avx2, 2 cores with"):
-        tuned.choices(path, there)
+        tuned_file.choices(path, there)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none.json.*jax_ub tune --output"):
-        tuned.read(tmp_path / "none.json")
+        tuned_file.read(tmp_path / "none.json")
 
 
 def test_a_file_of_megatrons_is_refused_with_what_reads_it(tmp_path):
@@ -82,7 +80,7 @@ def test_a_file_of_megatrons_is_refused_with_what_reads_it(tmp_path):
 def test_another_schema_is_refused(tmp_path, text):
     (tmp_path / "tuned.json").write_text(text)
     with pytest.raises(ConfigurationError, match="no file of schema 1"):
-        tuned.read(tmp_path / "tuned.json")
+        tuned_file.read(tmp_path / "tuned.json")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_an_entry_that_says_nothing_known_is_refused(path, change, error, words)
     found["tunings"][0]["entries"][0].update(change)
     path.write_text(json.dumps(found))
     with pytest.raises(error, match=words):
-        tuned.read(path)
+        tuned_file.read(path)
 
 
 def test_an_entry_without_a_size_is_refused(path):
@@ -108,4 +106,4 @@ def test_an_entry_without_a_size_is_refused(path):
     del found["tunings"][0]["entries"][0]["K"]
     path.write_text(json.dumps(found))
     with pytest.raises(ConfigurationError, match="KeyError 'K'"):
-        tuned.read(path)
+        tuned_file.read(path)

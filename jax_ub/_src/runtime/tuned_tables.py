@@ -6,9 +6,9 @@ import os
 
 import jax
 
-from jax_ub._src.config import tuned
-from jax_ub._src.config.tuned import Environment, TunedTable
-from jax_ub._src.runtime import cuda, engine, overlaps, settings
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import Environment, TunedTable
+from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
 
 _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
@@ -18,11 +18,11 @@ def environment() -> Environment:
     """Returns the device kind and library versions for which tuned files are valid."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
-    if cuda.is_cuda(device):
+    if cuda_engine.is_cuda(device):
         versions["CUDA"] = device.client.platform_version.splitlines()[-1]
         name = device.device_kind
     else:
-        cpu = engine.load()
+        cpu = cpu_engine.load()
         cores = len(os.sched_getaffinity(0))
         name = f"{device.device_kind} {cpu.isa()}, {cores} cores"
     return Environment(name, tuple(sorted(versions.items())))
@@ -38,7 +38,7 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
             process's devices and libraries.
     """
-    initialized_axis = overlaps.on_axis(axis_name, num_ranks)
+    initialized_axis = registry.on_axis(axis_name, num_ranks)
     if initialized_axis is not None and initialized_axis.choices is not None:
         return initialized_axis.choices
     return of_process()
@@ -56,7 +56,7 @@ def on_no_axis() -> TunedTable | None:
     """
     found = {
         initialized_axis.choices
-        for initialized_axis in overlaps.domains()
+        for initialized_axis in registry.domains()
         if initialized_axis.choices
     }
     return found.pop() if len(found) == 1 else of_process()
@@ -87,7 +87,7 @@ def read(path: str) -> TunedTable:
 
 @functools.lru_cache(maxsize=8)
 def _read(path, version):
-    return tuned.choices(path, environment())
+    return tuned_file.choices(path, environment())
 
 
 def version_of(package: str) -> str:

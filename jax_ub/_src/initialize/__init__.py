@@ -1,1 +1,0 @@
-"""`initialize_ub` and `destroy_ub` create and free named overlaps."""

@@ -1,0 +1,174 @@
+"""Records what lowering decides: fallbacks of the process, calls of one program."""
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import re
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_ub._src.methods import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """A call that ran as plain `jax.lax`, or that several ranks compute redundantly.
+
+    Attributes:
+        label: the call's name.
+        reason: why.
+    """
+
+    label: str
+    reason: str
+
+
+# Bounded, so that a process that lowers programs for weeks does not run out of memory.
+_FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
+
+
+def record_fallback(label: str, reason: str) -> None:
+    """Adds a call, and why it fell back, to the list that `fallbacks` returns."""
+    _FALLBACKS.append(Fallback(label, reason))
+
+
+@contextlib.contextmanager
+def falling_back(label: str, reason: str) -> Iterator[None]:
+    """Records that plain JAX replaces an op that is traced in the `with` block.
+
+    The block is in a name scope that contains label and reason, so that a jaxpr or
+    compiled text shows its fallbacks. `called_instead` reads the scope.
+    """
+    record_fallback(label, reason)
+    with jax.named_scope(_encode("fallback", label, reason)):
+        yield
+
+
+def called_instead(scope: str) -> Fallback | None:
+    """Returns the fallback that a name scope from `falling_back` records, or None."""
+    return _decode("fallback", scope)
+
+
+# Why several ranks repeat the work that is being traced; empty if they do not.
+_REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "replicated", default=""
+)
+
+
+@contextlib.contextmanager
+def replicating(label: str, reason: str) -> Iterator[None]:
+    """Marks operations traced in the `with` block as repeated by several ranks.
+
+    Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
+    name scope, which `replicated_in` reads.
+    """
+    token = _REPLICATED.set(reason)
+    try:
+        with jax.named_scope(_encode("replicated", label, reason)):
+            yield
+    finally:
+        _REPLICATED.reset(token)
+
+
+def replicated() -> str:
+    """Returns why several ranks repeat the operations being traced, or ""."""
+    return _REPLICATED.get()
+
+
+def replicated_in(scope: str) -> Fallback | None:
+    """Returns the layer and reason that a name scope of `replicating` has, or None."""
+    return _decode("replicated", scope)
+
+
+def is_mark(scope: str) -> bool:
+    """Returns whether a name scope comes from this module rather than from the user."""
+    return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
+
+
+def _encode(kind, label, reason):
+    # Quoted, because name stacks join scopes by "/" and HLO prints them in quotes.
+    texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
+    return f"{kind}[{'|'.join(texts)}]"
+
+
+def _decode(kind, scope):
+    found = re.search(rf"{kind}\[([^\]|]*)\|([^\]|]*)\]", scope)
+    return found and Fallback(*map(urllib.parse.unquote, found.groups()))
+
+
+def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
+    """Returns the latest 1024 calls that fell back or repeat work, oldest first.
+
+    These are automatic calls that became plain `jax.lax`, and layers whose work several
+    ranks repeat, because no mesh axis known to the layer shards it. Calls are added
+    when they are traced or lowered. `ub.explain` reports the same for one program.
+    Transformer Engine: none.
+
+    Args:
+        clear: whether to empty the record.
+
+    Returns:
+        One entry for each time such a call was traced or lowered. `.label` is the
+        call's name, and `.reason` says why it fell back or which work is repeated.
+    """
+    found = tuple(_FALLBACKS)
+    if clear:
+        _FALLBACKS.clear()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredCall:
+    """One call in a lowered program: its operands, its method and why it fell back.
+
+    Attributes:
+        call: the `Call`.
+        operands: shapes and dtypes of the operands.
+        scope: the name stack where the call was traced.
+        method: the method that the call runs by; "auto" is resolved.
+        reason: why the call became plain `jax.lax`; None if it did not.
+    """
+
+    call: Any
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    scope: str
+    method: Method
+    reason: str | None
+
+
+# The lists of all active `recording` blocks.
+_LISTENERS: list[list[LoweredCall]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[LoweredCall]]:
+    """Collects the calls that are lowered inside the `with` block in a list."""
+    found: list[LoweredCall] = []
+    _LISTENERS.append(found)
+    try:
+        yield found
+    finally:
+        # Not list.remove, which compares by equality: it could remove another list.
+        _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
+
+
+def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> None:
+    """Reports a call that is being lowered to all active `recording` blocks.
+
+    Called by the lowering rules.
+    """
+    if not _LISTENERS:
+        return
+    operands = tuple(shape_of(aval) for aval in ctx.avals_in)
+    lowered = LoweredCall(call, operands, str(ctx.name_stack), method, reason)
+    for listener in _LISTENERS:
+        listener.append(lowered)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of an aval, without its sharding and weak type."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
