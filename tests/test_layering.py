@@ -16,8 +16,8 @@ SRC = PACKAGE / "_src"
 # ones. Layers of one row do not import each other, unless ALSO lists the pair.
 LAYERS = [
     {"_cpu", "_cuda"},
-    {"errors", "tables"},
-    {"files", "checks"},
+    {"errors", "tables", "dtypes"},
+    {"files", "checks", "parallel"},
     {"arguments"},
     {"methods"},
     {"lowering_log", "config", "reference"},

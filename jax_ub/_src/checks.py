@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from jax_ub._src import dtypes
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 
-FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
-_FLOAT_NAMES = "float32, bfloat16 or float16"
 _F64 = np.dtype(np.float64)
 # 2**40, more elements than fit in any memory. Larger sizes are rejected, so that a size
 # times a few small factors fits in 64 bits.
@@ -154,9 +153,10 @@ def _check_floats(op, arrays, *, takes_f64=False):
 
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
     """Raises an error unless an array is f32, bf16, f16, or f64 if `takes_f64`."""
-    if array.dtype not in FLOATS and not (takes_f64 and is_f64(array)):
+    if array.dtype not in dtypes.OPERANDS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
-            f"{op}: {name} is {array.dtype}, but the op takes {_FLOAT_NAMES}. "
+            f"{op}: {name} is {array.dtype}, but the op takes "
+            f"{dtypes.listed(dtypes.OPERANDS)}. "
             f"Convert it, for example {name}.astype(jnp.bfloat16)."
         )
 
@@ -170,10 +170,11 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
     if out_dtype is None:
         return jnp.dtype(default)
     dtype = dtype_of(out_dtype)
-    if dtype is None or dtype not in (*FLOATS, default):
+    if dtype is None or dtype not in (*dtypes.RESULTS, default):
         name = shown(out_dtype) if dtype is None else dtype
         raise ShapeContractError(
-            f"{op}: out_dtype = {name} is not a result the op has. Use {_FLOAT_NAMES}."
+            f"{op}: out_dtype = {name} is not a result the op has. Use "
+            f"{dtypes.listed(dtypes.RESULTS)}."
         )
     return dtype
 

@@ -1,12 +1,13 @@
 """The `ub_*` flags of a layer, as in Transformer Engine."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import PARALLEL, PASSES, ParallelMode, mode_of
 
 # The methods that overlap a GEMM with the communication of its operand or result.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
@@ -19,11 +20,6 @@ _MEANING = {
     "ub_bulk_wgrad": "the reduce-scatter beside a column layer's wgrad",
 }
 _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
-# Maps each parallel mode ("column" or "row") to the flags that have an effect.
-_RELEVANT = {
-    "column": ("ub_overlap_ag", "ub_overlap_rs_dgrad", *_BULK),
-    "row": ("ub_overlap_ag", "ub_overlap_rs"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +92,7 @@ class OverlapFlags:
                 shapes.check_flag(op, name, getattr(self, name))
         self._check_backward(op)
         self._check_layer(op, parallel, sequence_parallel)
-        relevant = _RELEVANT.get(parallel or "", NAMES)
+        relevant = flags_of(mode_of(parallel, True)) if parallel in PARALLEL else NAMES
         for name in relevant:
             self.check_method(op, name, method, f'method = "{method.value}"')
 
@@ -159,6 +155,12 @@ class OverlapFlags:
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
+
+
+def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
+    """Returns the flags that control what the given passes of a layer communicate."""
+    found = (each.flag for name in passes for each in mode.communications(name))
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import KernelOptions, Method, Variant
+from jax_ub._src.parallel import CommOverlapType
 
 # Transformer Engine's limit: its collectives have flags for up to 32 thread blocks.
 _MOST_SM = 32
@@ -28,16 +29,6 @@ _MOST_SPLITS = 128
 # that wait, signal and sum still need some; if a GEMM occupied all multiprocessors,
 # they would start only after it.
 _MARGIN_WITH_COPY_ENGINES = 2
-
-
-class CommOverlapType(enum.Enum):
-    """The collective of a named overlap: all-gather (`AG`) or reduce-scatter (`RS`).
-
-    Transformer Engine: `CommOverlapType`.
-    """
-
-    AG = "AG"
-    RS = "RS"
 
 
 class UserBufferQuantizationMode(enum.Enum):

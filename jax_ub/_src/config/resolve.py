@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from jax_ub._src.config.overlap_config import (
     HIGHEST_PRIORITY,
     LOWEST_PRIORITY,
-    CommOverlapType,
     OverlapConfig,
     UserBufferQuantizationMode,
     read_entry,
@@ -22,29 +21,41 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import (
+    COLUMN,
+    DGRAD,
+    FPROP,
+    PASSES,
+    ROW,
+    WGRAD,
+    CommOverlapType,
+    mode_of,
+)
 
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
-FPROP, DGRAD, WGRAD = PASSES = ("fprop", "dgrad", "wgrad")
-
-# Default method and communication type of each pass of a column-parallel and of a
-# row-parallel layer.
-_COLUMN = {
-    FPROP: (Method.RING_EXCHANGE, _AG),
-    DGRAD: (Method.BULK, _AG),
-    WGRAD: (Method.BULK, _RS),
+_LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
+_METHODS = {
+    COLUMN: {
+        FPROP: Method.RING_EXCHANGE,
+        DGRAD: Method.BULK,
+        WGRAD: Method.BULK,
+    },
+    ROW: {
+        FPROP: Method.PIPELINE,
+        DGRAD: Method.RING_EXCHANGE,
+        WGRAD: Method.EXTERNAL,
+    },
 }
-_ROW = {
-    FPROP: (Method.PIPELINE, _RS),
-    DGRAD: (Method.RING_EXCHANGE, _AG),
-    WGRAD: (Method.EXTERNAL, _AG),
-}
-_LAYERS = {"qkv": _COLUMN, "fc1": _COLUMN, "proj": _ROW, "fc2": _ROW}
 
+# Default method and communication type by name, such as "qkv_fprop".
 NAMES = {
-    f"{layer}_{direction}": default
-    for layer, passes in _LAYERS.items()
-    for direction, default in passes.items()
+    f"{layer}_{direction}": (
+        _METHODS[parallel][direction],
+        mode_of(parallel, True).communications(direction)[0].comm_type,
+    )
+    for layer, parallel in _LAYERS.items()
+    for direction in PASSES
 }
 
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import lowering_log
-from jax_ub._src.checks import FLOATS, check_array, has_symbolic_sizes, is_integer
+from jax_ub._src import dtypes, lowering_log
+from jax_ub._src.checks import check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -311,9 +311,9 @@ def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
             f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
             "last dimensions of x and the first or the last of the kernel"
         )
-    if lhs.dtype != rhs.dtype or lhs.dtype not in FLOATS:
+    if lhs.dtype != rhs.dtype or lhs.dtype not in dtypes.OPERANDS:
         return f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
-    if out_dtype is not None and jnp.dtype(out_dtype) not in FLOATS:
+    if out_dtype is not None and jnp.dtype(out_dtype) not in dtypes.RESULTS:
         return f"the result is asked for in {jnp.dtype(out_dtype)}"
     return f"x {lhs.shape} is empty" if lhs.size == 0 else None
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives.all_gather_matmul import all_gather_matmul as fused
 from jax_ub._src.rules import column_gradients
 from jax_ub._src.rules import main_grads as accumulators
@@ -32,6 +33,7 @@ from jax_ub._src.rules.vjp import (
 )
 
 OP = "all_gather_matmul"
+_MODE = mode_of("column", True)
 
 
 def all_gather_matmul(  # noqa: PLR0913, pinned
@@ -88,7 +90,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
     """
-    call_config = make_call_config(OP, axis_name, ub_name, method)
+    call_config = make_call_config(OP, axis_name, ub_name, method, mode=_MODE)
     shapes.check_flag(call_config.label, "return_gathered", return_gathered)
     shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
     call_config = dataclasses.replace(call_config, rhs_transposed=rhs_transposed)

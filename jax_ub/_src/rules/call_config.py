@@ -11,10 +11,10 @@ import numpy as np
 from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FlaggedMethod
-from jax_ub._src.config.resolve import DGRAD, FPROP, WGRAD
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import shown
 from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.parallel import DGRAD, FPROP, WGRAD, ParallelMode
 from jax_ub._src.primitives import mesh, varying
 from jax_ub._src.rules.flags import choices_with_flags
 from jax_ub._src.rules.named import choices_by_pass
@@ -260,7 +260,7 @@ def make_call_config(
     ub_name: str | None,
     method,
     *,
-    like: str | None = None,
+    mode: ParallelMode | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
     """Chooses method, ranks and settings of an op call inside `jax.shard_map`.
@@ -273,8 +273,8 @@ def make_call_config(
         axis_name: the mesh axis of the ranks.
         ub_name: the call's name in `initialize_ub`, or None.
         method: the method that the caller passed, or None.
-        like: the public function whose communication pattern the call has; None is
-            `op`.
+        mode: the call's row in the table of parallel modes; None for a collective,
+            which cannot be named.
         may_be_bulk: whether the method may be "bulk". Set for a call that is only the
             backward pass of a column-parallel layer.
 
@@ -289,7 +289,7 @@ def make_call_config(
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = mesh.axis_tuple(axis_name)
     call_config = plan_call_config(
-        op, axes, num_ranks, ub_name, method, like=like, may_be_bulk=may_be_bulk
+        op, axes, num_ranks, ub_name, method, mode=mode, may_be_bulk=may_be_bulk
     )
     if not mesh.are_manual(axes):
         return dataclasses.replace(call_config, is_mapped=True)
@@ -297,10 +297,14 @@ def make_call_config(
 
 
 def make_local_call_config(
-    op: str, ub_name: str | None = None, method=None, *, like: str | None = None
+    op: str,
+    ub_name: str | None = None,
+    method=None,
+    *,
+    mode: ParallelMode | None = None,
 ) -> CallConfig:
     """Chooses the method and settings of a GEMM that does not communicate."""
-    return plan_call_config(op, (), 1, ub_name, method, like=like)
+    return plan_call_config(op, (), 1, ub_name, method, mode=mode)
 
 
 def call_label(op: str, ub_name: str | None) -> str:
@@ -315,7 +319,7 @@ def plan_call_config(
     ub_name: str | None,
     method,
     *,
-    like: str | None = None,
+    mode: ParallelMode | None = None,
     may_be_bulk: bool = False,
 ) -> CallConfig:
     """Chooses the method of an op call over the `num_ranks` ranks of mesh axes `axes`.
@@ -325,9 +329,9 @@ def plan_call_config(
     label = call_label(op, ub_name)
     if isinstance(method, FlaggedMethod):
         call_config = plan_call_config(
-            op, axes, num_ranks, ub_name, method.method, like=like
+            op, axes, num_ranks, ub_name, method.method, mode=mode
         )
-        return _with_flags(call_config, like or op, ub_name, method)
+        return _with_flags(call_config, mode, ub_name, method)
     arguments.check(op, ub_name=ub_name)
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
@@ -354,9 +358,9 @@ def plan_call_config(
         is_named=bool(found),
         replicated=lowering_log.replicated(),
     )
-    if method is not None or not found:
+    if method is not None or not found or mode is None:
         return call_config
-    configured = choices_by_pass(like or op, label, found)
+    configured = choices_by_pass(mode, label, found)
     return dataclasses.replace(
         call_config,
         # A pass without a configuration runs as it would without a name.
@@ -366,7 +370,7 @@ def plan_call_config(
     )
 
 
-def _with_flags(call_config, op, ub_name, method):
+def _with_flags(call_config, mode, ub_name, method):
     """Replaces the methods of a layer's passes according to its `ub_*` flags.
 
     They change nothing if the layer has an explicit method: `OverlapFlags.check` has
@@ -378,7 +382,7 @@ def _with_flags(call_config, op, ub_name, method):
         call_config.label, call_config.axis_name, call_config.num_ranks, ub_name
     )
     choices = {FPROP: call_config.choice, DGRAD: call_config.dgrad.choice}
-    choices = choices_with_flags(op, call_config.label, method.flags, choices, found)
+    choices = choices_with_flags(mode, call_config.label, method.flags, choices, found)
     return dataclasses.replace(
         call_config, choice=choices[FPROP], dgrad_choice=choices[DGRAD]
     )

@@ -3,24 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jax_ub._src.config.flags import FUSED, OverlapFlags
-from jax_ub._src.config.resolve import DGRAD, FPROP
+from jax_ub._src.config.flags import FUSED, OverlapFlags, flags_of
 from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.parallel import COLUMN, DGRAD, FPROP, WGRAD, ParallelMode
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.registry import Overlap
 
-# Maps each op and pass to the flags that control the communication of the pass.
-_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "all_gather_matmul": {
-        FPROP: ("ub_overlap_ag",),
-        DGRAD: ("ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
-    },
-    "matmul_reduce_scatter": {FPROP: ("ub_overlap_rs",), DGRAD: ("ub_overlap_ag",)},
-}
-
 
 def choices_with_flags(
-    op: str,
+    mode: ParallelMode,
     label: str,
     flags: OverlapFlags,
     choices: Mapping[str, MethodChoice],
@@ -29,7 +20,7 @@ def choices_with_flags(
     """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad.
 
     Args:
-        op: the public function whose communication pattern the layer has.
+        mode: the layer's row in the table of parallel modes.
         label: the layer's name, for errors.
         flags: the layer's flags.
         choices: the choices of both passes without flags.
@@ -38,17 +29,18 @@ def choices_with_flags(
     Raises:
         ConfigurationError: if a flag contradicts what the user configured.
     """
-    if op not in _FLAGS:
-        return dict(choices)  # the op neither gathers nor scatters
-    for direction, names in _FLAGS[op].items():
+    if not (mode.sequence_parallel and mode.parallel):
+        return dict(choices)  # the layer neither gathers nor scatters
+    # The wgrad runs with the dgrad's method.
+    for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:
             continue
         source = f'ub_cfgs["{overlap.name}"] with method "{overlap.method}"'
-        for name in names:
+        for name in flags_of(mode, passes):
             flags.check_method(label, name, Method(overlap.method), source)
     forward, dgrad = choices[FPROP], choices[DGRAD]
-    if op == "all_gather_matmul":
+    if mode.parallel == COLUMN:
         return {
             FPROP: _fused(forward, flags.ub_overlap_ag, gathers=True),
             DGRAD: _column_dgrad(dgrad, flags),

@@ -7,8 +7,9 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import check_parallel, mode_of
 from jax_ub._src.primitives import varying
 from jax_ub._src.primitives.matmul import matmul
 from jax_ub._src.primitives.matmul_all_reduce import matmul_all_reduce as summed
@@ -26,13 +27,11 @@ from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
 from jax_ub._src.rules.vjp import promote
 
 OP = "linear"
-_KINDS = ("column", "row")
-# Maps (parallel, sequence_parallel) to the op of a layer whose forward pass
-# communicates.
-_FUSED: dict[tuple[str | None, bool], tuple[str, Callable[..., jax.Array]]] = {
-    ("column", True): ("all_gather_matmul", all_gather_matmul_at),
-    ("row", True): ("matmul_reduce_scatter", matmul_reduce_scatter_at),
-    ("row", False): ("matmul_all_reduce", matmul_all_reduce_at),
+# The layers whose forward pass communicates, by the op of the table of parallel modes.
+_FUSED: dict[str, Callable[..., jax.Array]] = {
+    "all_gather_matmul": all_gather_matmul_at,
+    "matmul_reduce_scatter": matmul_reduce_scatter_at,
+    "matmul_all_reduce": matmul_all_reduce_at,
 }
 
 
@@ -99,14 +98,13 @@ def linear(  # noqa: PLR0913, pinned
             surrounding `jax.shard_map`.
     """
     _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
-    fused = _FUSED.get((parallel, sequence_parallel))
-    if fused is None:
-        product = _whole_rows_at
-        call_config = _open_whole_rows(axis_name if parallel else None, ub_name, method)
+    mode = mode_of(parallel, sequence_parallel)
+    product = _FUSED.get(mode.op, _whole_rows_at)
+    if mode.op in _FUSED:
+        called = f"{OP} (parallel = {shown(parallel)}): {mode.op}"
+        call_config = make_call_config(called, axis_name, ub_name, method, mode=mode)
     else:
-        op, product = fused
-        called = f"{OP} (parallel = {shown(parallel)}): {op}"
-        call_config = make_call_config(called, axis_name, ub_name, method, like=op)
+        call_config = _open_whole_rows(axis_name if parallel else None, ub_name, method)
     call_config = dataclasses.replace(
         call_config, rhs_transposed=rhs_transposed, bias_name="b"
     )
@@ -119,12 +117,8 @@ def linear(  # noqa: PLR0913, pinned
 
 
 def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
-    is_kind = isinstance(parallel, str) and parallel in _KINDS
-    if parallel is not None and not is_kind:
-        raise UnknownNameError(
-            f"{OP}: parallel = {shown(parallel)} is not a way to shard a kernel. "
-            f"{nearest(parallel, _KINDS)} None does not shard it."
-        )
+    if parallel is not None:
+        check_parallel(OP, "parallel", parallel)
     if parallel is not None and axis_name is None:
         raise ShapeContractError(
             f"{OP}: parallel = {shown(parallel)} needs the mesh axis that the kernel "
@@ -182,8 +176,9 @@ def linear_without_gather(  # noqa: PLR0913, as the functions that communicate
 
 def _open_whole_rows(axis_name, ub_name, method):
     if axis_name is None:
-        return make_local_call_config(OP, ub_name, method)
-    return make_call_config(OP, axis_name, ub_name, method)
+        return make_local_call_config(OP, ub_name, method, mode=mode_of(None, False))
+    mode = mode_of("column", False)
+    return make_call_config(OP, axis_name, ub_name, method, mode=mode)
 
 
 @plain_for_f64

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import varying
 from jax_ub._src.primitives.all_reduce import all_reduce
 from jax_ub._src.primitives.matmul_all_reduce import matmul_all_reduce as fused
@@ -21,6 +22,7 @@ from jax_ub._src.rules.local_gradients import local_gradients
 from jax_ub._src.rules.vjp import promote
 
 OP = "matmul_all_reduce"
+_MODE = mode_of("row", False)
 
 
 def matmul_all_reduce(  # noqa: PLR0913, pinned
@@ -78,7 +80,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
     """
-    call_config = make_call_config(OP, axis_name, ub_name, method)
+    call_config = make_call_config(OP, axis_name, ub_name, method, mode=_MODE)
     shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
     return matmul_all_reduce_at(
         dataclasses.replace(call_config, rhs_transposed=rhs_transposed),

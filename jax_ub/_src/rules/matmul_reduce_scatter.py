@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives.matmul_reduce_scatter import matmul_reduce_scatter as fused
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import CallConfig, make_call_config, plain_for_f64
@@ -18,6 +19,7 @@ from jax_ub._src.rules.row_gradients import row_gradients
 from jax_ub._src.rules.vjp import promote
 
 OP = "matmul_reduce_scatter"
+_MODE = mode_of("row", True)
 
 
 def matmul_reduce_scatter(  # noqa: PLR0913, pinned
@@ -69,7 +71,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
     """
-    call_config = make_call_config(OP, axis_name, ub_name, method)
+    call_config = make_call_config(OP, axis_name, ub_name, method, mode=_MODE)
     shapes.check_flag(call_config.label, "rhs_transposed", rhs_transposed)
     return matmul_reduce_scatter_at(
         dataclasses.replace(call_config, rhs_transposed=rhs_transposed),

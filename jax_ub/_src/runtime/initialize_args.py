@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ub._src import checks as shapes
+from jax_ub._src import dtypes
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
@@ -130,10 +131,11 @@ def read_dtype(dtype: Any) -> np.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found not in shapes.FLOATS:
+    if found not in dtypes.OPERANDS:
         raise ConfigurationError(
-            f"initialize_ub: dtype = {shown(dtype)} is none of float32, bfloat16 and "
-            "float16. FP8 buffers are a quantization mode: quantization_modes=[FP8]."
+            f"initialize_ub: dtype = {shown(dtype)} is none of "
+            f"{dtypes.listed(dtypes.OPERANDS)}. FP8 buffers are a quantization mode: "
+            "quantization_modes=[FP8]."
         )
     return found
 

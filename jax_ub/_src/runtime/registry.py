@@ -28,6 +28,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import DEFAULT_SPLITS
+from jax_ub._src.parallel import FPROP, PASSES
 from jax_ub._src.runtime import settings
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
@@ -338,9 +339,9 @@ def find(
         return {}
     layer = resolve.split_name(ub_name)[0]
     found = {}
-    for direction in resolve.PASSES:
+    for direction in PASSES:
         overlap = initialized_axis.overlaps.get((f"{layer}_{direction}", NONE))
-        if overlap is None and direction == resolve.FPROP:
+        if overlap is None and direction == FPROP:
             overlap = initialized_axis.overlaps.get((layer, NONE))
         if overlap is not None:
             found[direction] = overlap

@@ -15,14 +15,13 @@ from jax_ub._src.checks import axis_tuple, check_axis_name
 from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import COLUMN, IN_OUT, PARALLEL, ROW, ParallelMode, mode_of
 from jax_ub._src.runtime import settings
 from jax_ub._src.sharding import portable_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
-_SHARDED_DIM = {"row": 0, "column": 1}
-_ALIASES = {"ag": "column", "rs": "row"}
-_IN_OUT = ("in", "out")
+_ALIASES = {"ag": COLUMN, "rs": ROW}
 
 
 def resolve_kind(op: str, kind: str | None) -> str:
@@ -31,7 +30,7 @@ def resolve_kind(op: str, kind: str | None) -> str:
     Raises:
         UnknownNameError: if there is no such kind.
     """
-    known = {"column": "column", "row": "row", **_ALIASES}
+    known = {**dict(zip(PARALLEL, PARALLEL, strict=True)), **_ALIASES}
     if not isinstance(kind, str) or kind not in known:
         raise UnknownNameError(
             f"{op}: {shown(kind)} is not a way to shard a kernel. "
@@ -56,7 +55,7 @@ def kind_of_spec(
     dim = sharded_dim(spec, axis_name)
     if dim is None:
         return None
-    return "row" if dim < num_in else "column"
+    return ROW if dim < num_in else COLUMN
 
 
 def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int | None:
@@ -184,14 +183,18 @@ class ShardingLayout:
         return f"linear(parallel={shown(self.parallel)}){name}"
 
     @property
+    def mode(self) -> ParallelMode:
+        """Returns the layer's row in the table of parallel modes."""
+        return mode_of(self.parallel, self.sequence_parallel)
+
+    @property
     def kernel_spec(self) -> P:
         """Returns the partition spec of the kernel in its stored layout."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
-        layouts = {"row": (self.axis_name, other), "column": (other, self.axis_name)}
-        spec = layouts.get(self.parallel or "", (other, None))
-        return P(*(spec[::-1] if self.rhs_transposed else spec))
+        spec = self.mode.kernel_spec(self.axis_name, other)
+        return P(*spec[::-1]) if self.rhs_transposed else spec
 
     @property
     def fsdp_dim(self) -> int:
@@ -201,12 +204,12 @@ class ShardingLayout:
     @property
     def _fsdp_dim(self):
         """Returns the dimension of a kernel [in, out] that `fsdp_axes` shard."""
-        return 1 if self.parallel == "row" else 0
+        return self.mode.kernel.index(False)
 
     @property
     def bias_spec(self) -> P:
         """Returns the partition spec of the bias [out]."""
-        return P(self.axis_name if self.parallel == "column" else None)
+        return P(self.axis_name if self.mode.kernel[1] else None)
 
     def whole(self) -> "ShardingLayout":
         """Returns a layout that shards nothing, for plain JAX on any mesh."""
@@ -284,7 +287,7 @@ class ShardingLayout:
 
     def in_out(self, dims: Sequence) -> tuple:
         """Reorders one item per kernel dimension from stored order to [in, out]."""
-        if len(dims) != len(_IN_OUT) or not self.rhs_transposed:
+        if len(dims) != len(IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]
 
@@ -324,7 +327,7 @@ class ShardingLayout:
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
         """Raises an error if the ranks do not divide the features of a kernel."""
         self._check_fsdp(shape[self._fsdp_dim], mesh)
-        dim = _SHARDED_DIM.get(self.parallel or "")
+        dim = self.mode.sharded_dim
         if dim is None:
             return
         num_ranks = self.axis_size(mesh)
@@ -332,7 +335,7 @@ class ShardingLayout:
             return
         padded = math.ceil(shape[dim] / num_ranks) * num_ranks
         raise ShapeContractError(
-            f"{self.op}: the kernel has {shape[dim]} {_IN_OUT[dim]} features, which do "
+            f"{self.op}: the kernel has {shape[dim]} {IN_OUT[dim]} features, which do "
             f"not divide into the {num_ranks} ranks of mesh axis "
             f"{shown(self.axis_name)}. Use {padded}, or do not shard this layer."
         )
@@ -347,7 +350,7 @@ class ShardingLayout:
         num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
         if size % num_ranks:
             raise ShapeContractError(
-                f"{self.op}: the kernel has {size} {_IN_OUT[self._fsdp_dim]} features, "
+                f"{self.op}: the kernel has {size} {IN_OUT[self._fsdp_dim]} features, "
                 f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
                 f"{self.fsdp_axes}. Use {math.ceil(size / num_ranks) * num_ranks}, or "
                 "fsdp_axes=() for this layer."
@@ -385,8 +388,7 @@ class ShardingLayout:
         found = kind_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:
             return
-        dim = _IN_OUT[_SHARDED_DIM[found]]
-        wanted = _IN_OUT[_SHARDED_DIM[self.parallel]]
+        dim, wanted = mode_of(found, True).sharded, self.mode.sharded
         raise ShapeContractError(
             f"{self.op}: the kernel is sharded {P(*spec or ())}, along its {dim} "
             f"dimension, but {shown(self.parallel)} wants its {wanted} dimension on "

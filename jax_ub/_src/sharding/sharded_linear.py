@@ -348,30 +348,26 @@ def shard_map_operands(
     )(*map(functools.partial(_place, mesh), operands, in_specs))
 
 
-# Maps (parallel, sequence_parallel) to the op of a layer whose forward pass
-# communicates.
-_FUSED: dict[tuple[str | None, bool], Callable] = {
-    ("column", True): all_gather_matmul,
-    ("row", True): matmul_reduce_scatter,
-    ("row", False): matmul_all_reduce,
+# The layers whose forward pass communicates, by the op of the table of parallel modes.
+_FUSED: dict[str, Callable] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
 }
 
 
 def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
     """Runs the layer on this rank's shards, with the op for its kind of parallelism."""
-    parallel, sequence_parallel = (
-        sharding_layout.parallel,
-        sharding_layout.sequence_parallel,
-    )
+    is_parallel = sharding_layout.parallel is not None
     options = {
-        "axis_name": None if parallel is None else sharding_layout.axis_name,
+        "axis_name": sharding_layout.axis_name if is_parallel else None,
         "method": sharding_layout.flagged_method,
         "ub_name": sharding_layout.ub_name,
         "rhs_transposed": sharding_layout.rhs_transposed,
     }
     if residual is not None:
         options["residual"] = residual
-    fused = _FUSED.get((parallel, sequence_parallel), linear_without_gather)
+    fused = _FUSED.get(sharding_layout.mode.op, linear_without_gather)
 
     def multiply(w, bias, main_grad):
         given = {"main_grad": main_grad, "out_dtype": out_dtype, **options}
@@ -446,19 +442,15 @@ def _activation_specs(sharding_layout, data_axes, ndim):
     Both have shape [..., tokens, features].
     """
     lead = [data_axes or None, *[None] * (ndim - 3)] if ndim > 2 else []
-    tokens = data_axes if ndim == 2 else ()
-    shared = (
-        (*tokens, *sharding_layout.axes)
-        if sharding_layout.sequence_parallel
-        else tokens
-    )
-    by_feature = P(*lead, tokens or None, sharding_layout.axis_name)
-    by_token = P(*lead, shared or None, None)
-    if sharding_layout.parallel == "column":
-        return by_token, by_feature
-    if sharding_layout.parallel == "row":
-        return by_feature, by_token
-    return by_token, by_token
+    over_data = data_axes if ndim == 2 else ()
+
+    def spec(layout):
+        by_tokens, by_features = layout
+        tokens = (*over_data, *(sharding_layout.axes if by_tokens else ()))
+        features = sharding_layout.axis_name if by_features else None
+        return P(*lead, tokens or None, features)
+
+    return spec(sharding_layout.mode.x), spec(sharding_layout.mode.y)
 
 
 def _place(mesh, operand, spec):

@@ -22,6 +22,7 @@ from jax_ub._src.ops.operation import (
     RequestedGradients,
     compute_dtype,
 )
+from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import (
     CallConfig,
@@ -29,16 +30,7 @@ from jax_ub._src.rules.call_config import (
     make_local_call_config,
 )
 
-MODES = ("column", "row")
 default_kernel_init = initializers.lecun_normal()
-
-# Maps (mode, sequence_parallel) to the public function with the same communication.
-_LIKE: dict[tuple[str | None, bool], str] = {
-    ("column", True): "all_gather_matmul",
-    ("column", False): "linear",
-    ("row", True): "matmul_reduce_scatter",
-    ("row", False): "matmul_all_reduce",
-}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -109,12 +101,9 @@ class BasicLinear(BasicOperation):
             ShapeContractError: if a size is not a positive integer, or an option is
                 invalid.
         """
-        mode = self.tensor_parallel_mode
-        if mode is not None and not (isinstance(mode, str) and mode in MODES):
-            raise UnknownNameError(
-                f"{self.label}: tensor_parallel_mode = {shown(mode)} is not a way to "
-                f"shard a kernel. {nearest(mode, MODES)} None does not shard it."
-            )
+        if self.tensor_parallel_mode is not None:
+            name = "tensor_parallel_mode"
+            check_parallel(self.label, name, self.tensor_parallel_mode)
         for name in ("in_features", "out_features"):
             shapes.check_size(self.label, name, getattr(self, name))
         options = _checked_options(self.label, self.userbuffers_options)
@@ -126,6 +115,11 @@ class BasicLinear(BasicOperation):
         ):
             if methods.resolve(self.label, method, None) is Method.BULK:
                 methods.refuse_bulk(self.label, source)
+
+    @property
+    def mode(self) -> ParallelMode:
+        """The layer's row in the table of parallel modes."""
+        return mode_of(self.tensor_parallel_mode, self.sequence_parallel)
 
     @property
     def comm_name(self) -> str | None:
@@ -151,11 +145,8 @@ class BasicLinear(BasicOperation):
 
     def specs(self):
         """Returns the specs: "column" shards the kernel's columns, "row" its rows."""
-        spec = {
-            None: PartitionSpec(),
-            "column": PartitionSpec(None, self.axis_name),
-            "row": PartitionSpec(self.axis_name, None),
-        }[self.tensor_parallel_mode]
+        is_sharded = self.tensor_parallel_mode is not None
+        spec = self.mode.kernel_spec(self.axis_name) if is_sharded else PartitionSpec()
         names = ["kernel", "main_grad"][: 1 + self.accumulate_into_main_grad]
         return dict.fromkeys(names, spec)
 
@@ -191,13 +182,12 @@ class BasicLinear(BasicOperation):
             ShapeContractError: if the axis is not a manual mesh axis.
         """
         method = dict(self.userbuffers_options or ()).get("method", self.method)
-        like = _LIKE.get((self.tensor_parallel_mode, self.sequence_parallel))
         named = (self.comm_name, method)
         if self.tensor_parallel_mode is None:
-            call_config = make_local_call_config(self.label, *named, like=like)
+            call_config = make_local_call_config(self.label, *named, mode=self.mode)
         else:
             call_config = make_call_config(
-                self.label, self.axis_name, *named, like=like
+                self.label, self.axis_name, *named, mode=self.mode
             )
         return call_config if dtype is None else call_config.with_dtypes(dtype, dtype)
 
@@ -230,7 +220,7 @@ class BasicLinear(BasicOperation):
             call_config.label, "x", x, 2 if self.is_sharded_by_tokens else 1
         )
         shapes.check_not_empty(call_config.label, "x", x)
-        sharded = {None: "", "column": "out", "row": "in"}[self.tensor_parallel_mode]
+        sharded = self.mode.sharded
         rows, columns = self.in_features, self.out_features
         for name, size in (("in", rows), ("out", columns)):
             if name == sharded and size % call_config.num_ranks:
@@ -251,7 +241,7 @@ class BasicLinear(BasicOperation):
         shapes.check_contraction(
             call_config.label, x, kernel, call_config.num_ranks, sharded
         )
-        if self.tensor_parallel_mode == "row" and self.sequence_parallel:
+        if self.mode.op == "matmul_reduce_scatter":
             shapes.check_divides(call_config.label, x, call_config.num_ranks)
 
     @property

@@ -16,6 +16,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
+from jax_ub._src import dtypes
 from jax_ub._src.errors import (
     ShapeContractError,
     UnknownNameError,
@@ -35,11 +36,8 @@ from jax_ub._src.ops.operation import (
     fuse_windows,
     num_ranks,
 )
+from jax_ub._src.parallel import PARALLEL, mode_of
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
-
-# Maps each mode to the public function with the same communication.
-LIKE = {"column": "all_gather_matmul", "row": "matmul_reduce_scatter"}
-MODES = tuple(LIKE)
 
 
 def match(ops: Sequence[Op]) -> tuple[BasicOperation, ...] | str | None:
@@ -226,11 +224,11 @@ def open_linear(
         ShapeContractError: if the dtype is not f32, bf16 or f16, or the axis is not a
             manual mesh axis.
     """
-    mode = tensor_parallel_mode
-    if not isinstance(mode, str) or mode not in MODES:
+    parallel = tensor_parallel_mode
+    if not isinstance(parallel, str) or parallel not in PARALLEL:
         raise UnknownNameError(
-            f"{op}: tensor_parallel_mode = {shown(mode)} does not "
-            f"shard a kernel. {nearest(mode, MODES)}"
+            f"{op}: tensor_parallel_mode = {shown(parallel)} does not "
+            f"shard a kernel. {nearest(parallel, PARALLEL)}"
         )
     shapes.check_flag(op, "sequence_parallel", sequence_parallel)
     if not sequence_parallel:
@@ -241,21 +239,20 @@ def open_linear(
         )
     if axis_name is None:
         raise ShapeContractError(
-            f"{op}: tensor_parallel_mode = {shown(mode)} needs the mesh "
+            f"{op}: tensor_parallel_mode = {shown(parallel)} needs the mesh "
             'axis of its ranks, but axis_name = None. Pass it, for example "tp".'
         )
-    like = LIKE[mode]
-    may_be_bulk = is_backward and tensor_parallel_mode == "column"
+    mode = mode_of(parallel, True)
+    may_be_bulk = is_backward and any(one.is_bulk for one in mode.dgrad)
     call_config = make_call_config(
-        op, axis_name, ub_comm_name, method, like=like, may_be_bulk=may_be_bulk
+        op, axis_name, ub_comm_name, method, mode=mode, may_be_bulk=may_be_bulk
     )
     found = shapes.dtype_of(dtype)
-    if found not in shapes.FLOATS:
+    if found not in dtypes.OPERANDS:
         given = shown(dtype) if found is None else found
         raise ShapeContractError(
-            f"{call_config.label}: dtype = {given}, but the op computes in float32, "
-            f"bfloat16 "
-            "or float16. Pass one of these."
+            f"{call_config.label}: dtype = {given}, but the op computes in "
+            f"{dtypes.listed(dtypes.OPERANDS)}. Pass one of these."
         )
     return call_config.with_dtypes(dtype, dtype)
 

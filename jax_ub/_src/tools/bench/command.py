@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ub._src import lowering_log, methods
+from jax_ub._src import dtypes, lowering_log, methods
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.files import output_path, picture_path, write_json
 from jax_ub._src.tools.bench import (
@@ -42,7 +42,7 @@ from jax_ub._src.tools.bench.small_cases import small
 from jax_ub._src.tools.bench.timing import interleave
 from jax_ub._src.tools.bench.workloads import Shape
 
-DTYPES = {"bf16": "bfloat16", "f32": "float32"}
+DTYPES = {name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")}
 OPS: dict[str, Builder] = {
     "gemm": gemm,
     **{name: functools.partial(forward, op) for name, op in FORWARD_OPS.items()},

@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.devices import Ranks
 from jax_ub._src.tools.bench.timing import Candidate
 
-_ENGINE_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 # 20 times the wake-up time of a thread, so all cores compute nearly all the time.
 _DURATION_S = 0.005
 # The highest peak rate in GFLOP/s that this process has measured, by dtype name of the
@@ -46,6 +46,6 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
     """
     if ranks.platform != "cpu" or not flops:
         return []
-    operands = [_ENGINE_NAMES[dtype], _DURATION_S]
+    operands = [SHORT_NAMES[dtype], _DURATION_S]
     measure = cpu_engine.load().peak_gflops
     return [AtPeak(cases.PEAK, measure, operands, flops=flops)]

@@ -22,8 +22,8 @@ from jax_ub._src.ops.basic.all_reduce import AllReduce
 from jax_ub._src.ops.basic.basic_linear import BasicLinear
 from jax_ub._src.ops.basic.reduce_scatter import ReduceScatter
 from jax_ub._src.ops.channels import operation_label
-from jax_ub._src.ops.fused.userbuffers_linear import LIKE
 from jax_ub._src.ops.operation import FusedOperation, Op, num_ranks, windows
+from jax_ub._src.parallel import ParallelMode, mode_of
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
 from jax_ub._src.tools import simulate
@@ -174,7 +174,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     axis_name = scatter[0].axis_name if is_on and scatter else op.axis_name
     mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
-    call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
+    sharded = mode_of(mode, op.sequence_parallel or bool(is_on and scatter))
+    call_config = _planned(op, axis_name, sharded, ranks, type(window).__name__)
     call_config = (
         call_config
         if name == "forward"
@@ -197,14 +198,13 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     return _predicted(row, steps, call_config, sizes, op.dtype, ranks)
 
 
-def _planned(op, axis_name, mode, ranks, window_name) -> CallConfig:
-    axes = () if mode is None else axis_tuple(axis_name)
+def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
+    axes = () if mode.parallel is None else axis_tuple(axis_name)
     method = dict(op.userbuffers_options or ()).get("method", op.method)
-    like = LIKE.get(mode) if op.sequence_parallel or mode == "row" else "linear"
     # The configuration of a name applies only if the size of the axis is known.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
-        window_name, axes, ranks or 1, configured, method, like=like
+        window_name, axes, ranks or 1, configured, method, mode=mode
     )
     return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
@@ -240,7 +240,7 @@ def _forward_steps(op, mode, is_on) -> list[Step]:
     """
     k, n = op.in_features, op.out_features
     if is_on:
-        return [(LIKE[mode], k, n)]
+        return [(mode_of(mode, True).op, k, n)]
     if mode == "row":
         reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
         return [("matmul", k, n), (reduction, n, n)]

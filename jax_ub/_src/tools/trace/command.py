@@ -13,7 +13,7 @@ import tempfile
 
 import jax
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import dtypes
 from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.files import output_path, picture_path
 from jax_ub._src.runtime import settings
@@ -24,7 +24,7 @@ from jax_ub._src.tools.trace.demonstration import Demonstration
 from jax_ub._src.tools.trace.script import is_script, run_script
 from jax_ub._src.tools.trace.spans import Trace
 
-_DTYPES = tuple(map(str, shapes.FLOATS))
+_DTYPES = tuple(dtypes.SHORT_NAMES)
 
 
 class TraceArgumentError(UbError, ValueError):

@@ -8,6 +8,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
+from jax_ub._src import dtypes
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
@@ -15,7 +16,6 @@ from jax_ub._src.files import output_path
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.bench import command as bench
 from jax_ub._src.tools.bench import devices, workloads
 from jax_ub._src.tools.bench.arguments import list_of, names_of, positive
 from jax_ub._src.tools.bench.workloads import Shape
@@ -24,7 +24,6 @@ from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.measure import Timed, cases, dgrad_of, measure
 
 _TOKENS = 8192
-DTYPES = {**bench.DTYPES, "f16": "float16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the P to tune for, as in 2,4 (default: 2)",
     )
     parser.add_argument(
-        "--dtypes", type=names_of(DTYPES), default=("bf16",), help="bf16,f32,f16"
+        "--dtypes",
+        type=names_of(dtypes.BY_SHORT_NAME),
+        default=("bf16",),
+        help="bf16,f32,f16",
     )
     parser.add_argument(
         "--shapes",
@@ -83,7 +85,7 @@ def command(given: argparse.Namespace) -> int:
     wanted = dict.fromkeys(
         case
         for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
-        for case in cases(shape, num_ranks, DTYPES[name], is_cuda)
+        for case in cases(shape, num_ranks, dtypes.BY_SHORT_NAME[name], is_cuda)
     )
     num_candidates = 0
     for case in wanted:

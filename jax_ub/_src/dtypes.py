@@ -1,0 +1,44 @@
+"""The table of element types that the engine knows.
+
+`csrc/gemm/dtype.h` has the same table; a test compares the two.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class DType:
+    """An element type of the engine.
+
+    Attributes:
+        short_name: the engine's name, such as "bf16", which command lines use, too.
+        dtype: the NumPy dtype.
+        is_operand: whether a GEMM or a collective takes operands of this type.
+        is_result: whether results may have this type.
+    """
+
+    short_name: str
+    dtype: np.dtype
+    is_operand: bool
+    is_result: bool
+
+
+TABLE = (
+    DType("f32", jnp.dtype("float32"), is_operand=True, is_result=True),
+    DType("bf16", jnp.dtype("bfloat16"), is_operand=True, is_result=True),
+    DType("f16", jnp.dtype("float16"), is_operand=True, is_result=True),
+)
+OPERANDS = tuple(row.dtype for row in TABLE if row.is_operand)
+RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
+# "f32" -> "float32", and so on.
+BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE}
+SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
+
+
+def listed(dtypes: tuple[np.dtype, ...]) -> str:
+    """Returns the names of dtypes as text, such as "float32, bfloat16 or float16"."""
+    *names, last = (dtype.name for dtype in dtypes)
+    return f"{', '.join(names)} or {last}" if names else last
