@@ -93,6 +93,18 @@ nb::dict Ops() {
   return ops;
 }
 
+// The table of dtypes, which a test compares with NumPy's.
+nb::dict DTypes() {
+  nb::dict dtypes;
+  for (const jax_ub::DTypeInfo& info : jax_ub::kDTypes) {
+    nb::dict dtype;
+    dtype["numpy"] = info.numpy_name;
+    dtype["size_bytes"] = info.size_bytes;
+    dtypes[info.name] = dtype;
+  }
+  return dtypes;
+}
+
 void StartTrace(int64_t events_per_thread) {
   if (events_per_thread < 1) {
     throw nb::value_error(("events_per_thread is " + std::to_string(events_per_thread) +
@@ -295,6 +307,7 @@ NB_MODULE(_cpu, m) {
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });
   m.def("ops", &Ops);
+  m.def("dtypes", &DTypes);
   m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCallSiteType()); });
   m.def("isa", [] { return std::string(jax_ub::CurrentIsa()); });
   m.def("isas", &Isas);

@@ -7,6 +7,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -163,17 +165,16 @@ using Arrays = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 
 std::vector<jax_ub::Tensor> TensorsOf(const jax_ub::CallAttributes& at,
                                       const Arrays& arrays) {
-  using jax_ub::DType;
-  static const std::map<std::string, DType> dtypes = {
-      {"float32", DType::kF32}, {"bfloat16", DType::kBF16}, {"float16", DType::kF16}};
   std::vector<jax_ub::Tensor> tensors;
   for (const auto& [dtype, dimensions] : arrays) {
-    const auto found = dtypes.find(dtype);
-    if (found == dtypes.end()) {
-      throw std::invalid_argument("jax_ub." + at.label + ": " + dtype +
-                                  " is none of float32, bfloat16 and float16");
+    const auto found = std::find_if(
+        std::begin(jax_ub::kDTypes), std::end(jax_ub::kDTypes),
+        [&](const jax_ub::DTypeInfo& info) { return dtype == info.numpy_name; });
+    if (found == std::end(jax_ub::kDTypes)) {
+      throw std::invalid_argument("jax_ub." + at.label + ": " + dtype + " is none of " +
+                                  jax_ub::DTypeNames(&jax_ub::DTypeInfo::numpy_name));
     }
-    tensors.push_back(jax_ub::TensorOf(at, found->second, dimensions, nullptr));
+    tensors.push_back(jax_ub::TensorOf(at, found->dtype, dimensions, nullptr));
   }
   return tensors;
 }

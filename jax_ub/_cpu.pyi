@@ -26,6 +26,12 @@ class Op(TypedDict):
     collective: str
     has_gemm: bool
 
+class DType(TypedDict):
+    """A row of the engine's table of dtypes."""
+
+    numpy: str
+    size_bytes: int
+
 class Counters(TypedDict):
     """Counters of this process: calls by op, failed collective calls, bytes in use."""
 
@@ -103,6 +109,9 @@ def call_site_type() -> CallSiteType:
 
 def ops() -> dict[str, Op]:
     """Returns the table of ops by name, such as ``all_gather_matmul``."""
+
+def dtypes() -> dict[str, DType]:
+    """Returns the dtypes of operands and results, by short name, such as ``bf16``."""
 
 def isa() -> str:
     """Returns the instruction set of the kernels in use."""

@@ -59,6 +59,7 @@ def test_a_stub_has_the_names_and_members_of_its_module(name):
         ("CallSiteType", lambda cpu: cpu.call_site_type()),
         ("Trace", lambda cpu: cpu.read_trace()),
         ("Op", lambda cpu: cpu.ops()["matmul"]),
+        ("DType", lambda cpu: cpu.dtypes()["f32"]),
         ("Stages", lambda cpu: cpu.targets()["jax_ub$matmul"]),
     ],
 )

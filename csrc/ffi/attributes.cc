@@ -87,6 +87,14 @@ constexpr AttributeReader kReaders[] = {
 
 }  // namespace
 
+std::string DTypeNames(const char* DTypeInfo::* column) {
+  std::string names;
+  for (const DTypeInfo& info : kDTypes) {
+    names += (names.empty() ? "" : ", ") + std::string(info.*column);
+  }
+  return names;
+}
+
 std::string AttributeError(Op op, std::string_view name) {
   return "jax_ub." + std::string(OpName(op)) + ": attribute " + std::string(name) +
          ": ";

@@ -41,20 +41,25 @@ class XlaAttributes : public AttributeSource {
   const ffi::Dictionary& dict_;
 };
 
-DType DecodeDType(const CallAttributes& at, ffi::DataType dtype) {
+ffi::DataType XlaTypeOf(DType dtype) {
   switch (dtype) {
-    case ffi::F32:
-      return DType::kF32;
-    case ffi::BF16:
-      return DType::kBF16;
-    case ffi::F16:
-      return DType::kF16;
-    default:
-      break;
+    case DType::kF32:
+      return ffi::F32;
+    case DType::kBF16:
+      return ffi::BF16;
+    case DType::kF16:
+      return ffi::F16;
+  }
+  throw std::logic_error("unknown dtype");
+}
+
+DType DecodeDType(const CallAttributes& at, ffi::DataType type) {
+  for (const DTypeInfo& info : kDTypes) {
+    if (XlaTypeOf(info.dtype) == type) return info.dtype;
   }
   throw ShapeError("jax_ub." + at.label + ": XLA element type " +
-                   std::to_string(static_cast<int>(dtype)) +
-                   " is none of f32, bf16 and f16");
+                   std::to_string(static_cast<int>(type)) + " is none of " +
+                   DTypeNames(&DTypeInfo::name));
 }
 
 const uint32_t* DecodePartition(const CallAttributes& at,

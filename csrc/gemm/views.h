@@ -16,11 +16,12 @@
 
 namespace jax_ub {
 
-constexpr int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+constexpr int64_t SizeOf(DType dtype) {
+  return kDTypes[static_cast<int>(dtype)].size_bytes;
+}
 
 constexpr std::string_view DTypeName(DType dtype) {
-  constexpr std::string_view kNames[kNumDTypes] = {"f32", "bf16", "f16"};
-  return kNames[static_cast<int>(dtype)];
+  return kDTypes[static_cast<int>(dtype)].name;
 }
 
 // A read-only segment. Strides are in elements, and at least one of them is 1.

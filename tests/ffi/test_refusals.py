@@ -55,7 +55,7 @@ def test_wrong_attributes_are_refused_when_the_program_is_compiled(changes, text
 
 
 def test_a_dtype_that_no_op_has_is_refused():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="none of f32, bf16 and f16"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="none of f32, bf16, f16"):
         matmul(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 4), jnp.int32))
 
 

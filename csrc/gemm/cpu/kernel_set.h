@@ -11,12 +11,13 @@ namespace jax_ub::JAX_UB_KERNELS {
 
 template <int kPanel>
 constexpr PanelPackers PackersToF32() {
-  return {.transposed = {PackTransposed<DType::kF32, kPanel>,
-                         PackTransposed<DType::kBF16, kPanel>,
-                         PackTransposed<DType::kF16, kPanel>},
-          .copied = {PackCopied<Widened<DType::kF32>, kPanel>,
-                     PackCopied<Widened<DType::kBF16>, kPanel>,
-                     PackCopied<Widened<DType::kF16>, kPanel>}};
+  PanelPackers packers = {};
+  ForEachDType([&]<DType kDType>() {
+    const int i = static_cast<int>(kDType);
+    packers.transposed[i] = PackTransposed<kDType, kPanel>;
+    packers.copied[i] = PackCopied<Widened<kDType>, kPanel>;
+  });
+  return packers;
 }
 
 // Adds tiles with 1 .. kRows rows, so that the last rows of M do not cost a full tile.
@@ -38,12 +39,11 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
 // them, even if the set's k_per_word is 2.
 template <int kRows>
 constexpr void AddSmallM(KernelSet& set) {
-  set.small_m[kRows - 1] = {
-      .dots = {MultiplyDots<kRows, DType::kF32>, MultiplyDots<kRows, DType::kBF16>,
-               MultiplyDots<kRows, DType::kF16>},
-      .column_blocks = {MultiplyColumnBlock<kRows, DType::kF32>,
-                        MultiplyColumnBlock<kRows, DType::kBF16>,
-                        MultiplyColumnBlock<kRows, DType::kF16>}};
+  ForEachDType([&]<DType kDType>() {
+    const int i = static_cast<int>(kDType);
+    set.small_m[kRows - 1].dots[i] = MultiplyDots<kRows, kDType>;
+    set.small_m[kRows - 1].column_blocks[i] = MultiplyColumnBlock<kRows, kDType>;
+  });
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
@@ -63,10 +63,9 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   set.gflops = gflops;
   set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
-  AddPackingTile<Widened<DType::kF32>, kRows, kVectors, MultiplyAdd>(set, DType::kF32);
-  AddPackingTile<Widened<DType::kBF16>, kRows, kVectors, MultiplyAdd>(set,
-                                                                      DType::kBF16);
-  AddPackingTile<Widened<DType::kF16>, kRows, kVectors, MultiplyAdd>(set, DType::kF16);
+  ForEachDType([&]<DType kDType>() {
+    AddPackingTile<Widened<kDType>, kRows, kVectors, MultiplyAdd>(set, kDType);
+  });
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();
   AddSmallM<kMaxSmallM>(set);

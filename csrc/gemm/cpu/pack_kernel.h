@@ -24,8 +24,8 @@ struct Widened {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
     } else {
-      uint16_t element[kLanes] = {};
-      memcpy(element, row, 2);
+      char element[kLanes * kBytes] = {};
+      memcpy(element, row, kBytes);
       float widened[kLanes];
       Store(widened, LoadAs<kDType>(element));
       memcpy(word, widened, 4);

@@ -7,9 +7,18 @@
 namespace jax_ub::JAX_UB_KERNELS {
 
 template <DType kDType>
-inline constexpr int64_t kElementBytes = kDType == DType::kF32 ? 4 : 2;
+inline constexpr int64_t kElementBytes = kDTypes[static_cast<int>(kDType)].size_bytes;
 
-inline int64_t BytesOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+inline int64_t BytesOf(DType dtype) {
+  return kDTypes[static_cast<int>(dtype)].size_bytes;
+}
+
+// Calls function.operator()<dtype>() for every dtype.
+template <int kIndex = 0, typename Function>
+constexpr void ForEachDType(const Function& function) {
+  function.template operator()<static_cast<DType>(kIndex)>();
+  if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
+}
 
 template <DType kDType>
 inline Vec LoadAs(const void* p) {

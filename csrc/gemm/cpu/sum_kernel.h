@@ -86,13 +86,11 @@ inline void Sum(const Summand* summands,
                 void* out,
                 int64_t out_stride,
                 DType out_dtype) {
-  if (out_dtype == DType::kF32) {
-    SumAs<DType::kF32>(summands, num_summands, rows, columns, out, out_stride);
-  } else if (out_dtype == DType::kBF16) {
-    SumAs<DType::kBF16>(summands, num_summands, rows, columns, out, out_stride);
-  } else {
-    SumAs<DType::kF16>(summands, num_summands, rows, columns, out, out_stride);
-  }
+  ForEachDType([&]<DType kDType>() {
+    if (kDType == out_dtype) {
+      SumAs<kDType>(summands, num_summands, rows, columns, out, out_stride);
+    }
+  });
 }
 
 }  // namespace jax_ub::JAX_UB_KERNELS

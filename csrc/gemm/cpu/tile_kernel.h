@@ -48,14 +48,9 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
       }
     }
   }
-  switch (output.to_dtype) {
-    case DType::kF32:
-      return StoreRows<DType::kF32>(sum, output);
-    case DType::kBF16:
-      return StoreRows<DType::kBF16>(sum, output);
-    case DType::kF16:
-      return StoreRows<DType::kF16>(sum, output);
-  }
+  ForEachDType([&]<DType kDType>() {
+    if (kDType == output.to_dtype) StoreRows<kDType>(sum, output);
+  });
 }
 
 // Prefetches the cache lines of one step.

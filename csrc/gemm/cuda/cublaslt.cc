@@ -43,9 +43,9 @@ lt::DataType DataTypeOf(DType dtype) {
     case DType::kBF16:
       return lt::DataType::kBF16;
     case DType::kF16:
-      break;
+      return lt::DataType::kF16;
   }
-  return lt::DataType::kF16;
+  throw std::logic_error("unknown dtype");
 }
 
 CublasLt ReadCublasLt(const std::string& path,
