@@ -5,13 +5,12 @@ import jax
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub._src import methods
+from jax_ub._src import lowering_log
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench import (
     cases,
     command,
     devices,
-    plot,
     record,
     thread_counts,
     timing,
@@ -31,9 +30,9 @@ def run(tmp_path, *arguments):
 
 
 @pytest.mark.parametrize("op", list(command.OPS))
-def test_a_quick_run_writes_every_figure(op, tmp_path, capsys, monkeypatch):
-    # The record is the process's: tests before this one have their fallbacks there.
-    monkeypatch.setattr(methods, "_FALLBACKS", collections.deque())
+def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
+
+    lowering_log.fallbacks(clear=True)
     found = run(tmp_path, "--ops", op, "--dtypes", "f32")
     assert found["schema"] == command.SCHEMA
     assert found["options"]["ops"] == [op]
@@ -136,12 +135,6 @@ def test_a_picture_is_drawn(tmp_path):
     picture = tmp_path / "found.png"
     run(tmp_path, "--ops", "dgrad_add", "--dtypes", "f32", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_needs_matplotlib(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(UnsupportedOverlapError, match=r"pip install 'jax_ub\[bench\]'"):
-        plot.load_pyplot()
 
 
 def test_a_picture_of_latency_alone_is_refused(tmp_path, capsys):

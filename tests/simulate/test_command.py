@@ -5,10 +5,8 @@ import json
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.tools import pictures
 from jax_ub._src.tools.simulate import hardware, models
 from jax_ub._src.tools.simulate.variants import rows
-from jax_ub.errors import UnsupportedOverlapError
 
 
 def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsys):
@@ -72,12 +70,6 @@ def test_a_picture_is_drawn(arguments, tmp_path):
     picture = tmp_path / "found.png"
     assert __main__.main(["simulate", *arguments, "--png", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_needs_matplotlib(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(UnsupportedOverlapError, match=r"simulate: --png draws with"):
-        pictures.load_pyplot("simulate: --png")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax_ub._src.errors import UnsupportedOverlapError
-
 INK = "#22303c"
 GRID = "#d9dee3"
 # Colours by activity of a rank. Light colours are waiting and work without overlap.
@@ -18,28 +16,6 @@ COLOURS = {
     "serial": "#b8c0c8",
     "collective": "#f0c6a3",
 }
-
-
-def load_pyplot(option: str) -> Any:
-    """Imports pyplot with a backend that writes files and needs no display.
-
-    Args:
-        option: the command-line option that needs it, such as "bench: --plot".
-
-    Raises:
-        UnsupportedOverlapError: if matplotlib is not installed; says how to install it.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise UnsupportedOverlapError(
-            f"{option} draws with matplotlib, which is not installed. Install it "
-            "with: pip install 'jax_ub[bench]'"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def tidy(axes: Any) -> None:

@@ -22,7 +22,6 @@ from jax_ub._src.tools.bench import (
     thread_counts,
     workloads,
 )
-from jax_ub._src.tools.bench.arguments import list_of, names_of, positive
 from jax_ub._src.tools.bench.cases import Builder, Case, Place
 from jax_ub._src.tools.bench.collective_cases import forward
 from jax_ub._src.tools.bench.devices import Ranks
@@ -41,6 +40,7 @@ from jax_ub._src.tools.bench.results import Result, evaluate
 from jax_ub._src.tools.bench.small_cases import small
 from jax_ub._src.tools.bench.timing import interleave
 from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.tools.options import list_of, names_of, positive
 
 DTYPES = {name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")}
 OPS: dict[str, Builder] = {

@@ -2,14 +2,13 @@
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.files import writing
-from jax_ub._src.tools import pictures
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.results import Result
 from jax_ub._src.tools.bench.statistics import geomean
+from jax_ub._src.tools.options import load_pyplot
 
 _SERIES = {
     cases.BEST: ("over XLA, fastest way", "#1f77b4"),
@@ -19,18 +18,13 @@ _SERIES = {
 }
 
 
-def load_pyplot() -> Any:
-    """Imports matplotlib, or raises an error that says how to install it."""
-    return pictures.load_pyplot("bench: --plot")
-
-
 def check(ops: Sequence[str]) -> None:
     """Checks that a plot can be drawn, before a long benchmark run is started.
 
     Raises:
         UnsupportedOverlapError: if no chosen op is plotted or matplotlib is missing.
     """
-    load_pyplot()
+    load_pyplot("bench: --plot")
     if set(ops) <= {"latency"}:
         raise UnsupportedOverlapError(
             "bench: --plot has nothing to draw but latency. Add an op to --ops."
@@ -42,7 +36,7 @@ def draw(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
 
     The height of a bar is the geometric mean over shapes; each dot is one shape.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot("bench: --plot")
     shown = [result for result in results if result.case.op != "latency"]
     dtypes = sorted({result.case.dtype for result in shown})
     figure, panels = pyplot.subplots(

@@ -13,10 +13,10 @@ import tempfile
 import jax
 
 from jax_ub._src.runtime import backend
-from jax_ub._src.tools.bench.arguments import positive
 from jax_ub._src.tools.doctor.examination import examine
 from jax_ub._src.tools.doctor.finding import Finding, State
 from jax_ub._src.tools.launch.parts import devices_of_each, run_parts
+from jax_ub._src.tools.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

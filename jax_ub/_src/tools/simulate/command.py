@@ -6,7 +6,7 @@ import sys
 
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.files import output_path, picture_path, write_json
-from jax_ub._src.tools import pictures
+from jax_ub._src.tools import options
 from jax_ub._src.tools.simulate import hardware as machines
 from jax_ub._src.tools.simulate import models, plot, tables, variants
 from jax_ub._src.tools.simulate.hardware import Hardware
@@ -78,7 +78,7 @@ def command(given: argparse.Namespace) -> int:
     model = models.find(given.model)
     _check(given, model)
     if given.png is not None:
-        pictures.load_pyplot("simulate: --png")
+        options.load_pyplot("simulate: --png")
     rows = [
         tables.layer_row(model, layer, given.tokens, given.tp, machine)
         for layer in model.layers

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ub._src.files import writing
-from jax_ub._src.tools import pictures
+from jax_ub._src.tools import options, pictures
 from jax_ub._src.tools.simulate import plan
 from jax_ub._src.tools.simulate.hardware import Hardware
 from jax_ub._src.tools.simulate.tables import LayerRow, workload_of
@@ -21,7 +21,7 @@ def draw(
 
     The timeline shows rank 0 in the layer of the row `shown`.
     """
-    pyplot = pictures.load_pyplot("simulate: --png")
+    pyplot = options.load_pyplot("simulate: --png")
     figure, (bars, lanes) = pyplot.subplots(
         2,
         1,

@@ -17,7 +17,7 @@ from jax_ub._src import dtypes
 from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.files import output_path, picture_path
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools import pictures
+from jax_ub._src.tools import options
 from jax_ub._src.tools.launch.parts import devices_of_each, run_parts
 from jax_ub._src.tools.trace import chrome, demonstration, picture, record
 from jax_ub._src.tools.trace.demonstration import Demonstration
@@ -72,7 +72,7 @@ def command(given: argparse.Namespace) -> int:
     given.program = given.program[given.program[:1] == ["--"] :]
     _check(given)
     if given.png is not None:
-        pictures.load_pyplot("trace: --png")
+        options.load_pyplot("trace: --png")
     status = 0
     if given.merge:
         found = chrome.read(given.merge)

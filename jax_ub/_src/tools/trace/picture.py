@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ub._src.errors import UnknownNameError
 from jax_ub._src.files import writing
-from jax_ub._src.tools import pictures
+from jax_ub._src.tools import options, pictures
 from jax_ub._src.tools.trace.replayed import replayed
 from jax_ub._src.tools.trace.spans import (
     BARRIER,
@@ -50,7 +50,7 @@ def draw(trace: Trace, path: pathlib.Path, call: int | None = None) -> None:
     what = trace.calls[index]
     lanes = _lanes(spans)
     num_lanes = what.num_ranks + 0.55 * len(lanes)
-    pyplot = pictures.load_pyplot("trace: --png")
+    pyplot = options.load_pyplot("trace: --png")
     figure, axes = pyplot.subplots(figsize=(12, 1.9 + 0.62 * num_lanes))
     start = spans[0].begin_ns
     scale, unit = _unit(trace.seconds_of(index))
