@@ -1,7 +1,8 @@
-"""The command line: `python -m jax_ub doctor`, `bench`, `explain` and the others."""
+"""Commands that inspect, measure and start programs of jax_ub."""
 
 import argparse
 import errno
+import importlib
 import os
 import select
 import signal
@@ -9,25 +10,18 @@ import sys
 from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError
-from jax_ub._src.tools.bench import command as bench
-from jax_ub._src.tools.doctor import command as doctor
-from jax_ub._src.tools.explain import command as explain
-from jax_ub._src.tools.launch import command as launch
-from jax_ub._src.tools.simulate import command as simulate
-from jax_ub._src.tools.trace import command as trace
-from jax_ub._src.tools.tune import command as tune
 
+# The summary of each command. Its options are in jax_ub/_src/tools/COMMAND/command.py,
+# which is imported only if this command runs.
 _COMMANDS = {
-    "doctor": (doctor, "says what is installed, what can run here, and why not"),
-    "bench": (bench, "times every op against XLA"),
-    "launch": (launch, "runs a program in several processes on this machine"),
-    "tune": (tune, "finds the fastest way to run each linear on this machine"),
-    "trace": (trace, "records what every rank does when, for Perfetto and as PNG"),
-    "explain": (explain, "says what overlaps in a program, what does not, and why"),
-    "simulate": (simulate, "says what overlapping is worth on another machine"),
+    "doctor": "says what is installed, what can run here, and why not",
+    "bench": "times every op against XLA",
+    "launch": "runs a program in several processes on this machine",
+    "tune": "finds the fastest way to run each linear on this machine",
+    "trace": "records what every rank does when, for Perfetto",
+    "explain": "says what overlaps in a program, what does not, and why",
+    "simulate": "says what overlapping is worth on another machine",
 }
-
-
 # Errors of a full disk. Commands that run no user program report them in one line.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
@@ -42,20 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         after Ctrl-C, SIGPIPE if the reader of stdout has closed the pipe, as `head`
         does.
     """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, (module, summary) in _COMMANDS.items():
-        module.add_arguments(
-            commands.add_parser(name, help=summary, description=module.__doc__)
-        )
+    for name, summary in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary)
+        if name == chosen:
+            module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         # Shows the usage of the command; argparse would show that of the main parser.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     try:
-        status = given.run(given)
-        return _flush(status)
+        return _flush(given.run(given))
     except UbError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -64,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if _has_reader(sys.stdout):  # a pipe of the program that explain or trace ran
             raise
-        _drop(sys.stdout)
+        _discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in _FULL and given.command in _WITHOUT_PROGRAM:
-            return _say_full(error)
+            return _report_unwritable(error)
         raise
 
 
@@ -80,13 +77,13 @@ def _flush(status):
         raise
     except OSError as error:  # for example, a full disk
         if status == 0:  # otherwise the command has already reported an error
-            return _say_full(error)
-        _drop(sys.stdout)
+            return _report_unwritable(error)
+        _discard(sys.stdout)
     return status
 
 
-def _say_full(error):
-    _drop(sys.stdout)
+def _report_unwritable(error):
+    _discard(sys.stdout)
     print(f"cannot write to stdout: {error.strerror}", file=sys.stderr)
     return 1
 
@@ -97,7 +94,7 @@ def _has_reader(output):
     return not asking.poll(0)  # poll reports an error if the other end is closed
 
 
-def _drop(output):
+def _discard(output):
     """Discards buffered output, because Python would fail to flush it at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), output.fileno())

@@ -1,4 +1,4 @@
-"""How a command ends that is interrupted, or that nobody reads any more."""
+"""Tests the dispatch of `python -m jax_ub`, and how interrupted commands exit."""
 
 import os
 import signal
@@ -10,33 +10,33 @@ import pytest
 from jax_ub import __main__
 from jax_ub._src.tools.doctor import command
 
-_SAY = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
+_MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
 
 
-def main_into_a_closed_pipe(*arguments):
-    """The exit status and stderr of a command whose reader is gone."""
+def run_with_closed_stdout(*arguments):
+    """Returns the exit status and stderr of a command whose stdout has no reader."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", _SAY, *arguments]
+    command = [sys.executable, "-c", _MAIN, *arguments]
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     return ended.returncode, ended.stderr.decode()
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-def test_a_reader_that_is_gone_ends_a_command_quietly(buffered, monkeypatch):
+def test_closed_stdout_ends_a_command_without_an_error_text(buffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
-    ended = main_into_a_closed_pipe("simulate", "--tp", "1")
+    ended = run_with_closed_stdout("simulate", "--tp", "1")
     assert ended == (128 + signal.SIGPIPE, "")
 
 
-def test_a_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
+def test_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
     script = tmp_path / "script.py"
     script.write_text("print('left in the buffer')")
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-c", _SAY, "trace", "--json", "/dev/null", str(script)],
+            [sys.executable, "-c", _MAIN, "trace", "--json", "/dev/null", str(script)],
             stdout=full,
             stderr=subprocess.PIPE,
         )
@@ -45,21 +45,42 @@ def test_a_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     assert ended.stderr.endswith(reason)
 
 
-def test_a_broken_pipe_of_a_script_is_shown(tmp_path):
+def test_broken_pipe_of_a_script_is_reported(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("raise BrokenPipeError('a socket of its own')")
+    script.write_text("raise BrokenPipeError('a socket')")
     ended = subprocess.run(
-        [sys.executable, "-c", _SAY, "trace", str(script)],
+        [sys.executable, "-c", _MAIN, "trace", str(script)],
         capture_output=True,
     )
     assert ended.returncode == 1
-    assert b"BrokenPipeError: a socket of its own" in ended.stderr
+    assert b"BrokenPipeError: a socket" in ended.stderr
 
 
-def test_ctrl_c_ends_a_command_quietly(monkeypatch, capsys):
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     def interrupted(given):
         raise KeyboardInterrupt  # no signal: a shell's background jobs ignore it
 
     monkeypatch.setattr(command, "command", interrupted)
     assert __main__.main(["doctor"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""
+
+
+def test_only_the_selected_command_is_imported():
+    program = (
+        "import sys, contextlib; from jax_ub import __main__\n"
+        "with contextlib.suppress(SystemExit): __main__.main(['launch'])\n"
+        "names = {m.split('.')[3] for m in sys.modules if 'jax_ub._src.tools.' in m}\n"
+        "print(names)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "{'launch'}\n"
+    assert "the following arguments are required: script.py" in done.stderr
+
+
+def test_every_command_is_listed_with_its_summary(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"{name}  " in text for name in __main__._COMMANDS)
