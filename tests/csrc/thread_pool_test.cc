@@ -30,13 +30,13 @@ ThreadPool& NewCrew(int num_threads) {
   return *crews.back();
 }
 
-class CountedJob : public WaitedJob {
+class CountedJob : public ParallelJob {
  public:
-  explicit CountedJob(int64_t num_units) : runs_(num_units) {}
+  explicit CountedJob(int64_t num_units)
+      : ParallelJob(num_units, [this](int64_t unit, Scratch&) { Run(unit); }),
+        runs_(num_units) {}
 
-  int64_t num_units() const override { return static_cast<int64_t>(runs_.size()); }
-
-  void Run(int64_t unit, Scratch& scratch) override {
+  void Run(int64_t unit) {
     const int busy = ++num_busy_;
     int most = most_busy_.load();
     while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
@@ -64,6 +64,11 @@ class CountedJob : public WaitedJob {
   std::atomic<int> most_busy_{0};
 };
 
+void RunAndWait(ThreadPool& pool, const std::shared_ptr<CountedJob>& job) {
+  pool.Participate(job);
+  job->Wait();
+}
+
 // Ends when `count` threads are in it at once. Shared: the last to leave is unknown.
 class Meeting {
  public:
@@ -84,7 +89,7 @@ TEST(EveryUnitRunsOnceWhoeverJoins) {
   ThreadPool& pool = NewCrew(3);
   for (int64_t num_units : {1, 2, 7, 1000}) {
     auto job = std::make_shared<CountedJob>(num_units);
-    pool.RunAndWait(job);
+    RunAndWait(pool, job);
     CHECK(job->EveryUnitRanOnce());
     CHECK(job->most_busy() <= 3);
   }
@@ -94,14 +99,14 @@ TEST(UnitsMayRunOutWhileAThreadComesForThem) {
   ThreadPool& pool = NewCrew(3);
   for (int i = 0; i < 20000; ++i) {
     auto job = std::make_shared<CountedJob>(3);
-    pool.RunAndWait(job);
+    RunAndWait(pool, job);
     CHECK(job->EveryUnitRanOnce());
   }
 }
 
 TEST(AJobWithoutUnitsIsDone) {
   auto job = std::make_shared<CountedJob>(0);
-  NewCrew(2).RunAndWait(job);
+  RunAndWait(NewCrew(2), job);
   CHECK(job->EveryUnitRanOnce());
 }
 
@@ -113,7 +118,7 @@ TEST(ManyJobsFromManyThreadsAreDone) {
     threads.emplace_back([&] {
       for (int i = 0; i < 50; ++i) {
         auto job = std::make_shared<CountedJob>(1 + i % 9);
-        pool.RunAndWait(job);
+        RunAndWait(pool, job);
         num_whole += job->EveryUnitRanOnce();
       }
     });
@@ -126,28 +131,17 @@ TEST(NoMoreThreadsComputeThanAllowed) {
   ThreadPool& pool = NewCrew(2);
   std::atomic<int> num_busy{0};
   std::atomic<int> most_busy{0};
-  class BusyJob : public WaitedJob {
-   public:
-    BusyJob(std::atomic<int>& num_busy, std::atomic<int>& most_busy)
-        : num_busy_(num_busy), most_busy_(most_busy) {}
-    int64_t num_units() const override { return 20; }
-    void Run(int64_t unit, Scratch& scratch) override {
-      const int busy = ++num_busy_;
-      int most = most_busy_.load();
-      while (busy > most && !most_busy_.compare_exchange_weak(most, busy)) {
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-      --num_busy_;
+  const auto count = [&](int64_t unit, Scratch&) {
+    const int busy = ++num_busy;
+    int most = most_busy.load();
+    while (busy > most && !most_busy.compare_exchange_weak(most, busy)) {
     }
-
-   private:
-    std::atomic<int>& num_busy_;
-    std::atomic<int>& most_busy_;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    --num_busy;
   };
   std::vector<std::thread> threads;
   for (int t = 0; t < 5; ++t) {
-    threads.emplace_back(
-        [&] { pool.RunAndWait(std::make_shared<BusyJob>(num_busy, most_busy)); });
+    threads.emplace_back([&] { pool.ParallelFor(20, count); });
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(most_busy.load() <= 2);
@@ -166,20 +160,11 @@ TEST(ManyRunsThatWaitForEachOtherAllRun) {
 TEST(RunsStartWhileEveryThreadComputes) {
   ThreadPool& pool = NewCrew(1);
   const auto meeting = std::make_shared<Meeting>(3);
-  class WaitingJob : public WaitedJob {
-   public:
-    explicit WaitingJob(Meeting& meeting) : meeting_(meeting) {}
-    int64_t num_units() const override { return 1; }
-    void Run(int64_t unit, Scratch& scratch) override { meeting_.Join(); }
-
-   private:
-    Meeting& meeting_;
-  };
-  auto job = std::make_shared<WaitingJob>(*meeting);
-  std::thread helper([&] { pool.RunAndWait(job); });
+  std::thread waiting(
+      [&] { pool.ParallelFor(1, [&](int64_t, Scratch&) { meeting->Join(); }); });
   pool.SubmitBlocking([meeting] { meeting->Join(); });
   meeting->Join();
-  helper.join();
+  waiting.join();
   CHECK(true);
 }
 
@@ -188,7 +173,7 @@ TEST(AJobIsDoneWhileRunsBlock) {
   const auto meeting = std::make_shared<Meeting>(5);
   for (int i = 0; i < 4; ++i) pool.SubmitBlocking([meeting] { meeting->Join(); });
   auto job = std::make_shared<CountedJob>(100);
-  pool.RunAndWait(job);
+  RunAndWait(pool, job);
   CHECK(job->EveryUnitRanOnce());
   meeting->Join();
 }
@@ -199,7 +184,7 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
   job->failing_unit = 3;
   // Or another thread does them all before the one that failed gets to say so.
   job->delay_us = 200;
-  CHECK_THROWS(pool.RunAndWait(job), "unit failed");
+  CHECK_THROWS(RunAndWait(pool, job), "unit failed");
   CHECK(!job->EveryUnitRanOnce());
   auto inline_job = std::make_shared<CountedJob>(10);
   inline_job->failing_unit = 3;
@@ -212,7 +197,7 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
   {
     const NoThreadStarts limit;
     auto job = std::make_shared<CountedJob>(1000);
-    pool.RunAndWait(job);
+    RunAndWait(pool, job);
     CHECK(job->EveryUnitRanOnce());
     constexpr int kNumRuns = 10;
     const auto all_ran = std::make_shared<Meeting>(2);
@@ -232,23 +217,17 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
   meeting->Join();
 }
 
-// A job of one unit.
-class OneUnit : public WaitedJob {
- public:
-  explicit OneUnit(std::function<void()> unit) : unit_(std::move(unit)) {}
-  int64_t num_units() const override { return 1; }
-  void Run(int64_t unit, Scratch& scratch) override { unit_(); }
-
- private:
-  const std::function<void()> unit_;
-};
+std::shared_ptr<ParallelJob> OneUnit(std::function<void()> unit) {
+  return std::make_shared<ParallelJob>(
+      1, [unit = std::move(unit)](int64_t, Scratch&) { unit(); });
+}
 
 TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
   ThreadPool& pool = NewCrew(1);
   const NoThreadStarts limit;
   const auto is_posted = std::make_shared<std::latch>(1);
   const auto waited_for = std::make_shared<CountedJob>(3);
-  const auto last = std::make_shared<OneUnit>([&pool, is_posted, waited_for] {
+  const auto last = OneUnit([&pool, is_posted, waited_for] {
     pool.SubmitBlocking([&pool, is_posted, waited_for] {
       pool.Participate(waited_for);  // returns at once: the only place is taken
       is_posted->count_down();
@@ -270,12 +249,11 @@ TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
   };
   const auto stage = std::make_shared<Stage>();
   // Left to the thread pool's thread, as the place is taken while it is posted.
-  const auto first = std::make_shared<OneUnit>([stage] {
+  const auto first = OneUnit([stage] {
     stage->is_entered.count_down();
     stage->is_queued.wait();
   });
-  pool.Participate(
-      std::make_shared<OneUnit>([&pool, first] { pool.Participate(first); }));
+  pool.Participate(OneUnit([&pool, first] { pool.Participate(first); }));
   stage->is_entered.wait();
   const auto waited_for = std::make_shared<CountedJob>(3);
   pool.SubmitBlocking([stage, waited_for] {
@@ -294,14 +272,9 @@ TEST(ACrewWithoutAThreadIsNone) {
 }
 
 TEST(ScratchIsKeptAndCounted) {
-  class GreedyJob : public WaitedJob {
-   public:
-    int64_t num_units() const override { return 1; }
-    void Run(int64_t unit, Scratch& scratch) override { scratch.Reserve(3 << 20); }
-  };
   ThreadPool& pool = NewCrew(1);
   for (int i = 0; i < 20; ++i) {
-    GreedyJob job;
+    ParallelJob job(1, [](int64_t, Scratch& scratch) { scratch.Reserve(3 << 20); });
     pool.RunInline(job);
   }
   CHECK(pool.scratch_bytes() >= 3 << 20);

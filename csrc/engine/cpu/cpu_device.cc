@@ -32,7 +32,7 @@ void CpuDevice::Multiply(Lane lane,
     work.Add(std::move(problem), pool_.workers());
   }
   work.set_trace(trace_, step);
-  RunWork(std::move(work), pool_);
+  RunWork(work, pool_);
 }
 
 void CpuDevice::Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) {
@@ -45,39 +45,6 @@ void CpuDevice::Sum(Lane lane,
                     int64_t columns,
                     const Matrix& out) {
   SumChunks(parts, rows, columns, out);
-}
-
-void RunWork(WorkList work, ThreadPool& pool) {
-  const bool small = work.estimated_us() < kMaxInlineUs;
-  const auto job = std::make_shared<WorkListJob>(std::move(work));
-  if (small) {
-    pool.RunInline(*job);
-    job->Wait();
-  } else {
-    pool.RunAndWait(job);
-  }
-}
-
-ConcurrentWork::ConcurrentWork(WorkList work, ThreadPool& pool)
-    : pool_(pool),
-      job_(std::make_shared<WorkListJob>(std::move(work))),
-      is_begun_(std::make_shared<std::atomic<bool>>(false)) {
-  pool.SubmitBlocking([&pool, job = job_, is_begun = is_begun_] {
-    if (!is_begun->exchange(true)) pool.Participate(job);
-  });
-}
-
-ConcurrentWork::~ConcurrentWork() {
-  try {
-    Wait();
-  } catch (...) {
-    // An earlier Wait has reported it, or another error has already ended the caller.
-  }
-}
-
-void ConcurrentWork::Wait() {
-  if (!is_begun_->exchange(true)) pool_.Participate(job_);
-  job_->Wait();
 }
 
 }  // namespace jax_ub

@@ -2,7 +2,6 @@
 // computes the GEMMs.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -45,40 +44,6 @@ class CpuDevice : public Device {
   ThreadPool& pool_;
   const TraceContext trace_;
   std::vector<std::unique_ptr<std::byte[]>> memory_;
-};
-
-// A work list as a job that its rank waits for.
-class WorkListJob : public WaitedJob {
- public:
-  explicit WorkListJob(WorkList work)
-      : WaitedJob(work.estimated_us()), work_(std::move(work)) {}
-  int64_t num_units() const override { return work_.num_units(); }
-  void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
-
- private:
-  const WorkList work_;
-};
-
-// Runs the work and waits for it. The calling thread must be allowed to block.
-void RunWork(WorkList work, ThreadPool& pool);
-
-// Runs work concurrently with the calling thread, which must be allowed to block in
-// Wait.
-class ConcurrentWork {
- public:
-  ConcurrentWork(WorkList work, ThreadPool& pool);
-  ~ConcurrentWork();  // waits; ignores exceptions of the units
-  ConcurrentWork(const ConcurrentWork&) = delete;
-  ConcurrentWork& operator=(const ConcurrentWork&) = delete;
-
-  // Waits for the work. If no other thread has begun it, as at the system's limit of
-  // threads, the calling thread runs it. Rethrows the exception of a unit.
-  void Wait();
-
- private:
-  ThreadPool& pool_;
-  const std::shared_ptr<WorkListJob> job_;
-  const std::shared_ptr<std::atomic<bool>> is_begun_;
 };
 
 }  // namespace jax_ub

@@ -10,35 +10,6 @@
 
 namespace jax_ub {
 
-// A collective call as a job: its work units, then the completion of every rank.
-class Engine::CollectiveJob : public Job {
- public:
-  CollectiveJob(Engine& engine,
-                WorkList work,
-                std::shared_ptr<CollectiveCall> collective,
-                int last_rank)
-      : Job(work.estimated_us()),
-        engine_(engine),
-        work_(std::move(work)),
-        collective_(std::move(collective)),
-        last_rank_(last_rank) {}
-
-  int64_t num_units() const override { return work_.num_units(); }
-  void Run(int64_t unit, Scratch& scratch) override { work_.Run(unit, scratch); }
-  double estimated_us() const { return work_.estimated_us(); }
-
-  // The thread that called Participate belongs to the last rank to arrive.
-  void Done(std::exception_ptr failure, bool helped) noexcept override {
-    engine_.Complete(*collective_, failure, helped ? last_rank_ : kNone);
-  }
-
- private:
-  Engine& engine_;
-  const WorkList work_;
-  const std::shared_ptr<CollectiveCall> collective_;
-  const int last_rank_;
-};
-
 Engine::Engine(int num_threads, Timeouts timeouts)
     : pool_(new ThreadPool(num_threads)),
       rendezvous_(new Rendezvous(
@@ -134,7 +105,7 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // No work has begun, so no thread accesses the buffers.
+    // No other thread accesses the buffers.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }
@@ -170,13 +141,16 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   WorkList work = PlanDirect(*collective->attributes,
                              {collective->calls, collective->calls}, pool_->workers());
   work.set_trace(collective->trace, {});
-  const auto job =
-      std::make_shared<CollectiveJob>(*this, std::move(work), collective, last_rank);
-  if (job->estimated_us() < kMaxInlineUs) {  // on this thread
-    pool_->RunInline(*job);
-  } else {
-    pool_->Participate(job);
+  if (work.estimated_us() < kMaxInlineUs) {
+    RunWork(work, *pool_);
+    return Complete(*collective, nullptr, last_rank);
   }
+  pool_->Participate(MakeJob(
+      std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
+                                                     bool participated) {
+        // The thread that called Participate belongs to the last rank to arrive.
+        Complete(*collective, failure, participated ? last_rank : kNone);
+      }));
 }
 
 struct Engine::SlotRun {
@@ -195,7 +169,7 @@ struct Engine::SlotRun {
   const double timeout_s;
   SlotPool::PooledCommunicator communicator;
   // GEMMs of a bulk op, concurrent with the schedule.
-  std::shared_ptr<WorkListJob> products;
+  std::shared_ptr<ParallelJob> products;
   std::atomic<int> num_begun{0};
   std::atomic<int> num_running;
   std::atomic<bool> failed{false};
@@ -211,7 +185,7 @@ void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
   if (InfoOf(at.op).is_bulk()) {
     WorkList work = PlanProducts(at, collective->calls, pool_->workers());
     work.set_trace(collective->trace, {});
-    slot_run->products = std::make_shared<WorkListJob>(std::move(work));
+    slot_run->products = MakeJob(std::move(work));
   }
   Queue<BlockingTask> runs;  // submitted together, so that either all or none run
   for (int rank = 0; rank < at.num_ranks; ++rank) {

@@ -56,8 +56,7 @@ class Engine {
   Counters counters() const;
 
  private:
-  class CollectiveJob;  // one cooperative computation
-  struct SlotRun;       // every rank executes its schedule
+  struct SlotRun;  // every rank executes its schedule
 
   void Execute(std::shared_ptr<CollectiveCall> collective,
                int last_rank,

@@ -97,7 +97,7 @@ class Execution {
 
   void Run(WorkList work) {
     work.set_trace(trace_, {});
-    RunWork(std::move(work), pool_);
+    RunWork(work, pool_);
   }
 
   // The second barrier, after which the results of the peers are visible.

@@ -25,18 +25,25 @@ int WorkersFor(double estimated_us) {
                                      double{std::numeric_limits<int>::max()}));
 }
 
-Job::Job(double estimated_us) : max_workers_(WorkersFor(estimated_us)) {}
+ParallelJob::ParallelJob(int64_t num_units,
+                         RunUnit run_unit,
+                         double estimated_us,
+                         Done done)
+    : num_units_(num_units),
+      run_unit_(std::move(run_unit)),
+      max_workers_(WorkersFor(estimated_us)),
+      done_(std::move(done)) {}
 
-void WaitedJob::Done(std::exception_ptr failure, bool helped) noexcept {
+void ParallelJob::Finish(bool participated) noexcept {
+  if (done_) return done_(failure_, participated);
   std::lock_guard lock(mutex_);
-  failure_ = std::move(failure);
-  done_ = true;
-  changed_.notify_all();
+  is_finished_ = true;
+  finished_.notify_all();
 }
 
-void WaitedJob::Wait() {
+void ParallelJob::Wait() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return done_; });
+  finished_.wait(lock, [this] { return is_finished_; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
@@ -121,10 +128,10 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
-  jobs_.Find([&](const Job& job) {
+  jobs_.Find([&](const ParallelJob& job) {
     // A job without units also needs a worker.
     const int64_t least = job.num_workers_ == 0 ? 1 : 0;
-    const int64_t left = std::min<int64_t>(job.end_ - job.next_unit_.load(),
+    const int64_t left = std::min<int64_t>(job.num_units_ - job.next_unit_.load(),
                                            job.max_workers_ - job.num_workers_);
     const int64_t joining =
         std::clamp<int64_t>(std::max(left, least), 0, std::max<int64_t>(places, 0));
@@ -191,7 +198,7 @@ void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
     {
       ScratchLoan scratch(*this);  // acquired and released while the lock is not held
       lock.lock();
-      const std::shared_ptr<Job> job = FindJob();
+      const std::shared_ptr<ParallelJob> job = FindJob();
       if (!job) {
         lock.unlock();
         return;
@@ -218,8 +225,7 @@ void ThreadPool::SubmitBlocking(std::function<void()> run) {
   SubmitBlocking(std::make_shared<Closure>(std::move(run)));
 }
 
-void ThreadPool::Participate(std::shared_ptr<Job> job) noexcept {
-  job->end_ = job->num_units();
+void ThreadPool::Participate(std::shared_ptr<ParallelJob> job) noexcept {
   std::unique_lock lock(mutex_);
   jobs_.Push(job);
   if (num_in_jobs_ >= num_workers()) {
@@ -233,47 +239,47 @@ void ThreadPool::Participate(std::shared_ptr<Job> job) noexcept {
   std::exception_ptr failure;
   {
     // Reserve the core first, so that woken workers avoid it.
-    const CoreAffinity::ScopedCore seat(core_affinity_, CoreAffinity::Who::kCaller,
+    const CoreAffinity::ScopedCore core(core_affinity_, CoreAffinity::Who::kCaller,
                                         num_workers());
     lock.lock();
     WakeWorkers(lock);
     ScratchLoan scratch(*this);
     failure = RunUnits(*job, unit, scratch.get());
   }
-  Leave(job, failure, true);
+  LeaveJob(job, failure, true);
 }
 
-void ThreadPool::RunInline(Job& job) noexcept {
+void ThreadPool::RunInline(ParallelJob& job) noexcept {
   std::exception_ptr failure;
   {
-    job.end_ = job.num_units();
     ScratchLoan scratch(*this);
     failure = RunUnits(job, job.next_unit_.fetch_add(1), scratch.get());
   }
-  job.Done(failure, true);
+  job.failure_ = failure;
+  job.Finish(true);
 }
 
 // The caller is already counted as a worker of the job. `unit` is its first unit.
-std::exception_ptr ThreadPool::RunUnits(Job& job,
+std::exception_ptr ThreadPool::RunUnits(ParallelJob& job,
                                         int64_t unit,
                                         Scratch& scratch) noexcept {
   const size_t held_bytes = scratch.size_bytes();
   std::exception_ptr failure;
-  for (; unit < job.end_; unit = job.next_unit_.fetch_add(1)) {
+  for (; unit < job.num_units_; unit = job.next_unit_.fetch_add(1)) {
     try {
-      job.Run(unit, scratch);
+      job.run_unit_(unit, scratch);
     } catch (...) {
       failure = std::current_exception();
-      job.next_unit_.store(job.end_);
+      job.next_unit_.store(job.num_units_);
     }
   }
   scratch_bytes_ += static_cast<int64_t>(scratch.size_bytes() - held_bytes);
   return failure;
 }
 
-void ThreadPool::Leave(const std::shared_ptr<Job>& job,
-                       const std::exception_ptr& failure,
-                       bool helped) noexcept {
+void ThreadPool::LeaveJob(const std::shared_ptr<ParallelJob>& job,
+                          const std::exception_ptr& failure,
+                          bool participated) noexcept {
   std::unique_lock lock(mutex_);
   if (!job->is_exhausted_) {
     job->is_exhausted_ = true;  // no further worker may join
@@ -282,16 +288,16 @@ void ThreadPool::Leave(const std::shared_ptr<Job>& job,
   if (failure && !job->failure_) job->failure_ = failure;
   --num_in_jobs_;
   const bool last = --job->num_workers_ == 0;
-  if (helped && !jobs_.empty()) {
+  if (participated && !jobs_.empty()) {
     RunLeftoverJobs(lock);  // fill the vacancy that this thread leaves
   } else {
     lock.unlock();
   }
-  if (last) job->Done(job->failure_, helped);
+  if (last) job->Finish(participated);
 }
 
 void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
-                        const std::shared_ptr<Job>& job,
+                        const std::shared_ptr<ParallelJob>& job,
                         Scratch& scratch,
                         CoreAffinity::Thread* self) noexcept {
   ++num_in_jobs_;
@@ -301,19 +307,19 @@ void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
   if (self != nullptr) core_affinity_.SetBusy(*self);
   std::exception_ptr failure;
   {
-    const CoreAffinity::ScopedCore seat(core_affinity_, CoreAffinity::Who::kWorker,
+    const CoreAffinity::ScopedCore core(core_affinity_, CoreAffinity::Who::kWorker,
                                         num_workers());
     failure = RunUnits(*job, unit, scratch);
   }
-  Leave(job, failure, false);
+  LeaveJob(job, failure, false);
 }
 
-// A job without units also needs a worker, which calls Done.
-std::shared_ptr<Job> ThreadPool::FindJob() const {
+// A job without units also needs a worker, which finishes it.
+std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
   if (num_in_jobs_ >= num_workers()) return nullptr;
-  return jobs_.Find([](const Job& job) {
-    return job.num_workers_ == 0 ||
-           (job.num_workers_ < job.max_workers_ && job.next_unit_.load() < job.end_);
+  return jobs_.Find([](const ParallelJob& job) {
+    return job.num_workers_ == 0 || (job.num_workers_ < job.max_workers_ &&
+                                     job.next_unit_.load() < job.num_units_);
   });
 }
 
@@ -358,7 +364,7 @@ void ThreadPool::Loop() noexcept {
       RunLeftoverJobs(lock);  // this thread may block for a long time
       core_affinity_.Release(worker.thread);
       run->Execute();
-    } else if (const std::shared_ptr<Job> job = FindJob()) {
+    } else if (const std::shared_ptr<ParallelJob> job = FindJob()) {
       RunJob(lock, job, scratch, &worker.thread);
     } else {
       continue;  // other workers took the last units while the lock was not held
@@ -368,7 +374,16 @@ void ThreadPool::Loop() noexcept {
   }
 }
 
-void ThreadPool::RunAndWait(const std::shared_ptr<WaitedJob>& job) {
+void ThreadPool::ParallelFor(int64_t num_units,
+                             ParallelJob::RunUnit run_unit,
+                             double estimated_us) {
+  if (estimated_us < kMaxInlineUs) {
+    ParallelJob job(num_units, std::move(run_unit));
+    RunInline(job);
+    return job.Wait();
+  }
+  const auto job =
+      std::make_shared<ParallelJob>(num_units, std::move(run_unit), estimated_us);
   Participate(job);
   job->Wait();
 }

@@ -45,51 +45,45 @@ inline constexpr double kGrainUs = kMaxInlineUs / 2;
 // at least kGrainUs of it.
 int WorkersFor(double estimated_us);
 
-class Job : public Queued<Job> {
+// A job: work units, which run on any thread and in any order, and what follows them.
+class ParallelJob : public Queued<ParallelJob> {
  public:
-  virtual ~Job() = default;
-  virtual int64_t num_units() const = 0;
-  // Runs on any thread and in any order. After a unit throws, units that have not begun
-  // are skipped.
-  virtual void Run(int64_t unit, Scratch& scratch) = 0;
-  // Called once, by the last thread that leaves the job, after it has been removed from
-  // the job's workers. `helped` says whether this is the thread that called Participate
-  // or RunInline.
-  virtual void Done(std::exception_ptr failure, bool helped) noexcept = 0;
+  // After a unit throws, units that have not begun are skipped.
+  using RunUnit = std::function<void(int64_t unit, Scratch& scratch)>;
+  // Called once, by the last thread that leaves the job. `participated` says whether
+  // this is the thread that called Participate or RunInline. Must not throw.
+  using Done =
+      std::function<void(const std::exception_ptr& failure, bool participated)>;
 
- protected:
-  Job() = default;
-  // `estimated_us` is the run time on one thread. At most WorkersFor(estimated_us) threads
-  // take part.
-  explicit Job(double estimated_us);
+  // `estimated_us` is the run time on one thread. At most WorkersFor(estimated_us)
+  // threads take part. A job with `done` cannot be waited for.
+  ParallelJob(int64_t num_units,
+              RunUnit run_unit,
+              double estimated_us = std::numeric_limits<double>::infinity(),
+              Done done = nullptr);
+
+  // Waits for all units. Rethrows the exception of a unit.
+  void Wait();
 
  private:
   friend class ThreadPool;
 
-  const int max_workers_ = std::numeric_limits<int>::max();
-  int64_t end_ = 0;  // num_units() at the time of posting
+  void Finish(bool participated) noexcept;
+
+  const int64_t num_units_;
+  const RunUnit run_unit_;
+  const int max_workers_;
+  const Done done_;
   std::atomic<int64_t> next_unit_{0};
 
-  // Guarded by ThreadPool::mutex_.
+  // Guarded by ThreadPool::mutex_, and final once the last worker has left.
   int num_workers_ = 0;
   bool is_exhausted_ = false;
   std::exception_ptr failure_;
-};
 
-// A job whose completion one thread waits for.
-class WaitedJob : public Job {
- public:
-  WaitedJob() = default;
-  explicit WaitedJob(double estimated_us) : Job(estimated_us) {}
-  void Done(std::exception_ptr failure, bool helped) noexcept override;
-  // Waits for the job. Rethrows the exception of a unit.
-  void Wait();
-
- private:
-  std::mutex mutex_;  // guards `done_` and `failure_`
-  std::condition_variable changed_;
-  bool done_ = false;
-  std::exception_ptr failure_;
+  std::mutex mutex_;  // guards `is_finished_`
+  std::condition_variable finished_;
+  bool is_finished_ = false;
 };
 
 // Returns the failure of a call whose runs wait for each other. If it is a
@@ -114,14 +108,17 @@ class ThreadPool {
   // Queues the job, wakes workers and, if fewer than num_workers() threads are in jobs,
   // runs units on the calling thread too. Returns when no unit is left to begin; other
   // threads may still be running units. Call it once per job.
-  void Participate(std::shared_ptr<Job> job) noexcept;
+  void Participate(std::shared_ptr<ParallelJob> job) noexcept;
 
-  // Runs all units on the calling thread, then Done(failure, true). Cheaper than waking
-  // workers.
-  void RunInline(Job& job) noexcept;
+  // Runs all units on the calling thread. Cheaper than waking workers.
+  void RunInline(ParallelJob& job) noexcept;
 
-  // Participate, then Wait. Only from a run or another thread that may block.
-  void RunAndWait(const std::shared_ptr<WaitedJob>& job);
+  // Runs the units and waits for them: all on the calling thread if they take less than
+  // kMaxInlineUs, otherwise by Participate. The calling thread must be allowed to block.
+  // Rethrows the exception of a unit.
+  void ParallelFor(int64_t num_units,
+                   ParallelJob::RunUnit run_unit,
+                   double estimated_us = std::numeric_limits<double>::infinity());
 
   // `cores` are the cores to compute on; empty: all cores that the threads may run on.
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
@@ -143,21 +140,23 @@ class ThreadPool {
   class ScratchLoan;
 
   void Loop() noexcept;
-  std::exception_ptr RunUnits(Job& job, int64_t unit, Scratch& scratch) noexcept;
-  void Leave(const std::shared_ptr<Job>& job,
-             const std::exception_ptr& failure,
-             bool helped) noexcept;
+  std::exception_ptr RunUnits(ParallelJob& job,
+                              int64_t unit,
+                              Scratch& scratch) noexcept;
+  void LeaveJob(const std::shared_ptr<ParallelJob>& job,
+                const std::exception_ptr& failure,
+                bool participated) noexcept;
   // Both unlock `lock`. WakeWorkers returns false if work is left, no thread is idle
   // and none can be started.
   bool WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept;
   void RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept;
   // `self` is null for a thread that does not belong to the pool.
   void RunJob(std::unique_lock<std::mutex>& lock,
-              const std::shared_ptr<Job>& job,
+              const std::shared_ptr<ParallelJob>& job,
               Scratch& scratch,
               CoreAffinity::Thread* self) noexcept;
   int64_t NumWanted() const;
-  std::shared_ptr<Job> FindJob() const;
+  std::shared_ptr<ParallelJob> FindJob() const;
   bool HasWork() const;
   void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& member) noexcept;
 
@@ -171,7 +170,7 @@ class ThreadPool {
   // Guards the members below; no system call is made while it is held.
   mutable std::mutex mutex_;
   Queue<BlockingTask> runs_;
-  Queue<Job> jobs_;
+  Queue<ParallelJob> jobs_;
   // The idle threads. Each is counted in exactly one of these:
   Worker* spinning_ = nullptr;  // polls the queues; needs no wake-up
   int num_waking_ = 0;          // woken or being started, not running yet

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/cpu/thread_pool.h"
 #include "reduce/reduce.h"
 
 namespace jax_ub {
@@ -129,6 +128,45 @@ void WorkList::Run(int64_t unit, Scratch& scratch) const {
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
     SumInto(sums_[s]);
   }
+}
+
+std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done) {
+  const int64_t num_units = work.num_units();
+  const double estimated_us = work.estimated_us();
+  return std::make_shared<ParallelJob>(
+      num_units,
+      [work = std::make_shared<const WorkList>(std::move(work))](
+          int64_t unit, Scratch& scratch) { work->Run(unit, scratch); },
+      estimated_us, std::move(done));
+}
+
+void RunWork(const WorkList& work, ThreadPool& pool) {
+  pool.ParallelFor(
+      work.num_units(),
+      [&](int64_t unit, Scratch& scratch) { work.Run(unit, scratch); },
+      work.estimated_us());
+}
+
+ConcurrentWork::ConcurrentWork(WorkList work, ThreadPool& pool)
+    : pool_(pool),
+      job_(MakeJob(std::move(work))),
+      is_begun_(std::make_shared<std::atomic<bool>>(false)) {
+  pool.SubmitBlocking([&pool, job = job_, is_begun = is_begun_] {
+    if (!is_begun->exchange(true)) pool.Participate(job);
+  });
+}
+
+ConcurrentWork::~ConcurrentWork() {
+  try {
+    Wait();
+  } catch (...) {
+    // An earlier Wait has reported it, or another error has already ended the caller.
+  }
+}
+
+void ConcurrentWork::Wait() {
+  if (!is_begun_->exchange(true)) pool_.Participate(job_);
+  job_->Wait();
 }
 
 }  // namespace jax_ub

@@ -2,10 +2,12 @@
 // job.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "engine/cpu/thread_pool.h"
 #include "engine/trace.h"
 #include "gemm/gemm.h"
 #include "reduce/reduce.h"
@@ -75,6 +77,31 @@ class WorkList {
   double estimated_us_ = 0;
   TraceContext trace_;
   Step step_;
+};
+
+// Returns a job that runs the units of the work.
+std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nullptr);
+
+// Runs the work and waits for it. The calling thread must be allowed to block.
+void RunWork(const WorkList& work, ThreadPool& pool);
+
+// Runs work concurrently with the calling thread, which must be allowed to block in
+// Wait.
+class ConcurrentWork {
+ public:
+  ConcurrentWork(WorkList work, ThreadPool& pool);
+  ~ConcurrentWork();  // waits; ignores exceptions of the units
+  ConcurrentWork(const ConcurrentWork&) = delete;
+  ConcurrentWork& operator=(const ConcurrentWork&) = delete;
+
+  // Waits for the work. If no other thread has begun it, as at the system's limit of
+  // threads, the calling thread runs it. Rethrows the exception of a unit.
+  void Wait();
+
+ private:
+  ThreadPool& pool_;
+  const std::shared_ptr<ParallelJob> job_;
+  const std::shared_ptr<std::atomic<bool>> is_begun_;
 };
 
 }  // namespace jax_ub
