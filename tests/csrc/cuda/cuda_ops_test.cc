@@ -9,6 +9,9 @@
 namespace jax_ub {
 namespace {
 
+// 8, but 4 under sanitizers unless JAX_UB_ALL_SIZES is on.
+constexpr int kMaxTestRanks = JAX_UB_TEST_MAX_RANKS;
+
 // What runs of a call for P ranks: up to P = 4 all there is; above, for the sake of time, a
 // third of it, and another third for P + 1.
 template <typename Function>
@@ -22,7 +25,7 @@ void ForEachCall(int num_ranks, const Function& function) {
 }
 
 TEST(EveryOpByEveryMethodIsExact) {
-  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+  for (int num_ranks = 1; num_ranks <= kMaxTestRanks; ++num_ranks) {
     Gpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
     ForEachCall(num_ranks, [&](const CallAttributes& at, DType dtype, int seed) {
       GpuCalls calls(gpus, at, {}, dtype, seed);
@@ -34,7 +37,7 @@ TEST(EveryOpByEveryMethodIsExact) {
 }
 
 TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
-  for (int num_ranks = 1; num_ranks <= 8; ++num_ranks) {
+  for (int num_ranks = 1; num_ranks <= kMaxTestRanks; ++num_ranks) {
     Gpus gpus({.num_devices = num_ranks, .seed = 5, .max_delay_us = 30});
     ForEachCall(num_ranks, [&](const CallAttributes& at, DType dtype, int seed) {
       GpuCalls calls(gpus, at, {}, dtype, seed);
@@ -44,7 +47,7 @@ TEST(CapturedCallsAreExactWheneverTheyAreReplayed) {
 }
 
 TEST(ManyCallsInAnyOrderAreExact) {
-  for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
+  for (int num_ranks = 2; num_ranks <= kMaxTestRanks; ++num_ranks) {
     Gpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
     CheckInAnyOrder(gpus, num_ranks, {}, 11);
   }
