@@ -9,6 +9,8 @@ import sys
 
 # jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
 os.environ.setdefault("NPROC", "32")
+# Compiling takes most of the tests' time. CI runs them at XLA's own level as well.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import layouts
