@@ -111,7 +111,7 @@ def test_an_axis_that_is_no_name_is_rejected(axis_name):
 
 
 def test_a_backend_that_is_no_string_is_rejected():
-    text = "bootstrap_backend = 1 is not one. Known: 'jax', 'mpi', 'file'"
+    text = "bootstrap_backend = 1 is unknown. Known: 'jax', 'mpi'"
     with pytest.raises(UnknownNameError, match=text):
         ub.initialize_ub((8, 8), 1, bootstrap_backend=1)
 

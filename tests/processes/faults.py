@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub._src.runtime import connection_attempt, initialize
-from jax_ub._src.runtime.bootstrap.jax_service import JaxService
+from jax_ub._src.runtime.bootstrap import JaxStore
 
 ROWS, WIDTH = 8, 16  # of a rank
 FIRST_CALL_S = 6.0  # longer than JAX_UB_TIMEOUT_S, where it matters
@@ -241,7 +241,7 @@ def is_interrupted_entering(job):
 
 
 def meet(where):
-    board = JaxService(where)
+    board = JaxStore(where)
     board.write(str(jax.process_index()), "")
     while None in [board.read(str(p)) for p in range(jax.process_count())]:
         time.sleep(0.01)  # for ever, if one does not come: the launcher gives up
@@ -310,7 +310,7 @@ def main():
 
 def end(num_processes):
     """Ends without JAX's farewell, which waits for the dead; its coordinator last."""
-    board = JaxService("ends")
+    board = JaxStore("ends")
     if jax.process_index():
         board.write(str(jax.process_index()), str(os.getpid()))
         os._exit(0)

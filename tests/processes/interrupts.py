@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 from jax_ub._src.runtime import communicators
-from jax_ub._src.runtime.bootstrap.jax_service import JaxService
+from jax_ub._src.runtime.bootstrap import JaxStore
 
 FOLDER = str(pathlib.Path(ub.__file__).parent)
 SOON_S = 30.0  # far below JAX_UB_TIMEOUT_S
@@ -64,7 +64,7 @@ class Pair:
     def __init__(self):
         self.me = jax.process_index()
         self.mesh = Mesh(np.array(jax.devices()), ("tp",))
-        self._board = JaxService("interrupts")
+        self._board = JaxStore("interrupts")
         self._step = 0
 
     def exchange(self, value):

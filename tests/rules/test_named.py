@@ -447,7 +447,7 @@ def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
 
 def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
     ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
-    (initialized_axis,) = registry.domains()
+    (initialized_axis,) = registry.axes()
     shared = dataclasses.replace(initialized_axis, spans_processes=True)
     monkeypatch.setattr(registry, "on_axis", lambda *_: shared)
     assert not lowered(column(), 0)

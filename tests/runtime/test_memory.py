@@ -90,7 +90,7 @@ def test_heaps_on_gpus_stand_beside_what_xla_takes(monkeypatch):
     monkeypatch.setattr(cuda_engine, "local_devices", lambda: [device])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
-    groups = registry.domains()[0].groups
+    groups = registry.axes()[0].groups
     connection = communicators.Connection(groups[0], (0, 0), None, Heap())
     monkeypatch.setitem(communicators._CONNECTIONS, groups[0], connection)
     report = ub.memory_report()

@@ -13,9 +13,9 @@ import numpy as np
 from jax_ub._src import errors
 from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
-from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.connection_attempt import Connection, ConnectionAttempt
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 
 _CONNECTIONS: dict[Group, Connection] = {}
 _GENERATION = [0]  # the last communicator generation that this process agreed on
@@ -112,7 +112,7 @@ def _connected(device_groups):
 
 def connect(
     device_groups: DeviceGroups,
-    agreement: ProcessAllGather,
+    all_gather: ProcessAllGather,
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
@@ -120,7 +120,7 @@ def connect(
 
     Args:
         device_groups: the groups of ranks, and the process of each device.
-        agreement: all-gathers values over the processes: in two rounds, or in three if
+        all_gather: all-gathers values over the processes: in two rounds, or in three if
             their settings differ.
         agreed_settings: settings that must be equal in all processes, by name.
         own_error: why this process cannot take part, or None.
@@ -132,7 +132,7 @@ def connect(
     """
     attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
     try:
-        peer_info = attempt.agree(agreement, agreed_settings, own_error)
+        peer_info = attempt.connect_jointly(all_gather, agreed_settings, own_error)
     except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
         attempt.close()
         raise

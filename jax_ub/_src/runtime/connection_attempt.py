@@ -9,19 +9,13 @@ from typing import Any
 from jax_ub._src import errors
 from jax_ub._src.errors import CommunicatorError
 from jax_ub._src.runtime import cpu_engine, hosts, settings
-from jax_ub._src.runtime.bootstrap.meeting import (
-    difference,
-    gather_or_raise,
-    refusal_of_another,
-    status,
-)
-from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 
 # How long a process that failed to connect waits for the peers' results. The death of a
 # process must be reported within 2 s.
-_TOLD_WITHIN_S = 1.0
+_TIMEOUT_AFTER_ERROR_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +34,6 @@ class Connection:
     call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:
-        """Closes the group's communicator if this process has one of its ranks."""
         if self.communicator is not None:
             self.communicator.close()
 
@@ -67,91 +60,39 @@ class ConnectionAttempt:
         """
         self.made: list[Connection] = []
         self.generation = generation
-        self._place = device_groups
-        self._transport_setup = transport_setup_of(device_groups.platform)
-        self._offered: dict[Group, Any] = {}
-        self._groups = [
-            group
-            for group in self._transport_setup.groups(device_groups)
-            if group not in connected
-        ]
+        self._device_groups = device_groups
+        self._setup = transport_setup_of(device_groups.platform)
+        self._endpoints: dict[Group, Any] = {}
+        groups = self._setup.groups(device_groups)
+        self._groups = [group for group in groups if group not in connected]
 
-    def agree(
+    def connect_jointly(
         self,
-        agreement: ProcessAllGather,
+        all_gather: ProcessAllGather,
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
         """Connects all groups that can be connected, or fails in every process.
 
-        Args:
-            agreement: all-gathers values over the processes: in two rounds, or in three
-                if their settings differ.
-            agreed_settings: settings that must be equal in all processes, by name.
-            own_error: why this process cannot take part, or None.
+        `communicators.connect` describes arguments and errors.
 
         Returns:
             The handshake values of each process, by process index.
-
-        Raises:
-            CommunicatorError: if another process failed, has different settings, or
-                could not connect. If `own_error` is given, that is raised.
-            TimeoutError: if processes did not arrive before the deadline.
         """
-        with agreement:
-            if own_error is None:
-                own_error = self._offer()
-            peer_info = gather_or_raise(
-                agreement, self._introduction(agreed_settings, own_error), own_error
-            )
-            failure = own_error or refusal_of_another(peer_info)
-            if failure is None:
+        with all_gather:
+            own_error = own_error or self._open_endpoints()
+            handshake = self._handshake(agreed_settings, own_error)
+            peer_info = _gather(all_gather, handshake, own_error)
+            error = own_error or _first_error(peer_info, "failed")
+            if error is None:
                 self.generation = _agreed_generation(peer_info)
-            if failure is None and len({one["hash"] for one in peer_info.values()}) > 1:
-                failure = _difference(agreement.gather(dict(agreed_settings)))
-            if failure is None:
-                failure = self._connect_and_tell(agreement, peer_info)
-        if failure is not None:
-            raise failure
+                if len({one["hash"] for one in peer_info.values()}) > 1:
+                    error = _difference(all_gather.gather(dict(agreed_settings)))
+            if error is None:
+                error = self._connect_and_report(all_gather, peer_info)
+        if error is not None:
+            raise error
         return peer_info
-
-    def _connect_and_tell(self, agreement, peer_info):
-        error = self.connect_all(peer_info)
-        outcome = {
-            # Peers may wait a whole timeout for a connection that failed here before
-            # they take part in this all-gather.
-            "failed": None if error is None else str(error),
-            "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
-        }
-        done = gather_or_raise(agreement, outcome, error, _patience_s(error))
-        self._take_reasons(done)
-        return error or _first_failure(done)
-
-    def close(self) -> None:
-        """Closes all connections and listening endpoints that the attempt opened.
-
-        They are closed explicitly because the traceback of an error may keep this
-        object alive.
-        """
-        for connection in self.made:
-            connection.close()
-        self.made.clear()
-        self._offered.clear()
-
-    def _offer(self):
-        try:
-            # Every call needs it; checked here so that all processes get the error.
-            cpu_engine.check_isa()
-            for group in self._groups:
-                if self._place.spans_processes(group) and self._place.has_local_rank(
-                    group
-                ):
-                    self._offered[group] = self._transport_setup.open_endpoint(
-                        self._place, group
-                    )
-        except Exception as error:
-            return self._gave_up(error)
-        return None
 
     def connect_all(self, peer_info: Values) -> Exception | None:
         """Connects all groups that can share memory; other groups get a reason.
@@ -167,57 +108,93 @@ class ConnectionAttempt:
             for group in self._groups:
                 self.made.append(self._connect(peer_info, group))
         except Exception as error:
-            return self._gave_up(error)
+            return self._give_up(error)
         return None
 
-    def _gave_up(self, error):
-        self._offered.clear()  # closes the sockets, so that peers fail at once
-        return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
+    def close(self) -> None:
+        """Closes all connections and listening endpoints that the attempt opened.
 
-    def _introduction(self, agreed_settings, own_error):
+        They are closed explicitly because the traceback of an error may keep this
+        object alive.
+        """
+        for connection in self.made:
+            connection.close()
+        self.made.clear()
+        self._endpoints.clear()
+
+    def _open_endpoints(self):
+        try:
+            # Every call needs it; checked here so that all processes get the error.
+            cpu_engine.check_isa()
+            groups = self._device_groups
+            for group in self._groups:
+                if groups.spans_processes(group) and groups.has_local_rank(group):
+                    self._endpoints[group] = self._setup.open_endpoint(groups, group)
+        except Exception as error:
+            return self._give_up(error)
+        return None
+
+    def _handshake(self, agreed_settings, own_error):
         text = json.dumps(dict(agreed_settings), sort_keys=True)
         return {
-            **status(own_error),
+            "error": _text_of(own_error),
             "generation": self.generation + 1,
             "hash": hashlib.sha256(text.encode()).hexdigest(),
             "host": hosts.identity(),
             "cores": hosts.cores(),
             "control_groups": hosts.control_groups(),
             "endpoints": {
-                _key(group): self._transport_setup.endpoint_info(one)
-                for group, one in self._offered.items()
+                _key(group): self._setup.endpoint_info(endpoint)
+                for group, endpoint in self._endpoints.items()
             },
         }
 
+    def _connect_and_report(self, all_gather, peer_info):
+        error = self.connect_all(peer_info)
+        outcome = {
+            "error": _text_of(error),
+            "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
+        }
+        # Peers may wait a whole timeout for a connection that failed here before they
+        # take part in this round. They learn of an error quickly, unless they are lost.
+        timeout_s = 2 * settings.deadline_s()
+        if error is not None:
+            timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
+        outcomes = _gather(all_gather, outcome, error, timeout_s)
+        self._close_where_a_process_failed(outcomes)
+        return error or _first_error(outcomes, "could not connect")
+
+    def _give_up(self, error):
+        self._endpoints.clear()  # closes the sockets, so that peers fail at once
+        return errors.of_engine(error) or CommunicatorError(f"initialize_ub: {error}")
+
     def _connect(self, peer_info, group) -> Connection:
-        device_groups = self._place
-        processes = device_groups.processes_of(group)
-        spans = device_groups.spans_processes(group)
+        groups = self._device_groups
+        processes = groups.processes_of(group)
+        spans_processes = groups.spans_processes(group)
         endpoint_infos = {
             process: peer_info[process]["endpoints"].get(_key(group), {})
-            for process in (set(processes) if spans else ())
+            for process in (set(processes) if spans_processes else ())
         }
-        reason = self._transport_setup.why_not(
-            device_groups, group, peer_info, endpoint_infos
-        )
-        if reason is not None or not device_groups.has_local_rank(group):
+        reason = self._setup.why_not(groups, group, peer_info, endpoint_infos)
+        if reason is not None or not groups.has_local_rank(group):
             return Connection(group, processes, reason)
         generation = _agreed_generation(peer_info)
         try:
-            endpoint = self._offered.pop(group) if spans else None
-            communicator = self._transport_setup.connect(
-                device_groups, group, endpoint, endpoint_infos, generation
+            endpoint = self._endpoints.pop(group) if spans_processes else None
+            communicator = self._setup.connect(
+                groups, group, endpoint, endpoint_infos, generation
             )
         except NotImplementedError as error:
             return Connection(group, processes, str(error))
-        size = device_groups.call_bytes
-        return Connection(group, processes, None, communicator, generation, size)
+        size_bytes = groups.call_bytes
+        return Connection(group, processes, None, communicator, generation, size_bytes)
 
-    def _take_reasons(self, done: Values):
+    def _close_where_a_process_failed(self, outcomes: Values):
         """Closes each group that any process failed to connect, and stores why."""
         reasons: dict[str, str] = {}
-        for _, one in sorted(done.items()):
-            reasons = {**one["reasons"], **reasons}
+        for _, outcome in sorted(outcomes.items()):
+            reasons = {**outcome["reasons"], **reasons}
         for i, connection in enumerate(self.made):
             reason = connection.reason or reasons.get(_key(connection.group))
             if reason is not None:
@@ -231,37 +208,45 @@ def _key(group):
     return ",".join(map(str, group))
 
 
+def _text_of(error):
+    return None if error is None else str(error)
+
+
+def _gather(all_gather, value, own_error, timeout_s=None):
+    try:
+        return all_gather.gather(value, timeout_s)
+    except CommunicatorError as error:
+        # The earlier error of this process explains more than the failed round.
+        if own_error is None:
+            raise
+        raise own_error from error
+
+
+def _first_error(values: Values, what):
+    for process, one in sorted(values.items()):
+        if one["error"] is not None:
+            return CommunicatorError(
+                f"initialize_ub: process {process} {what}: {one['error']}"
+            )
+    return None
+
+
 def _agreed_generation(peer_info: Values):
     # Each process proposes its last generation plus 1, so the maximum is new to all of
     # them. A single process has no generation.
     return max((one["generation"] for one in peer_info.values()), default=0)
 
 
-def _patience_s(error):
-    """Returns how many seconds to wait for the other processes' results."""
-    longest_s = 2 * settings.deadline_s()
-    # Live peers learn of an error quickly; the peer that caused it may be lost.
-    return longest_s if error is None else min(longest_s, _TOLD_WITHIN_S)
-
-
-def _difference(abouts: Values):
-    for name in dict.fromkeys(
-        name for agreed_settings in abouts.values() for name in agreed_settings
-    ):
-        values = {
-            process: agreed_settings.get(name)
-            for process, agreed_settings in abouts.items()
-        }
-        found = difference(name, values)
-        if found is not None:
-            return found
-    return None
-
-
-def _first_failure(done: Values):
-    for process, one in sorted(done.items()):
-        if one["failed"] is not None:
-            return CommunicatorError(
-                f"initialize_ub: process {process} could not connect: {one['failed']}"
-            )
+def _difference(settings_of: Values):
+    """Returns an error that names two processes with a different setting, or None."""
+    first = min(settings_of)
+    for name in dict.fromkeys(name for one in settings_of.values() for name in one):
+        for process, one in sorted(settings_of.items()):
+            own, other = settings_of[first].get(name), one.get(name)
+            if own != other:
+                return CommunicatorError(
+                    f"initialize_ub: the processes differ in {name}: process {first} "
+                    f"has {own}, process {process} has {other}. Pass the same in all "
+                    "processes."
+                )
     return None

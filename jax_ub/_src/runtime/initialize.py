@@ -31,10 +31,7 @@ from jax_ub._src.runtime import (
     settings,
     tuned_tables,
 )
-from jax_ub._src.runtime.bootstrap import presence
-from jax_ub._src.runtime.bootstrap.meeting import open_rendezvous
-from jax_ub._src.runtime.bootstrap.process_all_gather import TELL_S, ProcessAllGather
-from jax_ub._src.runtime.bootstrap.store import check_backend
+from jax_ub._src.runtime.bootstrap import check_backend, join_job, open_rendezvous
 from jax_ub._src.runtime.device_groups import DeviceGroups
 from jax_ub._src.runtime.initialize_args import (
     make_initialized_axis,
@@ -44,6 +41,7 @@ from jax_ub._src.runtime.initialize_args import (
     read_shape,
     read_size,
 )
+from jax_ub._src.runtime.process_all_gather import NOTIFY_S, ProcessAllGather
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 
 _Modes = Sequence[UserBufferQuantizationMode]
@@ -86,8 +84,10 @@ def initialize_ub(  # noqa: PLR0913, pinned
             `ub.overlap_config.from_te` reads Megatron's files. Alternatively the path
             of a file of `python -m jax_ub tune`: the forward pass and dgrad then use
             "auto", which follows the file for the sizes that it contains.
-        bootstrap_backend: how the processes find each other: None or "jax", "mpi",
-            or "file:<directory>".
+        bootstrap_backend: how the processes find each other: None or "jax", the service
+            of `jax.distributed.initialize()`, which the program has called. With "mpi",
+            `initialize_ub` makes that call if the program has not, and JAX finds the
+            processes by mpi4py.
         mesh: the mesh. None means the mesh of `jax.set_mesh`; if there is none, groups
             of `tp_size` consecutive devices.
         axis_name: the mesh axis of the ranks. Several axes may be initialized at the
@@ -102,23 +102,22 @@ def initialize_ub(  # noqa: PLR0913, pinned
         UnknownNameError: if a name, a key, a method or a backend is unknown.
         UnsupportedOverlapError: if FP8 is requested.
         LifecycleError: if the axis is initialized already.
-        CommunicatorError: if another process failed or has different arguments, if
-            there is not enough memory for the buffers, or if the directory of a "file"
-            backend is not usable.
+        CommunicatorError: if another process failed or has different arguments, or if
+            there is not enough memory for the buffers.
         TimeoutError: if processes did not arrive before the deadline.
     """
-    start = _Start(bootstrap_backend)
+    attempt = _Attempt(bootstrap_backend)
     try:
-        start.prepare(
+        attempt.prepare(
             shape, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, mesh, axis_name
         )
-        start.connect()
+        attempt.connect()
     except BaseException as error:
         try:
             if not isinstance(error, Exception):
-                start.tell_of_interrupt(error)
+                attempt.report_interrupt(error)
         finally:
-            start.undo()
+            attempt.undo()
         raise
 
 
@@ -137,14 +136,14 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     Raises:
         ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
-    wanted = _named("destroy_ub", axis_name)
-    kept = [d for d in registry.domains() if wanted not in (None, d.axis_name)]
+    wanted = _axes("destroy_ub", axis_name)
+    kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
     # Connections are closed before the axes are removed, so that an interrupted call
     # can be repeated.
     _disconnect_all_but(kept)
-    for initialized_axis in registry.domains():
-        if initialized_axis not in kept:
-            registry.remove(initialized_axis.axis_name)
+    for axis in registry.axes():
+        if axis not in kept:
+            registry.remove(axis.axis_name)
     if not kept:
         communicators.release_slots()
 
@@ -163,11 +162,8 @@ def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
     Raises:
         ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
-    wanted = _named("is_ub_initialized", axis_name)
-    return any(
-        wanted in (None, initialized_axis.axis_name)
-        for initialized_axis in registry.domains()
-    )
+    wanted = _axes("is_ub_initialized", axis_name)
+    return any(wanted in (None, axis.axis_name) for axis in registry.axes())
 
 
 def get_ub(
@@ -195,10 +191,10 @@ def get_ub(
         UnknownOverlapError: if no overlap has this name, or several axes have one. It
             is a subclass of `KeyError`.
     """
-    return registry.get(name, use_fp8, _named("get_ub", axis_name))
+    return registry.get(name, use_fp8, _axes("get_ub", axis_name))
 
 
-def _named(op, axis_name):
+def _axes(op, axis_name):
     """Returns a mesh axis name as a tuple of names; None stays None."""
     if axis_name is None:
         return None
@@ -206,18 +202,18 @@ def _named(op, axis_name):
     return axis_tuple(axis_name)
 
 
-class _Start:
-    """One call of `initialize_ub` in progress, which can be undone after a failure."""
+class _Attempt:
+    """One call of `initialize_ub`, which can be undone after a failure."""
 
     def __init__(self, backend):
         self._backend = backend
         self._mesh: Any = None
-        self._domain: InitializedAxis | None = None
-        self._place: DeviceGroups | None = None
-        self._about: dict[str, str] = {}
-        self._refusal: Exception | None = None
+        self._axis: InitializedAxis | None = None
+        self._groups: DeviceGroups | None = None
+        self._settings: dict[str, str] = {}
+        self._error: Exception | None = None
         self._timeout_s = settings.DEFAULT_TIMEOUT_S
-        self._agreement: ProcessAllGather | None = None
+        self._all_gather: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
         """Checks the arguments of `initialize_ub`, without creating resources.
@@ -229,9 +225,9 @@ class _Start:
         """
         axes = axis_tuple(axis_name)
         try:
-            presence.enter(jax.process_index())
+            join_job(self._backend)
             self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
-            devices = _devices_in_reach(mesh)
+            devices = _participants(mesh)
             check_backend(self._backend)
             self._timeout_s = settings.deadline_s()
             settings.check()
@@ -242,92 +238,75 @@ class _Start:
             tp_size = read_size("tp_size", tp_size)
             mesh = read_mesh(mesh, axes, tp_size)
             capacity, dtype = read_shape(shape), read_dtype(dtype)
-            initialized_axis = make_initialized_axis(
+            self._axis = make_initialized_axis(
                 axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh
             )
-            self._domain = initialized_axis
-            self._place = _place(axes, initialized_axis, devices)
-            communicators.check_shared(self._place)
-            self._about = _about(initialized_axis, self._place)
+            self._groups = _device_groups(axes, self._axis, devices)
+            communicators.check_shared(self._groups)
+            self._settings = _agreed_settings(self._backend, self._axis, self._groups)
         except Exception as error:  # any error must be sent to the other processes
-            self._refusal = error
-        if self._place is None:
-            self._place = _place(axes, None, _devices_in_reach(self._mesh))
-        if self._place.process not in self._place.processes:
+            self._error = error
+        if self._groups is None:
+            self._groups = _device_groups(axes, None, _participants(self._mesh))
+        if self._groups.process not in self._groups.processes:
             raise ConfigurationError(
-                f"initialize_ub: none of the mesh's devices belongs to this process, "
-                f"{self._place.process}. Call it on the processes of the mesh only."
+                f"initialize_ub: the mesh has no device of this process, "
+                f"{self._groups.process}. Call it in the processes of the mesh only."
             )
 
     def connect(self):
         """Connects the ranks of all processes, and registers the named overlaps."""
-        device_groups = self._place
-        assert device_groups is not None
-        if len(device_groups.processes) > 1:
-            self._agreement = open_rendezvous(
-                self._backend,
-                device_groups.process,
-                device_groups.processes,
-                self._timeout_s,
-                self._refusal,
+        groups = self._groups
+        assert groups is not None
+        if len(groups.processes) > 1:
+            self._all_gather = open_rendezvous(
+                groups.process, groups.processes, self._timeout_s
             )
-            communicators.connect(
-                device_groups, self._agreement, self._about, self._refusal
-            )
-        elif self._refusal is not None:
-            raise self._refusal
+            communicators.connect(groups, self._all_gather, self._settings, self._error)
+        elif self._error is not None:
+            raise self._error
         else:
-            communicators.connect_alone(device_groups)
-        if self._domain is not None:
-            registry.add(self._domain)
+            communicators.connect_alone(groups)
+        if self._axis is not None:
+            registry.add(self._axis)
 
-    def tell_of_interrupt(self, error: BaseException) -> None:
-        """Tells waiting processes that this process was interrupted.
-
-        The interrupt is, for example, a KeyboardInterrupt.
+    def report_interrupt(self, error: BaseException) -> None:
+        """Sends an interrupt of this process, such as Ctrl-C, to waiting processes.
 
         Does nothing if the all-gather has ended, since it has then sent the error.
         """
-        if self._agreement is not None and self._agreement.has_ended:
+        if self._all_gather is not None and self._all_gather.has_ended:
             return
-        devices = _devices_in_reach(self._mesh)
-        device_groups = self._place or _place((), None, devices)
-        if (
-            len(device_groups.processes) < 2
-            or device_groups.process not in device_groups.processes
-        ):
+        groups = self._groups or _device_groups((), None, _participants(self._mesh))
+        if len(groups.processes) < 2 or groups.process not in groups.processes:
             return
-        if self._agreement is None:
-            own_error = CommunicatorError(f"initialize_ub was interrupted: {error!r}")
-            where = device_groups.process, device_groups.processes, TELL_S, own_error
+        if self._all_gather is None:
             with contextlib.suppress(CommunicatorError):
-                self._agreement = open_rendezvous(self._backend, *where)
-        if self._agreement is not None:
-            with contextlib.suppress(type(error)), self._agreement:
+                self._all_gather = open_rendezvous(
+                    groups.process, groups.processes, NOTIFY_S
+                )
+        if self._all_gather is not None:
+            with contextlib.suppress(type(error)), self._all_gather:
                 raise error
 
     def undo(self) -> None:
         """Removes the overlaps and connections that this call has created."""
-        if self._domain is not None and any(
-            self._domain is one for one in registry.domains()
-        ):
-            registry.remove(self._domain.axis_name)
-        _disconnect_all_but(registry.domains())
+        for axis in registry.axes():
+            if axis is self._axis:
+                registry.remove(axis.axis_name)
+        _disconnect_all_but(registry.axes())
 
 
-def _disconnect_all_but(domains):
+def _disconnect_all_but(axes):
     # Keeps groups that another initialized axis uses too.
-    used = {group for initialized_axis in domains for group in initialized_axis.groups}
-    communicators.disconnect_all_but(used)
+    communicators.disconnect_all_but({group for axis in axes for group in axis.groups})
 
 
-def _devices_in_reach(mesh):
+def _participants(mesh):
     """Returns the devices whose processes must take part in `initialize_ub`.
 
-    These are the devices of the mesh, or all devices if the mesh is not usable.
-
-    They determine the processes that take part, so they must be equal in all processes
-    even if other arguments are invalid.
+    These are the devices of the mesh, or all devices if the mesh is not usable. They
+    must be equal in all processes even if other arguments are invalid.
     """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
     return list(mesh.devices.flat) if is_known else jax.devices()
@@ -336,55 +315,52 @@ def _devices_in_reach(mesh):
 def _check_not_initialized(axes):
     if is_ub_initialized(axes):
         raise LifecycleError(
-            f"initialize_ub: axis {axes} is initialised already. Call ub.destroy_ub() "
-            "first; another axis name may be initialised beside it."
+            f"initialize_ub: axis {axes} is already initialized. Call ub.destroy_ub() "
+            "first, or pass another axis name."
         )
 
 
-def _place(axes, initialized_axis, devices) -> DeviceGroups:
+def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
     process_of = {device.id: device.process_index for device in devices}
     own = [d for d in devices if d.process_index == jax.process_index()]
     return DeviceGroups(
         # After an error the ranks are unknown. A single group of all devices lets the
         # processes exchange the error; it is not connected.
-        groups=initialized_axis.groups
-        if initialized_axis is not None
-        else (tuple(process_of),),
+        groups=(tuple(process_of),) if axis is None else axis.groups,
         process_of=process_of,
         process=jax.process_index(),
         platform=cuda_engine.platform_of(devices[0]),
-        capacity=initialized_axis.capacity if initialized_axis is not None else 0,
-        num_slots=initialized_axis.num_slots if initialized_axis is not None else 0,
+        capacity=0 if axis is None else axis.capacity,
+        num_slots=0 if axis is None else axis.num_slots,
         name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals=cuda_engine.ordinals(list(filter(cuda_engine.is_cuda, own))),
     )
 
 
-def _about(
-    initialized_axis: InitializedAxis, device_groups: DeviceGroups
+def _agreed_settings(
+    backend: str | None, axis: InitializedAxis, device_groups: DeviceGroups
 ) -> dict[str, str]:
-    """Returns the settings that all processes must have in common, by name."""
+    """Returns the settings that must be equal in all processes, by name."""
     return {
-        "axis_name": str(initialized_axis.axis_name),
+        "axis_name": str(axis.axis_name),
+        "bootstrap_backend": backend or "jax",
         "the version of jax_ub": tuned_tables.version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
         "JAX_UB_NVLS": str(settings.nvls()),
-        "shape": str(initialized_axis.shape),
-        "tp_size": str(initialized_axis.tp_size),
-        "dtype": str(initialized_axis.dtype),
-        "quantization_modes": str([mode.name for mode in initialized_axis.modes]),
-        "the tuned choices": initialized_axis.choices.digest
-        if initialized_axis.choices
-        else "none",
-        "the devices of the ranks": str(initialized_axis.groups),
+        "shape": str(axis.shape),
+        "tp_size": str(axis.tp_size),
+        "dtype": str(axis.dtype),
+        "quantization_modes": str([mode.name for mode in axis.modes]),
+        "the tuned choices": axis.choices.digest if axis.choices else "none",
+        "the devices of the ranks": str(axis.groups),
         "the groups that are connected already": communicators.shared_groups(
             device_groups
         ),
         **{
             f"ub_cfgs[{shown(name)}][{shown(key)}] for {mode.name}": str(value)
-            for (name, mode), overlap in initialized_axis.overlaps.items()
+            for (name, mode), overlap in axis.overlaps.items()
             for key, value in overlap.config.items()
         },
     }

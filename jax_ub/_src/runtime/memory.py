@@ -166,12 +166,11 @@ def memory_report() -> MemoryReport:
         The bytes by axis and in total. Prints as a table.
     """
     owners: dict[Group, InitializedAxis] = {}
-    for initialized_axis in registry.domains():
+    for initialized_axis in registry.axes():
         for group in initialized_axis.groups:
             owners.setdefault(group, initialized_axis)
     axes = tuple(
-        _axis_memory(initialized_axis, owners)
-        for initialized_axis in registry.domains()
+        _axis_memory(initialized_axis, owners) for initialized_axis in registry.axes()
     )
     slot_bytes = cpu_engine.load().counters()["slot_bytes"]
     devices = cuda_engine.usable_devices()

@@ -1,8 +1,7 @@
 """The mesh axes that `initialize_ub` has initialized, and their named overlaps.
 
-A named overlap is the communication settings of a layer's pass, such as "qkv_fprop".
-
-Only `initialize_ub` and `destroy_ub` change it.
+A named overlap has the communication settings of one pass of a layer, such as
+"qkv_fprop". Only `initialize_ub` and `destroy_ub` change the registry.
 """
 
 import dataclasses
@@ -11,12 +10,12 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 
-from jax_ub._src.config import resolve
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
     UserBufferQuantizationMode,
 )
+from jax_ub._src.config.resolve import split_name
 from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import (
     ConfigurationTypeError,
@@ -170,7 +169,8 @@ class InitializedAxis:
             # Slots within one process are allocated per call. Shared memory has a fixed
             # size, which must also hold the padding of uneven splits.
             holds = self.capacity
-            needed = math.prod(batch) * _padded(rows, self.tp_size * num_splits)
+            num_chunks = self.tp_size * num_splits
+            needed = math.prod(batch) * -(-rows // num_chunks) * num_chunks
             if needed * features <= holds:
                 return None
         wanted = (-(-needed * features // hidden), hidden)
@@ -185,21 +185,15 @@ class InitializedAxis:
         )
 
 
-def _padded(rows, pieces):
-    return -(-rows // pieces) * pieces
-
-
-_DOMAINS: dict[tuple[str, ...], InitializedAxis] = {}
+_AXES: dict[tuple[str, ...], InitializedAxis] = {}
 _configuration = object()
 
 
 def configuration() -> Hashable:
     """Returns a key that changes with the settings that tracing depends on.
 
-    These are the named overlaps, the default method and the tuned file.
-
-    Caches of traced functions include it in their keys, since tracing looks up names
-    and methods.
+    These are the named overlaps, the default method and the tuned file. Caches of
+    traced functions include it in their keys, since tracing looks up names and methods.
     """
     path = settings.tuned()
     version = None if path is None else settings.version_of_file(path)
@@ -211,41 +205,34 @@ def _change():
     _configuration = object()
 
 
-def add(initialized_axis: InitializedAxis) -> None:
+def add(axis: InitializedAxis) -> None:
     """Registers a mesh axis, so that calls find its named overlaps."""
-    _DOMAINS[initialized_axis.axis_name] = initialized_axis
+    _AXES[axis.axis_name] = axis
     _change()
 
 
 def remove(axis_name: tuple[str, ...]) -> None:
     """Removes a mesh axis and its named overlaps, if it is registered."""
     _change()  # before as well as after, in case an interrupt comes in between
-    _DOMAINS.pop(axis_name, None)
+    _AXES.pop(axis_name, None)
     _change()
 
 
-def domains() -> tuple[InitializedAxis, ...]:
+def axes() -> tuple[InitializedAxis, ...]:
     """Returns all initialized mesh axes, in the order of `initialize_ub` calls."""
-    return tuple(_DOMAINS.values())
+    return tuple(_AXES.values())
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
     """Returns what `initialize_ub` has set up for a mesh axis of this size, or None."""
-    initialized_axis = _DOMAINS.get(axis_name)
-    return (
-        initialized_axis
-        if initialized_axis is not None and initialized_axis.tp_size == num_ranks
-        else None
-    )
+    axis = _AXES.get(axis_name)
+    return axis if axis is not None and axis.tp_size == num_ranks else None
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
     """Raises an error unless `use_fp8` is a bool.
 
     A quantization mode passed by mistake would count as true.
-
-    Raises:
-        ConfigurationTypeError: if it is not a bool. Says where to pass modes.
     """
     if not isinstance(use_fp8, int | np.bool_):
         raise ConfigurationTypeError(
@@ -255,57 +242,46 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
-    """Returns the named overlap for `get_ub`, for example "qkv_fprop".
-
-    Raises:
-        LifecycleError: if no axis is initialized.
-        ConfigurationTypeError: if `use_fp8` is not a bool, or the name is not a string.
-        UnknownOverlapError: if no overlap has this name, or several axes have one.
-    """
-    check_use_fp8(f"get_ub({shown(name)})", use_fp8)
+    """Returns the named overlap for `get_ub`, which documents arguments and errors."""
+    label = f"get_ub({shown(name)})"
+    check_use_fp8(label, use_fp8)
     if not isinstance(name, str):
         raise ConfigurationTypeError(
-            f"get_ub({shown(name)}): the name is of type {type(name).__name__}. Pass "
-            "one "
-            'such as "qkv_fprop".'
+            f"{label}: the name is of type {type(name).__name__}. Pass a string, such "
+            'as "qkv_fprop".'
         )
-    if not _DOMAINS:
+    if not _AXES:
         raise LifecycleError(
-            f"get_ub({shown(name)}): nothing was initialised. Call ub.initialize_ub "
-            "first."
+            f"{label}: no axis is initialized. Call ub.initialize_ub first."
         )
     mode = FP8 if use_fp8 else NONE
-    places = [d for d in domains() if axis_name in (None, d.axis_name)]
-    found = [d.overlaps[name, mode] for d in places if (name, mode) in d.overlaps]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        axes = ", ".join(repr(one.axis_name) for one in found)
+    searched = [axis for axis in axes() if axis_name in (None, axis.axis_name)]
+    if not searched:
         raise UnknownOverlapError(
-            f"get_ub({shown(name)}): several axes have it: {axes}. Pass axis_name=."
+            f"{label}: axis {axis_name} is not initialized. Initialized: {list(_AXES)}."
         )
-    raise UnknownOverlapError(_missing(name, use_fp8, places))
+    found = [
+        axis.overlaps[name, mode] for axis in searched if (name, mode) in axis.overlaps
+    ]
+    if len(found) > 1:
+        names = ", ".join(repr(overlap.axis_name) for overlap in found)
+        raise UnknownOverlapError(
+            f"{label}: several axes have it: {names}. Pass axis_name=."
+        )
+    if not found:
+        raise UnknownOverlapError(f"{label}: {_why_missing(name, use_fp8, searched)}")
+    return found[0]
 
 
-def _missing(name, use_fp8, places):
-    if not places:
-        return f"get_ub({shown(name)}): there are only the axes {list(_DOMAINS)}."
-    known = dict.fromkeys(
-        one for initialized_axis in places for one in initialized_axis.names()
-    )
+def _why_missing(name, use_fp8, searched):
+    known = dict.fromkeys(name for axis in searched for name in axis.names())
     if name in known:
-        modes = sorted(
-            {
-                mode.name
-                for initialized_axis in places
-                for mode in initialized_axis.modes
-            }
-        )
+        modes = sorted({mode.name for axis in searched for mode in axis.modes})
         return (
-            f"get_ub({shown(name)}, use_fp8={use_fp8}): it was initialised for "
+            f"with use_fp8 = {use_fp8} it does not exist. initialize_ub was called for "
             f"quantization_modes {modes} only."
         )
-    return f"get_ub({shown(name)}): no overlap has that name. {nearest(name, known)}"
+    return f"no overlap has this name. {nearest(name, known)}"
 
 
 def find(
@@ -334,46 +310,37 @@ def find(
         UnsupportedOverlapError: if the axis is initialized for another number of ranks,
             or the overlap for FP8 buffers only.
     """
-    initialized_axis = _DOMAINS.get(axis_name)
-    if initialized_axis is None or ub_name is None:
+    axis = _AXES.get(axis_name)
+    if axis is None or ub_name is None:
         return {}
-    layer = resolve.split_name(ub_name)[0]
+    layer, _ = split_name(ub_name)
     found = {}
     for direction in PASSES:
-        overlap = initialized_axis.overlaps.get((f"{layer}_{direction}", NONE))
+        overlap = axis.overlaps.get((f"{layer}_{direction}", NONE))
         if overlap is None and direction == FPROP:
-            overlap = initialized_axis.overlaps.get((layer, NONE))
+            overlap = axis.overlaps.get((layer, NONE))
         if overlap is not None:
             found[direction] = overlap
-    if found:
-        _check_size(label, initialized_axis, num_ranks)
-    elif not isinstance(ub_name, LayerName):
-        _refuse(label, initialized_axis, ub_name, layer)
+    if not found and not isinstance(ub_name, LayerName):
+        raise _unknown_layer(label, axis, ub_name, layer)
+    if found and axis.tp_size != num_ranks:
+        raise UnsupportedOverlapError(
+            f"{label}: axis {axis_name} has {num_ranks} ranks here, but initialize_ub "
+            f"was called for {axis.tp_size}. Use another axis name for the other mesh, "
+            "and initialize that axis too."
+        )
     return found
 
 
-def _check_size(label, initialized_axis, num_ranks):
-    if initialized_axis.tp_size != num_ranks:
-        raise UnsupportedOverlapError(
-            f"{label}: axis {initialized_axis.axis_name} has {num_ranks} ranks here, "
-            f"but "
-            f"initialize_ub was called for {initialized_axis.tp_size}. Use another "
-            f"axis name for "
-            "the other mesh, and initialise that too."
-        )
-
-
-def _refuse(label, initialized_axis, ub_name, layer):
-    known = dict.fromkeys(
-        resolve.split_name(name)[0] for name in initialized_axis.names()
-    )
+def _unknown_layer(label, axis, ub_name, layer):
+    known = dict.fromkeys(split_name(name)[0] for name in axis.names())
     if layer in known:
-        raise UnsupportedOverlapError(
-            f"{label}: {shown(ub_name)} was initialised for FP8 buffers only, but the "
+        return UnsupportedOverlapError(
+            f"{label}: {shown(ub_name)} is initialized for FP8 buffers only, but the "
             "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE])."
         )
-    raise UnknownNameError(
-        f"{label}: axis {initialized_axis.axis_name} has no overlap {shown(ub_name)}. "
+    return UnknownNameError(
+        f"{label}: axis {axis.axis_name} has no overlap {shown(ub_name)}. "
         f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
         "leave ub_name out."
     )

@@ -14,7 +14,7 @@ _MOST_THREADS = 1 << 20
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_FIRST_CALL_TIMEOUT_S = 600.0
 _WORDS = (
-    *("ALLOW_TF32", "BOOTSTRAP_DIR", "FIRST_CALL_TIMEOUT_S", "HOST_ID", "ISA"),
+    *("ALLOW_TF32", "FIRST_CALL_TIMEOUT_S", "HOST_ID", "ISA"),
     *("METHOD", "NUM_THREADS", "NVLS", "TIMEOUT_S", "TUNED"),
 )
 NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
@@ -132,14 +132,6 @@ def host_id() -> str | None:
     Processes with different values do not share memory.
     """
     return os.environ.get("JAX_UB_HOST_ID") or None
-
-
-def bootstrap_dir() -> str | None:
-    """Returns `JAX_UB_BOOTSTRAP_DIR`: the directory of `bootstrap_backend="file"`.
-
-    It is used if the argument does not name a directory itself.
-    """
-    return os.environ.get("JAX_UB_BOOTSTRAP_DIR") or None
 
 
 def pool_threads() -> int | None:

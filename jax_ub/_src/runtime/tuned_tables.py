@@ -38,9 +38,9 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
             process's devices and libraries.
     """
-    initialized_axis = registry.on_axis(axis_name, num_ranks)
-    if initialized_axis is not None and initialized_axis.choices is not None:
-        return initialized_axis.choices
+    axis = registry.on_axis(axis_name, num_ranks)
+    if axis is not None and axis.choices is not None:
+        return axis.choices
     return of_process()
 
 
@@ -54,11 +54,7 @@ def on_no_axis() -> TunedTable | None:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
             process's devices and libraries.
     """
-    found = {
-        initialized_axis.choices
-        for initialized_axis in registry.domains()
-        if initialized_axis.choices
-    }
+    found = {axis.choices for axis in registry.axes() if axis.choices}
     return found.pop() if len(found) == 1 else of_process()
 
 

@@ -61,9 +61,9 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
 
     If it was not called, it is called on a small mesh, to report its defaults.
     """
-    if registry.domains():
+    if registry.axes():
         yield from _connections()
-        yield from map(_finding_of, registry.domains())
+        yield from map(_finding_of, registry.axes())
         return
     mesh = trials.mesh_of(together)
     try:
@@ -74,7 +74,7 @@ def named_overlaps(together: bool) -> Iterator[Finding]:
     yield from _connections()
     if together:
         yield from trials.methods_on(mesh)
-    (initialized_axis,) = registry.domains()
+    (initialized_axis,) = registry.axes()
     text = f"not called here; the defaults are {_methods_of(initialized_axis)}"
     destroy_ub()
     yield Finding("initialize_ub", State.NOTE, text)

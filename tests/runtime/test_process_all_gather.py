@@ -1,4 +1,4 @@
-"""Threads stand for processes, and a dictionary for what they share."""
+"""All-gathers between threads, which stand for processes, over a dictionary."""
 
 import json
 import random
@@ -8,14 +8,13 @@ import time
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.runtime.bootstrap import process_all_gather as bootstrap_agreement
-from jax_ub._src.runtime.bootstrap.directory import Directory
-from jax_ub._src.runtime.bootstrap.process_all_gather import ProcessAllGather
+from jax_ub._src.runtime import process_all_gather
+from jax_ub._src.runtime.process_all_gather import ProcessAllGather
 
 TIMEOUT_S = 20.0
 
 
-class Notes(dict):
+class MemoryStore(dict):
     """A store in memory."""
 
     write = dict.__setitem__
@@ -28,33 +27,33 @@ class Notes(dict):
 class Behind:
     """How a process sees a store that sleeps from before an answer to a new attempt."""
 
-    def __init__(self, notes):
-        self._notes = notes
-        self._collectors = set()
-        self.write, self.erase = notes.write, notes.erase
+    def __init__(self, store):
+        self._store = store
+        self._coordinators = set()
+        self.write, self.erase = store.write, store.erase
 
     def read(self, key):
-        if key.startswith("answer") and len(self._collectors) < 2:
+        if key.startswith("answer") and len(self._coordinators) < 2:
             return None
-        note = self._notes.read(key)
-        if key == "collector" and len(self._collectors) == 1:
-            while note is None or json.loads(note)[0] in self._collectors:
+        message = self._store.read(key)
+        if key == "coordinator" and len(self._coordinators) == 1:
+            while message is None or json.loads(message)[0] in self._coordinators:
                 time.sleep(0.001)  # for ever, if there is none: together() gives up
-                note = self._notes.read(key)
-        if key == "collector" and note is not None:
-            self._collectors.add(json.loads(note)[0])
-        return note
+                message = self._store.read(key)
+        if key == "coordinator" and message is not None:
+            self._coordinators.add(json.loads(message)[0])
+        return message
 
 
 def together(*functions):
     """Runs the functions at the same time; returns results and exceptions."""
     results = [None] * len(functions)
 
-    def run(device_groups, function):
+    def run(index, function):
         try:
-            results[device_groups] = function()
+            results[index] = function()
         except Exception as error:
-            results[device_groups] = error
+            results[index] = error
 
     threads = [
         threading.Thread(target=run, args=one, daemon=True)
@@ -84,21 +83,21 @@ class Clock:
             time.sleep(0.001)  # for ever, if it is not: together() gives up
         self.now_s += seconds
 
-    def pass_when_collector_waits_for(self, store, processes, seconds):
+    def pass_when_coordinator_waits_for(self, store, processes, seconds):
         """The same as a function for `together`: when all others have come."""
         return lambda: self.pass_when(lambda: waited_for(store) == processes, seconds)
 
 
 def waited_for(store):
-    """Whom the collector waits for, None before it has said so."""
-    note = store.read("collector")
-    return note and json.loads(note)[1]
+    """Whom the coordinator waits for, None before it has said so."""
+    message = store.read("coordinator")
+    return message and json.loads(message)[1]
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(bootstrap_agreement, "time", clock)
+    monkeypatch.setattr(process_all_gather, "time", clock)
     return clock
 
 
@@ -107,15 +106,15 @@ def member(store, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.
 
     def run():
         time.sleep(after_s)
-        with ProcessAllGather(store, process, processes, timeout_s) as agreement:
-            return [agreement.gather(value) for value in values]
+        with ProcessAllGather(store, process, processes, timeout_s) as all_gather:
+            return [all_gather.gather(value) for value in values]
 
     return run
 
 
 @pytest.mark.parametrize("processes", [(0, 1), (3, 1, 7), tuple(range(12))])
-def test_all_values_reach_all_in_every_round(processes):
-    store = Notes()
+def test_all_processes_get_all_values_in_every_round(processes):
+    store = MemoryStore()
     found = together(
         *(member(store, p, processes, [f"a{p}", {"b": p}]) for p in processes)
     )
@@ -124,38 +123,38 @@ def test_all_values_reach_all_in_every_round(processes):
     assert found == [[first, second]] * len(processes)
 
 
-def test_a_process_that_sleeps_takes_its_answer_and_then_part_in_the_next_attempt():
-    notes = Notes()
+def test_a_slow_process_reads_its_answer_and_joins_the_next_attempt():
+    store = MemoryStore()
 
     def twice(store, process):
         values = [f"a{process}"], [f"b{process}"]
         return [member(store, process, (0, 1), each)() for each in values]
 
-    found = together(lambda: twice(notes, 0), lambda: twice(Behind(notes), 1))
+    found = together(lambda: twice(store, 0), lambda: twice(Behind(store), 1))
     assert found == [[[{0: "a0", 1: "a1"}], [{0: "b0", 1: "b1"}]]] * 2
-    assert not notes
+    assert not store
 
 
-def test_nothing_is_left_on_the_board():
-    store = Notes()
+def test_no_message_is_left_in_the_store():
+    store = MemoryStore()
     for _ in range(3):
         together(*(member(store, p, (0, 1, 2), ["x"]) for p in range(3)))
     assert not store
 
 
-def test_one_process_agrees_with_itself():
-    assert member(Notes(), 4, (4,), ["x"])() == [{4: "x"}]
+def test_one_process_gathers_its_own_value():
+    assert member(MemoryStore(), 4, (4,), ["x"])() == [{4: "x"}]
 
 
 def test_late_processes_are_waited_for():
-    store = Notes()
+    store = MemoryStore()
     found = together(
         member(store, 0, (0, 1, 2), ["a"]),
         member(store, 1, (0, 1, 2), ["b"], after_s=0.2),
         member(store, 2, (0, 1, 2), ["c"], after_s=0.4),
     )
     assert found == [[{0: "a", 1: "b", 2: "c"}]] * 3
-    store = Notes()
+    store = MemoryStore()
     found = together(
         member(store, 0, (0, 1), ["a"], after_s=0.3), member(store, 1, (0, 1), ["b"])
     )
@@ -163,29 +162,29 @@ def test_late_processes_are_waited_for():
 
 
 def test_missing_processes_are_named_on_all_others(clock):
-    store = Notes()
+    store = MemoryStore()
     *found, _ = together(
         member(store, 0, (0, 1, 2, 3), ["a"], timeout_s=0.3),
         member(store, 2, (0, 1, 2, 3), ["c"], timeout_s=5),
-        clock.pass_when_collector_waits_for(store, [1, 3], 1.0),
+        clock.pass_when_coordinator_waits_for(store, [1, 3], 1.0),
     )
     for error in found:
         assert isinstance(error, ub.errors.TimeoutError)
         assert "processes [1, 3] did not take part within 0.3 s" in str(error)
 
 
-def test_a_missing_collector_is_named():
-    error = together(member(Notes(), 1, (0, 1), ["a"], timeout_s=0.2))[0]
+def test_a_missing_coordinator_is_named():
+    error = together(member(MemoryStore(), 1, (0, 1), ["a"], timeout_s=0.2))[0]
     assert isinstance(error, ub.errors.TimeoutError)
     assert "process 0 did not take part within 0.2 s" in str(error)
 
 
-def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less(clock):
-    store = Notes()
+def test_a_member_with_a_shorter_timeout_names_the_missing_process(clock):
+    store = MemoryStore()
     *found, _ = together(
         member(store, 0, (0, 1, 2), ["a"], timeout_s=3),
         member(store, 1, (0, 1, 2), ["b"], timeout_s=0.5),
-        clock.pass_when_collector_waits_for(store, [2], 1.0),
+        clock.pass_when_coordinator_waits_for(store, [2], 1.0),
     )
     text = "process 2 did not take part within 0.5 s"
     assert str(found[1]).startswith(f"initialize_ub: {text}")
@@ -195,14 +194,14 @@ def test_whom_the_collector_waits_for_is_named_by_those_that_wait_less(clock):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
-    store = Notes()
+    store = MemoryStore()
 
     def run(process):
-        with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as agreement:
-            agreement.gather("ready")
+        with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as all_gather:
+            all_gather.gather("ready")
             if process == failing:
                 raise OSError("no descriptor left")
-            agreement.gather("done")
+            all_gather.gather("done")
 
     found = together(*(lambda p=p: run(p) for p in range(3)))
     assert isinstance(found[failing], OSError)
@@ -214,17 +213,17 @@ def test_a_process_that_fails_between_rounds_is_named_on_all_others(failing):
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("begins_first", [True, False])
-def test_an_interrupt_before_any_note_is_told(interrupted, begins_first):
-    store = Notes()
+def test_an_interrupt_before_any_message_is_reported(interrupted, begins_first):
+    store = MemoryStore()
 
     def run(process):
         if (process == interrupted) != begins_first:
             time.sleep(0.2)
         try:
-            with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as agreement:
+            with ProcessAllGather(store, process, (0, 1, 2), TIMEOUT_S) as all_gather:
                 if process == interrupted:
                     raise KeyboardInterrupt
-                agreement.gather("ready")
+                all_gather.gather("ready")
         except KeyboardInterrupt as interrupt:
             return interrupt
 
@@ -237,13 +236,13 @@ def test_an_interrupt_before_any_note_is_told(interrupted, begins_first):
     assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
 
 
-def test_a_process_that_comes_after_a_failure_is_told_too():
-    store = Notes()
+def test_a_process_that_arrives_after_a_failure_learns_of_it():
+    store = MemoryStore()
 
     def fails():
-        with ProcessAllGather(store, 2, (0, 1, 2), TIMEOUT_S) as agreement:
-            while not agreement._repeats:
-                agreement._repeat(bootstrap_agreement._read(store, "collector"))
+        with ProcessAllGather(store, 2, (0, 1, 2), TIMEOUT_S) as all_gather:
+            while not all_gather._repeats:
+                all_gather._repeat(process_all_gather._read(store, "coordinator"))
             raise OSError("no descriptor left")
 
     found = together(
@@ -259,8 +258,10 @@ def test_a_process_that_comes_after_a_failure_is_told_too():
 def test_a_process_that_has_died_is_not_waited_for(dead):
     def run(process):
         lost = {dead: "(pid 7) died"}.get
-        with ProcessAllGather(Notes(), process, (0, 1), TIMEOUT_S, lost) as agreement:
-            agreement.gather("ready")
+        with ProcessAllGather(
+            MemoryStore(), process, (0, 1), TIMEOUT_S, lost
+        ) as all_gather:
+            all_gather.gather("ready")
 
     (found,) = together(lambda: run(1 - dead))
     assert isinstance(found, ub.errors.CommunicatorError)
@@ -268,26 +269,26 @@ def test_a_process_that_has_died_is_not_waited_for(dead):
     assert str(found) == f"initialize_ub: process {dead} (pid 7) died."
 
 
-def test_who_did_its_part_and_died_is_not_missed():
-    store = Notes()
+def test_the_value_of_a_process_that_died_afterwards_counts():
+    store = MemoryStore()
 
     def run(process, lost=lambda process: None):
-        with ProcessAllGather(store, process, (0, 1), TIMEOUT_S, lost) as agreement:
-            return agreement.gather(process)
+        with ProcessAllGather(store, process, (0, 1), TIMEOUT_S, lost) as all_gather:
+            return all_gather.gather(process)
 
     def is_lost(process):
-        # Its part is done once its note answers this attempt of the collector.
-        note = store.read("1")
-        return "died" if note and json.loads(note)["repeats"] else None
+        # Its part is done once its message answers this attempt of the coordinator.
+        message = store.read("1")
+        return "died" if message and json.loads(message)["repeats"] else None
 
     found = together(lambda: run(0, is_lost), lambda: run(1))
     assert found == [{0: 0, 1: 1}] * 2
 
 
-def test_what_a_dead_job_left_is_no_answer():
-    dead = Notes()
+def test_messages_of_a_dead_job_are_ignored():
+    dead = MemoryStore()
 
-    class Kept(Notes):
+    class Kept(MemoryStore):
         """What a job leaves that is killed: nothing is erased."""
 
         def erase(self, key):
@@ -296,21 +297,21 @@ def test_what_a_dead_job_left_is_no_answer():
     dead = Kept()
     together(*(member(dead, p, (0, 1), ["old", "old"]) for p in range(2)))
     assert dead
-    store = Notes(dead)
+    store = MemoryStore(dead)
     error = together(member(store, 1, (0, 1), ["new"], timeout_s=0.2))[0]
     assert isinstance(error, ub.errors.TimeoutError)
-    store = Notes(dead)
+    store = MemoryStore(dead)
     error = together(member(store, 0, (0, 1), ["new"], timeout_s=0.2))[0]
     assert "process 1 did not take part" in str(error)
-    store = Notes(dead)
+    store = MemoryStore(dead)
     found = together(
         member(store, 0, (0, 1), ["new"], after_s=0.1), member(store, 1, (0, 1), ["n"])
     )
     assert found == [[{0: "new", 1: "n"}]] * 2
 
 
-def test_an_attempt_that_failed_does_not_spoil_the_next():
-    store = Notes()
+def test_a_failed_attempt_does_not_affect_the_next():
+    store = MemoryStore()
     for missing in (0, 1, 2):
         there = [p for p in range(3) if p != missing]
         errors = together(
@@ -321,32 +322,32 @@ def test_an_attempt_that_failed_does_not_spoil_the_next():
         assert found == [[{0: 0, 1: 1, 2: 2}]] * 3
 
 
-def test_a_process_that_begins_again_is_not_taken_for_its_first_attempt():
-    store = Notes()
+def test_a_second_attempt_of_a_process_is_not_mistaken_for_its_first():
+    store = MemoryStore()
 
-    def collector():
-        with ProcessAllGather(store, 0, (0, 1, 2), TIMEOUT_S) as agreement:
-            agreement.gather("first")
-            return agreement.gather("second")
+    def coordinator():
+        with ProcessAllGather(store, 0, (0, 1, 2), TIMEOUT_S) as all_gather:
+            all_gather.gather("first")
+            return all_gather.gather("second")
 
     def impatient():
-        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as agreement:
-            agreement.gather("first")
+        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as all_gather:
+            all_gather.gather("first")
         time.sleep(0.2)
-        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as agreement:
-            return agreement.gather("first")
+        with ProcessAllGather(store, 1, (0, 1, 2), TIMEOUT_S) as all_gather:
+            return all_gather.gather("first")
 
     found = together(
-        collector, impatient, member(store, 2, (0, 1, 2), ["first", "second"])
+        coordinator, impatient, member(store, 2, (0, 1, 2), ["first", "second"])
     )
-    assert "process 1 gave up and began again" in str(found[0])
-    assert "process 1 gave up and began again" in str(found[2])
+    assert "process 1 failed and started again" in str(found[0])
+    assert "process 1 failed and started again" in str(found[2])
     assert isinstance(found[1], ub.errors.CommunicatorError)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_round_may_last_several_deadlines(late, clock):
-    store = Notes()
+def test_a_round_may_have_a_longer_timeout(late, clock):
+    store = MemoryStore()
 
     def other_is_in_the_second_round():
         if late == 0:
@@ -354,20 +355,20 @@ def test_a_round_may_last_several_deadlines(late, clock):
         return waited_for(store) == [1]
 
     def run(process):
-        with ProcessAllGather(store, process, (0, 1), 0.3) as agreement:
-            agreement.gather("connect")
+        with ProcessAllGather(store, process, (0, 1), 0.3) as all_gather:
+            all_gather.gather("connect")
             if process == late:
                 clock.pass_when(other_is_in_the_second_round, 0.6)
-            return agreement.gather("done", 6)
+            return all_gather.gather("done", 6)
 
     found = together(*(lambda p=p: run(p) for p in range(2)))
     assert found == [{0: "done", 1: "done"}] * 2
 
 
 def test_several_attempts_at_once_do_not_mix():
-    boards = [Notes(), Notes()]
+    stores = [MemoryStore(), MemoryStore()]
     found = together(
-        *(member(boards[i], p, (0, 1), [f"{i}{p}"]) for i in range(2) for p in range(2))
+        *(member(stores[i], p, (0, 1), [f"{i}{p}"]) for i in range(2) for p in range(2))
     )
     expected = [[{0: f"{i}0", 1: f"{i}1"}] for i in range(2) for _ in range(2)]
     assert found == expected
@@ -376,7 +377,7 @@ def test_several_attempts_at_once_do_not_mix():
 @pytest.mark.parametrize("seed", range(4))
 def test_random_delays_and_values_always_agree(seed):
     draw = random.Random(seed)
-    store, processes = Notes(), draw.sample(range(20), draw.randint(2, 6))
+    store, processes = MemoryStore(), draw.sample(range(20), draw.randint(2, 6))
     rounds = draw.randint(1, 4)
     members = [
         member(
@@ -391,12 +392,3 @@ def test_random_delays_and_values_always_agree(seed):
     expected = [{p: [p, r] for p in sorted(processes)} for r in range(rounds)]
     assert together(*members) == [expected] * len(processes)
     assert not store
-
-
-def test_processes_agree_through_files(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    boards = [Directory(str(folder), "axis_name=('tp',)") for _ in range(3)]
-    for _ in range(3):
-        found = together(*(member(boards[p], p, (0, 1, 2), [p, "x"]) for p in range(3)))
-        assert found == [[{0: 0, 1: 1, 2: 2}, dict.fromkeys(range(3), "x")]] * 3
-    assert not list(folder.iterdir())

@@ -1,34 +1,46 @@
 """All-gathers one value per process, or raises on every process.
 
 The error names the processes that are missing. The process with the lowest index is the
-collector. Messages of a dead job or of an abandoned attempt are ignored: the collector
-and every member draw a random number (a nonce) for each attempt. The collector accepts
-only messages that repeat its number, and writes its answer to a key with the member's
-number.
+coordinator. Messages of a dead job or of an abandoned attempt are ignored: the
+coordinator and every member draw a random number (a nonce) for each attempt. The
+coordinator accepts only messages that repeat its number, and writes its answer to a key
+with the member's number.
 
-    collector                        member 1
-    "collector": [number c, ...]  ->  reads c
-    reads "1" if it repeats c     <-  "1": {number n, repeats c, values}
-    "answer.n": all values        ->  returns the values
+    coordinator                          member 1
+    "coordinator": [number c, ...]  ->  reads c
+    reads "1" if it repeats c       <-  "1": {number n, repeats c, values}
+    "answer.n": all values          ->  returns the values
 """
 
 import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
-from jax_ub._src.runtime.bootstrap.store import KeyValueStore
 
 # The longest pause between two polls. With more than 50 other processes it is
 # _PAUSE_S_PER_PROCESS times their number, since all processes poll the same service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
 # How long an interrupted process waits for others, to send them the failure.
-TELL_S = 2.0
+NOTIFY_S = 2.0
 
 Values = dict[int, Any]  # JSON values, by process index
+
+
+class KeyValueStore(Protocol):
+    """A store of text messages by key, shared by all processes."""
+
+    def write(self, key: str, text: str) -> None:
+        """Stores a message, replacing an earlier one of the same key."""
+
+    def read(self, key: str) -> str | None:
+        """Returns the message of a key, or None if there is none yet."""
+
+    def erase(self, key: str) -> None:
+        """Deletes the message of a key, if there is one."""
 
 
 class ProcessAllGather:
@@ -63,79 +75,79 @@ class ProcessAllGather:
         self._lost = lost
         self._process = process
         self._others = sorted(set(processes) - {process})
-        self._collector = min(processes)
+        self._coordinator = min(processes)
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        self._numbers: dict[int, str] = {}  # collector: known numbers of the members
-        self._answers: dict[
-            int, list
-        ] = {}  # collector: one answer per round, by member
-        self._repeats = ""  # member: the collector's number
-        self._is_bound = False  # member: an answer has confirmed the collector's number
-        self._is_told = False  # the known processes have been sent the failure
-        self._failed: Any = None  # collector: the failure that it has sent
-        self._left: set[int] = set()  # processes that have ended their attempt
+        # Of the coordinator: the number of each member that it has seen, one answer per
+        # round for each, and the failure that it has sent.
+        self._numbers: dict[int, str] = {}
+        self._answers: dict[int, list] = {}
+        self._failure: dict[str, Any] = {}
+        self._ended: set[int] = set()  # processes that have ended their attempt
+        # Of a member: the coordinator's number, and whether an answer has confirmed it.
+        self._repeats = ""
+        self._is_confirmed = False
+        self._has_sent_failure = False  # to all processes seen so far
 
     def __enter__(self) -> "ProcessAllGather":
-        """Returns the attempt itself."""
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         """Deletes this process's messages; sends an error to the other processes."""
-        failed = {}
-        if error is not None and not self._is_told:
-            failed = self._failure(error)
-        if self._process == self._collector:
+        failure = {}
+        if error is not None and not self._has_sent_failure:
+            failure = self._describe(error)
+        if self._process == self._coordinator:
             if error is not None:
-                self._tell_all(failed, error)
+                self._send_to_members(failure, error)
             self.has_ended = True
-            self._store.erase("collector")
+            self._store.erase("coordinator")
             return
-        if failed and not self._repeats and not isinstance(error, Exception):
-            self._look_for_collector()
+        if failure and not self._repeats and not isinstance(error, Exception):
+            self._wait_for_coordinator()
         self.has_ended = True
-        if failed and self._repeats:
-            self._write_own(failed)
+        if failure and self._repeats:
+            self._write_own(failure)
         else:
             self._store.erase(str(self._process))
         self._store.erase(f"answer.{self._number}")
 
-    def _tell_all(self, failed, error):
-        """Sends the collector's failure to all members.
+    def _send_to_members(self, failure, error):
+        """Sends the coordinator's failure, also to members that arrive in time.
 
-        Waits up to `TELL_S` for members that have not arrived yet.
+        Waits up to `NOTIFY_S` for members that have not arrived yet.
         """
-        known = set() if failed else set(self._numbers)
-        end_s = time.monotonic() + TELL_S
+        known = set() if failure else set(self._numbers)
+        end_s = time.monotonic() + NOTIFY_S
         if not isinstance(error, TimeoutError):
-            self._store.write("collector", json.dumps([self._number, self._others]))
-            while self._meet_more() and time.monotonic() < end_s:
+            self._announce(self._others)
+            while not self._has_seen_all() and time.monotonic() < end_s:
                 time.sleep(_LONGEST_PAUSE_S)
-        self._answer(failed or self._failed, set(self._numbers) - known)
+        self._answer(failure or self._failure, set(self._numbers) - known)
 
-    def _meet_more(self):
+    def _has_seen_all(self):
         for other in self._others:
-            note = _read(self._store, str(other))
-            if note is not None and note["repeats"] == self._number:
-                if "failed" in note:
-                    self._left.add(other)
-                elif other not in self._left:
-                    self._numbers.setdefault(other, note["number"])
-        return len(self._left | set(self._numbers)) < len(self._others)
+            message = _read(self._store, str(other))
+            if message is not None and message["repeats"] == self._number:
+                if "failed" in message:
+                    self._ended.add(other)
+                elif other not in self._ended:
+                    self._numbers.setdefault(other, message["number"])
+        return len(self._ended | set(self._numbers)) == len(self._others)
 
-    def _look_for_collector(self):
-        end_s = time.monotonic() + TELL_S
+    def _wait_for_coordinator(self):
+        end_s = time.monotonic() + NOTIFY_S
         while not self._repeats and time.monotonic() < end_s:
-            self._repeat(_read(self._store, "collector"))
+            self._repeat(_read(self._store, "coordinator"))
             time.sleep(_LONGEST_PAUSE_S)
 
-    def _failure(self, error):
+    def _describe(self, error):
         # The text of a jax_ub error is meaningful in any process. The `repr` of another
         # exception adds its type.
         is_own = isinstance(error, UbError)
-        why = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
-        text = f"initialize_ub: process {self._process} failed: {why}"
+        reason = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
+        text = f"initialize_ub: process {self._process} failed: {reason}"
         return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
 
     def gather(self, value: Any, timeout_s: float | None = None) -> Values:
@@ -157,7 +169,7 @@ class ProcessAllGather:
         if not self._others:
             return {self._process: value}
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if self._process == self._collector:
+        if self._process == self._coordinator:
             return self._run_coordinator(value, timeout_s)
         return self._run_member(timeout_s)
 
@@ -168,7 +180,7 @@ class ProcessAllGather:
         while True:
             waiting = [other for other in self._others if other not in found]
             if waiting != announced:
-                self._store.write("collector", json.dumps([self._number, waiting]))
+                self._announce(waiting)
                 announced = waiting
             if not waiting:
                 break
@@ -180,7 +192,7 @@ class ProcessAllGather:
                     found[other] = values[len(self._rounds) - 1]
             for other, how in lost.items():
                 if how is not None and other not in found:
-                    self._left.add(other)
+                    self._ended.add(other)
                     self._fail(f"initialize_ub: process {other} {how}.")
             if waiting[-1] not in found and pause.is_over():
                 missing = [other for other in waiting if other not in found]
@@ -189,89 +201,88 @@ class ProcessAllGather:
         self._answer({"values": sorted(found.items())}, self._numbers)
         return found
 
+    def _announce(self, waiting):
+        self._store.write("coordinator", json.dumps([self._number, waiting]))
+
     def _values_of(self, other):
-        note = _read(self._store, str(other))
-        if note is None or note["repeats"] != self._number:
+        message = _read(self._store, str(other))
+        if message is None or message["repeats"] != self._number:
             return []
-        if self._numbers.setdefault(other, note["number"]) != note["number"]:
+        if self._numbers.setdefault(other, message["number"]) != message["number"]:
             # Also sends the failure to the new attempt of that process.
-            self._numbers[other], self._answers[other] = note["number"], []
-            self._fail(f"initialize_ub: process {other} gave up and began again.")
-        if "failed" in note:
+            self._numbers[other], self._answers[other] = message["number"], []
+            self._fail(f"initialize_ub: process {other} failed and started again.")
+        if "failed" in message:
             del self._numbers[other]
-            self._left.add(other)
-            self._fail(note["failed"], _kind_of(note))
-        return note["values"]
+            self._ended.add(other)
+            self._fail(message["failed"], _kind_of(message))
+        return message["values"]
 
     def _fail(self, text, kind=CommunicatorError):
-        self._failed = {"failed": text, "is_timeout": kind is TimeoutError}
-        self._answer(self._failed, self._numbers)
-        self._is_told = True
+        self._failure = {"failed": text, "is_timeout": kind is TimeoutError}
+        self._answer(self._failure, self._numbers)
+        self._has_sent_failure = True
         raise kind(text)
 
     def _answer(self, answer, others):
         for other in others:
-            number = self._numbers[other]
             answers = self._answers.setdefault(other, [])
             answers.append(answer)
-            self._store.write(f"answer.{number}", json.dumps(answers))
+            self._store.write(f"answer.{self._numbers[other]}", json.dumps(answers))
 
     def _run_member(self, timeout_s):
         self._write_own()
         pause = _Pause(timeout_s, len(self._others))
         while True:
-            how = self._lost(self._collector)
-            # Must be read before the answer. A collector that restarts its attempt
+            how = self._lost(self._coordinator)
+            # Must be read before the answer. A coordinator that restarts its attempt
             # first answers with the failure and then writes a new number. So a member
             # that sees the new number also sees the failure, and does not send the
             # values of the old attempt to the new one.
-            collector = _read(self._store, "collector")
+            coordinator = _read(self._store, "coordinator")
             answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
                 break
             if how is not None:
                 raise CommunicatorError(
-                    f"initialize_ub: process {self._collector} {how}."
+                    f"initialize_ub: process {self._coordinator} {how}."
                 )
-            waiting = self._repeat(collector)
+            waiting = self._repeat(coordinator)
             if pause.is_over():
-                text = _missing_text(self._missing(waiting), timeout_s)
-                raise TimeoutError(text)
+                # If the coordinator waits for no other process, it is itself missing.
+                missing = [other for other in waiting if other != self._process]
+                missing = missing or [self._coordinator]
+                raise TimeoutError(_missing_text(missing, timeout_s))
             pause.take()
-        self._is_bound = True
+        self._is_confirmed = True
         answer = answers[-1]
         if "failed" in answer:
-            self._is_told = True
+            self._has_sent_failure = True
             raise _kind_of(answer)(answer["failed"])
         return {int(process): value for process, value in answer["values"]}
 
-    def _repeat(self, note):
-        """Writes the collector's number into this process's message.
+    def _repeat(self, message):
+        """Writes the coordinator's number into this process's message.
 
         Returns:
-            The processes for which the collector is waiting.
+            The processes for which the coordinator is waiting.
         """
-        if note is None:
+        if message is None:
             return []
-        number, waiting = note
-        if number != self._repeats and not self._is_bound:
+        number, waiting = message
+        if number != self._repeats and not self._is_confirmed:
             self._repeats = number
             self._write_own()
         return waiting
 
-    def _missing(self, waiting):
-        others = [other for other in waiting if other != self._process]
-        # If the collector waits for no other process, the collector itself is missing.
-        return others or [self._collector]
-
-    def _write_own(self, failed=None):
-        note = {
+    def _write_own(self, failure=None):
+        message = {
             "number": self._number,
             "repeats": self._repeats,
             "values": self._rounds,
-            **(failed or {}),
+            **(failure or {}),
         }
-        self._store.write(str(self._process), json.dumps(note))
+        self._store.write(str(self._process), json.dumps(message))
 
 
 class _Pause:
@@ -296,14 +307,14 @@ def _read(store, key):
     return None if text is None else json.loads(text)
 
 
-def _kind_of(failed):
-    return TimeoutError if failed["is_timeout"] else CommunicatorError
+def _kind_of(failure):
+    return TimeoutError if failure["is_timeout"] else CommunicatorError
 
 
 def _missing_text(missing, timeout_s):
     who = f"process {missing[0]}" if len(missing) == 1 else f"processes {missing}"
     return (
-        f"initialize_ub: {who} did not take part within {timeout_s:g} s. Every process "
-        "of the mesh must call it, with that mesh; JAX_UB_TIMEOUT_S is the time they "
-        "have."
+        f"initialize_ub: {who} did not take part within {timeout_s:g} s. Call it in "
+        "every process of the mesh, with the same mesh. JAX_UB_TIMEOUT_S sets the "
+        "timeout."
     )

@@ -1,1 +1,0 @@
-"""Bootstrap: the processes of a mesh find each other and exchange values."""
