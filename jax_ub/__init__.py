@@ -43,7 +43,7 @@ from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 if TYPE_CHECKING:
     from jax_ub import flax, ops
     from jax_ub._src.tools.explain.program import explain
-    from jax_ub._src.tools.trace.record import trace
+    from jax_ub._src.tools.trace.recorder import trace
 
 __all__ = [
     "CommOverlap",
@@ -83,7 +83,7 @@ __all__ = [
 _LAZY_MODULES = ("flax", "ops")
 _LAZY_NAMES = {
     "explain": "jax_ub._src.tools.explain.program",
-    "trace": "jax_ub._src.tools.trace.record",
+    "trace": "jax_ub._src.tools.trace.recorder",
 }
 # Modules of release 0.1 that are private now.
 _DEPRECATED_MODULES = {

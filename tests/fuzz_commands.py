@@ -58,8 +58,8 @@ _OPTIONS = {
 _MORE = {
     "simulate": ("--hardware", "--layer", "--gflops", "--copy-gbs", "--json", "--png"),
     "trace": (
-        *("--op", "--method", "--tp", "--shape", "--dtype", "--repeats", "--label"),
-        *("--processes", "--devices-per-process", "--json", "--png", "program"),
+        *("--op", "--method", "--tp", "--shape", "--dtype", "--repeats"),
+        *("--processes", "--devices-per-process", "--json", "program"),
     ),
     "explain": ("--json",),
     "launch": ("--devices-per-process", "--hosts", "--timeout", "--linger", "--grace"),

@@ -13,7 +13,7 @@ from jax_ub import __main__
 from jax_ub._src.config import tuned_file
 from jax_ub._src.files import InputError
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools.launch.environment import MOST
+from jax_ub._src.tools.launch.parts import MOST
 from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
 from jax_ub.flax import linen
 
@@ -70,7 +70,7 @@ def test_a_full_disk_ends_a_report_with_the_reason():
 def test_an_output_whose_name_is_too_long_is_rejected(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["simulate", "--json", "x" * 5000])
-    assert "is no name of a file: File name too long." in capsys.readouterr().err
+    assert "is not a file name: File name too long." in capsys.readouterr().err
 
 
 def test_more_threads_than_a_machine_can_run_are_rejected(monkeypatch):

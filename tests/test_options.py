@@ -1,16 +1,79 @@
+"""Tests the parsers of command-line options."""
+
+import argparse
+import os
 import sys
 
 import pytest
 
+from jax_ub import __main__
 from jax_ub._src.tools import options
+from jax_ub._src.tools.options import name_of, names_of, output_path, picture_path
 from jax_ub.errors import UnsupportedOverlapError
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "psutil"])
-def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch, package):
+def test_missing_package_is_an_error_that_names_its_extra(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         UnsupportedOverlapError,
         match=rf"bench: --plot requires {package}, .* pip install 'jax_ub\[bench\]'",
     ):
         options.load_extra(package, "bench: --plot")
+
+
+def test_names_are_parsed_and_unknown_ones_suggest_the_nearest():
+    assert name_of({"f32": 4, "bf16": 2})("bf16") == "bf16"
+    assert names_of(("f32", "bf16"))("bf16,f32") == ("bf16", "f32")
+    for parse in (name_of(("f32", "bf16")), names_of(("f32", "bf16"))):
+        with pytest.raises(argparse.ArgumentTypeError, match="'f33' is not known. Did"):
+            parse("f33")
+
+
+def test_file_in_an_existing_folder_is_accepted(tmp_path):
+    assert output_path(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert output_path("new.json").name == "new.json"
+
+
+def test_folder_is_rejected_as_output_file(tmp_path):
+    with pytest.raises(argparse.ArgumentTypeError, match="is a folder. Name a file"):
+        output_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["old.json", "new.json"])
+def test_file_without_write_permission_is_rejected(name, tmp_path, monkeypatch):
+    (tmp_path / "old.json").touch()
+    asked = []
+    # Root has all permissions.
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{name}' is not writable"):
+        output_path(str(tmp_path / name))
+    assert asked == [tmp_path / name if name == "old.json" else tmp_path]
+
+
+@pytest.mark.parametrize("name", ["found", "found.xyz"])
+def test_suffix_of_an_image_selects_its_format(name, tmp_path):
+    assert picture_path(str(tmp_path / "found.svg")).name == "found.svg"
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"does not end in .png, .pdf, .svg"
+    ):
+        picture_path(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "--json"),
+        ("bench", "--plot"),
+        ("explain", "--json"),
+        ("simulate", "--json"),
+        ("simulate", "--png"),
+        ("trace", "--json"),
+        ("tune", "--output"),
+    ],
+    ids=" ".join,
+)
+def test_missing_folder_is_rejected_before_the_command_runs(command, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main([*command, str(tmp_path / "none" / "file")])
+    assert "there is no folder" in capsys.readouterr().err

@@ -16,8 +16,10 @@ from jax_ub._src.methods import Method
 from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.tools import doctor
-from jax_ub._src.tools.doctor import command, connections, devices, examination, trials
+from jax_ub._src.tools.doctor import connections, devices, examination, trials
 from jax_ub._src.tools.doctor.finding import State
+from jax_ub._src.tools.launch import parts
+from jax_ub._src.tools.launch.parts import part_path
 
 
 def findings():
@@ -150,7 +152,7 @@ def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     assert main(["doctor", "--processes", "2"]) == 1
     out, err = capfd.readouterr()
-    assert "FAULT  2 processes  ended with exit status 2" in out
+    assert "FAULT  2 processes  failed with exit status 2" in out
     assert "] python -m jax_ub: error: jax does not start on 'no_such_platform'" in err
     assert "Traceback" not in err
 
@@ -160,10 +162,10 @@ def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
         path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = doctor.Finding("jaxlib threads", State.WARNING, threads)
-            command._write(command._part(path, index), [finding])
+            part_path(path, index).write_text(json.dumps([finding.as_json()]))
         return 0
 
-    monkeypatch.setattr(command, "run_parts", of_each)
+    monkeypatch.setattr(parts, "run_parts", of_each)
     assert main(["doctor", "--processes", "2"]) == 0
     first, other = capsys.readouterr().out.splitlines()
     assert first.split() == ["warn", "jaxlib", "threads", "8"]
@@ -178,7 +180,9 @@ def test_no_processes_are_refused(capsys):
 
 def test_devices_of_each_of_one_process_are_refused(capsys):
     assert main(["doctor", "--devices-per-process", "4"]) == 2
-    assert "--devices-per-process 4 is of several processes" in capsys.readouterr().err
+    assert (
+        "--devices-per-process 4 requires several processes" in capsys.readouterr().err
+    )
 
 
 def test_what_keeps_processes_apart_is_a_fault(monkeypatch):

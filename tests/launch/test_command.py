@@ -341,7 +341,7 @@ def test_jax_finds_the_other_processes_without_arguments(script):
     [
         (("-n", "0", "x.py"), "error: launch: -n 0: give at least 1"),
         (("--devices-per-process", "-1", "x.py"), "process -1: give at least 1"),
-        (("-n", "3", "--hosts", "2", "x.py"), "launch: --hosts 2 cannot share -n 3"),
+        (("-n", "3", "--hosts", "2", "x.py"), "launch: --hosts 2 does not divide -n 3"),
         (("--timeout", "-1", "x.py"), "launch: --timeout -1.0: give a number"),
         (("no_such.py",), "no script 'no_such.py'. To run a module, put -m before"),
         ((), "arguments are required: script.py"),
@@ -360,5 +360,5 @@ def test_a_machine_without_loopback_is_told_so(monkeypatch, capsys):
 
     monkeypatch.setattr("socket.socket.connect", unreachable)
     assert main(["launch", "-n", "2", __file__]) == 2
-    text = "127.0.0.1, where the processes meet, cannot be reached: Network is unre"
+    text = "the coordinator's address 127.0.0.1 cannot be reached: Network is unreach"
     assert text in capsys.readouterr().err

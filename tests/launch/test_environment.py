@@ -1,6 +1,7 @@
 import pytest
 
-from jax_ub._src.tools.launch.environment import LaunchError, environment
+from jax_ub._src.tools.launch.command import environment
+from jax_ub._src.tools.launch.parts import LaunchError
 
 
 def of_process(process, given=(), **changes):

@@ -2,16 +2,19 @@
 
 import argparse
 import importlib
+import os
+import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_ub._src.errors import (
     UbError,
-    UnknownNameError,
     UnsupportedOverlapError,
     nearest,
     shown,
 )
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -29,18 +32,23 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return parse
 
 
-def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns an argparse type that parses comma-separated names out of `known`."""
+def name_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Returns an argparse type that accepts one of the `known` names."""
     names = tuple(known)
 
     def read(name: str) -> str:
         if name not in names:
-            raise UnknownNameError(
+            raise argparse.ArgumentTypeError(
                 f"{shown(name)} is not known. {nearest(name, names)}"
             )
         return name
 
-    return list_of(read)
+    return read
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns an argparse type that parses comma-separated names out of `known`."""
+    return list_of(name_of(known))
 
 
 def positive(text: str) -> int:
@@ -49,6 +57,54 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")
     return value
+
+
+def output_path(text: str) -> pathlib.Path:
+    """Checks that a command-line option names a file that can be written.
+
+    Raises:
+        argparse.ArgumentTypeError: if the path is a folder, if its folder does not
+            exist, or if the permissions do not allow to write it.
+    """
+    path = pathlib.Path(text)
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:  # the name is too long or has a null byte
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a file name: {getattr(error, 'strerror', error)}."
+        ) from error
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is a folder. Name a file in it."
+        )
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {shown(str(path.parent))} for {shown(path.name)}. "
+            "Make it first."
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not writable. Name another file, or change its "
+            "permissions."
+        )
+    return path
+
+
+def picture_path(text: str) -> pathlib.Path:
+    """Checks that a command-line option names an image file that can be written.
+
+    The suffix selects the format: .png, .pdf or .svg.
+
+    Raises:
+        argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
+            rejects the path.
+    """
+    path = output_path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} does not end in {', '.join(_PICTURES)}. Name an image file."
+        )
+    return path
 
 
 def load_extra(package: str, option: str) -> Any:

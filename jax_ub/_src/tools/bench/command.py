@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_ub._src import dtypes, lowering_log, methods
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.files import output_path, picture_path, write_json
+from jax_ub._src.files import write_json
 from jax_ub._src.tools.bench import (
     cases,
     devices,
@@ -40,7 +40,13 @@ from jax_ub._src.tools.bench.results import Result, evaluate
 from jax_ub._src.tools.bench.small_cases import small
 from jax_ub._src.tools.bench.timing import interleave
 from jax_ub._src.tools.bench.workloads import Shape
-from jax_ub._src.tools.options import list_of, names_of, positive
+from jax_ub._src.tools.options import (
+    list_of,
+    names_of,
+    output_path,
+    picture_path,
+    positive,
+)
 
 DTYPES = {name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")}
 OPS: dict[str, Builder] = {

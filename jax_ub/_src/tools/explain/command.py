@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jax_ub._src.errors import UbError, shown
-from jax_ub._src.files import output_path, write_json
+from jax_ub._src.files import write_json
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.explain import hlo
@@ -29,9 +29,10 @@ from jax_ub._src.tools.explain.program import (
     summary,
 )
 from jax_ub._src.tools.explain.table import Table
+from jax_ub._src.tools.options import output_path
+from jax_ub._src.tools.script import check_script, run_script, split_program
 from jax_ub._src.tools.simulate.hardware import find
-from jax_ub._src.tools.trace.record import trace
-from jax_ub._src.tools.trace.script import is_script, run_script
+from jax_ub._src.tools.trace.recorder import trace
 
 # JAX's event for a program that XLA compiles or that the compilation cache returns.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -39,10 +40,6 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 class ExplainError(UbError, RuntimeError):
     """Raised when XLA wrote none of the compiled programs, so nothing is explained."""
-
-
-class ExplainArgumentError(UbError, ValueError):
-    """Raised when the arguments of `explain` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +63,8 @@ def command(given: argparse.Namespace) -> int:
 
     In a multi-process job, only process 0 prints.
     """
-    # Before Python 3.13, argparse keeps the "--" that ends the options of explain.
-    script, *arguments = given.program[given.program[0] == "--" :]
-    if not is_script(script):
-        raise ExplainArgumentError(f"explain: there is no script {shown(script)}.")
+    script, *arguments = split_program(given.program)
+    check_script("explain", script)
     found, status = explain_script(script, arguments, given.hardware)
     if jax.process_index() == 0:
         sys.stdout.write(f"{found}\n")

@@ -21,8 +21,8 @@ from jax_ub._src.primitives.sizes import op_of
 from jax_ub._src.tools.explain import hlo, sizes
 from jax_ub._src.tools.explain.table import Row, Table, flops_text
 from jax_ub._src.tools.simulate.hardware import HARDWARE, Hardware, find
-from jax_ub._src.tools.trace import chrome
-from jax_ub._src.tools.trace.record import Recording, TraceError
+from jax_ub._src.tools.trace import perfetto
+from jax_ub._src.tools.trace.recorder import Recording, TraceError
 from jax_ub._src.tools.trace.spans import Trace
 
 _SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
@@ -272,7 +272,7 @@ def exposed(trace: Any) -> dict[tuple[str, str], float]:
             f"explain: trace = {shown(trace)} is no trace. Pass what ub.trace "
             "recorded, the path of its file, or a list of paths."
         )
-    return chrome.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
+    return perfetto.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
 
 
 def _scope(stack, label):

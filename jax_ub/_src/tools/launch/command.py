@@ -12,14 +12,19 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 
 from jax_ub._src.errors import shown
 from jax_ub._src.tools.launch import supervisor
-from jax_ub._src.tools.launch.environment import LaunchError, check_counts, environment
-from jax_ub._src.tools.launch.port import reserve_port
+from jax_ub._src.tools.launch.parts import LaunchError, check_counts
+from jax_ub._src.tools.script import split_program
 
+# Address of the coordinator, which all processes of this machine can reach.
+_HOST = "127.0.0.1"
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="H",
-        help="let the processes play this many hosts, which share no memory; default 1",
+        help="simulate this many hosts, which share no memory; default 1",
     )
     add(
         "--timeout",
@@ -52,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="how long the other processes may go on after one failed, to say what "
-        "they saw of it; default 0",
+        help="how long the other processes may run on after one failed, to print "
+        "their errors; default 0",
     )
     add(
         "--grace",
@@ -85,10 +90,11 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the options are invalid.
     """
-    _check(given)
-    with reserve_port() as port:
+    program = split_program(given.program)
+    _check(given, program[0])
+    with _reserved_port() as port:
         job = {
-            "command": _command(given),
+            "command": [sys.executable, *["-m"] * given.module, *program],
             "environments": [
                 environment(
                     os.environ,
@@ -107,24 +113,23 @@ def run(given: argparse.Namespace) -> int:
         return _supervise(job, given.parent, given.parent_folder)
 
 
-def _check(given):
-    for name in ("processes", "devices_per_process"):
-        if getattr(given, name) < 1:
-            option = "-n" if name == "processes" else "--devices-per-process"
-            raise LaunchError(
-                f"launch: {option} {getattr(given, name)}: give at least 1."
-            )
+def _check(given, program):
+    for option, value in (
+        ("-n", given.processes),
+        ("--devices-per-process", given.devices_per_process),
+    ):
+        if value < 1:
+            raise LaunchError(f"launch: {option} {value}: give at least 1.")
     check_counts("launch", given.processes, given.devices_per_process)
     if given.hosts < 1 or given.processes % given.hosts:
         raise LaunchError(
-            f"launch: --hosts {given.hosts} cannot share -n {given.processes} "
-            "processes equally. Give a divisor of that."
+            f"launch: --hosts {given.hosts} does not divide -n {given.processes}. Give "
+            "a divisor."
         )
     for name in ("timeout", "linger", "grace"):
         value = getattr(given, name)
         if value is not None and not value >= 0:
             raise LaunchError(f"launch: --{name} {value}: give a number of seconds.")
-    program, *_ = _program(given)
     if not given.module and not os.path.exists(program):
         raise LaunchError(
             f"launch: there is no script {shown(program)}. To run a module, put -m "
@@ -132,13 +137,99 @@ def _check(given):
         )
 
 
-def _program(given):
-    # Before Python 3.13, argparse keeps the "--" that ends the options of launch.
-    return given.program[given.program[0] == "--" :]
+def environment(
+    given: Mapping[str, str],
+    *,
+    process: int,
+    num_processes: int,
+    devices_per_process: int,
+    port: int,
+    num_hosts: int = 1,
+) -> dict[str, str]:
+    """Returns the environment of one process, in which JAX finds the job by itself.
+
+    `jax.distributed.initialize()` then needs no arguments. JAX has no environment
+    variables for the process index and the number of processes. It detects clusters by
+    their variables, so this function sets those of a Slurm step on one node.
+
+    Args:
+        given: the launcher's environment; user settings are kept.
+        process: index of the process.
+        num_processes: number of processes, all on this machine.
+        devices_per_process: number of CPU devices or GPUs of each process.
+        port: port of the coordinator, which is process 0.
+        num_hosts: number of simulated hosts with equally many processes.
+
+    Raises:
+        LaunchError: if `XLA_FLAGS` sets another number of devices.
+    """
+    if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
+        raise LaunchError(
+            f"launch: XLA_FLAGS has {_DEVICE_COUNT_FLAG}, which JAX rejects next to "
+            "the number of devices that launch sets. Take it out of XLA_FLAGS and pass "
+            "--devices-per-process."
+        )
+    first = process * devices_per_process
+    devices = range(first, first + devices_per_process)
+    address = f"{_HOST}:{port}"
+    defaults = {
+        # jaxlib deadlocks if more launches are in flight than its pool has threads.
+        "NPROC": str(max(os.cpu_count() or 1, 4 * devices_per_process)),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    ours = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # not reachable from other machines
+        "JAX_NUM_CPU_DEVICES": str(devices_per_process),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, devices)),
+        "SLURM_JOB_ID": given.get("SLURM_JOB_ID", "1"),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": str(num_processes),
+        "SLURM_PROCID": str(process),
+        "SLURM_LOCALID": str(process),
+    }
+    if num_hosts > 1:
+        ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
+    result = {**defaults, **given, **ours, **_no_proxy(given)}
+    # JAX detects Open MPI before Slurm, and would find an mpirun around the launcher.
+    result.pop("OMPI_MCA_orte_hnp_uri", None)
+    return result
 
 
-def _command(given):
-    return [sys.executable, *(["-m"] if given.module else []), *_program(given)]
+def _no_proxy(given):
+    """Excludes the coordinator's address from the proxies, if there are any."""
+    if not any(name.lower().endswith("_proxy") for name in given):
+        return {}
+    hosts = given.get("no_proxy", given.get("NO_PROXY", "")).split(",")
+    return {"no_proxy": ",".join([*filter(None, hosts), _HOST])}
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Yields a free TCP port that no other program can get while the block runs.
+
+    Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
+    port. This socket does not listen, so it receives no connections.
+
+    Raises:
+        LaunchError: if the loopback address cannot be reached.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((_HOST, 0))
+        port = reserved.getsockname()[1]
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            try:  # sends no data; JAX itself would wait for minutes
+                probe.connect((_HOST, port))
+            except OSError as error:
+                raise LaunchError(
+                    f"launch: the coordinator's address {_HOST} cannot be reached: "
+                    f"{error.strerror}. Bring the loopback interface up: ip link set "
+                    "lo up."
+                ) from error
+        yield port
 
 
 def _supervise(job, parent, parent_folder):
@@ -173,7 +264,7 @@ def _supervise(job, parent, parent_folder):
             shutil.rmtree(parent_folder, ignore_errors=True)
     if status < 0:
         name = supervisor.signal_name(-status)
-        print(f"launch: its supervisor was ended by {name}.", file=sys.stderr)
+        print(f"launch: {name} ended the supervisor.", file=sys.stderr)
     return 128 - status if status < 0 else status
 
 

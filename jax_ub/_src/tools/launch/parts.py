@@ -3,18 +3,107 @@
 A part is the command in one of these processes.
 """
 
+import argparse
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from jax_ub._src.tools.launch.environment import LaunchError, check_counts
+from jax_ub._src.errors import UbError, shown
+from jax_ub._src.tools.options import positive
 
+# Limit for processes and for devices per process, far above what one machine can run.
+MOST = 4096
 _STDERR = 2  # file descriptor, because sys.stderr may be an object without one
+
+
+class LaunchError(UbError, ValueError):
+    """The options of `launch`, or the environment that it gets, are invalid."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a command that can run in several processes."""
+    add = parser.add_argument
+    add("--processes", type=positive, default=1, help="run in this many processes")
+    add(
+        "--devices-per-process",
+        type=positive,
+        metavar="K",
+        help="with --processes: CPU devices of each, or GPUs (default: 1)",
+    )
+    # Internal: each part gets the path of its output file, see `part_path`.
+    add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
+
+
+def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
+    """Checks that the numbers of processes and devices are not above the limit.
+
+    Raises:
+        LaunchError: if a number is larger than `MOST`.
+    """
+    for option, value in (
+        ("--processes", num_processes),
+        ("--devices-per-process", devices_per_process),
+    ):
+        if value > MOST:
+            raise LaunchError(
+                f"{command}: {option} {shown(value)} is more than one machine can run. "
+                f"Give at most {MOST}."
+            )
+
+
+def check_options(command: str, given: argparse.Namespace) -> None:
+    """Checks the options of `add_arguments`.
+
+    Raises:
+        LaunchError: if devices per process are given for a single process, or if a
+            number is larger than one machine can run.
+    """
+    devices = given.devices_per_process
+    if devices is not None and given.processes == 1:
+        raise LaunchError(
+            f"{command}: --devices-per-process {devices} requires several processes. "
+            "Add --processes 2."
+        )
+    check_counts(command, given.processes, devices or 1)
+
+
+def part_path(path: pathlib.Path, process: int) -> pathlib.Path:
+    """Returns the output file of one process: "out.1.json" for "out.json"."""
+    return path.with_suffix(f".{process}{path.suffix}")
+
+
+@contextlib.contextmanager
+def parts_of(
+    command: str,
+    arguments: Sequence[str],
+    *,
+    num_processes: int,
+    devices_per_process: int,
+    prints_aside: bool = False,
+) -> Iterator[tuple[int, list[pathlib.Path]]]:
+    """Runs a command with `--part` in several processes; see `run_parts`.
+
+    Yields:
+        The launcher's exit status, and the output files of the processes, which exist
+        until the block ends. A process that failed may not have written its file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "part.json")
+        status = run_parts(
+            [command, "--part", str(path), *arguments],
+            num_processes=num_processes,
+            devices_per_process=devices_per_process,
+            folder=folder,
+            prints_aside=prints_aside,
+        )
+        yield status, [part_path(path, process) for process in range(num_processes)]
 
 
 def run_parts(
@@ -43,11 +132,10 @@ def run_parts(
     launch += ["--devices-per-process", str(devices_per_process)]
     launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
-    stdout = _STDERR if prints_aside else None
-    return _run_passing_sigterm_on(command, stdout)
+    return _run_forwarding_sigterm(command, _STDERR if prints_aside else None)
 
 
-def _run_passing_sigterm_on(command, stdout):
+def _run_forwarding_sigterm(command, stdout):
     """Runs the launcher as a subprocess and returns its exit status.
 
     SIGTERM ends the launcher first, then this process, with cleanup. The signal handler
@@ -55,17 +143,17 @@ def _run_passing_sigterm_on(command, stdout):
     running.
     """
     process: subprocess.Popen | None = None
-    is_explicit = threading.Event()
+    is_terminated = threading.Event()
 
-    def end(*_):
-        is_explicit.set()
+    def terminate(*_):
+        is_terminated.set()
         if process is not None:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         with subprocess.Popen(command, stdout=stdout) as process:
-            if is_explicit.is_set():
+            if is_terminated.is_set():
                 process.terminate()
             try:
                 status = process.wait()
@@ -74,25 +162,9 @@ def _run_passing_sigterm_on(command, stdout):
                 raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    if is_explicit.is_set():
+    if is_terminated.is_set():
         raise SystemExit(128 + signal.SIGTERM)
     return status
-
-
-def devices_of_each(command: str, asked: int | None, num_processes: int) -> int:
-    """Returns the devices per process that the user requested for a command, or 1.
-
-    Raises:
-        LaunchError: if a number was requested but the command starts no processes, or
-            if it is larger than one machine can run.
-    """
-    if asked is not None and num_processes == 1:
-        raise LaunchError(
-            f"{command}: --devices-per-process {asked} is of several processes. Add "
-            "--processes 2."
-        )
-    check_counts(command, num_processes, asked or 1)
-    return asked or 1
 
 
 @contextlib.contextmanager

@@ -5,8 +5,9 @@ import math
 import sys
 
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.files import output_path, picture_path, write_json
+from jax_ub._src.files import write_json
 from jax_ub._src.tools import options
+from jax_ub._src.tools.options import output_path, picture_path
 from jax_ub._src.tools.simulate import hardware as machines
 from jax_ub._src.tools.simulate import models, plot, tables, variants
 from jax_ub._src.tools.simulate.hardware import Hardware

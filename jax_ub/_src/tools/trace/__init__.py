@@ -1,1 +1,1 @@
-"""Records, merges and draws traces: the time of every step of a call on every rank."""
+"""Records, merges and writes traces: what every rank does in a call, and when."""

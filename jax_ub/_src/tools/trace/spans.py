@@ -3,10 +3,8 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-Key = TypeVar("Key")
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Kinds of spans that are not steps of a schedule.
 CALL = "call"  # a rank's call, from its start to its completion
@@ -113,22 +111,8 @@ class Trace:
             return 0.0
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
-    def exposed_s(self) -> dict[str, float]:
-        """Returns the seconds that a rank waits per call on average, by label.
-
-        Only communication that no GEMM hides causes waits.
-        """
-        return self._exposed_s(lambda call: call.label)
-
-    def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns the seconds that a rank waits per call, by label and op.
-
-        All calls of a backward pass share the label, so the op distinguishes them.
-        """
-        return self._exposed_s(lambda call: (call.label, call.op))
-
-    def _exposed_s(self, key: Callable[[Call], Key]) -> dict[Key, float]:
-        """Averages each rank's waiting time over ranks and calls, by `key` of a call.
+    def waiting_s(self) -> list[float]:
+        """Returns the time that a rank waits in each call, averaged over the ranks.
 
         Includes waits for other ranks' calls, chunks, free slots and other processes.
         Communication that is hidden behind a GEMM causes no waits.
@@ -137,24 +121,35 @@ class Trace:
         for span in self.spans:
             if span.rank >= 0:
                 ranks.setdefault((span.call, span.process), set()).add(span.rank)
-        waited: collections.Counter[int] = collections.Counter()
+        waits = [0.0] * len(self.calls)
         for span in self.spans:
             if span.kind in WAITS:
                 # All ranks of a process wait in its barrier.
-                here = ranks.get((span.call, span.process), ())
-                count = len(here) if span.rank < 0 else 1
-                waited[span.call] += count * (span.end_ns - span.begin_ns)
-        found: dict[Key, list[float]] = {}
-        for index, call in enumerate(self.calls):
-            each = waited[index] * 1e-9 / call.num_ranks
-            found.setdefault(key(call), []).append(each)
-        return {which: statistics.fmean(times) for which, times in found.items()}
+                local = ranks.get((span.call, span.process), ())
+                waits[span.call] += span.seconds * (len(local) if span.rank < 0 else 1)
+        each = zip(waits, self.calls, strict=True)
+        return [total / call.num_ranks for total, call in each]
+
+    def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
+        """Returns the average seconds that a rank waits per call, by label and op.
+
+        All calls of a backward pass share the label, so the op distinguishes them.
+        """
+        found: dict[tuple[str, str], list[float]] = {}
+        for call, seconds in zip(self.calls, self.waiting_s(), strict=True):
+            found.setdefault((call.label, call.op), []).append(seconds)
+        return {key: statistics.fmean(times) for key, times in found.items()}
 
 
-def merged(traces: Sequence[Trace]) -> Trace:
+def call_from_json(fields: Mapping[str, Any]) -> Call:
+    """Returns a call from its fields in a trace file or in the engine's record."""
+    return Call(**{**fields, "devices": tuple(fields["devices"])})
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
     """Merges the traces that several processes of one job recorded into one trace.
 
-    The n-th equal calls of all traces are the same call, which all processes made.
+    The n-th call of each trace among its equal calls is the same call of all processes.
     """
     calls: list[Call] = []
     spans: list[Span] = []

@@ -12,13 +12,12 @@ from jax_ub._src import dtypes
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.files import output_path
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench import devices, workloads
 from jax_ub._src.tools.bench.workloads import Shape
-from jax_ub._src.tools.options import list_of, names_of, positive
+from jax_ub._src.tools.options import list_of, names_of, output_path, positive
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.measure import Timed, cases, dgrad_of, measure

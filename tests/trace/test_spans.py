@@ -1,11 +1,11 @@
-"""Traces as data: merging processes, what is exposed, and files."""
+"""Tests traces as data: merging of processes, waiting times, and files."""
 
 import dataclasses
 import json
 
 import pytest
 
-from jax_ub._src.tools.trace import chrome, replayed, spans
+from jax_ub._src.tools.trace import perfetto, spans
 from jax_ub._src.tools.trace.spans import Call, Span, Trace
 from jax_ub.errors import UnknownNameError
 
@@ -21,7 +21,8 @@ def span(kind, rank, begin_us, end_us, **what):
     )
 
 
-# Rank 0 computes chunk 0 for 4 us, puts it in 1 us; rank 1 the same, and waits longer.
+# Each rank puts its chunk in 1 us and multiplies two chunks in 4 us each. Rank 1 waits
+# longer than rank 0.
 RING = (
     span("gather", 0, 0, 1, chunk=-1),
     span("gather", 1, 1, 1, chunk=-1, process=1),
@@ -46,41 +47,46 @@ def parts():
     ]
 
 
-def test_processes_share_the_calls_that_they_made_together():
-    found = spans.merged(parts())
+def test_equal_calls_of_all_processes_are_merged():
+    found = spans.merge(parts())
     assert found.calls == (CALL,)
     assert sorted(found.spans, key=repr) == sorted(RING, key=repr)
     assert found.num_dropped == 1
     assert found.seconds_of(0) == pytest.approx(16e-6)
 
 
-def test_the_second_call_of_a_label_is_another_call():
+def test_repeated_calls_are_merged_in_order():
     one = Trace((CALL, OTHER, CALL), (dataclasses.replace(SPAN, call=2),))
     two = Trace((OTHER, CALL, CALL), (dataclasses.replace(SPAN, call=2, process=1),))
-    found = spans.merged([one, two])
+    found = spans.merge([one, two])
     assert found.calls == (CALL, OTHER, CALL)
     assert {span.call for span in found.spans} == {2}
 
 
-def test_what_ranks_wait_for_is_exposed():
-    # 1 + 1 us of rank 0, 2 us of rank 1.
-    assert spans.merged(parts()).exposed_s() == {"op 'a'": pytest.approx(2e-6)}
+def test_waits_are_averaged_over_ranks_and_calls():
+    # Rank 0 waits 1 + 1 us, rank 1 waits 2 us.
+    assert spans.merge(parts()).waiting_s() == [pytest.approx(2e-6)]
     both = (*RING, span("barrier", -1, 20, 22), span("barrier", -1, 20, 26, process=1))
-    assert Trace((CALL,), both).exposed_s() == {"op 'a'": pytest.approx(6e-6)}
-    assert Trace((CALL,), ()).exposed_s() == {"op 'a'": 0.0}
+    key = CALL.label, CALL.op
+    trace = Trace((CALL, CALL, OTHER), both)
+    assert trace.waiting_s() == [pytest.approx(6e-6), 0, 0]
+    assert trace.exposed_by_op_s() == {
+        key: pytest.approx(3e-6),
+        (OTHER.label, OTHER.op): 0.0,
+    }
     assert Trace((CALL,), ()).seconds_of(0) == 0.0
 
 
-def test_a_file_holds_everything(tmp_path):
+def test_trace_is_equal_after_writing_and_reading(tmp_path):
     files = []
     for number, part in enumerate(parts()):
         files.append(tmp_path / f"{number}.json")
-        chrome.write(part, files[-1])
-    assert chrome.read(files) == spans.merged(parts())
+        perfetto.write(part, files[-1])
+    assert perfetto.read(files) == spans.merge(parts())
 
 
-def test_perfetto_sees_tracks_by_device_and_arrows_from_put_to_wait():
-    events = chrome.as_json(spans.merged(parts()))["traceEvents"]
+def test_json_has_a_track_per_device_and_arrows_from_put_to_wait():
+    events = perfetto.as_json(spans.merge(parts()))["traceEvents"]
     names = [(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names == [
         (0, "process 0"),
@@ -105,39 +111,8 @@ def test_perfetto_sees_tracks_by_device_and_arrows_from_put_to_wait():
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": []}', json.dumps({})])
-def test_another_file_is_refused(text, tmp_path):
+def test_file_that_is_no_trace_is_an_error(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UnknownNameError, match="is not a trace that jax_ub wrote"):
-        chrome.read([path])
-
-
-def test_the_schedule_is_replayed_with_the_steps_own_times():
-    found = replayed.replayed(CALL, RING)
-    multiplied = [s for s in found.spans if s.kind == "multiply"]
-    assert [s.end_s - s.start_s for s in multiplied] == [pytest.approx(4e-6)] * 4
-    puts = [s for s in found.spans if s.kind == "put"]
-    assert [s.end_s - s.start_s for s in puts] == [pytest.approx(1e-6)] * 2
-    # Put, multiply, multiply: nothing to wait for.
-    assert found.seconds == pytest.approx(9e-6)
-
-
-def test_one_product_of_everything_takes_its_own_time():
-    call = dataclasses.replace(CALL, op="matmul_reduce_scatter", method="external")
-    each = [
-        (
-            span("multiply", r, 0, 8, chunk=-1),
-            span("put", r, 8, 9),
-            span("reduce", r, 9, 12),
-        )
-        for r in range(2)
-    ]
-    found = replayed.replayed(call, [s for group in each for s in group])
-    kinds = {s.kind: s.end_s - s.start_s for s in found.spans}
-    assert kinds["multiply"] == pytest.approx(8e-6)
-    assert kinds["reduce"] == pytest.approx(3e-6)
-    assert found.seconds == pytest.approx(12e-6)
-
-
-def test_a_call_without_steps_has_no_schedule_to_replay():
-    assert replayed.replayed(CALL, [s for s in RING if s.kind == "call"]) is None
+        perfetto.read([path])

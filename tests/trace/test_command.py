@@ -1,13 +1,14 @@
-"""`python -m jax_ub trace`."""
+"""Tests `python -m jax_ub trace`."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.tools.trace import chrome
-from jax_ub._src.tools.trace.script import run_script
+from jax_ub._src.tools.script import run_script
+from jax_ub._src.tools.trace import perfetto
 
 SCRIPT = """
 import sys
@@ -24,35 +25,43 @@ f = jax.shard_map(
 for _ in range(3):
     jax.block_until_ready(jax.jit(f)(np.ones((8, 4)), np.ones((4, 8))))
 """
+REDUCE = ["--op", "matmul_all_reduce"]
 TINY = ["--tp", "2", "--shape", "16x16x16", "--repeats", "3"]
 
 
-def test_an_op_on_its_own_is_recorded_drawn_and_summarised(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    trace, picture = tmp_path / "found.json", tmp_path / "found.png"
+def test_single_op_is_recorded_and_summarized(tmp_path, capsys):
+    trace = tmp_path / "found.json"
     arguments = ["--op", "matmul_reduce_scatter", "--method", "pipeline", *TINY]
-    files = ["--json", str(trace), "--png", str(picture)]
-    assert __main__.main(["trace", *arguments, *files]) == 0
-    assert len(chrome.read([trace]).calls) == 3
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    text = capsys.readouterr().out
-    assert "matmul_reduce_scatter, pipeline, P = 2" in text
+    assert __main__.main(["trace", *arguments, "--json", str(trace)]) == 0
+    assert len(perfetto.read([trace]).calls) == 3
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["calls", "median", "us", "waits", "us", "call"]
+    assert re.fullmatch(
+        r" +3 +[\d.]+ +[\d.]+  matmul_reduce_scatter, pipeline, P = 2", row
+    )
 
 
-def test_files_are_merged_and_one_label_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    trace, picture = tmp_path / "found.json", tmp_path / "found.png"
+def test_files_are_merged(tmp_path, capsys):
+    trace, merged = tmp_path / "found.json", tmp_path / "merged.json"
     arguments = ["--op", "all_gather_matmul", *TINY, "--json", str(trace)]
     assert __main__.main(["trace", *arguments]) == 0
-    label = "all_gather_matmul"
-    files = ["--merge", str(trace), str(trace), "--png", str(picture)]
-    assert __main__.main(["trace", *files, "--label", label]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert __main__.main(["trace", *files, "--label", "all_gather"]) == 2
-    assert "no call is named 'all_gather'. " in capsys.readouterr().err
+    options = ["--json", str(merged), "--merge", str(trace), str(trace)]
+    assert __main__.main(["trace", *options]) == 0
+    found, both = perfetto.read([trace]), perfetto.read([merged])
+    assert both.calls == found.calls
+    assert both.spans == found.spans * 2
 
 
-def test_a_script_is_recorded_with_its_arguments(tmp_path):
+@pytest.mark.parametrize("option", ["--png", "--label"])
+def test_options_of_removed_pictures_name_perfetto(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["trace", option, "step.png", __file__])
+    text = capsys.readouterr().err
+    assert f"argument {option}: trace no longer draws pictures. Write --json" in text
+    assert "https://ui.perfetto.dev" in text
+
+
+def test_script_is_recorded_with_its_arguments(tmp_path):
     script, trace = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(SCRIPT.format(script=script))
     command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script), "--flag"]
@@ -62,10 +71,10 @@ def test_a_script_is_recorded_with_its_arguments(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "3 " in done.stdout.splitlines()[1]
     assert "direct, P = 2" in done.stdout
-    assert len(chrome.read([trace]).calls) == 3
+    assert len(perfetto.read([trace]).calls) == 3
 
 
-def test_a_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
+def test_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(script=script) + "\nsys.exit(3)")
     command = ["-m", "jax_ub", "trace", str(script), "--flag"]
@@ -80,7 +89,7 @@ def test_a_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
     ("end", "status", "text"),
     [("sys.exit()", 0, ""), ("sys.exit(2)", 2, ""), ("sys.exit('why')", 1, "why\n")],
 )
-def test_exit_status_of_a_script_is_python_s(
+def test_exit_status_of_a_script_equals_that_of_python(
     end, status, text, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -91,7 +100,7 @@ def test_exit_status_of_a_script_is_python_s(
     assert capsys.readouterr().err == text
 
 
-def test_a_script_s_processes_do_not_depend_on_the_ranks_of_an_op(tmp_path, capfd):
+def test_processes_of_a_script_have_the_requested_devices(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(
         "import jax\njax.distributed.initialize()\nassert jax.local_device_count() == 2"
@@ -101,7 +110,9 @@ def test_a_script_s_processes_do_not_depend_on_the_ranks_of_an_op(tmp_path, capf
 
 
 @pytest.mark.parametrize("options", [(), ("--",), ("--processes", "1", "--")])
-def test_a_script_has_all_its_arguments(tmp_path, capsys, monkeypatch, options):
+def test_arguments_of_the_script_are_passed_unchanged(
+    tmp_path, capsys, monkeypatch, options
+):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     script = tmp_path / "script.py"
@@ -110,7 +121,7 @@ def test_a_script_has_all_its_arguments(tmp_path, capsys, monkeypatch, options):
     assert "['--', '--json', 'x']" in capsys.readouterr().out
 
 
-def test_unknown_options_show_the_usage_of_their_command(capsys):
+def test_unknown_option_shows_the_usage_of_the_command(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["trace", "--bogus"])
     text = capsys.readouterr().err
@@ -118,16 +129,16 @@ def test_unknown_options_show_the_usage_of_their_command(capsys):
     assert "unrecognized arguments: --bogus" in text
 
 
-def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
+def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     path = tmp_path / "found.json"
     arguments = ["--processes", "2", "--op", "matmul_reduce_scatter", *TINY]
     assert __main__.main(["trace", *arguments, "--json", str(path)]) == 0
-    found = chrome.read([path])
+    found = perfetto.read([path])
     assert len(found.calls) == 3
     for index in range(3):
         whole = [s for s in found.of_call(index) if s.kind == "call"]
         assert {(s.process, s.rank) for s in whole} == {(0, 0), (1, 1)}
-        # A scatter ends nowhere before it began everywhere.
+        # No rank's reduce-scatter ends before all have started.
         assert max(s.begin_ns for s in whole) < min(s.end_ns for s in whole)
     assert "direct, P = 2" in capfd.readouterr().out
 
@@ -138,54 +149,57 @@ def test_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ([], "give one of a script, --op or --merge"),
         (["--"], "give one of a script, --op or --merge"),
         (["--op", "all_gather_matmul", "script.py"], "give one of a script, --op"),
-        (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
         (["no_such.py"], "there is no script 'no_such.py'"),
         (["/"], "there is no script '/'"),
         (["--devices-per-process", "2", __file__], "Add --processes 2."),
         (
-            ["--op", "matmul_all_reduce", "--processes", "2"]
-            + ["--devices-per-process", "2"],
-            "--devices-per-process is of a script",
+            [*REDUCE, "--processes", "2", "--devices-per-process", "2"],
+            "--devices-per-process applies to scripts",
         ),
-        (["--merge", "no_such.json"], "there is no file 'no_such.json'"),
-        (["--merge", "/"], "there is no file '/'"),
+        (["--merge", "no_such.json"], "cannot read 'no_such.json': No such file"),
+        (["--merge", "/"], "cannot read '/': Is a directory"),
+        ([*REDUCE, "--method", "rnig"], "'rnig' is not a method"),
         (
-            ["--merge", __file__, "--label", "up"],
-            "--label 'up' is what a picture shows",
+            [*REDUCE, "--tp", "3", "--processes", "2"],
+            "--tp 3 is not a multiple of --processes 2",
         ),
+        ([*REDUCE, "--shape", "8x8"], "'8x8' is not MxKxN of multiples"),
+        ([*REDUCE, "--shape", "6x8x8"], "'6x8x8' is not MxKxN"),
         (
-            ["--op", "matmul_all_reduce", "--repeats", "0"],
-            "--repeats 0 is not positive",
-        ),
-        (["--op", "matmul_all_reduce", "--dtype", "f33"], "--dtype 'f33' is not"),
-        (["--op", "matmul_all_reduce", "--method", "rnig"], "'rnig' is not a method"),
-        (["--processes", "0", "script.py"], "--processes 0 is not positive"),
-        (["--op", "matmul_all_reduce", "--tp", "0"], "--tp 0 does not divide into"),
-        (
-            ["--op", "matmul_all_reduce", "--tp", "3", "--processes", "2"],
-            "--tp 3 does not divide into --processes 2",
-        ),
-        (["--op", "matmul_all_reduce", "--shape", "8x8"], "'8x8' is not MxKxN of mul"),
-        (["--op", "matmul_all_reduce", "--shape", "6x8x8"], "'6x8x8' is not MxKxN"),
-        (
-            ["--op", "all_gather_matmul", "--tp", "512", "--shape", "512x512x512"],
+            [*REDUCE, "--tp", "512", "--shape", "512x512x512"],
             "--tp 512, but there are 16 devices",
         ),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, text, capfd):
+def test_invalid_arguments_are_errors(arguments, text, capfd):
     assert __main__.main(["trace", *arguments]) == 2
     assert text in capfd.readouterr().err
 
 
-def test_processes_that_fail_are_an_error(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
+        ([*REDUCE, "--dtype", "f33"], "argument --dtype: 'f33' is not known"),
+        ([*REDUCE, "--repeats", "0"], "argument --repeats: '0' is not a positive"),
+        ([*REDUCE, "--tp", "0"], "argument --tp: '0' is not a positive number"),
+        (["--processes", "0", "x.py"], "argument --processes: '0' is not a positive"),
+    ],
+)
+def test_invalid_values_name_their_option(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["trace", *arguments])
+    assert text in capsys.readouterr().err
+
+
+def test_failed_processes_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     arguments = ["--processes", "2", __file__]
     assert __main__.main(["trace", *arguments]) == 2
     assert "the processes failed with exit status 1" in capsys.readouterr().err
 
 
-def test_a_script_that_joins_no_job_is_refused_in_several_processes(tmp_path, capfd):
+def test_script_in_several_processes_must_initialize_jax_distributed(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text("")
     assert __main__.main(["trace", "--processes", "2", str(script)]) == 2

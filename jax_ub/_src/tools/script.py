@@ -4,28 +4,40 @@ import pathlib
 import runpy
 import sys
 import zipfile
+from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError, shown
 
 
 class ScriptError(UbError, ValueError):
-    """Raised when a program cannot be read or is not Python source."""
+    """A program does not exist, cannot be read or is not Python source."""
 
 
-def is_script(path: str) -> bool:
-    """Returns whether Python can run `path`: a file, or a folder with `__main__.py`."""
+def split_program(program: list[str]) -> list[str]:
+    """Returns the words of a program without the "--" that ends a command's options.
+
+    Before Python 3.13, argparse keeps the "--".
+    """
+    return program[program[:1] == ["--"] :]
+
+
+def check_script(command: str, path: str) -> None:
+    """Checks that Python can run `path`: a file, or a folder with `__main__.py`.
+
+    Raises:
+        ScriptError: if it does not exist.
+    """
     found = pathlib.Path(path)
     try:
-        return found.is_file() or (found / "__main__.py").is_file()
+        exists = found.is_file() or (found / "__main__.py").is_file()
     except (OSError, ValueError):  # path too long, or with a null byte
-        return False
+        exists = False
+    if not exists:
+        raise ScriptError(f"{command}: there is no script {shown(path)}.")
 
 
-def run_script(script: str, arguments: list[str]) -> int:
-    """Runs a Python script as `__main__`, until it ends or calls `sys.exit`.
-
-    Returns:
-        The script's exit status.
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Runs a Python script as `__main__` and returns its exit status.
 
     Raises:
         ScriptError: if the file cannot be read or is not Python source.
@@ -36,7 +48,10 @@ def run_script(script: str, arguments: list[str]) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        return _status(end.code)
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0)
+        sys.stderr.write(f"{end.code}\n")  # as Python does, with exit status 1
+        return 1
     return 0
 
 
@@ -54,12 +69,3 @@ def _check_source(script):
         raise ScriptError(
             f"{shown(script)} cannot be run: {error}. Give a Python script."
         ) from error
-
-
-def _status(code):
-    # As in Python, an exit code that is neither None nor a number is printed and
-    # means failure.
-    if code is None or isinstance(code, int):
-        return int(code or 0)
-    sys.stderr.write(f"{code}\n")
-    return 1

@@ -12,11 +12,22 @@ from typing import Any
 
 from jax_ub._src.errors import UnknownNameError, shown
 from jax_ub._src.files import InputError, write_json
-from jax_ub._src.tools.trace.spans import UNIT, Call, Span, Trace, merged
+from jax_ub._src.tools.trace.spans import (
+    CALL,
+    GATHER,
+    UNIT,
+    Call,
+    Span,
+    Trace,
+    call_from_json,
+    merge,
+)
 
 _CATEGORY = "jax_ub"
 # Track ids below this are device ids; thread n has the track id `_FIRST_THREAD + n`.
 _FIRST_THREAD = 100_000
+# The words before the peer in a span's title, by kind.
+_PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
@@ -32,9 +43,10 @@ def read(paths: Sequence[pathlib.Path]) -> Trace:
     """Reads the trace files of all processes of a job, and merges them on one clock.
 
     Raises:
+        InputError: if a file cannot be read.
         UnknownNameError: if a file is not a trace of jax_ub.
     """
-    return merged([_read(path) for path in paths])
+    return merge([_read(path) for path in paths])
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
@@ -44,12 +56,32 @@ def as_json(trace: Trace) -> dict[str, Any]:
     """
     return {
         "displayTimeUnit": "ns",
-        "traceEvents": [*_names(trace), *_events(trace), *_arrows(trace)],
+        "traceEvents": [*_track_names(trace), *_events(trace), *_arrows(trace)],
         _CATEGORY: {
             "calls": [dataclasses.asdict(call) for call in trace.calls],
             "num_dropped": trace.num_dropped,
         },
     }
+
+
+def _read(path):
+    try:
+        document = json.loads(path.read_text())
+        events = (e for e in document["traceEvents"] if e["ph"] == "X")
+        return Trace(
+            tuple(map(call_from_json, document[_CATEGORY]["calls"])),
+            tuple(Span(**event["args"]) for event in events),
+            document[_CATEGORY]["num_dropped"],
+        )
+    except OSError as error:
+        raise InputError(
+            f"trace: cannot read {shown(str(path))}: {error.strerror}."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnknownNameError(
+            f"trace: {shown(str(path))} is not a trace that jax_ub wrote. Give the "
+            "files of ub.trace or `python -m jax_ub trace --json`."
+        ) from error
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -67,57 +99,51 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         }
 
 
-def _title(span, call):
-    if span.kind == "call":
+def _title(span: Span, call: Call) -> str:
+    if span.kind == CALL:
         return call.label
-    if span.kind == "gather":
+    if span.kind == GATHER:
         return "wait for calls"
     if span.kind == UNIT:
         return "GEMM" if span.chunk < 0 else f"GEMM of chunk {span.chunk}"
-    piece = "" if span.chunk < 0 else f" {span.chunk}"
-    split = f".{span.split}" if span.split or call.num_splits > 1 else ""
-    to = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
-    peer = f" {to.get(span.kind, 'with')} {span.peer}" if span.peer >= 0 else ""
-    return f"{span.kind}{piece}{split if piece else ''}{peer}"
+    words = [span.kind]
+    if span.chunk >= 0:
+        has_splits = span.split or call.num_splits > 1
+        words.append(f"{span.chunk}.{span.split}" if has_splits else f"{span.chunk}")
+    if span.peer >= 0:
+        words.append(f"{_PREPOSITIONS.get(span.kind, 'with')} {span.peer}")
+    return " ".join(words)
 
 
-def _track(span, call):
-    if span.rank >= 0 and span.kind != UNIT and span.rank < len(call.devices):
+def _track(span: Span, call: Call) -> int:
+    if 0 <= span.rank < len(call.devices) and span.kind != UNIT:
         return call.devices[span.rank]
     return _FIRST_THREAD + span.thread
 
 
-def _names(trace):
-    tracks: dict[tuple[int, int], str] = {}
-    for span in trace.spans:
-        call = trace.calls[span.call]
-        track = _track(span, call)
-        if track < _FIRST_THREAD:
-            tracks.setdefault((span.process, track), f"device {track}")
-        else:
-            tracks.setdefault((span.process, track), f"thread {span.thread}")
+def _track_names(trace: Trace) -> Iterator[dict[str, Any]]:
+    tracks = {
+        (span.process, _track(span, trace.calls[span.call])) for span in trace.spans
+    }
     for process in sorted({process for process, _ in tracks}):
         yield _metadata("process_name", process, 0, f"process {process}")
-    for (process, track), name in sorted(tracks.items()):
+    for process, track in sorted(tracks):
+        thread = track - _FIRST_THREAD
+        name = f"device {track}" if thread < 0 else f"thread {thread}"
         yield _metadata("thread_name", process, track, name)
 
 
-def _metadata(what, process, track, name):
-    return {"name": what, "ph": "M", "pid": process, "tid": track} | {
-        "args": {"name": name}
-    }
+def _metadata(kind, process, track, name):
+    event = {"name": kind, "ph": "M", "pid": process, "tid": track}
+    return {**event, "args": {"name": name}}
 
 
-def _arrows(trace):
-    puts = {}
-    for span in trace.spans:
-        if span.kind == "put":
-            puts[_piece(span, span.rank, span.peer)] = span
+def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
+    puts = {_key(s, s.rank, s.peer): s for s in trace.spans if s.kind == "put"}
     for number, wait in enumerate(s for s in trace.spans if s.kind == "wait"):
-        put = puts.get(_piece(wait, wait.peer, wait.rank))
+        put = puts.get(_key(wait, wait.peer, wait.rank))
         if put is None:
             continue
-        call = trace.calls[wait.call]
         for phase, span, at in (("s", put, put.end_ns - 1), ("f", wait, wait.end_ns)):
             yield {
                 "name": "chunk",
@@ -127,33 +153,10 @@ def _arrows(trace):
                 "id": number,
                 "ts": at / 1e3,
                 "pid": span.process,
-                "tid": _track(span, call),
+                "tid": _track(span, trace.calls[wait.call]),
             }
 
 
-def _piece(span, sender, receiver):
+def _key(span, sender, receiver):
+    """Returns what identifies the data that a put sends and a wait waits for."""
     return span.call, span.payload, span.chunk, span.split, sender, receiver
-
-
-def _read(path):
-    try:
-        document = json.loads(path.read_text())
-        calls = tuple(
-            Call(**{**call, "devices": tuple(call["devices"])})
-            for call in document[_CATEGORY]["calls"]
-        )
-        spans = tuple(
-            Span(**event["args"])
-            for event in document["traceEvents"]
-            if event["ph"] == "X"
-        )
-        return Trace(calls, spans, document[_CATEGORY]["num_dropped"])
-    except OSError as error:
-        raise InputError(
-            f"trace: cannot read {shown(str(path))}: {error.strerror}."
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnknownNameError(
-            f"trace: {shown(str(path))} is not a trace that jax_ub wrote. Give the "
-            "files of ub.trace or `python -m jax_ub trace --json`."
-        ) from error
