@@ -20,8 +20,6 @@ from jax_ub._src.config.overlap_config import (
 )
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
-from jax_ub._src.retrofit.dot_general import dot_general
-from jax_ub._src.retrofit.overlap import overlap, overlapped
 from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
 from jax_ub._src.rules.all_reduce import all_reduce
 from jax_ub._src.rules.dgrad_add import dgrad_add
@@ -37,11 +35,13 @@ from jax_ub._src.runtime.initialize import (
     initialize_ub,
     is_ub_initialized,
 )
-from jax_ub._src.runtime.memory import MemoryReport, memory_report
 from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 
 if TYPE_CHECKING:
     from jax_ub import flax, ops
+    from jax_ub._src.retrofit.dot_general import dot_general
+    from jax_ub._src.retrofit.overlap import overlap, overlapped
+    from jax_ub._src.runtime.memory import MemoryReport, memory_report
     from jax_ub._src.tools.explain.program import explain
     from jax_ub._src.tools.trace.recorder import trace
 
@@ -79,10 +79,15 @@ __all__ = [
     "wgrad_accumulate",
 ]
 
-# Imported at their first use, so that `import jax_ub` loads neither tools nor Flax.
+# Imported at their first use, so that `import jax_ub` is fast and loads no tool.
 _LAZY_MODULES = ("flax", "ops")
 _LAZY_NAMES = {
+    "MemoryReport": "jax_ub._src.runtime.memory",
+    "dot_general": "jax_ub._src.retrofit.dot_general",
     "explain": "jax_ub._src.tools.explain.program",
+    "memory_report": "jax_ub._src.runtime.memory",
+    "overlap": "jax_ub._src.retrofit.overlap",
+    "overlapped": "jax_ub._src.retrofit.overlap",
     "trace": "jax_ub._src.tools.trace.recorder",
 }
 # Modules of release 0.1 that are private now.

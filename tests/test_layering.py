@@ -116,15 +116,20 @@ def test_public_modules_define_nothing():
         assert not defined, path
 
 
-def test_importing_the_library_loads_no_tool():
+def test_importing_the_library_loads_what_calls_need_only():
     program = (
-        "import sys, jax_ub; from jax_ub import ops;"
-        "print(*[m for m in sys.modules if m.startswith('jax_ub._src.tools')])"
+        "import sys, jax_ub;"
+        "names = lambda: [m for m in sys.modules if m.startswith('jax_ub._src.')];"
+        "print(*{name.split('.')[2] for name in names()});"
+        "from jax_ub import ops;"
+        "print(*[name for name in names() if name.split('.')[2] == 'tools'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout == "\n"
+    loaded, tools = done.stdout.splitlines()
+    assert not {"sharding", "retrofit", "ops", "flax", "tools"} & set(loaded.split())
+    assert tools == ""
 
 
 def test_only_the_settings_read_the_environment():
