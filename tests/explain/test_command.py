@@ -1,4 +1,4 @@
-"""`python -m jax_ub explain script.py`."""
+"""Tests `python -m jax_ub explain script.py`."""
 
 import json
 import re
@@ -28,7 +28,7 @@ for _ in range(2):
 """
 
 
-def test_a_script_is_run_and_explained(tmp_path):
+def test_script_is_run_and_explained(tmp_path):
     script, found = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(SCRIPT)
     options = ["--hardware", "h100", "--json", str(found), str(script), "--steps", "2"]
@@ -47,7 +47,7 @@ def test_a_script_is_run_and_explained(tmp_path):
     assert theirs["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
 
 
-def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
+def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"{SCRIPT}\nsys.exit(3)")
     command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
@@ -58,7 +58,7 @@ def test_a_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     assert "train.py: 1 of 2 overlapped" in done.stdout
 
 
-def test_a_script_whose_programs_were_not_written_is_not_explained(tmp_path):
+def test_missing_program_dumps_are_an_error(tmp_path):
     script = tmp_path / "train.py"
     flags = "import os\nos.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=false'\n"
     script.write_text(flags + SCRIPT)
@@ -73,7 +73,7 @@ def test_a_script_whose_programs_were_not_written_is_not_explained(tmp_path):
 
 
 @pytest.mark.parametrize("options", [(), ("--",)])
-def test_a_script_has_all_its_arguments(tmp_path, options):
+def test_arguments_of_the_script_are_passed_unchanged(tmp_path, options):
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     command = ["-m", "jax_ub", "explain", *options, str(script), "--", "--json", "x"]
@@ -84,13 +84,13 @@ def test_a_script_has_all_its_arguments(tmp_path, options):
     assert "['--', '--json', 'x']" in done.stdout
 
 
-def test_hardware_is_refused_before_the_script_runs(tmp_path, capsys):
+def test_unknown_hardware_is_an_error_before_the_script_runs(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError")
     assert __main__.main(["explain", "--hardware", "h10", str(script)]) == 2
     assert "hardware 'h10' is not known. Did you mean" in capsys.readouterr().err
 
 
-def test_a_script_that_is_not_there_is_refused(capsys):
+def test_missing_script_is_an_error(capsys):
     assert __main__.main(["explain", "missing.py"]) == 2
     assert "explain: there is no script 'missing.py'" in capsys.readouterr().err

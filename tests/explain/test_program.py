@@ -1,4 +1,4 @@
-"""Is it on? For functions, forward and backward, with and without jax_ub."""
+"""Tests `ub.explain` of functions, forward and backward, with and without jax_ub."""
 
 import functools
 
@@ -17,8 +17,8 @@ from jax_ub._src.methods import Method
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools import simulate
-from jax_ub._src.tools.explain import program
-from jax_ub._src.tools.trace.record import TraceError
+from jax_ub._src.tools.explain import report
+from jax_ub._src.tools.trace.recorder import TraceError
 from jax_ub.flax import Linear
 
 NUM_RANKS = 4
@@ -42,7 +42,7 @@ def mlp(method=None):
     return on_ranks(layers, tp_mesh(NUM_RANKS), SPECS, P("tp"))
 
 
-def test_calls_of_ours_are_on():
+def test_calls_of_jax_ub_are_overlapped():
     found = ub.explain(mlp(), *operands())
     assert str(found).startswith("layers: 2 of 2 overlapped\n")
     assert found.overlapped
@@ -54,7 +54,7 @@ def test_calls_of_ours_are_on():
     assert up.measured_exposed_s is None
 
 
-def test_a_recording_goes_on_when_one_inside_it_ends():
+def test_outer_recording_continues_after_an_inner_one():
     with recording() as outer:
         with recording() as inner:
             pass
@@ -74,7 +74,7 @@ def test_every_method_is_explained_forward_and_backward(method):
         assert row.reason == "" or row.reason.startswith("XLA's own: could be one ub.")
 
 
-def test_a_fallback_says_why(monkeypatch):
+def test_fallback_has_its_reason(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
     def layers(x, up):
@@ -89,7 +89,7 @@ def test_a_fallback_says_why(monkeypatch):
     assert not found.overlapped
 
 
-def test_pairs_of_xla_that_could_be_one_call_are_named():
+def test_pairs_of_a_collective_and_a_dot_are_listed():
     def layers(x, up, down):
         h = jax.lax.all_gather(x, "tp", axis=0, tiled=True) @ up
         return jax.lax.psum_scatter(h @ down, "tp", scatter_dimension=0, tiled=True)
@@ -105,7 +105,7 @@ def test_pairs_of_xla_that_could_be_one_call_are_named():
     ]
     assert found.rows[0].moved_bytes == 3 * 16 * 16 * 4
     times = [row.predicted_s for row in found.rows]
-    # XLA's own are those of the method that is XLA.
+    # The times of the pairs are those of method "xla".
     calls = ub.explain(mlp(), *operands()).rows
     sizes = {"M": 64, "P": 4, "dtype": np.float32, "hardware": "cpu"}
     assert times == [
@@ -114,19 +114,19 @@ def test_pairs_of_xla_that_could_be_one_call_are_named():
     ]
 
 
-def test_what_the_partitioner_inserts_is_seen_too():
+def test_collectives_of_the_partitioner_are_listed():
     def layers(x, up, down):
         y = (x @ up) @ down
         return jax.lax.with_sharding_constraint(y, NamedSharding(tp_mesh(4), P()))
 
     found = ub.explain(layers, *operands())
-    # Which ones is for the partitioner to choose.
+    # The partitioner chooses the collectives.
     assert {row.method for row in found.rows} == {"xla"}
     assert found.title == f"layers: 0 of {len(found.rows)} overlapped"
     assert all(row.moved_bytes > 0 for row in found.rows)
 
 
-def test_scans_are_counted_by_their_length_and_loops_are_named():
+def test_scans_multiply_counts_and_loops_are_noted():
     def scanned(x, up, down):
         def layer(x, _):
             h = ub.all_gather_matmul(x, up, axis_name="tp")
@@ -146,7 +146,7 @@ def test_scans_are_counted_by_their_length_and_loops_are_named():
         assert {row.note for row in ub.explain(run, *operands()).rows} == {note}
 
 
-def test_layers_that_fell_back_when_they_were_traced_say_why():
+def test_layers_that_fell_back_during_tracing_have_a_reason():
     mesh = tp_mesh(NUM_RANKS)
     dense = functools.partial(linen.Dense, use_bias=False)
     up, down = (dense(16, dot_general=ub.dot_general(k)) for k in ("column", "row"))
@@ -172,7 +172,7 @@ def test_layers_that_fell_back_when_they_were_traced_say_why():
             layers(kernel, sharded, x)
 
 
-def test_a_fallback_of_another_program_says_nothing_about_this_one():
+def test_fallbacks_of_other_programs_are_ignored():
     mesh = tp_mesh(NUM_RANKS)
     layer = linen.Dense(16, use_bias=False, dot_general=ub.dot_general("column"))
     kernel = {"params": {"kernel": jnp.ones((16, 16))}}
@@ -193,7 +193,7 @@ def test_a_fallback_of_another_program_says_nothing_about_this_one():
 
 
 @pytest.mark.parametrize("method", [None, "xla"])
-def test_ranks_that_compute_the_same_are_named(method):
+def test_redundant_work_of_ranks_is_noted(method):
     def notes(mesh, batch, data_axes=None):
         sharding_layout = ShardingLayout(
             "column", ub_name="up", method=method, data_axes=data_axes
@@ -222,7 +222,7 @@ def test_ranks_that_compute_the_same_are_named(method):
     assert "1 examples" in reason
 
 
-def test_tokens_that_a_plain_layer_leaves_whole_are_named():
+def test_indivisible_tokens_of_a_plain_layer_are_a_fallback():
     layer = Linear(16, 16, parallel=None, rngs=nnx.Rngs(0))
     ub.fallbacks(clear=True)
     with jax.set_mesh(tp_mesh(2)):
@@ -236,7 +236,7 @@ def test_tokens_that_a_plain_layer_leaves_whole_are_named():
 
 
 @pytest.mark.parametrize("name", ["a]b", "it's", 'a"b'])
-def test_names_with_brackets_and_quotes_are_whole(name):
+def test_names_with_brackets_and_quotes_are_not_truncated(name):
     def layer(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp", ub_name=name)
 
@@ -245,14 +245,14 @@ def test_names_with_brackets_and_quotes_are_whole(name):
     assert row.scope == name
 
 
-def test_a_recording_that_has_not_ended_is_refused():
+def test_recording_that_has_not_ended_is_an_error():
     run = mlp("pipeline")
     not_ended = pytest.raises(TraceError, match="recording that has not ended")
     with ub.trace() as recording, not_ended:
         ub.explain(run, *operands(), trace=recording)
 
 
-def test_a_trace_adds_how_long_ranks_waited(tmp_path):
+def test_trace_adds_how_long_ranks_waited(tmp_path):
     run = mlp("pipeline")
     path = tmp_path / "step.json"
     with ub.trace(path) as recording:
@@ -263,7 +263,7 @@ def test_a_trace_adds_how_long_ranks_waited(tmp_path):
         assert all(row.measured_exposed_s > 0 for row in rows)
 
 
-def test_a_function_that_has_run_is_explained_like_a_new_one():
+def test_function_that_has_run_is_explained_again():
     run, args = mlp(), operands()
     found = ub.explain(run, *args)
     assert len(found.rows) == 2
@@ -281,7 +281,7 @@ def test_static_arguments_stay_static():
     assert [row.method for row in found.rows] == ["pipeline", "pipeline"]
 
 
-def test_a_step_of_flax_is_explained_before_and_after_it_has_run():
+def test_flax_step_is_explained_before_and_after_it_runs():
     mesh = tp_mesh(NUM_RANKS)
 
     @nnx.jit
@@ -298,22 +298,49 @@ def test_a_step_of_flax_is_explained_before_and_after_it_has_run():
             step(model, x)
 
 
-def test_hardware_that_is_not_known_is_refused_without_a_call_too():
+def test_unknown_hardware_is_an_error_without_calls_too():
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'h100'"):
         ub.explain(jnp.sin, jnp.ones(2), hardware="h1000")
 
 
-def test_times_are_those_of_the_hardware_that_is_asked_for():
+def test_times_are_predicted_for_the_given_hardware():
     slow, fast = (
         ub.explain(mlp(), *operands(), hardware=name).rows[0].predicted_s
         for name in ("a100", "b200")
     )
     assert slow > fast
-    assert program.machine() == "cpu"
+    assert report.find_hardware(None).name == "cpu"
 
 
-def test_an_unknown_device_is_named_with_the_machine_that_is_assumed(monkeypatch):
-    monkeypatch.setattr(program, "_known", lambda: None)
+def test_hardware_may_be_a_dict_of_rates():
+    def seconds(hardware):
+        return ub.explain(mlp(), *operands(), hardware=hardware).rows[0].predicted_s
+
+    assert seconds({"name": "h100"}) == seconds("h100")
+    assert seconds({"name": "h100", "wire_bytes_per_s": 1e6}) > seconds("h100")
+    h200 = simulate.HARDWARE["h200"]
+    names = ("flops_per_s", "wire_bytes_per_s", "memory_bytes_per_s", "processors")
+    assert seconds({name: getattr(h200, name) for name in names}) == seconds("h200")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "text"),
+    [
+        ({"flop_per_s": 1.0}, "has the key 'flop_per_s', .* Did you mean 'flops_per_s"),
+        ({"flops_per_s": 1e12}, "lacks wire_bytes_per_s, memory_bytes_per_s, process"),
+        ({"name": "h100", "flops_per_s": 0}, "flops_per_s = 0, which is not a positiv"),
+        ({"name": "h100", "launch_s": -1.0}, "launch_s = -1.0, which is not a time"),
+        ({"name": "h100", "launch_s": "1"}, "launch_s = '1', which is not a time"),
+        ({"name": "h100", "processors": 1.5}, "processors = 1.5, which is not an int"),
+    ],
+)
+def test_invalid_rates_are_errors(hardware, text):
+    with pytest.raises(ub.errors.UbError, match=text):
+        ub.explain(jnp.sin, jnp.ones(2), hardware=hardware)
+
+
+def test_unknown_device_is_noted_with_the_assumed_machine(monkeypatch):
+    monkeypatch.setattr(report, "_local_machine", lambda: None)
     (note,) = ub.explain(mlp(), *operands()).notes[-1:]
     assert note.startswith("unknown device 'cpu': times are predicted for h200")
     for table in (
@@ -336,11 +363,11 @@ def test_local_calls_have_nothing_to_communicate():
     )
 
 
-def test_a_program_without_linears_says_so():
+def test_program_without_linears_has_no_rows():
     assert str(ub.explain(lambda x: x + 1, 1.0)) == "lambda: no linears"
 
 
-def test_flops_of_custom_calls_are_counted_in_loops_too():
+def test_flops_of_custom_calls_in_loops_are_counted():
     def layers(x, w):
         def step(x, w):
             h = ub.all_gather_matmul(x, w, axis_name="tp")
@@ -364,7 +391,7 @@ def test_flops_of_custom_calls_are_counted_in_loops_too():
 
 
 @pytest.mark.parametrize("method", ["auto", "external", "xla"])
-def test_flops_forward_and_backward_are_those_of_three_products(method):
+def test_flops_of_forward_and_backward_are_those_of_three_gemms(method):
     def loss(x, w):
         y = ub.all_gather_matmul(x, w, axis_name="tp", method=method)
         return jnp.sum(y * y)

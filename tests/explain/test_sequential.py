@@ -1,4 +1,4 @@
-"""What explain() says of a Sequential."""
+"""Tests `Sequential.explain`."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.explain import program
+from jax_ub._src.tools.explain import report
 
 
 def mlp(**down):
@@ -33,7 +33,7 @@ def rows_of(table):
     return {row.scope: row for row in table.rows}
 
 
-def test_every_linear_is_on_or_says_why_not():
+def test_every_linear_is_overlapped_or_has_a_reason():
     rows = rows_of(mlp().explain())
     assert list(rows) == [
         "1 BasicLinear 'fc1', forward",
@@ -57,7 +57,7 @@ def test_every_linear_is_on_or_says_why_not():
     )
 
 
-def test_text_lists_what_was_fused():
+def test_text_lists_the_fused_operations():
     text = str(mlp().explain())
     assert "forward: 0 MakeExtraOutput; UserbuffersForwardLinear of 1-2 (Basic" in text
     assert "\nbackward: 0 MakeExtraOutput; UserbuffersBackwardLinear of 1-2" in text
@@ -65,9 +65,9 @@ def test_text_lists_what_was_fused():
     assert "NO          auto    UserbuffersForwardLinear: no userbuffers_op" in text
 
 
-def test_what_is_not_predicted_for_want_of_ranks_is_said():
+def test_unknown_number_of_ranks_is_noted():
     note = (
-        "not predicted, as the number of ranks is not known here: pass num_ranks, or "
+        "not predicted, because the number of ranks is unknown: pass num_ranks, or "
         "call it under jax.set_mesh"
     )
     table = mlp().explain(4096)
@@ -77,7 +77,7 @@ def test_what_is_not_predicted_for_want_of_ranks_is_said():
     assert note not in mlp().explain(4096, num_ranks=2).notes
 
 
-def test_method_decides_what_runs_backward():
+def test_method_selects_the_ops_of_the_backward_pass():
     options = {"comm_name": "fc1", "method": "ring_exchange"}
     linear = ops.BasicLinear(
         8, 8, tensor_parallel_mode="column", sequence_parallel=True,
@@ -119,7 +119,7 @@ def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])
-def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
+def test_rejected_layouts_without_sequence_parallelism_are_not_overlapped(mode):
     linear = ops.Linear(
         64, 64, tensor_parallel_mode=mode, userbuffers_options={"comm_name": "fc1"}
     )
@@ -127,14 +127,14 @@ def test_what_is_refused_without_sequence_parallelism_is_not_on(mode):
     assert not forward.overlapped
     assert not backward.overlapped
     assert forward.reason == backward.reason
-    assert "refused" in forward.reason
+    assert "rejected" in forward.reason
     assert "sequence_parallel=True" in forward.reason
     behind = ops.ReduceScatter()
     plain = dataclasses.replace(linear, tensor_parallel_mode=None, use_bias=False)
     assert ops.Sequential(plain, behind).explain().overlapped
 
 
-def test_a_fallback_of_another_program_says_nothing_about_this_one():
+def test_fallbacks_of_other_programs_are_ignored():
     label = "UserbuffersForwardLinear (ub_name 'fc1')"
     lowering_log.record_fallback(label, "it was lowered for an abstract mesh")
     forward, backward = list(rows_of(mlp().explain()).values())[:2]
@@ -142,7 +142,7 @@ def test_a_fallback_of_another_program_says_nothing_about_this_one():
     assert backward.overlapped
 
 
-def test_collectives_of_their_own_and_local_linears():
+def test_separate_collectives_and_local_linears_have_rows():
     linear = ops.BasicLinear(8, 8, userbuffers_options={"comm_name": "fc2"})
     seq = ops.Sequential(linear, ops.ReduceScatter(), linear, ops.AllReduce())
     rows = seq.explain().rows
@@ -156,8 +156,8 @@ def test_collectives_of_their_own_and_local_linears():
         "no communication",
     )
     assert forward.op == "all_reduce"
-    assert forward.reason == "alone: no GEMM runs beside it"
-    assert (backward.overlapped, backward.note) == (True, "the identity")
+    assert forward.reason == "no GEMM overlaps it"
+    assert (backward.overlapped, backward.note) == (True, "identity")
 
 
 def test_times_and_bytes_are_predicted_for_known_sizes():
@@ -170,7 +170,7 @@ def test_times_and_bytes_are_predicted_for_known_sizes():
     assert 0 < up.predicted_s < d_up.predicted_s
 
 
-def test_mesh_in_reach_counts():
+def test_mesh_in_scope_gives_the_number_of_ranks():
     seq = mlp()
     with jax.set_mesh(tp_mesh(1)):
         up = seq.explain(64).rows[0]
@@ -207,7 +207,7 @@ def test_every_layout_has_a_row(sequence_parallel):
         assert tuple(not row.overlapped for row in rows) == communicates
 
 
-def test_a_trace_says_how_long_ranks_waited():
+def test_trace_adds_how_long_ranks_waited():
     options = {"sequence_parallel": True, "axis_name": "tp"}
     column = {
         "tensor_parallel_mode": "column",
@@ -240,19 +240,19 @@ def test_a_trace_says_how_long_ranks_waited():
 
 @pytest.mark.parametrize("name", ["tokens", "num_ranks"])
 @pytest.mark.parametrize("value", [0, -4, "4", 4.0, True])
-def test_numbers_that_count_nothing_are_refused(name, value):
+def test_counts_that_are_not_positive_integers_are_errors(name, value):
     text = f"explain: {name} = {value!r} is not a positive integer. Pass one"
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         mlp().explain(**{"tokens": 64, "num_ranks": 4, name: value})
 
 
-def test_times_are_those_of_the_devices_here(monkeypatch):
+def test_times_are_predicted_for_the_local_devices(monkeypatch):
     def times(**options):
         rows = mlp().explain(64, num_ranks=2, **options).rows
         return [row.predicted_s for row in rows]
 
     assert times() == times(hardware="cpu") != times(hardware="h200")
-    monkeypatch.setattr(program, "_known", lambda: None)
+    monkeypatch.setattr(report, "_local_machine", lambda: None)
     assert times() == times(hardware="h200")
     (note,) = mlp().explain(64, num_ranks=2).notes[-1:]
     assert note.startswith("unknown device 'cpu': times are predicted for h200")

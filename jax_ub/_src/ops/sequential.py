@@ -17,7 +17,7 @@ from jax_ub._src.ops.operation import (
 )
 
 if TYPE_CHECKING:
-    from jax_ub._src.tools.explain.table import Table
+    from jax_ub._src.tools.explain.report import Table
 
 
 class Sequential(Operation):
@@ -79,8 +79,8 @@ class Sequential(Operation):
             num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
                 scope, or from `initialize_ub`.
             dtype: dtype of the activations.
-            hardware: a machine of `jax_ub simulate`; None takes the kind of the local
-                devices.
+            hardware: a machine of `jax_ub simulate` by name, or a dict of its rates;
+                None takes the kind of the local devices.
             trace: a recording of `ub.trace`, or its files. Adds the measured time that
                 ranks waited.
 

@@ -20,18 +20,10 @@ from jax_ub._src.errors import UbError, shown
 from jax_ub._src.files import write_json
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools.explain import hlo
-from jax_ub._src.tools.explain.program import (
-    call_rows,
-    exposed,
-    machine,
-    pair_rows,
-    summary,
-)
-from jax_ub._src.tools.explain.table import Table
+from jax_ub._src.tools.explain import hlo, program
+from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.options import output_path
 from jax_ub._src.tools.script import check_script, run_script, split_program
-from jax_ub._src.tools.simulate.hardware import find
 from jax_ub._src.tools.trace.recorder import trace
 
 # JAX's event for a program that XLA compiles or that the compilation cache returns.
@@ -39,7 +31,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """Raised when XLA wrote none of the compiled programs, so nothing is explained."""
+    """XLA wrote none of the compiled programs, so nothing is explained."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,31 +54,15 @@ def command(given: argparse.Namespace) -> int:
     """Runs the script, prints the table and returns the script's exit status.
 
     In a multi-process job, only process 0 prints.
-    """
-    script, *arguments = split_program(given.program)
-    check_script("explain", script)
-    found, status = explain_script(script, arguments, given.hardware)
-    if jax.process_index() == 0:
-        sys.stdout.write(f"{found}\n")
-        if given.json is not None:
-            write_json(given.json, found.as_json())
-    return status
-
-
-def explain_script(
-    script: str, arguments: list[str], hardware: str | None
-) -> tuple[Table, int]:
-    """Runs a script as `__main__` and explains all programs that it compiled.
-
-    Returns:
-        The table, and the script's exit status.
 
     Raises:
         UnknownNameError: if the hardware is not known; the script is not run.
         ExplainError: if the script compiled programs, but XLA wrote none of them.
     """
-    if hardware is not None:
-        find(hardware)
+    script, *arguments = split_program(given.program)
+    check_script("explain", script)
+    if given.hardware is not None:
+        find_hardware(given.hardware)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)
@@ -97,14 +73,28 @@ def explain_script(
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
         ]
     if num_compiled["programs"] and not texts:
-        raise ExplainError(_nothing_dumped(num_compiled["programs"]))
+        raise ExplainError(
+            f"explain: XLA wrote none of the {num_compiled['programs']} programs that "
+            "the script compiled. explain asks for them with --xla_dump_to in "
+            f"XLA_FLAGS, which is now {shown(settings.xla_flags())}. Add to the flags "
+            f"that are set, for example {settings.ADDING_XLA_FLAGS}, leave out "
+            "--xla_dump_to, and switch off the persistent compilation cache, with "
+            "which XLA compiles nothing."
+        )
+    machine = find_hardware(given.hardware)
     found = [hlo.collectives(text) for text in texts]
-    chosen = hardware or machine()
+    assert traced.trace is not None
     rows = [
-        *call_rows(lowered, {}, chosen, exposed(traced.trace)),
-        *pair_rows([pair for one in found for pair in one.pairs], chosen),
+        *program.call_rows(lowered, machine, traced.trace.exposed_by_op_s(), {}),
+        *program.pair_rows([pair for one in found for pair in one.pairs], machine),
     ]
-    return summary(pathlib.Path(script).name, rows, found, hardware), status
+    name = pathlib.Path(script).name
+    table = program.table_of(name, rows, found, given.hardware)
+    if jax.process_index() == 0:
+        sys.stdout.write(f"{table}\n")
+        if given.json is not None:
+            write_json(given.json, table.as_json())
+    return status
 
 
 @contextlib.contextmanager
@@ -123,13 +113,3 @@ def _counting() -> Iterator[collections.Counter[str]]:
         yield counts
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
-
-
-def _nothing_dumped(num_programs):
-    return (
-        f"explain: XLA wrote none of the {num_programs} programs that the script "
-        "compiled. explain asks for them with --xla_dump_to in XLA_FLAGS, which is now "
-        f"{shown(settings.xla_flags())}. Add to the flags that are set, for example "
-        f"{settings.ADDING_XLA_FLAGS}, leave out --xla_dump_to, and switch off the "
-        "persistent compilation cache, with which XLA compiles nothing."
-    )

@@ -3,40 +3,35 @@
 import ast
 import collections
 import dataclasses
-import functools
 import itertools
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jax_ub._src import arguments, lowering_log
-from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.lowering_log import LoweredCall, recording, shape_of
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.primitives.sizes import op_of
-from jax_ub._src.tools.explain import hlo, sizes
-from jax_ub._src.tools.explain.table import Row, Table, flops_text
-from jax_ub._src.tools.simulate.hardware import HARDWARE, Hardware, find
-from jax_ub._src.tools.trace import perfetto
-from jax_ub._src.tools.trace.recorder import Recording, TraceError
-from jax_ub._src.tools.trace.spans import Trace
+from jax_ub._src.primitives.sizes import global_sizes
+from jax_ub._src.tables import format_count
+from jax_ub._src.tools import simulate
+from jax_ub._src.tools.explain import hlo, report
+from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
+from jax_ub._src.tools.simulate.hardware import Hardware
 
-_SITE = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
+# A call and the shapes of its operands.
+_CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
-_ASSUMED = "h200"  # for GPUs that the simulator does not know
-_Path = str | pathlib.Path
-_Trace = Recording | Trace | _Path | Sequence[_Path]
 
 
 def explain(
     fn: Callable[..., Any],
     *args: Any,
-    hardware: str | Hardware | None = None,
-    trace: _Trace | None = None,
+    hardware: HardwareLike = None,
+    trace: TraceLike = None,
     **kwargs: Any,
 ) -> Table:
     """Explains what overlaps in `fn(*args, **kwargs)`, what does not, and why.
@@ -48,8 +43,9 @@ def explain(
         fn: a function, possibly jitted with `jax.jit` or `nnx.jit`. Pass `jax.grad` of
             a function to include its backward pass.
         *args: positional arguments, or `jax.ShapeDtypeStruct`s with shardings.
-        hardware: predicts times for this machine: a name or a `Hardware` of
-            `jax_ub._src.tools.simulate`. None selects the kind of the present devices.
+        hardware: predicts times for this machine: a name, such as "h100", or a dict of
+            rates, such as `{"name": "h100", "wire_bytes_per_s": 200e9}`. None selects
+            the kind of the present devices.
         trace: adds measured waiting times. Pass the recording of `ub.trace`, its
             `.trace`, or the files that it wrote.
         **kwargs: keyword arguments of `fn`.
@@ -61,28 +57,28 @@ def explain(
 
     Raises:
         UnknownNameError: if the hardware is not known or a file is not a trace.
+        ConfigurationError: if a rate of the hardware is missing or out of range.
         InputError: if a file cannot be read (an `OSError`).
         TraceError: if `trace` is a recording whose block has not ended.
     """
     arguments.check_function("explain", "fn", fn)
-    if hardware is not None:
-        hardware = find(hardware)
-    program, arrays = _unseen(fn, args, kwargs)
+    machine = report.find_hardware(hardware)
+    program, arrays = _as_new_function(fn, args, kwargs)
     traced = program.trace(*arrays)
     with recording() as lowered:
         text = traced.lower().compile().as_text() or ""
     found = hlo.collectives(text)
-    counts = _count(traced.jaxpr.jaxpr)
+    jaxpr = traced.jaxpr.jaxpr
     rows = [
-        *call_rows(lowered, counts, hardware or machine(), exposed(trace)),
-        *pair_rows(found.pairs, hardware or machine()),
-        *_other_fallbacks(traced.jaxpr.jaxpr, found.pairs),
+        *call_rows(lowered, machine, report.read_waits(trace), _count(jaxpr)),
+        *pair_rows(found.pairs, machine),
+        *_other_fallbacks(jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
-    return summary(name, rows, [found], hardware)
+    return table_of(name, rows, [found], hardware)
 
 
-def _unseen(fn, args, kwargs):
+def _as_new_function(fn, args, kwargs):
     """Wraps `fn` in a new jitted function of its array arguments; returns both.
 
     JAX lowers each function once, and `recording` only sees calls that are lowered in
@@ -103,11 +99,11 @@ def _unseen(fn, args, kwargs):
     return jax.jit(program), list(itertools.compress(leaves, is_array))
 
 
-def summary(
+def table_of(
     name: str,
     rows: Sequence[Row],
     found: Iterable[hlo.Found],
-    hardware: str | Hardware | None,
+    hardware: HardwareLike,
 ) -> Table:
     """Returns the table of `explain`, with a title, the rows and notes below them.
 
@@ -116,95 +112,115 @@ def summary(
     """
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
-    others: collections.Counter[str] = collections.Counter()
-    for one in found:
-        others.update(one.others)
-    listed = ", ".join(f"{kind} x {count}" for kind, count in sorted(others.items()))
     table = Table(tuple(rows), title)
     notes = []
     if table.custom_call_flops:
-        total = flops_text(table.custom_call_flops)
-        notes.append(
-            f"custom calls: {total}FLOP a rank, which cost_analysis() counts as 0"
-        )
-    if listed:
+        total = format_count(table.custom_call_flops, "FLOP")
+        notes.append(f"custom calls: {total} a rank, which cost_analysis() counts as 0")
+    others: collections.Counter[str] = collections.Counter()
+    for one in found:
+        others.update(one.others)
+    if others:
+        listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         notes.append(f"XLA's collectives without a dot next to them: {listed}")
-    return dataclasses.replace(table, notes=(*notes, *assumed(hardware, rows)))
+    return dataclasses.replace(
+        table, notes=(*notes, *report.assumption(hardware, rows))
+    )
 
 
 def call_rows(
     lowered: Sequence[LoweredCall],
-    counts: Mapping[_SITE, str],
-    hardware: str | Hardware,
-    waited: Mapping[tuple[str, str], float],
+    machine: Hardware,
+    waits: Waits,
+    counts: Mapping[_CallSite, str],
 ) -> Iterator[Row]:
     """Yields a table row for each group of equal calls of jax_ub in a lowered program.
 
-    A row has the call's bytes and predicted time on `hardware`. `waited` has measured
-    waiting times by label and op.
+    A row has the call's bytes and its predicted time on `machine`. `counts` has the
+    numbers of executions that are known; other calls count as often as they are
+    lowered.
     """
-    alike: dict[tuple[Any, ...], list[LoweredCall]] = {}
+    groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
-        like = (one.call, one.operands, one.method, one.reason)
-        alike.setdefault(like, []).append(one)
-    for (call, operands, method, reason), sites in alike.items():
+        key = (one.call, one.operands, one.method, one.reason)
+        groups.setdefault(key, []).append(one)
+    for (call, operands, method, reason), equal in groups.items():
+        op, M, K, N = global_sizes(call, operands)
+        num_ranks = call.num_ranks if call.axis_name else 1
         # Predict the requested method, because "auto" may select another method on the
         # predicted machine than on this one.
-        asked = "xla" if reason else call.method.value
-        found = sizes.prediction(call, operands, asked, hardware)
-        local = not call.axis_name or call.num_ranks == 1
-        count = counts.get((call, operands), str(len(sites)))
+        prediction = simulate.estimate(
+            op,
+            "xla" if reason else call.method.value,
+            M=max(M, 1),
+            K=max(K, 1),
+            N=max(N, 1),
+            P=num_ranks,
+            dtype=operands[0].dtype,
+            hardware=machine,
+        )
+        count = counts.get((call, operands), str(len(equal)))
         notes = ["" if count in ("", "1") else f"x {count}"]
-        notes.append("nothing to communicate" if local else "")
+        notes.append("nothing to communicate" if num_ranks == 1 else "")
         notes.append(call.replicated)
+        target = call.target.removeprefix("jax_ub$")
         yield Row(
-            scope=_scope(sites[0].scope, call.label),
-            op=op_of(call),
+            scope=_scope(equal[0].scope, call.label),
+            op=target,
             overlapped=reason is None,
             method=method.value,
             reason=reason or "",
-            moved_bytes=None if local else round(found.moved_bytes),
-            predicted_s=found.seconds,
-            measured_exposed_s=waited.get((call.label, op_of(call))),
+            moved_bytes=None if num_ranks == 1 else round(prediction.moved_bytes),
+            predicted_s=prediction.seconds,
+            measured_exposed_s=waits.get((call.label, target)),
             note=", ".join(filter(None, notes)),
-            flops=sizes.flops(call, operands),
-            count=int(count) if count.isdigit() and int(count) else len(sites),
+            flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,
+            count=int(count) if count.isdigit() and int(count) else len(equal),
         )
 
 
-def pair_rows(pairs: Sequence[hlo.Pair], hardware: str | Hardware) -> Iterator[Row]:
+def pair_rows(pairs: Sequence[hlo.Pair], machine: Hardware) -> Iterator[Row]:
     """Yields a row for each group of equal pairs of an XLA collective and a dot.
 
     Such a pair is not overlapped; the row's reason names the function that could
     replace it.
     """
-    places = collections.Counter(map(_place, pairs))
-    for (pair, fallen, repeated), count in places.items():
-        reverse = pair.collective == "all-gather"
-        op = f"{pair.collective} + dot" if reverse else f"dot + {pair.collective}"
+    groups = collections.Counter(map(_with_user_scope, pairs))
+    for (pair, fallback, repeated), count in groups.items():
+        names = (pair.collective, "dot")
+        is_gather = pair.collective == "all-gather"
+        seconds = flops = None
+        if pair.sizes is not None:
+            M, K, N = pair.sizes
+            flops = 2 * M * K * N // max(pair.num_ranks, 1)
+            if pair.itemsize in (1, 2, 4):  # the model has no rates for f64
+                seconds = simulate.predict(
+                    *(pair.could_be, "xla", M, K, N, pair.num_ranks),
+                    dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
+                    hardware=machine,
+                )
+        could_be = f"XLA's own: could be one ub.{pair.could_be}"
         yield Row(
             scope=pair.scope,
-            op=op,
+            op=" + ".join(names if is_gather else reversed(names)),
             overlapped=False,
             method="xla",
-            reason=fallen.reason
-            if fallen
-            else f"XLA's own: could be one ub.{pair.could_be}",
+            reason=fallback.reason if fallback else could_be,
             moved_bytes=pair.moved_bytes,
-            predicted_s=sizes.pair_seconds(pair, hardware),
+            predicted_s=seconds,
             note=", ".join(filter(None, [f"x {count}" if count > 1 else "", repeated])),
-            flops=sizes.pair_flops(pair),
+            flops=flops,
             count=count,
         )
 
 
-def _place(pair):
+def _with_user_scope(pair):
     """Returns the pair with its user-visible scope, its fallback and a note."""
-    fallen = lowering_log.called_instead(pair.scope)
-    scope = _scope(pair.scope, "") if fallen is None else _scope("", fallen.label)
+    fallback = lowering_log.called_instead(pair.scope)
+    scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
     reason = repeated.reason if repeated else ""
-    return dataclasses.replace(pair, scope=scope), fallen, reason
+    return dataclasses.replace(pair, scope=scope), fallback, reason
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
@@ -219,69 +235,13 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
             yield Row(_scope("", fallen.label), "dot", False, "xla", fallen.reason)
 
 
-def machine() -> str:
-    """Returns the simulator's name of this process's devices, such as "h100" or "cpu".
-
-    Unknown devices are assumed to be `_ASSUMED`.
-    """
-    return _known() or _ASSUMED
-
-
-def assumed(hardware: str | Hardware | None, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns a note for the table if the devices are unknown to the simulator.
-
-    Their times are then predicted for `_ASSUMED`. Otherwise, the tuple is empty.
-    """
-    is_predicted = any(row.predicted_s is not None for row in rows)
-    if hardware is not None or not is_predicted or _known():
-        return ()
-    return (
-        f"unknown device {shown(jax.devices()[0].device_kind)}: times are predicted "
-        f"for {_ASSUMED}. Pass hardware=, a machine's name of `jax_ub simulate`",
-    )
-
-
-@functools.cache
-def _known():
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return "cpu"
-    kind = device.device_kind.lower()
-    return next((name for name in HARDWARE if name in kind), None)
-
-
-def exposed(trace: Any) -> dict[tuple[str, str], float]:
-    """Returns the measured seconds that a rank waits per call, by label and op.
-
-    `trace` is None, a recording, a trace, or paths of trace files.
-    """
-    if trace is None:
-        return {}
-    if isinstance(trace, Recording):
-        if trace.trace is None:
-            raise TraceError(
-                "explain: trace is a recording that has not ended. Call explain after "
-                "the block of ub.trace."
-            )
-        trace = trace.trace
-    if isinstance(trace, Trace):
-        return trace.exposed_by_op_s()
-    paths = trace if isinstance(trace, list | tuple) else [trace]
-    if not all(isinstance(path, str | pathlib.Path) for path in paths):
-        raise ShapeContractError(
-            f"explain: trace = {shown(trace)} is no trace. Pass what ub.trace "
-            "recorded, the path of its file, or a list of paths."
-        )
-    return perfetto.read([pathlib.Path(path) for path in paths]).exposed_by_op_s()
-
-
 def _scope(stack, label):
     """Returns the user's name of a call, or else the enclosing functions' names."""
     named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
         return _text(named[1])
-    ours = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
-    parts = [p for p in stack.split("/") if p and not p.startswith(ours)]
+    internal = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
+    parts = [p for p in stack.split("/") if p and not p.startswith(internal)]
     parts = [p for p in parts if not lowering_log.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
@@ -297,28 +257,21 @@ def _text(shown):
         return shown
 
 
-def _count(jaxpr: core.Jaxpr) -> dict[_SITE, str]:
+def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
     """Returns how often each call of a jaxpr runs; a scan multiplies by its length.
 
     The count of a call in a while loop is unknown and is `_LOOP`.
     """
-    counts: collections.Counter[_SITE] = collections.Counter()
-    loops: set[_SITE] = set()
-    for site, times in _sites(jaxpr):
-        counts[site] += times or 0
-        if times is None:
-            loops.add(site)
-    return {
-        site: _LOOP if site in loops else str(count) for site, count in counts.items()
-    }
-
-
-def _sites(jaxpr):
+    counts: dict[_CallSite, str] = {}
     for equation, times in _equations(jaxpr, 1):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
-            yield (call, operands), times
+            before = counts.get((call, operands), "0")
+            is_known = times is not None and before != _LOOP
+            total = str(int(before) + times) if is_known else _LOOP
+            counts[call, operands] = total
+    return counts
 
 
 def _equations(jaxpr, times):

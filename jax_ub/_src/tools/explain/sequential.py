@@ -6,7 +6,6 @@ Reports which linears are overlapped after fusion, and why the others are not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +26,9 @@ from jax_ub._src.parallel import ParallelMode, mode_of
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
 from jax_ub._src.tools import simulate
-from jax_ub._src.tools.explain import program
-from jax_ub._src.tools.explain.table import Row, Table
+from jax_ub._src.tools.explain import report
+from jax_ub._src.tools.explain.report import Row, Table, Waits
+from jax_ub._src.tools.simulate.hardware import Hardware
 
 if TYPE_CHECKING:
     from jax_ub._src.ops.fuser import OperationFuser
@@ -42,14 +42,14 @@ _COLLECTIVES = {
 # A product or collective by its name in `tools.simulate`, its contracting size and its
 # number of output features.
 Step = tuple[str, int, int]
-# The names that stand for GEMMs without communication.
+# Names of GEMMs without communication.
 _PRODUCTS = ("matmul", "wgrad")
 _REFUSED = (
-    "a call is refused: overlapped are gathers and scatters of rows, with "
+    "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
     "sequence_parallel=True"
 )
 _NO_RANKS = (
-    "not predicted, as the number of ranks is not known here: pass num_ranks, or call "
+    "not predicted, because the number of ranks is unknown: pass num_ranks, or call "
     "it under jax.set_mesh"
 )
 
@@ -63,23 +63,17 @@ class Sizes:
         num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
             scope.
         dtype: dtype of the activations.
-        hardware: a name or a machine of `tools.simulate`.
-        waited: measured seconds that a rank waited in a call, by the call's label and
-            target.
+        machine: the machine for which times are predicted.
+        waits: measured seconds that a rank waited in a call.
     """
 
     tokens: int | None
     num_ranks: int | None
     dtype: Any
-    hardware: Any
-    waited: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    machine: Hardware
+    waits: Waits
 
     def __post_init__(self):
-        """Checks that `tokens` and `num_ranks` are positive integers or None.
-
-        Raises:
-            ShapeContractError: if either is neither None nor a positive integer.
-        """
         for name in ("tokens", "num_ranks"):
             value = getattr(self, name)
             if value is None or (shapes.is_integer(value) and value > 0):
@@ -108,8 +102,8 @@ def explain(
 
     The table has a row for the forward and a row for the backward of each.
     """
-    exposed_s = program.exposed(trace)
-    sizes = Sizes(tokens, num_ranks, dtype, hardware or program.machine(), exposed_s)
+    machine, waits = report.find_hardware(hardware), report.read_waits(trace)
+    sizes = Sizes(tokens, num_ranks, dtype, machine, waits)
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _refusals(fuser, name) for name in _PASSES}
@@ -131,7 +125,7 @@ def explain(
             rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
     title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
     notes = [*_notes(fuser, passes, reasons), *([_NO_RANKS] if lacks_ranks else [])]
-    notes += program.assumed(hardware, rows)
+    notes += report.assumption(hardware, rows)
     return Table(tuple(rows), title, tuple(notes))
 
 
@@ -176,14 +170,10 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     ranks = 1 if mode is None else sizes.ranks_on(axis_name)
     sharded = mode_of(mode, op.sequence_parallel or bool(is_on and scatter))
     call_config = _planned(op, axis_name, sharded, ranks, type(window).__name__)
-    call_config = (
-        call_config
-        if name == "forward"
-        else _backward_site(op, mode, call_config, sizes)
-    )
     if name == "forward":
         steps = _forward_steps(op, mode, is_on)
     else:
+        call_config = _backward_config(op, mode, call_config, sizes)
         steps = _backward_steps(op, mode, is_on, call_config)
     reason, note = "", "no communication"
     if any(target not in _PRODUCTS for target, _, _ in steps):
@@ -209,7 +199,7 @@ def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfi
     return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
 
-def _backward_site(op, mode, call_config, sizes):
+def _backward_config(op, mode, call_config, sizes):
     """Returns the method and options with which a linear's backward communicates.
 
     For a column-parallel linear it includes the method that was tuned for these sizes.
@@ -278,21 +268,21 @@ def _targets(steps: list[Step]) -> str:
 
 def _collective(op, name) -> Row:
     target = _COLLECTIVES[type(op)][name == "backward"]
-    reason = "alone: no GEMM runs beside it" if target else ""
+    reason = "no GEMM overlaps it" if target else ""
     method = methods.resolve(op.label, op.method, None).value
-    note = "" if target else "the identity"
+    note = "" if target else "identity"
     return Row("", target or "none", not target, method, reason, note=note)
 
 
 def _predicted(row, steps, call_config, sizes, dtype, ranks) -> Row:
     calls = dict.fromkeys((call_config.label, target) for target, _, _ in steps)
-    waited = [sizes.waited[call] for call in calls if call in sizes.waited]
+    waited = [sizes.waits[call] for call in calls if call in sizes.waits]
     if waited:
         row = dataclasses.replace(row, measured_exposed_s=sum(waited))
     if sizes.tokens is None or ranks is None:
         return row
     dtype = np.dtype(sizes.dtype if dtype is None else dtype)
-    where = (ranks, dtype, sizes.hardware)
+    where = (ranks, dtype, sizes.machine)
     found = [
         simulate.estimate(target, call_config.method.value, sizes.tokens, k, n, *where)
         for target, k, n in steps

@@ -1,12 +1,12 @@
-"""The table that explains a program."""
+"""Tests the table that `explain` returns."""
 
-from jax_ub._src.tools.explain.table import Row, Table
+from jax_ub._src.tools.explain.report import Row, Table
 
 ON = Row("up", "all_gather_matmul", True, "direct", "", 3 << 20, 1.5e-3, 2e-6)
 OFF = Row("down", "matmul_reduce_scatter", False, "xla", "no engine for cuda")
 
 
-def test_columns_are_aligned_and_say_why_not():
+def test_columns_are_aligned():
     assert str(Table((ON, OFF), "mlp", ("fused: 1",))).splitlines() == [
         "mlp",
         "where  op                     overlapped  method  sends    predicted  exposed"
@@ -20,14 +20,14 @@ def test_columns_are_aligned_and_say_why_not():
     ]
 
 
-def test_a_table_is_overlapped_where_every_row_is():
+def test_table_is_overlapped_if_every_row_is():
     assert Table((ON,)).overlapped
     assert not Table((ON, OFF)).overlapped
     assert Table(()).overlapped
     assert str(Table((), "empty")) == "empty"
 
 
-def test_sizes_and_times_have_the_unit_that_suits_them():
+def test_sizes_and_times_have_units():
     texts = [
         str(Table((Row("", "", True, "", "", count, seconds),))).splitlines()[-1]
         for count, seconds in [(5, 2.0), (2048, 3e-6), (5 << 30, 2e-3)]
@@ -39,7 +39,7 @@ def test_sizes_and_times_have_the_unit_that_suits_them():
     ]
 
 
-def test_everything_is_in_the_json():
+def test_json_has_all_fields():
     found = Table((ON, OFF), "mlp").as_json()
     assert found["overlapped"] is False
     assert found["rows"][1]["reason"] == "no engine for cuda"

@@ -1,0 +1,246 @@
+"""The table that `explain` returns, and the machine and trace that its columns use."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_ub._src import checks
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnknownNameError,
+    nearest,
+    shown,
+)
+from jax_ub._src.tables import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_table,
+)
+from jax_ub._src.tools.simulate.hardware import HARDWARE, Hardware, find
+from jax_ub._src.tools.trace import perfetto
+from jax_ub._src.tools.trace.recorder import Recording, TraceError
+from jax_ub._src.tools.trace.spans import Trace
+
+_ASSUMED = "h200"  # for devices that the simulator does not know
+_ALWAYS_SHOWN = ("where", "op", "overlapped", "method")
+# The fields of `Hardware`, and those without a default.
+_RATES = {field.name: field for field in dataclasses.fields(Hardware)}
+_REQUIRED = [
+    name for name, field in _RATES.items() if field.default is dataclasses.MISSING
+]
+
+HardwareLike = str | Mapping[str, Any] | Hardware | None
+TraceLike = Recording | Trace | str | pathlib.Path | Sequence[str | pathlib.Path] | None
+# Measured seconds that a rank waits per call, by the call's label and op.
+Waits = Mapping[tuple[str, str], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table of `explain`: one call, or several equal ones.
+
+    Attributes:
+        scope: a name given by the user, or a path in the program.
+        op: computation, such as "all_gather_matmul".
+        overlapped: whether a GEMM hides the communication, or there is none.
+        method: method that runs, such as "direct" or "xla".
+        reason: why the call is not overlapped; empty if it is.
+        moved_bytes: bytes that each rank sends per call; None if unknown.
+        predicted_s: predicted seconds per call.
+        measured_exposed_s: average waiting time of a rank in a trace, in seconds.
+        note: further remarks, such as the number of calls.
+        flops: a rank's floating-point operations per call; None if unknown.
+        count: number of calls as far as it is known; at least 1.
+    """
+
+    scope: str
+    op: str
+    overlapped: bool
+    method: str
+    reason: str = ""
+    moved_bytes: int | None = None
+    predicted_s: float | None = None
+    measured_exposed_s: float | None = None
+    note: str = ""
+    flops: int | None = None
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The table that `explain` returns, with a row for each call in program order.
+
+    `print(table)` formats it.
+
+    Attributes:
+        rows: the calls.
+        title: the first line.
+        notes: lines printed below the table.
+    """
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def overlapped(self) -> bool:
+        """Returns whether all rows are overlapped; true for a table without rows."""
+        return all(row.overlapped for row in self.rows)
+
+    @property
+    def custom_call_flops(self) -> int:
+        """Returns a rank's FLOPs in jax_ub's calls, summed over the table.
+
+        XLA's cost analysis counts them as 0, because they are custom calls.
+        """
+        custom = (row for row in self.rows if row.method != "xla")
+        return sum(row.count * (row.flops or 0) for row in custom)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the rows, title, notes and `overlapped` as JSON types."""
+        return {**dataclasses.asdict(self), "overlapped": self.overlapped}
+
+    def __str__(self) -> str:
+        """Formats the table as text with aligned columns, to be printed.
+
+        Most columns are omitted if they are empty in every row.
+        """
+        lines = [self.title] if self.title else []
+        cells = [_cells(row) for row in self.rows]
+        if cells:
+            header = [
+                name
+                for name in cells[0]
+                if name in _ALWAYS_SHOWN or any(row[name] for row in cells)
+            ]
+            rows = [[row[name] for name in header] for row in cells]
+            lines += format_table(header, rows, has_rule=True)
+        return "\n".join([*lines, *self.notes])
+
+
+def _cells(row: Row) -> dict[str, str]:
+    def optional(format_value, value):
+        return "" if value is None else format_value(value)
+
+    return {
+        "where": row.scope,
+        "op": row.op,
+        "overlapped": "yes" if row.overlapped else "NO",
+        "method": row.method,
+        "FLOP": optional(format_count, row.flops),
+        "sends": optional(format_bytes, row.moved_bytes),
+        "predicted": optional(format_seconds, row.predicted_s),
+        "exposed": optional(format_seconds, row.measured_exposed_s),
+        "why not": row.reason,
+        "note": row.note,
+    }
+
+
+def find_hardware(hardware: HardwareLike) -> Hardware:
+    """Returns the machine for which `explain` predicts times.
+
+    Args:
+        hardware: a name; a dict of rates, which replace those of the machine that its
+            "name" selects; or None for the kind of this process's devices.
+
+    Raises:
+        UnknownNameError: if a name or a key is unknown.
+        ConfigurationError: if a rate is missing or out of range.
+    """
+    if hardware is None:
+        return HARDWARE[_local_machine() or _ASSUMED]
+    if not isinstance(hardware, Mapping):
+        return find(hardware)
+    for key, value in hardware.items():
+        if key not in _RATES:
+            raise UnknownNameError(
+                f"explain: hardware has the key {shown(key)}, which is not known. "
+                f"{nearest(key, _RATES)}"
+            )
+        if key != "name":
+            _check_rate(key, value)
+    base = HARDWARE.get(str(hardware.get("name")))
+    if base is not None:
+        return dataclasses.replace(base, **hardware)
+    given = {"name": "custom", **hardware}
+    missing = [key for key in _REQUIRED if key not in given]
+    if missing:
+        raise ConfigurationError(
+            f"explain: hardware = {shown(hardware)} lacks {', '.join(missing)}. Pass "
+            f"them, or the name of a known machine: {', '.join(HARDWARE)}."
+        )
+    return Hardware(**given)
+
+
+def _check_rate(key, value):
+    """Checks that rates and shares are positive, and other values not negative."""
+    is_rate = key.endswith(("_per_s", "_share"))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_count = key.endswith("processors")
+    if (
+        not is_number
+        or not 0 <= value < float("inf")
+        or (is_rate and value == 0)
+        or (is_count and not checks.is_integer(value))
+    ):
+        kind = "a positive rate" if is_rate else "an integer" if is_count else "a time"
+        raise ConfigurationError(
+            f"explain: hardware has {key} = {shown(value)}, which is not {kind}."
+        )
+
+
+def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Returns a note for the table if the devices are unknown to the simulator.
+
+    Their times are then predicted for `_ASSUMED`. Otherwise, the tuple is empty.
+    """
+    is_predicted = any(row.predicted_s is not None for row in rows)
+    if hardware is not None or not is_predicted or _local_machine():
+        return ()
+    return (
+        f"unknown device {shown(jax.devices()[0].device_kind)}: times are predicted "
+        f"for {_ASSUMED}. Pass hardware=, a machine's name of `jax_ub simulate`",
+    )
+
+
+@functools.cache
+def _local_machine() -> str | None:
+    """Returns the simulator's name of this process's devices, or None if unknown."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return "cpu"
+    kind = device.device_kind.lower()
+    return next((name for name in HARDWARE if name in kind), None)
+
+
+def read_waits(trace: TraceLike) -> Waits:
+    """Returns how long ranks waited in a recording, a trace or trace files.
+
+    Raises:
+        TraceError: if the block of the recording has not ended.
+        ShapeContractError: if `trace` is of another type.
+    """
+    if trace is None:
+        return {}
+    if isinstance(trace, Recording):
+        if trace.trace is None:
+            raise TraceError(
+                "explain: trace is a recording that has not ended. Call explain after "
+                "the block of ub.trace."
+            )
+        trace = trace.trace
+    if isinstance(trace, Trace):
+        return trace.exposed_by_op_s()
+    paths: list[Any] = [*trace] if isinstance(trace, list | tuple) else [trace]
+    if not all(isinstance(path, str | pathlib.Path) for path in paths):
+        raise ShapeContractError(
+            f"explain: trace = {shown(trace)} is not a trace. Pass what ub.trace "
+            "recorded, the path of its file, or a list of paths."
+        )
+    return perfetto.read([*map(pathlib.Path, paths)]).exposed_by_op_s()
